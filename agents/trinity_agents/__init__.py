@@ -1,0 +1,1 @@
+"""The daemons, each short: build the parts, run them."""

@@ -1,0 +1,381 @@
+"""The trainer: processed batches in, train steps, checkpoints out; leads the weight sync.
+
+Waits for: the next batch on ``ready``, a member to give weights to, and at the end the explorer's last evaluation. One closed batch is
+one unit of progress, whatever is left in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from trinity_mq.bus import Bus, Envelope, LockHeld, Topology
+from trinity_mq.config import Config
+from trinity_mq.messages import Progress, SyncEvent
+from trinity_mq.models import ensure_model_folder, fingerprint
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.mail import envelope
+from trinity_mq.runtime.serve import run_daemon
+from trinity_mq.scheduling.pacing import sync_due
+from trinity_mq.sync.collective import Sender
+from trinity_mq.sync.gatekeeper import Channel, Gatekeeper
+from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.training.checkpoint import CheckpointStore, StepAttempts, TrainerState
+from trinity_mq.training.history import History
+from trinity_mq.training.learner import MODEL_FOLDER, Learner, TorchLearner
+from trinity_mq.training.source import StreamSource, TrainBatch
+from trinity_mq.training.staleness import drop_stale
+
+log = structlog.get_logger(__name__)
+
+MAX_STARTS = 2
+"""Unfinished starts on one batch; the next start skips it."""
+LOCK_RETRY = 2.0
+CANARY = (2, 3, 4, 5, 6, 7)
+"""Token ids of the canary prompt; any fixed ones do, and every vocabulary has these."""
+
+
+class Trainer(Agent):
+    """Steps the optimizer in batch order."""
+
+    role = "trainer"
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        bus: Bus,
+        topology: Topology,
+        agent_id: str,
+        learner: Learner,
+        channel: Channel,
+        folder: Path | None = None,
+        metrics: MetricsWriter | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
+        self.folder = folder or config.path
+        self.learner, self._metrics = learner, metrics
+        self.generation = self.step = self.progress = 0
+        self.finished = False
+        self.source = StreamSource(bus, topology, agent_id)
+        self.store = CheckpointStore(self.folder / "checkpoints", config.trainer.max_checkpoints_to_keep)
+        self._attempts = StepAttempts(self.folder / "checkpoints")
+        self._history: History | None = None
+        self._saved_progress = 0
+        self._in_hand: str | None = None
+        self.gate = Gatekeeper(
+            name=agent_id,
+            config=config.synchronizer,
+            dtype=config.model.dtype,
+            max_wait=config.explorer.eval_timeout,
+            weights=learner,
+            channel=channel,
+            canary=CANARY,
+            publish=self._publish_sync,
+            fingerprint=fingerprint,
+        )
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The version of the weights the learner holds."""
+        return (self.generation, self.step)
+
+    def detail(self) -> dict[str, Any]:
+        """Return the counters that pace the others."""
+        machine = self.gate.machine
+        return {
+            "generation": self.generation,
+            "step": self.step,
+            "progress": self.progress,
+            "committed": machine.committed,
+            "committed_progress": machine.committed_progress,
+            "phase": self.gate.phase,
+            "members": sorted(machine.members),
+            "in_hand": [*self.source.waiting, *([self._in_hand] if self._in_hand else [])],
+            "finished": self.finished,
+        }
+
+    async def serve(self) -> None:
+        """Train until the run is over or drained."""
+        lock = await self._lock()
+        if lock is None:
+            return
+        await self._restore()
+        verbs = ("join", "leave", "ready", "wait", "applied", "failed")
+        ears = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
+        await self.bus.declare(ears)
+        try:
+            async with await self.bus.consume(ears) as feed:
+                await self.with_background(
+                    self._train(),
+                    self.source.run(),
+                    self.gate.run(feed, self.each),
+                    self._forward_wakes(),
+                    self._stop_without_lock(lock),
+                )
+        finally:
+            await self.learner.close()
+            if self._history is not None:
+                self._history.close()
+
+    # -- start
+
+    async def _lock(self) -> Any:
+        while not self.draining.is_set():
+            try:
+                return await self.bus.lock(self.topology.lock("trainer"))
+            except LockHeld:
+                self.set_state("idle", "the other trainer of this run to end")
+                await self.woken.wait(LOCK_RETRY)
+        return None
+
+    async def _stop_without_lock(self, lock: Any) -> None:
+        await lock.wait_lost()
+        raise RestartMe("another trainer of this run has taken over while we were disconnected")
+
+    async def _restore(self) -> None:
+        self.set_state("starting", "the model")
+        checkpoint = self.store.latest()
+        self.generation = self.store.next_generation()
+        await self.learner.open(checkpoint.path if checkpoint else None)
+        resumed: tuple[int, int] | None = None
+        if checkpoint:
+            state = checkpoint.state
+            self.step, self.progress = state.step, state.progress
+            self.source.restore(state.source)
+            resumed = (state.generation, state.progress)
+            log.info(
+                "resumed",
+                checkpoint=checkpoint.path.name,
+                generation=self.generation,
+                step=self.step,
+                progress=self.progress,
+            )
+        self._saved_progress = self.progress
+        self._history = History(self.folder / "history", self.generation, resumed)
+
+    async def _forward_wakes(self) -> None:
+        """Let whatever changes in source or gate wake the main loop and show in a beat."""
+
+        async def forward(changed: Any, beat: bool) -> None:
+            while True:
+                await changed.wait()
+                self.woken.notify()
+                if beat:
+                    self.beat_soon()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(forward(self.source.changed, False))
+            group.create_task(forward(self.gate.changed, True))
+
+    # -- the loop
+
+    async def _train(self) -> None:
+        while not self.draining.is_set():
+            if self.gate.has_members and self.gate.someone_is_behind:
+                await self._sync()
+            elif self._sync_is_due():
+                await self._sync()
+            elif self.source.ended is not None and self.progress >= self.source.ended:
+                if not self.finished:
+                    await self._finish()
+                elif self.peers.detail("explorer").get("finished", False):
+                    return
+                else:
+                    self.set_state("idle", "the explorer to end the run")
+                    await self.woken.wait()
+            elif self.source.available():
+                await self._consume()
+            else:
+                self.set_state("idle", f"batch {self.progress + 1}")
+                await self.woken.wait()
+        await self._save()
+
+    def _sync_is_due(self) -> bool:
+        """A multiple of the interval was reached, or the end, and the engines do not know it yet."""
+        machine = self.gate.machine
+        at_end = self.source.ended is not None and self.progress >= self.source.ended
+        due = sync_due(self.progress, self.config.synchronizer) or at_end
+        return due and (machine.committed != self.version or machine.committed_progress < self.progress)
+
+    async def _sync(self) -> None:
+        machine = self.gate.machine
+        if machine.committed == self.version and not self.gate.someone_is_behind:
+            await self.gate.confirm_unchanged(self.progress)
+            return
+        self.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
+        started = asyncio.get_running_loop().time()
+        if await self._unless_draining(self.gate.sync(self.version, self.progress)) and self._metrics:
+            spent = asyncio.get_running_loop().time() - started
+            self._metrics.write(self.progress, {"time/sync_weight": spent, "sync/aborts": float(self.gate.aborts)})
+        self.beat_soon()
+
+    async def _unless_draining(self, work: Awaitable[None]) -> bool:
+        """Await ``work``, but give it up when asked to drain; True when it was done."""
+        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self.draining.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+                return True
+            return False
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _consume(self) -> None:
+        self.set_state("working", None)
+        batch = await self.source.next()
+        self._in_hand = batch.ticket
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        outcome, reason, metrics = await self._decide(batch)
+        self.progress += 1
+        self.source.consumed()
+        self._in_hand = None
+        assert self._history is not None
+        self._history.record(
+            progress=self.progress,
+            step=self.step,
+            batch=batch.batch,
+            ticket=batch.ticket,
+            op=batch.op,
+            outcome=outcome,
+            uids=[experience.eid.uid for experience in batch.experiences] if outcome == "trained" else [],
+        )
+        dropped = int(metrics.get("sample/dropped_stale_experiences", 0))
+        told = Progress(
+            progress=self.progress,
+            generation=self.generation,
+            step=self.step,
+            batch=batch.batch,
+            ticket=batch.ticket,
+            outcome=outcome,
+            dropped=dropped,
+            reason=reason,
+        )
+        mail = envelope(told, message_id=f"progress-{self.generation}-{self.progress}")
+        await self.bus.publish(self.topology.exchange("results"), "progress", mail)
+        metrics["sample/skipped_step"] = float(outcome != "trained")
+        metrics["time/batch"] = loop.time() - started
+        if self._metrics is not None:
+            self._metrics.write(
+                self.progress,
+                {"trainer/generation": float(self.generation), "trainer/step": float(self.step), **metrics},
+            )
+        self.beat_soon()
+        due = self.progress - self._saved_progress >= self.config.trainer.save_interval
+        if due or self.source.bytes_since_save > self.config.broker.ready_max_bytes / 4:
+            await self._save()
+
+    async def _decide(self, batch: TrainBatch) -> tuple[Any, str | None, dict[str, float]]:
+        """Train on the batch if there is something to train on; returns outcome, reason and metrics."""
+        if batch.state != "ready":
+            log.warning("batch_skipped", batch=batch.batch, state=batch.state, reason=batch.reason)
+            return batch.state, batch.reason, {}
+        if self._attempts.starts(batch.ticket) >= MAX_STARTS:
+            reason = f"the trainer did not survive {MAX_STARTS} starts on this batch"
+            body = envelope(
+                Progress(
+                    progress=self.progress + 1,
+                    generation=self.generation,
+                    step=self.step,
+                    batch=batch.batch,
+                    ticket=batch.ticket,
+                    outcome="skipped",
+                    reason=reason,
+                )
+            ).body
+            headers = {
+                "dead-reason": reason,
+                "dead-by": self.id,
+                "dead-queue": self.topology.ready.name,
+                "ticket": batch.ticket,
+            }
+            await self.bus.publish(
+                self.topology.exchange("dead"), "ready", Envelope(body=body, kind="progress", headers=headers)
+            )
+            self._attempts.finish([batch.ticket])
+            return "skipped", reason, {}
+        kept, metrics = drop_stale(batch.experiences, self.step, self.config.synchronizer.effective_max_staleness)
+        batch.experiences = kept
+        if not kept:
+            return "dropped", "every group was too old", metrics
+        self._attempts.begin([batch.ticket])
+        metrics |= await self.learner.step(kept, self.step + 1)
+        self._attempts.finish([batch.ticket])
+        if metrics.get("actor/optimizer_steps", 1.0) > 0:
+            self.step += 1
+            return "trained", None, metrics
+        return "skipped", "no optimizer step was possible", metrics
+
+    # -- saving and the end
+
+    async def _save(self) -> None:
+        if self.progress == self._saved_progress and self.store.latest() is not None:
+            return
+        state = TrainerState(
+            generation=self.generation,
+            step=self.step,
+            progress=self.progress,
+            source=self.source.state(),
+            fingerprint=self.config.name,
+        )
+        started = asyncio.get_running_loop().time()
+        await self.store.save(self.learner.save, state)
+        self._saved_progress, self.source.bytes_since_save = self.progress, 0
+        if self._metrics is not None:
+            self._metrics.write(self.progress, {"time/save_checkpoint": asyncio.get_running_loop().time() - started})
+
+    async def _finish(self) -> None:
+        """All batches are consumed and the engines hold the final weights: save them for good."""
+        self.set_state("working", "the final model to be written")
+        await self._save()
+        checkpoint = self.store.latest()
+        if checkpoint is None:
+            raise FatalError("the final checkpoint cannot be found again")
+        model = checkpoint.path / MODEL_FOLDER
+        if model.exists():
+            await asyncio.to_thread(publish_final, model, self.folder / "final")
+        self.finished = True
+        self.beat_soon()
+
+    async def _publish_sync(self, event: SyncEvent) -> None:
+        await self.publish("sync", f"weights.{event.verb}", event)
+
+
+def publish_final(model: Path, final: Path) -> None:
+    """Put a copy of the Hugging Face folder ``model`` at ``final``, whole or not at all."""
+    fresh = final.with_name(f".{final.name}.part")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(model, fresh)
+    shutil.rmtree(final, ignore_errors=True)
+    fresh.rename(final)
+
+
+def main(config: Config, agent_id: str = "trainer-0") -> int:
+    """Run the trainer until the run is over; returns the exit code."""
+
+    def build(bus: Bus, topology: Topology) -> Trainer:
+        model = ensure_model_folder(config.model, config.path / "model", config.seed)
+        sync = config.synchronizer
+        return Trainer(
+            config,
+            bus=bus,
+            topology=topology,
+            agent_id=agent_id,
+            learner=TorchLearner(config, model, config.buffer.total_steps),
+            channel=Sender(sync.host, sync.bucket_bytes, sync.sync_timeout),
+            metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
+            fingerprint=fingerprint(model),
+        )
+
+    return run_daemon(config, agent_id, "trainer", build)

@@ -1,0 +1,3 @@
+"""Loads the fixtures that all test folders share."""
+
+pytest_plugins = ["tests.broker_fixtures"]

@@ -1,0 +1,57 @@
+# Shared by demo and test: a virtual environment with the pinned dependencies, and a broker to run on.
+# shellcheck shell=bash
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=$PWD/.venv
+
+say() { printf '\n== %s\n' "$*"; }
+
+give_up() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+may_install() { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }
+
+# RUNLEVEL=1: the packages' own services are not started; every run starts a broker of its own
+apt_install() {
+    export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
+    apt-get update -qq || give_up "apt-get update failed: is the network there?"
+    apt-get install -y -qq --no-install-recommends "$@" >/dev/null || give_up "apt-get install $* failed"
+}
+
+make_environment() {
+    local python=${PYTHON:-python3} stamp=$venv/.installed wanted
+    command -v "$python" >/dev/null || give_up "$python is not there: install Python 3.11 or newer"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        give_up "$("$python" --version) is too old: install Python 3.11 or newer, or set PYTHON to it"
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        say "virtual environment in .venv"
+        rm -rf "$venv"
+        if ! "$python" -m venv "$venv" 2>/dev/null; then
+            # Debian's Python comes without the module that puts pip into an environment
+            may_install || give_up "$python -m venv failed: install python3-venv"
+            apt_install python3-venv
+            "$python" -m venv "$venv" || give_up "$python -m venv failed"
+        fi
+    fi
+    wanted=$(cat pyproject.toml constraints-cpu.txt | sha256sum | cut -d' ' -f1)
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted $PWD" ]; then
+        say "dependencies, as pinned in constraints-cpu.txt (minutes, once)"
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+        echo "$wanted $PWD" >"$stamp"
+    fi
+}
+
+has_broker() {
+    [ -n "${TRINITY_MQ_BROKER_URL:-}" ] || command -v rabbitmq-server >/dev/null ||
+        ls /usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin/rabbitmq-server >/dev/null 2>&1 ||
+        docker info >/dev/null 2>&1
+}
+
+make_broker() {
+    has_broker && return
+    may_install || give_up "no broker: install RabbitMQ (rabbitmq-server), or start Docker, or set TRINITY_MQ_BROKER_URL"
+    say "rabbitmq-server"
+    apt_install rabbitmq-server
+}

@@ -1,0 +1,1 @@
+"""Fixtures of all tests. Those that need a real broker are in broker_fixtures.py."""

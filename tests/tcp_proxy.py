@@ -1,0 +1,97 @@
+"""A TCP proxy that cuts connections, refuses new ones and holds back replies: network faults, for real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+CHUNK = 65536
+
+
+class CuttingProxy:
+    """Stands between one client and a server."""
+
+    def __init__(self, url: str) -> None:
+        self._target = urlsplit(url)
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._refusing = False
+        self._replies = asyncio.Event()
+        self._replies.set()
+        self._requests = asyncio.Event()
+        self._requests.set()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """The server's URL by way of this proxy."""
+        credentials = self._target.netloc.rpartition("@")[0]
+        return self._target._replace(netloc=f"{credentials}@127.0.0.1:{self.port}").geturl()
+
+    def cut(self) -> None:
+        """Reset every connection, both sides, now."""
+        for writer in tuple(self._writers):
+            writer.transport.abort()
+        self._replies.set()
+        self._requests.set()
+
+    def refuse(self) -> None:
+        """Reset also every new connection, until :meth:`accept`."""
+        self._refusing = True
+        self.cut()
+
+    def accept(self) -> None:
+        """Let new connections through."""
+        self._refusing = False
+
+    def hold_replies(self) -> None:
+        """Pass nothing on from the server until the next :meth:`cut`."""
+        self._replies.clear()
+
+    def hold_requests(self) -> None:
+        """Pass nothing on from the client until the next :meth:`cut`."""
+        self._requests.clear()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        await self._server.wait_closed()
+        while self._writers:
+            await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refusing:
+            writer.transport.abort()
+            return
+        upstream_reader, upstream_writer = await asyncio.open_connection(self._target.hostname, self._target.port)
+        pair = {writer, upstream_writer}
+        self._writers |= pair
+        try:
+            async with asyncio.TaskGroup() as pumps:
+                pumps.create_task(self._pump(reader, upstream_writer, self._requests))
+                pumps.create_task(self._pump(upstream_reader, writer, self._replies))
+        finally:
+            self._writers -= pair
+            for one in pair:
+                one.transport.abort()
+
+    async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, gate: asyncio.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(CHUNK):
+                await gate.wait()
+                target.write(data)
+                await target.drain()
+        if not target.is_closing():
+            with contextlib.suppress(OSError):
+                target.write_eof()

@@ -1,0 +1,254 @@
+"""The pacing of learning.md section 7: whole runs on MemoryBus in virtual time, with a fake learner, engine and runners."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_agents.explorer import Explorer
+from trinity_agents.operator import Operator
+from trinity_agents.trainer import Trainer
+from trinity_mq.bus import Topology
+from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.config import Config, load_config
+from trinity_mq.messages import TaskBody, TaskSlice
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner, FakeRunner, FakeRunnerAgent
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.training.history import lineage
+
+
+class Tasks:
+    """A taskset without end."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __len__(self) -> int:
+        return 1000
+
+    def next_batch(self, size: int) -> list[TaskBody]:
+        self.given += size
+        return [TaskBody(workflow="none", repeat_times=2) for _ in range(size)]
+
+    def state(self) -> dict[str, object]:
+        return {"given": self.given}
+
+
+@dataclass
+class Simulation:
+    """One run's parts; every agent has a connection of its own to one broker."""
+
+    folder: Path
+    overrides: tuple[str, ...] = ()
+    batches: int = 6
+    step_seconds: float = 1.0
+    runner_seconds: Callable[[TaskSlice], float] = lambda piece: 0.1
+    spoil: Callable[[TaskSlice], str | None] = lambda piece: None
+    broker: MemoryBroker = field(default_factory=MemoryBroker)
+    engine: FakeEngine = field(default_factory=FakeEngine)
+    reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    operators: int = 1
+    explorer: Explorer | None = None
+    trainers: list[Trainer] = field(default_factory=list)
+    learners: list[FakeLearner] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.config: Config = load_config(
+            {
+                "name": "sim",
+                "model": {"tiny": {}},
+                "algorithm": {"repeat_times": 2},
+                "buffer": {"batch_size": 2, "total_steps": self.batches},
+                "explorer": {"eval_interval": 2},
+                "monitor": {"tensorboard": False},
+            },
+            self.overrides,
+        )
+        self.topology = Topology("sim")
+
+    def bus(self) -> MemoryBus:
+        return MemoryBus(self.broker, self.topology, config=self.config.broker)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.reports.append((step, values))
+
+    def make_trainer(self) -> Trainer:
+        learner = FakeLearner(self.step_seconds)
+        self.learners.append(learner)
+        trainer = Trainer(
+            self.config,
+            bus=self.bus(),
+            topology=self.topology,
+            agent_id="trainer-0",
+            learner=learner,
+            channel=FakeChannel(),
+            folder=self.folder,
+            metrics=self,  # type: ignore[arg-type]
+        )
+        self.trainers.append(trainer)
+        return trainer
+
+    def make_explorer(self) -> Explorer:
+        self.explorer = Explorer(
+            self.config,
+            bus=self.bus(),
+            topology=self.topology,
+            engine=self.engine,
+            folder=self.folder,
+            taskset=Tasks(),
+            eval_sets={"held": [TaskBody(workflow="none", is_eval=True)]},
+            metrics=self,  # type: ignore[arg-type]
+        )
+        return self.explorer
+
+    async def runner(self, bus: Any, topology: Topology) -> None:
+        work = FakeRunner(bus, topology, lambda: self.engine.state.version, self.runner_seconds, self.spoil)
+        await work.run()
+
+    def make_runner(self) -> FakeRunnerAgent:
+        return FakeRunnerAgent(
+            self.config, bus=self.bus(), topology=self.topology, agent_id="runner-0", work=self.runner
+        )
+
+    def make_operator(self, number: int = 0) -> Operator:
+        return Operator(self.config, bus=self.bus(), topology=self.topology, agent_id=f"operator-{number}")
+
+    async def run(self, *, trainer: Callable[[], Any] | None = None, runners: Callable[[], Any] | None = None) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.make_explorer().run())
+            group.create_task((runners or self.make_runner)().run() if runners is None else runners())
+            for number in range(self.operators):
+                group.create_task(self.make_operator(number).run())
+            group.create_task(self.make_trainer().run() if trainer is None else trainer())
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.trainers[-1]
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        return [(step, values[name]) for step, values in self.reports if name in values]
+
+
+def expected_commits(batches: int, interval: int) -> list[int]:
+    """Steps whose weights are committed: the first, every interval, the last."""
+    return sorted({0, *range(interval, batches + 1, interval), batches})
+
+
+@pytest.mark.parametrize(("interval", "offset"), list(itertools.product(range(1, 5), range(5))))
+def test_every_interval_and_offset_ends_with_the_expected_commits(tmp_path: Path, interval: int, offset: int) -> None:
+    sim = Simulation(
+        tmp_path, (f"synchronizer.sync_interval={interval}", f"synchronizer.sync_offset={offset}"), batches=9
+    )
+    run_virtually(sim.run(), limit=1000)
+    assert [step for _, step in sim.engine.served] == expected_commits(9, interval)
+    assert sim.learners[0].steps == list(range(1, 10))
+    assert max(age for _, age in sim.values("sample/staleness/max")) <= interval - 1 + offset
+    assert sim.trainer.gate.aborts == 0
+
+
+def test_evaluations_are_of_the_right_versions_and_the_final_one_is_done_once(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=5)
+    run_virtually(sim.run(), limit=1000)
+    served = {label: int(version) for label, version in sim.values("eval/held/version/min")}
+    assert [label for label, _ in sim.values("eval/held/version/min")] == [0, 2, 4, 5]
+    assert served[0] == 0
+    assert served[5] == 5
+    assert served[2] == 1  # the version committed when batch 2 was closed
+    for label, values in sim.reports:
+        if "eval/held/version/min" in values:
+            assert values["eval/held/version/min"] == values["eval/held/version/max"], label
+
+
+def test_empty_batches_do_not_stop_the_run(tmp_path: Path) -> None:
+    sim = Simulation(
+        tmp_path,
+        ("explorer.max_consecutive_empty=100",),
+        spoil=lambda piece: "empty" if piece.lane == "train" else None,
+    )
+    run_virtually(sim.run(), limit=1000)
+    assert sim.trainer.progress == 6
+    assert sim.trainer.step == 0
+    assert len(sim.engine.served) == 1  # nothing changed: commits without a transfer
+
+
+def test_too_many_empty_batches_in_a_row_end_it_with_an_error(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, spoil=lambda piece: "empty" if piece.lane == "train" else None)
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(), limit=1000)
+    assert caught.value.subgroup(FatalError) is not None
+
+
+def test_every_second_batch_parked(tmp_path: Path) -> None:
+    sim = Simulation(
+        tmp_path, spoil=lambda piece: "failed" if piece.lane == "train" and int(piece.batch) % 2 == 0 else None
+    )
+    run_virtually(sim.run(), limit=1000)
+    assert (sim.trainer.progress, sim.trainer.step) == (6, 3)
+
+
+@pytest.mark.parametrize("step_seconds", [0.01, 30.0])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_much_faster_or_slower_trainer(tmp_path: Path, step_seconds: float, offset: int) -> None:
+    sim = Simulation(tmp_path, (f"synchronizer.sync_offset={offset}",), step_seconds=step_seconds)
+    run_virtually(sim.run(), limit=3000)
+    assert sim.learners[0].steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_operators_that_finish_out_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sim = Simulation(tmp_path, ("synchronizer.sync_interval=4", "synchronizer.sync_offset=4"), batches=8, operators=3)
+    publish = Operator._publish
+
+    async def later(self: Operator, manifest: Any, *rest: Any) -> None:
+        await asyncio.sleep(20.0 if manifest.batch % 3 == 1 else 0.0)
+        await publish(self, manifest, *rest)
+
+    monkeypatch.setattr(Operator, "_publish", later)
+    run_virtually(sim.run(), limit=3000)
+    history = lineage(tmp_path / "history", 1, 8)
+    assert [entry["batch"] for entry in history] == list(range(1, 9))
+
+
+def test_no_runners_for_an_hour(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("explorer.batch_timeout=1600",))
+
+    async def late() -> None:
+        await asyncio.sleep(3600)
+        await sim.make_runner().run()
+
+    run_virtually(sim.run(runners=late), limit=10_000)
+    assert sim.learners[0].steps == [1, 2, 3, 4, 5, 6]
+    assert not any(values.get("rollout/slices/cancelled") for _, values in sim.reports)
+
+
+@pytest.mark.parametrize("after", [round(0.15 * n, 2) for n in range(1, 24)])
+def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, after: float) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=2", "synchronizer.sync_timeout=5"), batches=5, step_seconds=0.3)
+
+    async def killed_once() -> None:
+        loop = asyncio.get_running_loop()
+        first = loop.create_task(sim.make_trainer().run())
+        await asyncio.sleep(after)
+        first.cancel()
+        await asyncio.wait([first])
+        if not first.cancelled() and first.exception() is None:
+            return
+        await asyncio.sleep(2.0)
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=killed_once), limit=3000)
+    trainer = sim.trainer
+    assert trainer.progress == 5
+    history = lineage(tmp_path / "history", trainer.generation, 5)
+    tickets = [entry["ticket"] for entry in history]
+    uids = [uid for entry in history for uid in entry["uids"]]
+    assert len(set(tickets)) == 5
+    assert len(set(uids)) == len(uids) == 20
+    assert [label for label, _ in sim.values("eval/held/version/min")].count(5) == 1
+    assert sim.engine.served == sorted(sim.engine.served)

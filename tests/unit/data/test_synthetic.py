@@ -1,0 +1,42 @@
+import re
+
+import pytest
+
+from trinity_mq.data import TasksetError
+from trinity_mq.data.synthetic import KINDS, problems
+
+WANTED = {
+    "ops3": (
+        3000,
+        r"[-+,]\d{3}=",
+        lambda q: {"+": max(q[1:4]), "-": min(q[1:4]), ",": sorted(q[1:4])[1]}[q[0]],
+    ),
+    "max3": (1000, r"\d,\d,\d=", lambda q: max(q[:-1].split(","))),
+    "copy3": (1000, r"\d{3}=", lambda q: q[:-1]),
+    "sort3": (1000, r"\d{3}=", lambda q: "".join(sorted(q[:-1]))),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_all_problems_are_there_once_and_right(kind):
+    total, form, answer = WANTED[kind]
+    train, test = problems(kind, "train"), problems(kind, "test")
+    assert len(test) == min(256, total // 5)
+    assert len({row["question"] for row in train + test}) == len(train) + len(test) == total
+    for row in train + test:
+        assert re.fullmatch(form, row["question"])
+        assert row["answer"] == answer(row["question"])
+
+
+def test_the_held_out_part_is_the_same_on_every_machine():
+    # A change here makes accuracies of different releases incomparable, and resumed runs train on what was held out.
+    assert problems("ops3", "test")[:2] == [{"question": "+360=", "answer": "6"}, {"question": "+355=", "answer": "5"}]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(TasksetError, match="did you mean 'ops3'"):
+        problems("ops", "train")
+    with pytest.raises(TasksetError, match="there are copy3"):
+        problems("xyz", "train")
+    with pytest.raises(TasksetError, match="no split 'validation'"):
+        problems("ops3", "validation")

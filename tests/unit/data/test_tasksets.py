@@ -1,0 +1,249 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from trinity_mq.config import FormatConfig, TasksetConfig
+from trinity_mq.data import TasksetError, open_taskset, with_defaults
+from trinity_mq.messages import TaskBody, TaskSubmission, decode, encode
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
+
+
+def file_config(path, **keys):
+    return TasksetConfig(name="mine", storage_type="file", path=str(path), **keys)
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps({"question": f"q{i}", "answer": str(i)}) + "\n" for i in range(10)) + "\n")
+    return path
+
+
+def questions(bodies):
+    return [body.raw_task["question"] for body in bodies]
+
+
+def test_a_body_has_all_that_a_workflow_needs_and_travels(jsonl):
+    config = file_config(
+        jsonl,
+        selector="sequential",
+        workflow="async_simple_workflow",
+        workflow_args={"a": 1},
+        reward_fn="char_match",
+        reward_fn_args={"b": 2},
+        rollout_args={"temperature": 0.5},
+        format=FormatConfig(system_prompt="Be brief."),
+    )
+    (body,) = open_taskset(config, repeat_times=8).next_batch(1)
+    assert body == TaskBody(
+        workflow="async_simple_workflow",
+        raw_task={"question": "q0", "answer": "0"},
+        repeat_times=8,
+        format_args={"prompt_key": "question", "response_key": "answer", "system_prompt": "Be brief."},
+        rollout_args={"temperature": 0.5},
+        workflow_args={"a": 1},
+        reward_fn="char_match",
+        reward_fn_args={"b": 2},
+        index={"taskset": "mine", "index": 0},
+    )
+    assert decode(encode(TaskSubmission(task=body)), TaskSubmission).task == body
+
+
+def test_an_evaluation_set_gives_every_task_once_and_in_order(jsonl):
+    taskset = open_taskset(file_config(jsonl, repeat_times=4), is_eval=True)
+    bodies = taskset.all_tasks()
+    assert questions(bodies) == [f"q{i}" for i in range(10)]
+    assert {(body.is_eval, body.repeat_times) for body in bodies} == {(True, 4)}
+    assert taskset.state()["cursor"] == 0
+
+
+def test_every_epoch_gives_every_record_once_in_another_order(jsonl):
+    taskset = open_taskset(file_config(jsonl), seed=3)
+    first, second = questions(taskset.next_batch(10)), questions(taskset.next_batch(10))
+    assert sorted(first) == sorted(second) == [f"q{i}" for i in range(10)]
+    assert first != second
+    assert first == questions(open_taskset(file_config(jsonl), seed=3).next_batch(10))
+    assert first != questions(open_taskset(file_config(jsonl), seed=4).next_batch(10))
+
+
+def test_a_batch_goes_on_into_the_next_epoch(jsonl):
+    taskset = open_taskset(file_config(jsonl, selector="sequential"))
+    assert questions(taskset.next_batch(25)) == [f"q{i % 10}" for i in range(25)]
+    assert (taskset.epoch, taskset.cursor) == (2, 5)
+
+
+@pytest.mark.parametrize("given", [0, 7, 10, 23])
+def test_a_restored_taskset_goes_on_as_the_first_would_have(jsonl, given):
+    taskset = open_taskset(file_config(jsonl), seed=1)
+    taskset.next_batch(given)
+    state = json.loads(json.dumps(taskset.state()))
+    again = open_taskset(file_config(jsonl), seed=1)
+    again.restore(state)
+    assert questions(again.next_batch(15)) == questions(taskset.next_batch(15))
+
+
+def test_a_position_of_other_data_or_order_is_refused(jsonl):
+    state = open_taskset(file_config(jsonl), seed=1).state()
+    with pytest.raises(TasksetError, match="belongs to seed 1, this one has 2"):
+        open_taskset(file_config(jsonl), seed=2).restore(state)
+    with pytest.raises(TasksetError, match="selector 'shuffle'"):
+        open_taskset(file_config(jsonl, selector="sequential"), seed=1).restore(state)
+    with pytest.raises(TasksetError, match="belongs to identity"):
+        open_taskset(file_config(jsonl, limit=9), seed=1).restore(state)
+    jsonl.write_text(jsonl.read_text().replace("q3", "q4"))
+    with pytest.raises(TasksetError, match="put the old data and settings back"):
+        open_taskset(file_config(jsonl), seed=1).restore(state)
+    taskset = open_taskset(file_config(jsonl), seed=1)
+    with pytest.raises(TasksetError, match="cursor 11"):
+        taskset.restore(taskset.state() | {"cursor": 11})
+
+
+def test_limit_keeps_the_first_records(jsonl):
+    taskset = open_taskset(file_config(jsonl, limit=3))
+    assert questions(taskset.all_tasks()) == ["q0", "q1", "q2"]
+    assert len(taskset) == 3
+
+
+def test_a_json_list_is_read(tmp_path):
+    path = tmp_path / "tasks.json"
+    path.write_text('[{"question": "q", "answer": "a"}]')
+    assert questions(open_taskset(file_config(path)).all_tasks()) == ["q"]
+
+
+def test_line_separators_inside_of_strings_and_a_byte_order_mark_are_no_harm(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('\ufeff{"question": "a\u2028b\u0085c", "answer": "1"}\r\n', encoding="utf-8")
+    assert questions(open_taskset(file_config(path)).all_tasks()) == ["a\u2028b\u0085c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("t.jsonl", b'{"question": "q", "answer": "a"}\n{"question"\n', r"t\.jsonl:2: not JSON"),
+        ("t.jsonl", b'\n\n{"question": "q"}\n', r"t\.jsonl:3: has nothing at 'answer'.*format\.response_key"),
+        (
+            "t.jsonl",
+            b'{"prompt": "q", "answer": "a"}\n',
+            r"t\.jsonl:1: has nothing at 'question' \(its keys: prompt, answer",
+        ),
+        ("t.jsonl", b'["q", "a"]\n', r"t\.jsonl:1: holds a list, wanted a record"),
+        ("t.jsonl", b'{"question": "q", "answer": 1' + b"0" * 30 + b"}", r"t\.jsonl:1: holds what cannot travel"),
+        ("t.jsonl", b'{"question": "\\ud800", "answer": 1}', r"t\.jsonl:1: holds what cannot travel"),
+        ("t.jsonl", b"[" * 100_000, r"t\.jsonl:1: not JSON"),
+        ("t.jsonl", b"\xff\xfe\x00", r"t\.jsonl is not UTF-8"),
+        ("t.jsonl", b"", "holds no records"),
+        ("t.json", b'{"question": "q"}', r"t\.json holds a dict, wanted a list"),
+        ("t.json", b'[{"question": "q"}]', r"t\.json\[0\]: has nothing at 'answer'"),
+    ],
+)
+def test_bad_files_give_one_line_that_says_where(tmp_path, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TasksetError, match=said) as caught:
+        open_taskset(file_config(path))
+    assert "mine" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_absent_file_is_named(tmp_path):
+    with pytest.raises(TasksetError, match=r"none\.jsonl cannot be read: No such file"):
+        open_taskset(file_config(tmp_path / "none.jsonl"))
+    with pytest.raises(TasksetError, match="cannot be read: Is a directory"):
+        open_taskset(file_config(tmp_path))
+
+
+def test_a_set_without_answers_says_so_in_its_format(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"question": "q"}\n')
+    taskset = open_taskset(file_config(path, format=FormatConfig(response_key="")))
+    assert questions(taskset.all_tasks()) == ["q"]
+
+
+def test_synthetic_and_queue():
+    taskset = open_taskset(TasksetConfig(storage_type="synthetic", path="ops3", split="test"))
+    assert len(taskset) == 256
+    with pytest.raises(TasksetError, match="fed by submitted tasks"):
+        open_taskset(TasksetConfig(storage_type="queue"))
+
+
+def hugging_face(monkeypatch, module):
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return TasksetConfig(name="hf", storage_type="huggingface", path="org/set", subset_name="main", split="test")
+
+
+def test_hugging_face_without_the_package_names_the_extra(monkeypatch):
+    config = hugging_face(monkeypatch, None)
+    with pytest.raises(TasksetError, match=r"pip install 'trinity-mq\[datasets\]'"):
+        open_taskset(config)
+
+
+def test_hugging_face_rows_become_tasks(monkeypatch):
+    # The package itself is an extra: this pins what is asked of it and what becomes of the rows.
+    module = ModuleType("datasets")
+    asked = []
+    rows = [{"question": "q", "answer": "a"}]
+
+    def load_dataset(*args, **keys):
+        asked.append((args, keys))
+        return rows
+
+    module.load_dataset = load_dataset
+    config = hugging_face(monkeypatch, module)
+    assert questions(open_taskset(config).all_tasks()) == ["q"]
+    assert asked == [(("org/set", "main"), {"split": "test"})]
+    rows[0]["image"] = object()
+    with pytest.raises(TasksetError, match="holds what cannot travel"):
+        open_taskset(config)
+
+
+def test_hugging_face_errors_become_one_line(monkeypatch):
+    module = ModuleType("datasets")
+
+    def load_dataset(*_, **__):
+        raise ConnectionError("no\n  network")
+
+    module.load_dataset = load_dataset
+    with pytest.raises(TasksetError, match="'org/set' split 'test' cannot be loaded: no network"):
+        open_taskset(hugging_face(monkeypatch, module))
+
+
+def test_submitted_tasks_get_what_they_left_out():
+    config = TasksetConfig(
+        name="queue",
+        storage_type="queue",
+        workflow="math_workflow",
+        workflow_args={"w": 1},
+        reward_fn="gsm8k",
+        reward_fn_args={"r": 1},
+        rollout_args={"temperature": 0.5},
+    )
+    filled = with_defaults(TaskBody(raw_task={"question": "q"}, rollout_args={"max_tokens": 5}), config)
+    assert (filled.workflow, filled.workflow_args) == ("math_workflow", {"w": 1})
+    assert (filled.reward_fn, filled.reward_fn_args) == ("gsm8k", {"r": 1})
+    assert filled.rollout_args == {"temperature": 0.5, "max_tokens": 5}
+    assert filled.index == {"taskset": "queue"}
+    own = with_defaults(TaskBody(workflow="their.Workflow", reward_fn="their.reward", index={"index": 3}), config)
+    assert (own.workflow, own.workflow_args, own.reward_fn, own.reward_fn_args) == (
+        "their.Workflow",
+        {},
+        "their.reward",
+        {},
+    )
+    assert own.index == {"index": 3}
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K at {GSM8K}")
+def test_gsm8k_reads_as_it_is():
+    taskset = open_taskset(file_config(GSM8K / "test.jsonl", reward_fn="gsm8k"))
+    assert len(taskset) == 1319
+    assert taskset.all_tasks()[0].raw_task["answer"].endswith("#### 18")
+
+
+def test_data_imports_no_torch():
+    code = "import sys, trinity_mq.data; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

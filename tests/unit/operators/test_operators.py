@@ -1,0 +1,180 @@
+import asyncio
+import math
+import threading
+
+import pytest
+import torch
+
+from trinity_mq.config import AlgorithmConfig, OperatorConfig
+from trinity_mq.experience import EID, Experience
+from trinity_mq.operators import (
+    OPERATORS,
+    AdvantageOperator,
+    ExperienceOperator,
+    ExperienceOperatorV1,
+    OperatorConfigError,
+    OperatorError,
+    create_operators,
+    run_chain,
+)
+from trinity_mq.rewards import UnknownNameError
+
+THIS = __name__
+
+
+def exp(task=0, run=0, step=0, reward=1.0, **keys):
+    eid = EID(batch=1, task=task, run=run, step=step)
+    return Experience(eid=eid, tokens=[1, 2, 3, 4], prompt_length=2, logprobs=[-1.0, -2.0], reward=reward, **keys)
+
+
+async def chain(name, exps, **args):
+    return await run_chain(create_operators([OperatorConfig(name=name, args=args)]), exps)
+
+
+class Synchronous(ExperienceOperator):
+    def __init__(self, factor=1.0):
+        self.factor = factor
+        self.closed_in = None
+
+    def process(self, exps):
+        self.thread = threading.current_thread()
+        for each in exps:
+            each.reward *= self.factor
+        return exps, {"scaled": len(exps), "their/own": 3, "text": "left out"}
+
+    def close(self):
+        self.closed_in = threading.current_thread()
+
+
+class Asynchronous(ExperienceOperatorV1):
+    prepared = False
+
+    async def prepare(self):
+        self.prepared = True
+
+    async def process(self, exps):
+        await asyncio.sleep(0)
+        return exps[1:], {"models": len(self.auxiliary_models)}
+
+
+class Failing(ExperienceOperatorV1):
+    async def process(self, exps):
+        raise ArithmeticError("two and two")
+
+
+class WrongResult(ExperienceOperatorV1):
+    async def process(self, exps):
+        return exps
+
+
+class Recording(ExperienceOperatorV1):
+    asked = False
+
+    async def process(self, exps):
+        self.asked = True
+        return exps, {}
+
+
+async def test_reward_filter_keeps_what_reaches_the_threshold():
+    exps = [exp(run=0, reward=0.4), exp(run=1, reward=0.5), exp(run=2, reward=None), exp(run=3, reward=math.nan)]
+    kept, metrics = await chain("reward_filter", exps, threshold=0.5)
+    assert [each.eid.run for each in kept] == [1]
+    assert metrics["experience_pipeline/0_RewardFilter/filtered_count"] == 3
+    assert metrics["experience_pipeline/experience_count"] == 1
+    assert metrics["time/operator/0_RewardFilter"] >= 0
+
+
+async def test_invalid_reward_filter():
+    exps = [exp(run=0), exp(run=1, reward=None), exp(run=2, reward=math.nan), exp(run=3, reward=-math.inf)]
+    kept, metrics = await chain("invalid_reward_filter", exps)
+    assert [each.eid.run for each in kept] == [0]
+    assert metrics["experience_pipeline/0_InvalidRewardFilter/filtered_count"] == 3
+
+
+async def test_reward_std_filter_looks_at_runs_not_at_steps():
+    even = [exp(task=0, run=run, step=step, reward=float(step)) for run in range(2) for step in range(2)]
+    differing = [exp(task=1, run=0, reward=0.0), exp(task=1, run=1, reward=1.0)]
+    alone = [exp(task=2, run=0, reward=1.0)]
+    equal = [exp(task=3, run=run, reward=0.1) for run in range(3)]
+    kept, metrics = await chain("reward_std_filter", even + differing + alone + equal)
+    assert kept == differing
+    assert metrics["experience_pipeline/0_RewardStdFilter/operator_filtered_count"] == 8
+    assert metrics["origin_group_advantages/reward_std/max"] == 0.5
+    assert metrics["origin_group_advantages/reward_mean/min"] == pytest.approx(0.1)
+    assert (await chain("reward_std_filter", differing, threshold=0.5))[0] == []
+
+
+async def test_mask_response_truncated():
+    view = torch.ones(2, dtype=torch.bool)
+    cut = exp(run=0, truncate_status="response_truncated", action_mask=view)
+    whole = exp(run=1)
+    kept, metrics = await chain("mask_response_truncated", [cut, whole])
+    assert [each.action_mask.tolist() for each in kept] == [[False, False], [True, True]]
+    assert view.all()
+    assert metrics["experience_pipeline/0_MaskResponseTruncated/masked_truncated_count"] == 1
+
+
+async def test_advantages_come_last():
+    config = AlgorithmConfig(repeat_times=2, std_level="none")
+    operators = [*create_operators([OperatorConfig(name="invalid_reward_filter")]), AdvantageOperator(config)]
+    exps = [exp(run=0, reward=0.0), exp(run=1, reward=1.0), exp(task=1, run=0), exp(task=1, run=1, reward=None)]
+    kept, metrics = await run_chain(operators, exps)
+    assert [each.advantages.tolist() for each in kept] == [[-0.5, -0.5], [0.5, 0.5]]
+    assert metrics["rollout/partial_groups"] == 1
+    assert "time/operator/1_AdvantageOperator" in metrics
+
+
+async def test_synchronous_operators_run_in_a_thread():
+    (operator,) = create_operators([OperatorConfig(name=f"{THIS}.Synchronous", args={"factor": 2.0})])
+    kept, metrics = await run_chain([operator], [exp()])
+    assert kept[0].reward == 2.0
+    assert operator.operator.thread is not threading.current_thread()
+    assert metrics["experience_pipeline/0_Synchronous/scaled"] == 1
+    assert metrics["their/own"] == 3
+    assert not any("text" in name for name in metrics)
+    await operator.close()
+    assert operator.operator.closed_in is not threading.current_thread()
+
+
+async def test_asynchronous_operators_are_handed_the_auxiliary_models():
+    models = {"judge": []}
+    (operator,) = create_operators([OperatorConfig(name=f"{THIS}.Asynchronous")], models)
+    await operator.prepare()
+    assert operator.prepared
+    kept, metrics = await run_chain([operator], [exp(run=0), exp(run=1)])
+    assert [each.eid.run for each in kept] == [1]
+    assert metrics["experience_pipeline/0_Asynchronous/models"] == 1
+    operator.set_auxiliary_model(None)
+    assert operator.auxiliary_models == {}
+
+
+async def test_nothing_left_ends_the_chain():
+    last = Recording()
+    kept, metrics = await run_chain(
+        [*create_operators([OperatorConfig(name="reward_filter", args={"threshold": 9})]), last], [exp()]
+    )
+    assert kept == []
+    assert not last.asked
+    assert metrics["experience_pipeline/experience_count"] == 0
+
+
+async def test_a_failing_operator_is_named_with_its_place():
+    with pytest.raises(OperatorError, match="operator 1_Failing: ArithmeticError: two and two") as caught:
+        await run_chain([Recording(), Failing()], [exp()])
+    assert caught.value.operator == "1_Failing"
+    with pytest.raises(OperatorError, match="wanted a list of experiences and a dict of metrics"):
+        await run_chain([WrongResult()], [exp()])
+
+
+def test_unknown_names_and_wrong_arguments_teach():
+    with pytest.raises(UnknownNameError, match="did you mean 'reward_filter'"):
+        create_operators([OperatorConfig(name="reward_filtre")])
+    with pytest.raises(OperatorConfigError, match=r"args \{'treshold': 1\}.*treshold"):
+        create_operators([OperatorConfig(name="reward_filter", args={"treshold": 1})])
+    with pytest.raises(OperatorConfigError, match="wanted a subclass"):
+        create_operators([OperatorConfig(name=f"{THIS}.exp")])
+
+
+def test_every_registered_operator_can_be_made():
+    made = create_operators([OperatorConfig(name=name) for name in OPERATORS])
+    assert len({type(operator) for operator in made}) == len(OPERATORS)

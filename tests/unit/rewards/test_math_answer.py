@@ -1,0 +1,101 @@
+import json
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.rewards.math_answer import final_number, math_answer
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
+
+
+def accuracy(response, truth, *, finished=True):
+    return math_answer(response, truth, finished=finished)["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 3 + 4 = 7", 7),
+        ("#### 18", 18),
+        ("#### $1,234.50 a day", Fraction("1234.5")),
+        ("\\boxed{\\frac{1}{2}}", Fraction(1, 2)),
+        ("\\boxed{\\dfrac{3}{4}}", Fraction(3, 4)),
+        ("\\boxed{0.5}", Fraction(1, 2)),
+        ("\\boxed{1{,}234}", 1234),
+        ("\\boxed{1\\,234}", 1234),
+        ("\\boxed{18 \\text{ dollars}}", 18),
+        ("\\boxed{x = -5}", -5),
+        ("\\boxed{\\frac{\\$8}{2}} 3", 3),
+        ("it is \u22125 degrees", -5),
+        ("-$5 or $-6", -6),
+        ("16-3", 3),
+        ("50%", 50),
+        ("half: 1/2.", Fraction(1, 2)),
+        ("1,2", 2),
+        ("12,345,678", 12_345_678),
+        (".5 is 0.5.", Fraction(1, 2)),
+        ("#### Final answer\n\\boxed{42}", 42),
+        ("\\boxed{41}\n#### 42", 42),
+        ("#### 41\nno: \\boxed{42}", 42),
+        ("#### 3 or 4\nthe end 5", 5),
+        ("\\boxed{7", 7),
+        ("3/0", None),
+        ("none", None),
+        ("", None),
+        ("9" * 1000, None),
+    ],
+)
+def test_final_number(text, number):
+    assert final_number(text) == number
+
+
+def test_a_cut_response_counts_only_with_a_marked_answer():
+    assert accuracy("3 + 4 = 7", "7", finished=False) == 0
+    assert accuracy("#### 7\nand then", "7", finished=False) == 1
+
+
+def test_without_a_truth_nothing_is_right():
+    assert accuracy("7", None) == 0
+    assert accuracy("7", "no number") == 0
+    assert accuracy("no number", "no number") == 0
+
+
+def test_equal_numbers_written_differently():
+    assert accuracy("\\boxed{\\frac{7}{2}}", "#### 3.50") == 1
+    assert accuracy("3.5000001", "3.5") == 0
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "\\boxed{" * 200_000,
+        "{" * 1_000_000,
+        "1,234" * 200_000,
+        "9" * 1_000_000,
+        "1/" * 500_000,
+        "#### " + "\\frac{" * 150_000,
+        "\\boxed{" + "\\text{" * 150_000,
+        "." * 1_000_000,
+        "-$" * 500_000,
+        "1e999999999",
+    ],
+)
+def test_hostile_responses_take_bounded_time(hostile):
+    start = time.perf_counter()
+    accuracy(hostile, "5")
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K at {GSM8K}")
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_every_reference_solution_is_right_and_no_changed_one(name):
+    lines = (GSM8K / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    for answer in (json.loads(line)["answer"] for line in lines):
+        assert accuracy(answer, answer) == 1, answer
+        number = answer.rpartition("#### ")[2]
+        boxed = f"Therefore \\boxed{{{number}}}."
+        assert accuracy(boxed, answer) == 1, answer
+        for wrong in (f"{number}1", f"1{number}", f"{number}.5"):
+            assert accuracy(f"Therefore \\boxed{{{wrong}}}.", answer) == 0, (wrong, answer)

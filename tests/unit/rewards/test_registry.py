@@ -1,0 +1,107 @@
+import subprocess
+import sys
+
+import pytest
+
+from trinity_mq.rewards import REWARDS, RewardError, UnknownNameError, create_reward, parts_of
+from trinity_mq.rewards.exact_match import exact_match
+from trinity_mq.rewards.lookup import lookup, name_of
+
+
+class Threshold:
+    def __init__(self, least: float) -> None:
+        self.least = least
+
+    def __call__(self, response, truth, *, finished):
+        return {"accuracy": float(len(response) >= self.least)}
+
+
+def test_every_registered_name_loads_and_can_be_called():
+    for name in REWARDS:
+        parts = parts_of(create_reward(name, {}), "7", "7", finished=True)
+        assert parts, name
+
+
+def test_a_dotted_path_is_imported():
+    reward = create_reward("trinity_mq.rewards.format_reward.format_reward", {"score": 0.5})
+    assert parts_of(reward, "x", None, finished=True) == {"format_score": -0.5}
+
+
+def test_a_class_is_made_with_the_arguments():
+    reward = create_reward(Threshold, {"least": 3})
+    assert parts_of(reward, "abc", None, finished=True) == {"accuracy": 1.0}
+
+
+def test_an_unknown_name_lists_near_misses():
+    with pytest.raises(UnknownNameError, match="did you mean 'exact_match'"):
+        create_reward("exact_mach", {})
+    with pytest.raises(UnknownNameError, match=r"known: char_match.*dotted path"):
+        create_reward("zzz", {})
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("no_such_package.reward", "module 'no_such_package' cannot be imported"),
+        ("trinity_mq.rewards.exact_match.exact_mach", "did you mean 'exact_match'"),
+    ],
+)
+def test_a_wrong_path_says_what_is_missing(path, said):
+    with pytest.raises(UnknownNameError, match=said):
+        create_reward(path, {})
+
+
+def test_a_module_that_fails_while_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "broken_rewards.py").write_text("1 +")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnknownNameError, match="SyntaxError"):
+        create_reward("broken_rewards.reward", {})
+
+
+def test_wrong_arguments_are_refused_when_the_reward_is_made():
+    with pytest.raises(RewardError, match=r"reward_fn_args.*'colour'"):
+        create_reward("format_reward", {"colour": 1})
+    with pytest.raises(RewardError, match="least"):
+        create_reward(Threshold, {})
+    with pytest.raises(RewardError, match="finished"):
+        create_reward(lambda response, truth: {"accuracy": 1.0}, {})
+    with pytest.raises(RewardError, match="is a int"):
+        create_reward(3, {})
+
+
+@pytest.mark.parametrize("result", [1.0, {}, {"a": "1"}, None])
+def test_a_result_that_is_no_parts_is_refused(result):
+    with pytest.raises(RewardError, match="wanted its parts by name"):
+        parts_of(lambda response, truth, *, finished: result, "x", None, finished=True)
+
+
+def test_entry_points_add_names(monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from trinity_mq.rewards import lookup as module
+
+    point = EntryPoint("theirs", "trinity_mq.rewards.exact_match:exact_match", "some.group")
+    broken = EntryPoint("broken", "no_such_package:x", "some.group")
+    monkeypatch.setattr(module, "_entry_points", lambda group: {"theirs": point, "broken": broken})
+    assert lookup("reward function", "theirs", {}, "some.group") is exact_match
+    with pytest.raises(UnknownNameError, match="installed package"):
+        lookup("reward function", "broken", {}, "some.group")
+
+
+def test_name_of_gives_a_name_that_finds_it_again():
+    assert name_of("reward function", exact_match, REWARDS) == "exact_match"
+    path = name_of("reward function", Threshold, REWARDS)
+    assert path.endswith(".Threshold")
+
+    def inner():
+        return None
+
+    with pytest.raises(UnknownNameError, match="cannot be imported by another process"):
+        name_of("reward function", inner, REWARDS)
+
+
+def test_rewards_import_no_torch():
+    code = (
+        "import sys, trinity_mq.rewards.registry as r; r.create_reward('gsm8k', {}); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.runtime.process import die_with_parent, wait_exit, write_atomic
+
+GRANDCHILD = """
+import signal, sys, time
+from trinity_mq.runtime.process import die_with_parent
+def leave(signum, frame):
+    print("told", signum, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+die_with_parent(int(sys.argv[1]))
+print("ready", flush=True)
+signal.pause()
+"""
+CHILD = """
+import os, subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid())])
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux")
+def test_the_kernel_tells_when_the_parent_is_killed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, GRANDCHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.kill()
+        assert child.stdout.readline() == f"told {signal.SIGTERM.value}\n"
+        assert child.stdout.read() == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux")
+def test_a_parent_that_has_gone_already_counts() -> None:
+    with subprocess.Popen([sys.executable, "-c", GRANDCHILD, "1"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == f"told {signal.SIGTERM.value}\n"
+
+
+def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    die_with_parent(1)
+
+
+async def test_wait_exit_leaves_the_status_to_the_parent() -> None:
+    argv = (sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)")
+    process = await asyncio.to_thread(subprocess.Popen, argv, stdin=subprocess.PIPE)
+    async with asyncio.timeout(20):
+        waiting = asyncio.ensure_future(wait_exit(process.pid))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert process.stdin is not None
+        process.stdin.close()
+        await waiting
+        assert process.poll() == 3
+        await wait_exit(process.pid)
+
+
+def test_write_atomic_replaces_whole_files(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_atomic(path, b"one")
+    write_atomic(path, b"two", mode=0o600)
+    assert path.read_bytes() == b"two"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_atomic_follows_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_atomic(tmp_path / "state", b"x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o640
+
+
+def test_write_atomic_keeps_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state"
+    write_atomic(path, b"old")
+
+    def full(_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]

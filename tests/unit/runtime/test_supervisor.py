@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.config import SupervisorConfig
+from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor, exponential_backoff
+
+FOREVER = "import signal; print('up', flush=True); signal.pause()"
+GENTLE = """
+import signal, sys
+def leave(signum, frame):
+    print("draining", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("up", flush=True)
+signal.pause()
+"""
+STUBBORN = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def spec(name: str, program: str, role: str = "runner", **env: str) -> ProcessSpec:
+    return ProcessSpec(name=name, role=role, argv=(sys.executable, "-S", "-c", program), env=env)
+
+
+class Watcher:
+    """Keeps the events, and wakes who waits for one."""
+
+    def __init__(self) -> None:
+        self.events: list[ProcessEvent] = []
+        self._changed = asyncio.Condition()
+        self._wakers: list[tuple[Callable[[ProcessEvent], bool], asyncio.Future[ProcessEvent]]] = []
+
+    def __call__(self, event: ProcessEvent) -> None:
+        self.events.append(event)
+        for matches, waker in self._wakers:
+            if not waker.done() and matches(event):
+                waker.set_result(event)
+
+    async def see(self, name: str, what: str, times: int = 1) -> ProcessEvent:
+        def matches(event: ProcessEvent) -> bool:
+            return (event.name, event.what) == (name, what) and self.count(name, what) >= times
+
+        found = [event for event in self.events if (event.name, event.what) == (name, what)]
+        if len(found) >= times:
+            return found[times - 1]
+        waker: asyncio.Future[ProcessEvent] = asyncio.get_running_loop().create_future()
+        self._wakers.append((matches, waker))
+        return await waker
+
+    def count(self, name: str, what: str) -> int:
+        return sum((event.name, event.what) == (name, what) for event in self.events)
+
+    def of(self, name: str) -> list[str]:
+        return [event.what for event in self.events if event.name == name]
+
+
+@pytest.fixture
+def watcher() -> Watcher:
+    return Watcher()
+
+
+@pytest.fixture
+def make(tmp_path: Path, watcher: Watcher) -> Callable[..., Supervisor]:
+    def build(*specs: ProcessSpec, delay: float = 0.0, **limits: float) -> Supervisor:
+        config = SupervisorConfig(**{"grace": 10.0, **limits})  # type: ignore[arg-type]
+        return Supervisor(specs, config=config, log_dir=tmp_path, on_event=watcher, backoff=lambda _count: delay)
+
+    return build
+
+
+async def printed(path: Path, text: str) -> None:
+    """Wait for a child's own word: the file is the only channel that it has."""
+    async with asyncio.timeout(20):
+        while text not in (path.read_text() if path.exists() else ""):  # noqa: ASYNC110 - nothing tells that a file grew
+            await asyncio.sleep(0.01)
+
+
+async def test_all_finished_is_zero(make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path) -> None:
+    supervisor = make(spec("a", "print('from a')"), spec("b", "import sys; print('oops', file=sys.stderr)"))
+    assert await supervisor.run() == 0
+    assert watcher.of("a") == watcher.of("b") == ["started", "finished"]
+    assert supervisor.phases == {"a": "finished", "b": "finished"}
+    assert (tmp_path / "a.out").read_text() == "from a\n"
+    assert (tmp_path / "b.out").read_text() == "oops\n"
+
+
+async def test_each_process_has_its_own_session_and_environment(
+    make: Callable[..., Supervisor], tmp_path: Path
+) -> None:
+    program = (
+        "import os\n"
+        "e = os.environ; print(os.getsid(0) == os.getpid(), 'PATH' in e, e['COLOUR'], e['TRINITY_MQ_PARENT'])"
+    )
+    assert await make(spec("a", program, COLOUR="red")).run() == 0
+    assert (tmp_path / "a.out").read_text() == f"True True red {os.getpid()}\n"
+
+
+async def test_what_is_killed_is_started_again(
+    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
+) -> None:
+    supervisor = make(spec("a", GENTLE))
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        running = group.create_task(supervisor.run())
+        first = await watcher.see("a", "started")
+        assert first.pid is not None
+        os.kill(first.pid, signal.SIGKILL)
+        died = await watcher.see("a", "died")
+        second = await watcher.see("a", "started", times=2)
+        assert died.code == 128 + signal.SIGKILL
+        assert second.pid != first.pid
+        await printed(tmp_path / "a.out", "up")
+        await supervisor.drain()
+    assert running.result() == 0
+    assert watcher.of("a") == ["started", "died", "restarting", "started", "stopped"]
+    assert (tmp_path / "a.out").read_text().endswith("draining\n")
+
+
+async def test_too_many_deaths_fail_for_good_and_end_the_others(
+    make: Callable[..., Supervisor], watcher: Watcher
+) -> None:
+    supervisor = make(spec("bad", "import sys; sys.exit(5)"), spec("good", FOREVER), max_restarts=2)
+    async with asyncio.timeout(30):
+        assert await supervisor.run() == 5
+    assert watcher.of("bad") == ["started", *["died", "restarting", "started"] * 2, "died", "failed"]
+    assert "3 times within 600 s" in watcher.events[[event.what for event in watcher.events].index("failed")].reason
+    assert supervisor.phases == {"bad": "failed", "good": "stopped"}
+
+
+async def test_deaths_outside_of_the_window_do_not_count(
+    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
+) -> None:
+    program = f"""
+import pathlib, sys
+path = pathlib.Path({str(tmp_path / "count")!r})
+count = int(path.read_text()) + 1 if path.exists() else 1
+path.write_text(str(count))
+sys.exit(0 if count == 4 else 1)
+"""
+    supervisor = make(spec("a", program), max_restarts=1, restart_window=0.001)
+    async with asyncio.timeout(30):
+        assert await supervisor.run() == 0
+    assert watcher.count("a", "died") == 3
+    assert {event.restarts for event in watcher.events if event.what == "restarting"} == {1}
+
+
+async def test_a_configuration_error_is_not_tried_again(make: Callable[..., Supervisor], watcher: Watcher) -> None:
+    assert await make(spec("a", "import sys; sys.exit(78)")).run() == 78
+    assert watcher.of("a") == ["started", "died", "failed"]
+
+
+async def test_a_program_that_is_not_there_fails_with_its_name(
+    make: Callable[..., Supervisor], watcher: Watcher
+) -> None:
+    supervisor = make(ProcessSpec(name="a", role="runner", argv=("/no/such/program",)), spec("b", FOREVER))
+    async with asyncio.timeout(30):
+        assert await supervisor.run() == 127
+    assert "/no/such/program cannot be started" in next(
+        event.reason for event in watcher.events if event.what == "failed"
+    )
+
+
+async def test_restart_on_request_does_not_count(
+    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
+) -> None:
+    supervisor = make(spec("a", GENTLE), max_restarts=0)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        running = group.create_task(supervisor.run())
+        await printed(tmp_path / "a.out", "up")
+        await supervisor.restart("a")
+        await watcher.see("a", "started", times=2)
+        await supervisor.drain()
+        await supervisor.restart("a")
+    assert running.result() == 0
+    assert watcher.of("a") == ["started", "stopped", "started", "stopped"]
+    with pytest.raises(KeyError, match="known: a"):
+        await supervisor.restart("b")
+
+
+async def test_restart_cuts_the_wait_short(make: Callable[..., Supervisor], watcher: Watcher) -> None:
+    supervisor = make(spec("a", FOREVER), delay=3600.0)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(supervisor.run())
+        os.kill((await watcher.see("a", "started")).pid or 0, signal.SIGKILL)
+        assert (await watcher.see("a", "restarting")).delay == 3600.0
+        assert supervisor.phases == {"a": "waiting"}
+        await supervisor.restart("a")
+        await watcher.see("a", "started", times=2)
+        await supervisor.drain()
+
+
+async def test_drain_ends_a_wait_for_a_restart(make: Callable[..., Supervisor], watcher: Watcher) -> None:
+    supervisor = make(spec("a", "import sys; sys.exit(1)"), delay=3600.0)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        running = group.create_task(supervisor.run())
+        await watcher.see("a", "restarting")
+        await supervisor.drain()
+    assert running.result() == 0
+    assert supervisor.phases == {"a": "stopped"}
+
+
+async def test_who_does_not_drain_in_time_is_killed_and_told(
+    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
+) -> None:
+    supervisor = make(spec("deaf", STUBBORN), spec("gentle", GENTLE), grace=0.2)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        running = group.create_task(supervisor.run())
+        await printed(tmp_path / "deaf.out", "up")
+        await printed(tmp_path / "gentle.out", "up")
+        await supervisor.drain()
+    assert running.result() == 128 + signal.SIGKILL
+    assert watcher.of("deaf") == ["started", "killed"]
+    assert watcher.of("gentle") == ["started", "stopped"]
+
+
+async def test_drain_one_by_one(make: Callable[..., Supervisor], tmp_path: Path) -> None:
+    supervisor = make(spec("a", GENTLE), spec("b", GENTLE))
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        running = group.create_task(supervisor.run())
+        await printed(tmp_path / "a.out", "up")
+        await printed(tmp_path / "b.out", "up")
+        await supervisor.drain("a")
+        assert await supervisor.wait("a") == "stopped"
+        assert supervisor.phases == {"a": "stopped", "b": "running"}
+        await supervisor.drain()
+    assert running.result() == 0
+
+
+async def test_a_plain_death_by_the_signal_we_sent_is_no_failure(
+    make: Callable[..., Supervisor], tmp_path: Path
+) -> None:
+    supervisor = make(spec("a", FOREVER))
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        running = group.create_task(supervisor.run())
+        await printed(tmp_path / "a.out", "up")
+        await supervisor.drain()
+    assert running.result() == 0
+
+
+async def test_drain_while_starting(make: Callable[..., Supervisor]) -> None:
+    supervisor = make(spec("a", FOREVER))
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        running = group.create_task(supervisor.run())
+        await asyncio.sleep(0)  # the spawn has begun, no process is known yet
+        await supervisor.drain()
+    assert running.result() == 0
+    assert supervisor.phases == {"a": "stopped"}
+
+
+async def test_cancelled_it_leaves_nobody_behind(
+    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
+) -> None:
+    supervisor = make(spec("a", STUBBORN), spec("b", STUBBORN))
+    running = asyncio.ensure_future(supervisor.run())
+    async with asyncio.timeout(30):
+        await printed(tmp_path / "a.out", "up")
+        await printed(tmp_path / "b.out", "up")
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    for event in watcher.events:
+        if event.what == "started":
+            with pytest.raises(ProcessLookupError):
+                os.kill(event.pid or 0, 0)
+
+
+async def test_kill_ends_at_once(make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path) -> None:
+    supervisor = make(spec("a", STUBBORN), grace=3600.0)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        running = group.create_task(supervisor.run())
+        await printed(tmp_path / "a.out", "up")
+        draining = group.create_task(supervisor.drain())
+        await asyncio.sleep(0)
+        supervisor.kill()
+        await draining
+    assert running.result() == 128 + signal.SIGKILL
+    assert watcher.of("a") == ["started", "killed"]
+
+
+def test_names_must_differ(make: Callable[..., Supervisor]) -> None:
+    with pytest.raises(ValueError, match="different names"):
+        make(spec("a", FOREVER), spec("a", FOREVER))
+
+
+def test_backoff_doubles_up_to_a_limit() -> None:
+    assert [exponential_backoff(n) for n in (1, 2, 3, 100)] == [0.25, 0.5, 1.0, 30.0]

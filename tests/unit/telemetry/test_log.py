@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from trinity_mq.telemetry import get_logger, mask_passwords, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+class Broker:
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __repr__(self) -> str:
+        return f"Broker({self.url})"
+
+
+def lines(run_dir: Path, agent: str = "trainer-0") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "logs" / f"{agent}.jsonl").read_text().splitlines()]
+
+
+def test_one_json_line_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("trainer", "trainer-0", tmp_path)
+    get_logger("trinity_mq.test").bind(ticket="t1").info("step_done", step=3, loss=float("nan"))
+    (line,) = lines(tmp_path)
+    assert list(line)[:5] == ["time", "level", "role", "agent", "event"]
+    assert line["event"] == "step_done"
+    assert (line["role"], line["agent"], line["level"]) == ("trainer", "trainer-0", "info")
+    assert (line["step"], line["ticket"], line["loss"]) == (3, "t1", None)
+    assert line["logger"] == "trinity_mq.test"
+    assert line["time"].endswith("Z")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_errors_are_short_on_stderr_and_whole_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("trainer", "trainer-0", tmp_path)
+    try:
+        raise ValueError("no such\ntensor")
+    except ValueError:
+        get_logger("x").exception("load_failed", path="/m")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "trainer: load_failed path=/m: ValueError: no such tensor\n"
+    (line,) = lines(tmp_path)
+    assert "Traceback" in line["exception"]
+    assert "_logger" not in line
+
+
+def test_libraries_and_warnings_arrive_in_the_same_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("runner", "trainer-0", tmp_path)
+    logging.getLogger("some.library").info("hello %s", "there", extra={"job": 4})
+    try:
+        raise KeyError("k")
+    except KeyError:
+        logging.getLogger("some.library").exception("broke")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old thing", stacklevel=1)
+    first, second, third = lines(tmp_path)
+    assert (first["event"], first["job"], first["logger"]) == ("hello there", 4, "some.library")
+    assert "KeyError" in second["exception"]
+    assert "old thing" in third["event"]
+    assert third["level"] == "warning"
+    assert capsys.readouterr().err == "runner: broke: KeyError: 'k'\n"
+
+
+def test_passwords_are_masked_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("runner", "trainer-0", tmp_path)
+    url = "amqp://guest:hunter2@localhost:5672/"
+    try:
+        raise ConnectionError(f"cannot reach {url}")
+    except ConnectionError:
+        get_logger("x").exception("gone", url=url, nested={"urls": [url]}, thing=Broker(url))
+    logging.getLogger("lib").error("tried %s", url)
+    assert "hunter2" not in (tmp_path / "logs" / "trainer-0.jsonl").read_text()
+    assert "hunter2" not in capsys.readouterr().err
+    assert lines(tmp_path)[0]["url"] == "amqp://guest:***@localhost:5672/"
+
+
+def test_a_logger_made_before_the_set_up_follows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    early = structlog.get_logger("early")
+    setup_logging("runner", "trainer-0", tmp_path)
+    early.info("hello")
+    assert [(line["event"], line["logger"]) for line in lines(tmp_path)] == [("hello", "early")]
+    assert capsys.readouterr().out == ""
+
+
+def test_level_and_chatty_libraries(tmp_path: Path) -> None:
+    setup_logging("runner", "trainer-0", tmp_path, level="warning")
+    get_logger("x").info("quiet")
+    setup_logging("runner", "trainer-0", tmp_path, level="info")
+    logging.getLogger("httpx").info("GET /")
+    get_logger("x").info("loud")
+    setup_logging("runner", "trainer-0", tmp_path, level="debug")
+    logging.getLogger("httpx").info("GET / again")
+    assert [line["event"] for line in lines(tmp_path)] == ["loud", "GET / again"]
+
+
+def test_set_up_again_replaces_the_handlers_and_appends_to_the_file(tmp_path: Path) -> None:
+    setup_logging("runner", "trainer-0", tmp_path)
+    get_logger("x").info("first")
+    setup_logging("runner", "trainer-0", tmp_path)
+    get_logger("x").info("second")
+    assert [line["event"] for line in lines(tmp_path)] == ["first", "second"]
+
+
+def test_without_a_run_folder_only_errors_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("submit", "submit", None)
+    get_logger("x").warning("hm")
+    get_logger("x").error("bad", code=3)
+    assert capsys.readouterr() == ("", "submit: bad code=3\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("amqp://u:p@h/", "amqp://u:***@h/"),
+        ("see amqps://u:p%2F@h:5671/v now", "see amqps://u:***@h:5671/v now"),
+        ("http://host:8000/v1", "http://host:8000/v1"),
+        ("a@b.c: amqp://u@h", "a@b.c: amqp://u@h"),
+    ],
+)
+def test_mask(text: str, masked: str) -> None:
+    assert mask_passwords(text) == masked

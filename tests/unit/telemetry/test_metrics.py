@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.telemetry import MetricsWriter, read_metrics
+
+
+def test_one_line_a_step(tmp_path: Path) -> None:
+    before = time.time()
+    writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
+    writer.write(1, {"actor/pg_loss": 0.5, "sample/staleness/max": 1})
+    writer.write(2, {"actor/pg_loss": float("nan"), "actor/grad_norm": float("inf")})
+    writer.close()
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert list(first)[:4] == ["time", "role", "agent", "step"]
+    assert before - 1 <= first.pop("time") <= time.time() + 1
+    assert first == {
+        "role": "trainer",
+        "agent": "trainer-0",
+        "step": 1,
+        "actor/pg_loss": 0.5,
+        "sample/staleness/max": 1,
+    }
+    assert (second["actor/pg_loss"], second["actor/grad_norm"]) == (None, None)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_numpy_scalars_are_numbers(tmp_path: Path) -> None:
+    import numpy as np
+
+    writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
+    writer.write(1, {"a": np.float32(0.5), "b": np.int64(3), "c": True})  # type: ignore[dict-item]
+    writer.close()
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line["a"], line["b"], line["c"]) == (0.5, 3, 1)
+
+
+def _write_many(run_dir: Path, agent: str) -> None:
+    writer = MetricsWriter(run_dir, "runner", agent, tensorboard=False)
+    for step in range(300):
+        writer.write(step, {f"key/{n}": step + n / 7 for n in range(40)})
+    writer.close()
+
+
+def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_many, args=(tmp_path, f"runner-{n}")) for n in range(4)]
+    for process in writers:
+        process.start()
+    for process in writers:
+        process.join()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    found = [json.loads(line) for line in text.splitlines()]
+    assert len(found) == 1200
+    for n in range(4):
+        assert [line["step"] for line in found if line["agent"] == f"runner-{n}"] == list(range(300))
+
+
+def test_torn_lines_are_left_out_and_ended(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "act')
+    assert read_metrics(path) == [{"step": 1}]
+    writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
+    writer.write(3, {})
+    writer.close()
+    assert [line["step"] for line in read_metrics(path)] == [1, 3]
+
+
+def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_close_twice_is_fine(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=True)
+    writer.close()
+    writer.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        writer.write(1, {"a": 1.0})
+
+
+def test_tensorboard_reads_what_was_written_and_no_torch_is_imported(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib\n"
+        "from trinity_mq.telemetry import MetricsWriter\n"
+        f"w = MetricsWriter(pathlib.Path({str(tmp_path)!r}), 'trainer', 'trainer-0')\n"
+        "w.write(1, {'actor/pg_loss': 0.5, 'bad': float('nan')})\n"
+        "w.write(2, {'actor/pg_loss': 0.25})\n"
+        "w.close()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (path,) = (tmp_path / "tensorboard" / "trainer").iterdir()
+    scalars = [
+        (event.step, value.tag, value.tensor.float_val[0] if value.HasField("tensor") else value.simple_value)
+        for event in EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+    ]
+    assert scalars == [(1, "actor/pg_loss", 0.5), (2, "actor/pg_loss", 0.25)]

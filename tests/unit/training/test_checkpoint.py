@@ -1,0 +1,252 @@
+"""A checkpoint is whole or not there, wherever the trainer dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from trinity_mq.training.checkpoint import CheckpointError, CheckpointStore, StepAttempts, TrainerState
+
+
+def state(progress: int, generation: int = 1) -> TrainerState:
+    return TrainerState(
+        generation=generation,
+        step=progress,
+        progress=progress,
+        source={"offset": 17, "decided": ["a"]},
+        fingerprint="f",
+    )
+
+
+def writer(text: str = "weights") -> Callable[[Path], Awaitable[None]]:
+    async def write(folder: Path) -> None:
+        (folder / "model").mkdir()
+        (folder / "model" / "model.safetensors").write_text(text)
+        (folder / "optimizer.pt").write_text("moments")
+
+    return write
+
+
+def text_of(store: CheckpointStore) -> str:
+    latest = store.latest()
+    assert latest is not None
+    return (latest.path / "model" / "model.safetensors").read_text()
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "new" / "checkpoints", 2)
+    assert store.latest() is None
+    saved = await store.save(writer(), state(50))
+    assert saved.path.name == "progress-000050"
+    again = CheckpointStore(tmp_path / "new" / "checkpoints", 2)
+    assert again.latest() == saved
+    assert saved.state == state(50)
+    assert text_of(again) == "weights"
+
+
+async def test_everything_is_synced_before_the_rename_and_the_folder_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def watched_sync(descriptor: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{descriptor}").rpartition("/")[2])
+        sync(descriptor)
+
+    def watched_rename(self: Path, target: Path) -> Path:
+        done.append(f"rename {target.name}")
+        return rename(self, target)
+
+    store = CheckpointStore(tmp_path / "checkpoints", 2)
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    await store.save(writer(), state(1))
+    moved = done.index("rename progress-000001")
+    assert {"model", "model.safetensors", "optimizer.pt", "trainer.json"} <= set(done[:moved])
+    assert done[moved + 1 :] == ["checkpoints"]
+
+
+async def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    await store.save(writer("old"), state(1))
+
+    async def fails(folder: Path) -> None:
+        await writer("new")(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"progress-000002.*No space left.*MiB are free.*untouched"):
+        await store.save(fails, state(2))
+    assert visible(tmp_path) == ["progress-000001"]
+    assert text_of(store) == "old"
+
+
+@pytest.mark.parametrize("progress", [1, 2])
+async def test_killed_between_write_and_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, progress: int) -> None:
+    """Progress 1 replaces the checkpoint that is there, 2 comes after it."""
+    store = CheckpointStore(tmp_path, 2)
+    await store.save(writer("old"), state(1))
+    rename = Path.rename
+
+    def dies(self: Path, target: Path) -> Path:
+        if self.name.startswith(".partial-"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", dies)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt):
+        await store.save(writer("new"), state(progress))
+    monkeypatch.undo()
+    assert any(name.startswith(".partial-") for name in visible(tmp_path))
+
+    again = CheckpointStore(tmp_path, 2)
+    assert visible(tmp_path) == ["progress-000001"]
+    assert text_of(again) == "old"
+
+
+async def test_a_rename_that_fails_gives_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    await store.save(writer("old"), state(1))
+    rename = Path.rename
+
+    def refuses(self: Path, target: Path) -> Path:
+        if self.name.startswith(".partial-"):
+            raise PermissionError(13, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuses)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        await store.save(writer("new"), state(1))
+    assert visible(tmp_path) == ["progress-000001"]
+    assert text_of(store) == "old"
+
+
+async def test_a_cancelled_save_leaves_what_was_there(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    await store.save(writer("old"), state(1))
+    begun = asyncio.Event()
+
+    async def slow(folder: Path) -> None:
+        await writer("new")(folder)
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with asyncio.TaskGroup() as group:
+        saving = group.create_task(store.save(slow, state(2)))
+        await begun.wait()
+        saving.cancel()
+    assert visible(tmp_path) == ["progress-000001"]
+
+
+async def test_the_same_progress_is_replaced(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    await store.save(writer("old"), state(1, generation=1))
+    await store.save(writer("new"), state(1, generation=2))
+    assert visible(tmp_path) == ["progress-000001"]
+    assert text_of(store) == "new"
+
+
+async def test_only_the_newest_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    for progress in (50, 100, 150, 1_000_000):
+        await store.save(writer(), state(progress))
+    assert visible(tmp_path) == ["progress-000150", "progress-1000000"]
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state.progress == 1_000_000
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "no state", "bad state"])
+async def test_a_damaged_one_is_skipped_with_a_warning_and_does_not_push_out_a_whole_one(
+    tmp_path: Path, damage: str
+) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    for progress in (1, 3):
+        await store.save(writer(), state(progress))
+    folder = tmp_path / "progress-000003"
+    {
+        "cut": lambda: (folder / "optimizer.pt").write_text("mo"),
+        "gone": lambda: (folder / "model" / "model.safetensors").unlink(),
+        "no state": lambda: (folder / "trainer.json").unlink(),
+        "bad state": lambda: (folder / "trainer.json").write_text('{"state": {"generation": 1}'),
+    }[damage]()
+    with capture_logs() as logs:
+        latest = store.latest()
+    assert latest is not None
+    assert latest.state.progress == 1
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("damaged_checkpoint_skipped", "warning")]
+    await store.save(writer(), state(2))
+    assert visible(tmp_path) == ["progress-000001", "progress-000002", "progress-000003"]
+    await store.save(writer("new"), state(3))
+    assert visible(tmp_path) == ["progress-000002", "progress-000003"]
+    assert text_of(store) == "new"
+
+
+async def test_generations_rise_with_every_start_and_above_every_checkpoint(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path, 2).next_generation() == 1
+    store = CheckpointStore(tmp_path, 2)
+    assert store.next_generation() == 2
+    await store.save(writer(), state(1, generation=7))
+    assert store.next_generation() == 8
+    (tmp_path / "generation").unlink()
+    assert store.next_generation() == 8
+
+
+def test_a_counter_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "generation").write_text("many")
+    with pytest.raises(CheckpointError, match=r"count the start.*many"):
+        CheckpointStore(tmp_path, 2).next_generation()
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot prepare the folder.*file"):
+        CheckpointStore(tmp_path / "file" / "checkpoints", 2)
+
+
+def test_only_starts_that_did_not_finish_count(tmp_path: Path) -> None:
+    first = StepAttempts(tmp_path)
+    first.begin(["a"])
+    first.finish(["a"])
+    first.begin(["b"])  # killed here
+
+    second = StepAttempts(tmp_path)
+    assert (second.starts("a"), second.starts("b")) == (0, 1)
+    second.begin(["a"])  # recomputed from the checkpoint
+    second.finish(["a"])
+    second.begin(["b", "c"])  # killed again
+
+    third = StepAttempts(tmp_path)
+    assert (third.starts("a"), third.starts("b"), third.starts("c")) == (0, 2, 1)
+    third.finish(["b", "c"])
+    assert StepAttempts(tmp_path).starts("b") == 0
+    assert json.loads((tmp_path / "attempts.json").read_text()) == {}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": null}'])
+def test_unreadable_attempts_count_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "attempts.json").write_text(content)
+    with capture_logs() as logs:
+        attempts = StepAttempts(tmp_path)
+    assert logs[0]["event"] == "step_attempts_unreadable"
+    attempts.begin(["a"])
+    assert StepAttempts(tmp_path).starts("a") == 1
+
+
+def test_attempts_that_cannot_be_written_are_one_clear_error(tmp_path: Path) -> None:
+    attempts = StepAttempts(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match=r"cannot write.*attempts\.json"):
+        attempts.begin(["a"])
+    assert attempts.starts("a") == 0

@@ -1,0 +1,476 @@
+"""The learner against plain torch: logprobs, gradients, steps, resume, and a policy that really learns."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from trinity_mq.algorithms.advantage import group_relative_advantages
+from trinity_mq.algorithms.losses import clipped_policy_loss
+from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TinyModelConfig, TrainerConfig
+from trinity_mq.experience import EID, Experience
+from trinity_mq.training import learner as learner_module
+from trinity_mq.training.learner import TorchLearner
+from trinity_mq.training.packing import pack
+from trinity_mq.training.policy import LearnerError, Policy
+from trinity_mq.training.update import optimizer_step
+
+PAD, EOS = 0, 1
+CHARACTERS = "0123456789,="
+TOKEN = {character: number + 2 for number, character in enumerate(CHARACTERS)}
+VOCABULARY = len(CHARACTERS) + 2
+
+
+def make_model(folder: Path, *, tied: bool = False, layers: int = 2) -> Path:
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    Qwen3ForCausalLM(shape).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": EOS, **TOKEN}, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def config(
+    *, lr: float = 1e-3, dtype: str = "float32", max_tokens: int = 16384, clip_grad: float = 1.0, **algorithm: Any
+) -> Config:
+    return Config(
+        model=ModelConfig(tiny=TinyModelConfig(), dtype=dtype, device="cpu"),
+        algorithm=AlgorithmConfig(optimizer=OptimizerConfig(lr=lr, clip_grad=clip_grad), **algorithm),
+        trainer=TrainerConfig(max_tokens_per_micro_batch=max_tokens),
+    )
+
+
+Opener = Callable[..., Any]
+
+
+@pytest.fixture
+async def opened(folder: Path) -> AsyncIterator[Opener]:
+    """Open learners that are closed at the end."""
+    made: list[TorchLearner] = []
+
+    async def open_one(
+        settings: Config | None = None,
+        model: Path = folder,
+        checkpoint: Path | None = None,
+        total_steps: int | None = None,
+    ) -> TorchLearner:
+        made.append(TorchLearner(settings or config(), model, total_steps))
+        await made[-1].open(checkpoint)
+        return made[-1]
+
+    yield open_one
+    for one in made:
+        await one.close()
+
+
+def batch(seed: int, count: int = 12) -> list[Experience]:
+    """Sequences of different lengths with logprobs near those of an untrained policy."""
+    r = random.Random(seed)
+    result = []
+    for run in range(count):
+        prompt, response = r.randint(1, 6), r.randint(1, 7)
+        result.append(
+            Experience(
+                eid=EID(seed, 0, run),
+                tokens=[r.randrange(2, VOCABULARY) for _ in range(prompt + response)],
+                prompt_length=prompt,
+                logprobs=[-math.log(VOCABULARY) + r.uniform(-0.4, 0.4) for _ in range(response)],
+                advantages=[r.uniform(-1, 1)] * response,
+                temperature=r.choice([1.0, 0.7]),
+            )
+        )
+    return result
+
+
+async def weights_of(learner: TorchLearner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in await learner.weights()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def plain_logprobs(model: Any, one: Experience) -> torch.Tensor:
+    """Return the response's logprobs from a forward pass of this sequence alone."""
+    ids = one.tokens.long()
+    logits = model(ids[None]).logits[0, one.prompt_length - 1 : -1] / one.temperature
+    return logits.log_softmax(-1).gather(1, ids[one.prompt_length :, None])[:, 0]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 16384])
+def test_logprobs_equal_a_plain_forward_pass_of_each_sequence(folder: Path, max_tokens: int) -> None:
+    policy = Policy(config().model, folder, 0)
+    plain = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    experiences = batch(1)
+    expected = {
+        (one.temperature, *one.tokens.tolist()[: one.prompt_length + at + 1]): value
+        for one in experiences
+        for at, value in enumerate(plain_logprobs(plain, one).tolist())
+    }
+    found = {}
+    for packed in pack(experiences, max_tokens):
+        logprobs, _ = policy.score(packed, entropy_gradient=False)
+        columns = (packed.rows, packed.columns, packed.targets, packed.temperature, logprobs.detach())
+        for row, column, target, temperature, value in zip(*(one.tolist() for one in columns), strict=True):
+            before = packed.input_ids[row, : column + 1].tolist()
+            found[round(temperature, 6), *before, target] = value
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 25, 60])
+def test_micro_batches_do_not_change_the_gradient(folder: Path, max_tokens: int) -> None:
+    settings = config(clip_grad=1e9).algorithm
+
+    def gradient(budget: int) -> list[torch.Tensor]:
+        policy = Policy(config().model, folder, 0)
+        optimizer = torch.optim.SGD(policy.parameters, lr=0.0)
+        batches = pack(batch(2), budget)
+        assert (len(batches) > 1) == (budget < 1000)
+        finite, _ = optimizer_step(policy, optimizer, batches, clipped_policy_loss, settings, 0.01)
+        assert finite
+        return [parameter.grad for parameter in policy.parameters if parameter.grad is not None]
+
+    expected = gradient(16384)
+    assert len(expected) > 10
+    for found, wanted in zip(gradient(max_tokens), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+def probe_step(model: Any, optimizer: Any, experiences: list[Experience], rate: float, entropy_weight: float) -> float:
+    """The measured recipe's update, written out: one padded loss with means, clip 0.2 and 0.28, AdamW."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    objective, entropy, tokens = torch.zeros(()), torch.zeros(()), 0
+    for one in experiences:
+        ids = one.tokens.long()
+        everything = (model(ids[None]).logits[0, one.prompt_length - 1 : -1] / one.temperature).log_softmax(-1)
+        logprobs = everything.gather(1, ids[one.prompt_length :, None])[:, 0]
+        r = (logprobs - one.logprobs).exp()
+        objective = objective + torch.min(r * one.advantages, r.clamp(0.8, 1.28) * one.advantages).sum()
+        entropy = entropy - (everything.exp() * everything).sum()
+        tokens += len(logprobs)
+    loss = -objective / tokens - entropy_weight * entropy / tokens
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
+async def test_steps_equal_the_recipe(folder: Path, opened: Opener) -> None:
+    learner = await opened(config(entropy_coef=0.01, entropy_decay=True, max_tokens=50), total_steps=20)
+    plain = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    optimizer = torch.optim.AdamW(plain.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(1, 4):
+        metrics = await learner.step(batch(step), step)
+        decay = 1 - step / 20
+        loss = probe_step(plain, optimizer, batch(step), 1e-3 * decay * step / 10, 0.01 * decay)
+        assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-5)
+        assert metrics["actor/lr"] == pytest.approx(1e-3 * decay * step / 10)
+    expected = dict(plain.named_parameters())
+    for name, tensor in await learner.weights():
+        torch.testing.assert_close(tensor, expected[name].detach(), rtol=0, atol=2e-5)
+
+
+async def test_metrics_say_what_happened(folder: Path, opened: Opener) -> None:
+    learner = await opened(config(entropy_coef=0.5))
+    plain = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    experiences = batch(3)
+    with torch.no_grad():
+        difference = torch.cat([(plain_logprobs(plain, one) - one.logprobs).abs() for one in experiences])
+    metrics = await learner.step(experiences, 1)
+    assert metrics["rollout/rollout_vs_train_logprob_diff/mean"] == pytest.approx(float(difference.mean()), abs=1e-5)
+    assert metrics["rollout/rollout_vs_train_logprob_diff/max"] == pytest.approx(float(difference.max()), abs=1e-5)
+    assert metrics["actor/entropy"] == pytest.approx(math.log(VOCABULARY), rel=0.1)
+    assert metrics["actor/entropy_loss"] == pytest.approx(-0.5 * metrics["actor/entropy"])
+    assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"] + metrics["actor/entropy_loss"])
+    assert metrics["actor/optimizer_steps"] == 1
+    assert metrics["actor/nonfinite_skipped"] == 0
+    assert 0 < metrics["actor/pg_clipfrac"] < 1
+    assert metrics["prompt_length/mean"] == sum(one.prompt_length for one in experiences) / 12
+    assert metrics["response_length/mean"] == sum(one.response_length for one in experiences) / 12
+    assert metrics["perf/tokens_per_second"] > 0
+    assert {"actor/grad_norm", "actor/ppo_kl", "actor/ratio_max", "time/train_step"} <= metrics.keys()
+
+
+async def test_epochs_and_mini_batches_make_optimizer_steps(opened: Opener) -> None:
+    learner = await opened(config(epochs=2, mini_batches=3))
+    metrics = await learner.step(batch(1, 7), 1)
+    assert metrics["actor/optimizer_steps"] == 6
+    first = await opened(config())
+    only = await first.step(batch(1, 7), 1)
+    whole = "rollout/rollout_vs_train_logprob_diff/max"
+    assert metrics[whole] <= only[whole] + 1e-6, "of the first optimizer step, before any update"
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+async def test_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, opened: Opener, mini_batches: int) -> None:
+    settings = config(entropy_coef=0.01, mini_batches=mini_batches, max_tokens=50)
+    learner = await opened(settings, total_steps=10)
+    for step in (1, 2):
+        await learner.step(batch(step), step)
+    await learner.save(tmp_path)
+    for step in (3, 4):
+        await learner.step(batch(step), step)
+
+    resumed = await opened(settings, checkpoint=tmp_path, total_steps=10)
+    for step in (3, 4):
+        await resumed.step(batch(step), step)
+    assert same(await weights_of(learner), await weights_of(resumed))
+
+
+async def test_saves_a_folder_that_transformers_loads(folder: Path, tmp_path: Path, opened: Opener) -> None:
+    learner = await opened()
+    await learner.step(batch(1), 1)
+    await learner.save(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert same(await weights_of(learner), {name: tensor.detach() for name, tensor in model.named_parameters()})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.encode("3,7=") == [TOKEN[character] for character in "3,7="]
+    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "value"), [("logprobs", math.nan), ("advantages", math.nan), ("advantages", math.inf)]
+)
+async def test_numbers_that_are_not_finite_never_reach_the_weights(
+    tmp_path: Path, opened: Opener, spoilt: str, value: float
+) -> None:
+    learner = await opened()
+    await learner.step(batch(1), 1)
+    before = await weights_of(learner)
+    await learner.save(tmp_path)
+    bad = batch(2)
+    setattr(bad[3], spoilt, torch.full_like(bad[3].logprobs, value))
+    with capture_logs() as logs:
+        metrics = await learner.step(bad, 2)
+    assert metrics["actor/nonfinite_skipped"] == 1
+    assert metrics["actor/optimizer_steps"] == 0
+    assert all(math.isfinite(one) for one in metrics.values())
+    assert [entry["event"] for entry in logs] == ["optimizer_step_skipped"]
+    assert same(before, await weights_of(learner))
+
+    untouched = await opened(checkpoint=tmp_path)
+    for one in (learner, untouched):
+        await one.step(batch(3), 3)
+    assert same(await weights_of(learner), await weights_of(untouched)), "moments were not touched either"
+
+
+async def test_other_mini_batches_are_trained_when_one_is_not_finite(opened: Opener) -> None:
+    learner = await opened(config(mini_batches=4))
+    bad = batch(2)
+    bad[0].logprobs = torch.full_like(bad[0].logprobs, math.nan)
+    metrics = await learner.step(bad, 1)
+    assert metrics["actor/nonfinite_skipped"] == 1
+    assert metrics["actor/optimizer_steps"] == 3
+    assert math.isfinite(metrics["actor/loss"])
+
+
+async def test_a_batch_with_nothing_to_train_on_changes_nothing(opened: Opener) -> None:
+    learner = await opened()
+    before = await weights_of(learner)
+    experiences = batch(1)
+    for one in experiences:
+        one.action_mask = torch.zeros_like(one.action_mask)
+    metrics = await learner.step(experiences, 1)
+    assert metrics["actor/empty_skipped"] == 1
+    assert metrics["actor/optimizer_steps"] == 0
+    assert same(before, await weights_of(learner))
+    with pytest.raises(ValueError, match="train step 2 has no experiences"):
+        await learner.step([], 2)
+
+
+async def test_manifest_and_weights_agree_and_are_the_live_ones(opened: Opener) -> None:
+    learner = await opened()
+    weights = await learner.weights()
+    assert await learner.manifest() == [(name, "float32", list(tensor.shape)) for name, tensor in weights]
+    assert not any(tensor.requires_grad for _, tensor in weights)
+    before = {name: tensor.clone() for name, tensor in weights}
+    await learner.step(batch(1), 1)
+    assert same(await weights_of(learner), dict(weights))
+    assert not same(await weights_of(learner), before)
+
+
+async def test_tied_weights_travel_once(tmp_path: Path, opened: Opener) -> None:
+    learner = await opened(model=make_model(tmp_path / "tied", tied=True, layers=1))
+    names = [name for name, _, _ in await learner.manifest()]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    await learner.step(batch(1), 1)
+    (tmp_path / "checkpoint").mkdir()
+    await learner.save(tmp_path / "checkpoint")
+    resumed = await opened(model=tmp_path / "tied", checkpoint=tmp_path / "checkpoint")
+    assert same(await weights_of(learner), await weights_of(resumed))
+
+
+async def test_bfloat16_shows_bfloat16_and_still_learns_at_a_small_rate(opened: Opener) -> None:
+    learner = await opened(config(dtype="bfloat16", lr=1e-6))
+    master = {name: tensor.detach().clone() for name, tensor in learner._opened[0].model.named_parameters()}
+    for step in range(1, 4):
+        metrics = await learner.step(batch(step), step)
+        assert metrics["actor/optimizer_steps"] == 1
+    assert {dtype for _, dtype, _ in await learner.manifest()} == {"bfloat16"}
+    assert {tensor.dtype for _, tensor in await learner.weights()} == {torch.bfloat16}
+    moved = [not torch.equal(tensor, master[name]) for name, tensor in learner._opened[0].model.named_parameters()]
+    assert all(moved)
+
+
+async def test_the_canary_is_a_plain_forward_pass(folder: Path, opened: Opener) -> None:
+    learner = await opened()
+    plain = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    tokens = [3, 5, 7, 2, 9]
+    whole = Experience(tokens=tokens, prompt_length=1, temperature=1.0)
+    before = await learner.canary_logprobs(tokens)
+    assert before == pytest.approx(plain_logprobs(plain, whole).tolist(), abs=1e-5)
+    for step in range(1, 4):
+        await learner.step(batch(1), step)
+    assert await learner.canary_logprobs(tokens) != pytest.approx(before, abs=1e-4)
+    with pytest.raises(ValueError, match="at least 2"):
+        await learner.canary_logprobs([3])
+
+
+async def test_torch_runs_in_one_thread_that_is_not_the_loops(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def watched(*arguments: Any) -> Any:
+        seen.append((threading.current_thread().name, torch.get_num_threads()))
+        return optimizer_step(*arguments)
+
+    monkeypatch.setattr(learner_module, "optimizer_step", watched)
+    learner = await opened()
+    async with asyncio.TaskGroup() as group:
+        for step in (1, 2, 3):
+            group.create_task(learner.step(batch(step), step))
+    assert seen == [("learner_0", 1)] * 3
+
+
+async def test_a_cancelled_step_ends_before_it_gives_way(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    learner = await opened()
+    before = await weights_of(learner)
+
+    def held(*arguments: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        go_on.wait()
+        return optimizer_step(*arguments)
+
+    monkeypatch.setattr(learner_module, "optimizer_step", held)
+    step = asyncio.ensure_future(learner.step(batch(1), 1))
+    await begun.wait()
+    step.cancel()
+    await asyncio.wait({step}, timeout=0.02)
+    assert not step.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    assert not same(before, await weights_of(learner)), "the step was done, whole"
+
+
+async def test_errors_say_what_to_do(folder: Path, tmp_path: Path, opened: Opener) -> None:
+    unopened = TorchLearner(config(), folder, None)
+    with pytest.raises(LearnerError, match=r"call open\(\) first"):
+        await unopened.step(batch(1), 1)
+    await unopened.close()
+    with pytest.raises(LearnerError, match=r"no causal language model.*Hugging Face folder"):
+        await opened(model=tmp_path)
+    learner = await opened()
+    await learner.save(tmp_path)
+    (tmp_path / "optimizer.pt").write_bytes(b"not a file of torch")
+    with pytest.raises(LearnerError, match=r"optimizer\.pt is damaged.*another checkpoint"):
+        await opened(checkpoint=tmp_path)
+    torch.save(
+        {"optimizer": {"state": {}, "param_groups": []}, "rng": torch.get_rng_state()}, tmp_path / "optimizer.pt"
+    )
+    with pytest.raises(LearnerError, match=r"optimizer\.pt does not fit the model.*another checkpoint"):
+        await opened(checkpoint=tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is a good device")
+async def test_a_missing_gpu_is_one_clear_error(opened: Opener) -> None:
+    settings = config()
+    wanted = settings.model_copy(update={"model": settings.model.model_copy(update={"device": "cuda"})})
+    with pytest.raises(LearnerError, match=r"no CUDA device here; use model\.device=auto or cpu"):
+        await opened(wanted)
+
+
+@torch.no_grad()
+def rollout(model: Any, prompts: torch.Tensor, length: int = 3) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Sample responses at temperature 1: tokens, logprobs and how many of them up to the end of sequence."""
+    sequence, logprobs = prompts, []
+    for _ in range(length):
+        distribution = model(sequence).logits[:, -1].log_softmax(-1)
+        token = torch.multinomial(distribution.exp(), 1)
+        logprobs.append(distribution.gather(1, token))
+        sequence = torch.cat([sequence, token], 1)
+    response = sequence[:, prompts.shape[1] :]
+    lengths = [row.index(EOS) + 1 if EOS in row else length for row in response.tolist()]
+    return response, torch.cat(logprobs, 1), lengths
+
+
+async def test_a_policy_learns_the_largest_of_three_digits(folder: Path, opened: Opener) -> None:
+    """From random weights, through advantages, packing, loss, optimizer and the weights that an engine would get."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    r = random.Random(0)
+    settings = config(repeat_times=16, std_level="batch", entropy_coef=0.01, lr=2e-3)
+    learner = await opened(settings, total_steps=80)
+    engine = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    rewards: list[float] = []
+    for step in range(1, 41):
+        engine.load_state_dict(dict(await learner.weights()))
+        problems = [[r.randint(0, 9) for _ in range(3)] for _ in range(16)]
+        prompts = torch.tensor([[TOKEN[c] for c in f"{a},{b},{c_}="] for a, b, c_ in problems for _ in range(16)])
+        responses, logprobs, lengths = rollout(engine, prompts)
+        experiences = []
+        for row, (response, length) in enumerate(zip(responses.tolist(), lengths, strict=True)):
+            right = response[0] == TOKEN[str(max(problems[row // 16]))]
+            shape = length == 2 and response[1] == EOS
+            experiences.append(
+                Experience(
+                    eid=EID(step, row // 16, row % 16),
+                    tokens=torch.cat([prompts[row], responses[row, :length]]).int(),
+                    prompt_length=prompts.shape[1],
+                    logprobs=logprobs[row, :length],
+                    reward=0.5 * (right and shape) + 0.4 * right + 0.1 * shape,
+                    temperature=1.0,
+                )
+            )
+        rewards.append(sum(one.reward or 0.0 for one in experiences) / len(experiences))
+        kept, _ = group_relative_advantages(experiences, settings.algorithm)
+        metrics = await learner.step(kept, step)
+        assert metrics["rollout/rollout_vs_train_logprob_diff/max"] < 1e-4
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    assert first < 0.15
+    assert last > first + 0.35, [round(one, 2) for one in rewards]

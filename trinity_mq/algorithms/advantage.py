@@ -1,0 +1,113 @@
+"""Advantage functions: from the rewards of a group of runs to one number per response token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from trinity_mq.config.algorithm import AlgorithmConfig
+from trinity_mq.experience import Experience
+
+Group = dict[str, float]
+"""Run id to reward."""
+
+
+def group_relative_advantages(
+    experiences: list[Experience], config: AlgorithmConfig
+) -> tuple[list[Experience], dict[str, float]]:
+    """Give every run the distance of its reward from the mean of its group (GRPO, arXiv 2402.03300, equation 3).
+
+    A group is the runs of one task (``eid.tid``). Statistics are over runs (``eid.rid``), not experiences: the reward
+    of a run is that of its last step (largest ``eid.step``; of equals the one listed last). With group mean ``m``, the
+    advantage of reward ``r`` is ``(r - m) / (s + config.std_epsilon)``, where ``s`` is the unbiased standard deviation
+
+    * of the group's rewards for ``std_level="group"``;
+    * of all centred rewards ``r - m`` of the batch for ``"batch"`` (as in REINFORCE++-baseline, arXiv 2501.03262);
+
+    or plain ``r - m`` for ``"none"`` (Dr. GRPO, arXiv 2503.20783). A group of one, or with equal rewards, gets 0.
+
+    Dropped, with all their experiences, and counted: runs without a finite reward, then groups with fewer than
+    ``config.effective_min_group_runs`` runs left.
+
+    Args:
+        experiences: A whole batch, in any order.
+        config: Group size and scale.
+
+    Returns:
+        The experiences that stay, in the order given, ``advantages`` set on these same objects as float32
+        ``[response]`` (the run's number where the action mask is True, else 0); and the metrics.
+        ``group_advantages/*`` are over the groups that stay and absent if none does.
+
+    Raises:
+        ValueError: An experience without action mask (dpo).
+    """
+    groups, missing = _groups(experiences)
+    kept = {tid: group for tid, group in groups.items() if len(group) >= config.effective_min_group_runs}
+    distances = [_centre(group) for group in kept.values()]
+    centred = {rid: value for group in distances for rid, value in group.items()}
+    deviations = {tid: _deviation(group.values()) for tid, group in kept.items()}
+    scale = dict.fromkeys(centred, 1.0)
+    if config.std_level == "batch":
+        scale = dict.fromkeys(centred, _deviation(centred.values()) + config.std_epsilon)
+    elif config.std_level == "group":
+        scale = {rid: deviations[tid] + config.std_epsilon for tid, group in kept.items() for rid in group}
+    result = []
+    for experience in experiences:
+        rid = experience.eid.rid
+        if rid in centred:
+            mask = experience.action_mask
+            if mask is None:
+                raise ValueError(
+                    f"experience {experience.eid.uid} ({experience.experience_type}) has no action_mask, wanted bool "
+                    "[response]: group-relative advantages are for single_turn and multi_turn experiences"
+                )
+            experience.advantages = mask.to(torch.float32) * (centred[rid] / scale[rid])
+            result.append(experience)
+    return result, {
+        "rollout/missing_rewards": float(missing),
+        "rollout/partial_groups": float(len(groups) - len(kept)),
+        "rollout/zero_variance_groups": float(sum(not any(group.values()) for group in distances)),
+        **_spread("group_advantages/reward_mean", [float(np.mean(list(group.values()))) for group in kept.values()]),
+        **_spread("group_advantages/reward_std", list(deviations.values())),
+    }
+
+
+def _groups(experiences: list[Experience]) -> tuple[dict[str, Group], int]:
+    """Return the finite rewards by task and run, and how many runs have none; a task may be left with no run."""
+    last: dict[str, Experience] = {}
+    for experience in experiences:
+        known = last.get(experience.eid.rid)
+        if known is None or experience.eid.step >= known.eid.step:
+            last[experience.eid.rid] = experience
+    groups: dict[str, Group] = {}
+    missing = 0
+    for rid, experience in last.items():
+        group = groups.setdefault(experience.eid.tid, {})
+        if experience.reward is not None and math.isfinite(experience.reward):
+            group[rid] = experience.reward
+        else:
+            missing += 1
+    return groups, missing
+
+
+def _centre(group: Group) -> Group:
+    """Return rewards minus their mean; exactly 0 for equal rewards, whose mean may be off by rounding."""
+    if max(group.values()) == min(group.values()):
+        return dict.fromkeys(group, 0.0)
+    mean = float(np.mean(list(group.values())))
+    return {rid: reward - mean for rid, reward in group.items()}
+
+
+def _deviation(values: Iterable[float]) -> float:
+    """Return the unbiased standard deviation, 0 for fewer than two values."""
+    listed = list(values)
+    return float(np.std(listed, ddof=1)) if len(listed) > 1 else 0.0
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}

@@ -1,0 +1,46 @@
+"""Every algorithm there is, by the name that the configuration uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from trinity_mq.algorithms.advantage import group_relative_advantages
+from trinity_mq.algorithms.losses import LossTerms, clipped_policy_loss
+from trinity_mq.config.algorithm import AlgorithmConfig
+from trinity_mq.experience import Experience
+
+AdvantageFunction = Callable[[list[Experience], AlgorithmConfig], tuple[list[Experience], dict[str, float]]]
+"""A batch in; what stays of it with ``advantages`` set, and metrics out."""
+LossFunction = Callable[[Tensor, Tensor, Tensor, AlgorithmConfig], LossTerms]
+"""Logprobs, old logprobs and advantages, each ``[tokens]``, in; a sum over tokens out."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One algorithm, complete."""
+
+    name: str
+    advantage: AdvantageFunction
+    where: Literal["operator", "trainer"]
+    """Who computes advantages: the trainer only if they need values, reference or teacher logprobs."""
+    loss: LossFunction
+    needs: frozenset[Literal["critic", "reference", "teacher"]]
+    """Models beside the policy."""
+    schema: Literal["experience", "sft", "dpo"]
+    """What a training example is."""
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(
+        name="grpo",
+        advantage=group_relative_advantages,
+        where="operator",
+        loss=clipped_policy_loss,
+        needs=frozenset(),
+        schema="experience",
+    ),
+}

@@ -1,0 +1,47 @@
+"""The message bus: names as data, one protocol, RabbitMQ behind it (or memory, in tests)."""
+
+from trinity_mq.bus.base import (
+    Bus,
+    BusError,
+    BusRefused,
+    BusUnavailable,
+    Consumer,
+    Delivery,
+    Envelope,
+    HeaderValue,
+    Incoming,
+    Lock,
+    LockHeld,
+    MessageTooLarge,
+    QueueGone,
+    StaleDelivery,
+    StreamCut,
+)
+from trinity_mq.bus.connect import AddressError, broker_url, create_bus
+from trinity_mq.bus.topology import Binding, Queue, Topology, batch_from_key, batch_key
+
+__all__ = [
+    "AddressError",
+    "Binding",
+    "Bus",
+    "BusError",
+    "BusRefused",
+    "BusUnavailable",
+    "Consumer",
+    "Delivery",
+    "Envelope",
+    "HeaderValue",
+    "Incoming",
+    "Lock",
+    "LockHeld",
+    "MessageTooLarge",
+    "Queue",
+    "QueueGone",
+    "StaleDelivery",
+    "StreamCut",
+    "Topology",
+    "batch_from_key",
+    "batch_key",
+    "broker_url",
+    "create_bus",
+]

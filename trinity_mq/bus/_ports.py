@@ -1,0 +1,73 @@
+"""Free ports on loopback, and the question whether an AMQP broker answers on one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+AMQP_HEADER = b"AMQP\x00\x00\x09\x01"
+METHOD_FRAME = b"\x01"
+FIRST_CANDIDATE = 20_000
+
+
+def is_free(port: int) -> bool:
+    """Return whether nobody listens on ``port``; connections that linger from an earlier listener do not count."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+        return True
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ``count`` free ports, below the ephemeral range, so that no outgoing connection takes one meanwhile."""
+    end = _ephemeral_start()
+    candidate = FIRST_CANDIDATE + secrets.randbelow(max(1, end - FIRST_CANDIDATE - 2000))
+    found: list[int] = []
+    while len(found) < count:
+        candidate += 1
+        if is_free(candidate):
+            found.append(candidate)
+    return found
+
+
+def _ephemeral_start() -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return 32_768
+
+
+async def accepts(port: int) -> bool:
+    """Return whether something accepts connections on ``port``."""
+    try:
+        _, writer = await asyncio.open_connection(LOOPBACK, port)
+    except OSError:
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+async def speaks_amqp(port: int) -> bool:
+    """Return whether the protocol header gets Connection.Start: RabbitMQ is ready, it opens this listener last."""
+    try:
+        reader, writer = await asyncio.open_connection(LOOPBACK, port)
+    except OSError:
+        return False
+    try:
+        writer.write(AMQP_HEADER)
+        async with asyncio.timeout(5):
+            return await reader.read(1) == METHOD_FRAME
+    except (OSError, TimeoutError):
+        return False
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

@@ -1,0 +1,285 @@
+"""A private RabbitMQ node: a child process of ours with its own data, ports, cookie and password, on loopback only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from trinity_mq.bus._node_files import (
+    PLUGIN_LISTENERS,
+    FolderLock,
+    NodeError,
+    NodeState,
+    server_config,
+    server_environment,
+    write_private,
+)
+from trinity_mq.bus._ports import LOOPBACK, accepts, is_free, speaks_amqp
+
+__all__ = ["NodeError", "PrivateNode", "find_rabbitmq"]
+
+HOMES = (
+    "/usr/lib/rabbitmq/lib/rabbitmq_server-*",
+    "/usr/local/lib/rabbitmq/lib/rabbitmq_server-*",
+    "/opt/homebrew/opt/rabbitmq",
+    "/usr/local/opt/rabbitmq",
+    "/opt/rabbitmq",
+)
+EPMD_PLACES = ("/usr/lib/erlang/bin/epmd", "/usr/lib/erlang/erts-*/bin/epmd", "/usr/lib64/erlang/bin/epmd")
+NOT_INSTALLED = (
+    "RabbitMQ is not installed: `apt-get install rabbitmq-server` (Debian, Ubuntu) or `brew install rabbitmq` (macOS), "
+    "or start Docker, or set broker.url to a broker that runs elsewhere"
+)
+POLL_SECONDS = 0.05
+READY_TIMEOUT = 120.0
+STOP_TIMEOUT = 20.0
+TAIL_CHARACTERS = 2000
+
+
+def find_rabbitmq() -> Path | None:
+    """Return the ``rabbitmq-server`` script of an installed RabbitMQ, None where there is none.
+
+    Never the wrapper that Debian puts on the path: it changes user and folder.
+    """
+    places = [os.environ["RABBITMQ_HOME"]] if "RABBITMQ_HOME" in os.environ else []
+    for pattern in (*places, *HOMES):
+        for home in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
+            if os.access(home / "sbin" / "rabbitmq-server", os.X_OK):
+                return home / "sbin" / "rabbitmq-server"
+    on_path = shutil.which("rabbitmq-server")
+    script = Path(on_path).resolve() if on_path else None
+    return script if script and (script.parent / "rabbitmq-env").exists() else None
+
+
+class PrivateNode:
+    """One RabbitMQ server of our own.
+
+    The folder keeps everything, so that another start on it finds the same data, the same password, and the same ports
+    where they are still free. Where ``setpriv`` exists the server dies with the process that started it, also when that
+    is killed.
+
+    Args:
+        base: Folder of the node; made with mode 0700. Keep it short and on a local disk.
+        name: First part of the Erlang node name.
+        port: Fixed AMQP port, None for a free one.
+        user: Name of the broker's only user.
+        password: None for a random one, kept in ``base``.
+        plugins: Names of RabbitMQ plugins to enable.
+        config: Further lines for ``rabbitmq.conf``.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        *,
+        name: str = "tmq",
+        port: int | None = None,
+        user: str = "tmq",
+        password: str | None = None,
+        plugins: Sequence[str] = (),
+        config: str = "",
+    ) -> None:
+        self.base = base.absolute()
+        self.plugins, self.config = tuple(plugins), config
+        self._node = f"{name}@localhost"
+        self._port, self._user, self._password = port, user, password
+        self._lock = FolderLock(self.base / "lock")
+        self._state: NodeState | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._epmd: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """``amqp://user:password@host:port/vhost``. Only once started."""
+        state = self._known_state()
+        return f"amqp://{state.user}:{state.password}@{LOOPBACK}:{state.ports['amqp']}/%2F"
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Ports by use: ``amqp``, ``dist``, ``epmd``, and one for each plugin that listens. Only once started."""
+        return dict(self._known_state().ports)
+
+    @property
+    def pid(self) -> int | None:
+        """The server's process id, None when it does not run."""
+        return self._server.pid if self._server is not None and self._server.poll() is None else None
+
+    async def start(self) -> None:
+        """Launch the server; :meth:`wait_ready` tells when it can be used.
+
+        Raises:
+            NodeError: Not installed, the folder is in use, or the port is.
+        """
+        script = find_rabbitmq()
+        if script is None:
+            raise NodeError(NOT_INSTALLED)
+        if self._server is not None and self._server.poll() is not None:
+            await self.kill()  # it died by itself: clear what is left of it
+        self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock.take()
+        try:
+            environment = await self._prepare()
+            self._epmd = self._spawn(
+                [_find_epmd(), "-port", environment["ERL_EPMD_PORT"], "-address", LOOPBACK], environment
+            )
+            await self._wait_for_epmd()
+            self._server = self._spawn([str(script)], environment, pass_fds=(self._lock.fd,))
+            self._lock.note(self._server.pid)
+        except BaseException:
+            await self.kill()
+            raise
+
+    async def wait_ready(self, timeout: float = READY_TIMEOUT) -> None:
+        """Return when the broker accepts connections.
+
+        Raises:
+            NodeError: The server died or was not ready in time; carries the end of its log.
+        """
+        port = self._known_state().ports["amqp"]
+        try:
+            async with asyncio.timeout(timeout):
+                while not await speaks_amqp(port):
+                    if self.pid is None:
+                        code = self._server.returncode if self._server else None
+                        raise NodeError(f"RabbitMQ in {self.base} died (exit code {code})\n{self.log_tail()}")
+                    await asyncio.sleep(POLL_SECONDS)  # nothing tells when a listener opens
+        except TimeoutError:
+            raise NodeError(f"RabbitMQ in {self.base} was not ready in {timeout:g} s\n{self.log_tail()}") from None
+
+    async def stop(self) -> None:
+        """Stop cleanly, so that everything is on disk; kill what does not stop in time."""
+        if self._server is not None and self._server.poll() is None:
+            self._server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._server.wait, STOP_TIMEOUT)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """SIGKILL to the server and all that it started: a crash. Its data stays."""
+        for process in (self._server, self._epmd):
+            if process is None:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.to_thread(process.wait)
+        self._server = self._epmd = None
+        self._lock.free()
+
+    async def ctl(self, *arguments: str) -> str:
+        """Run ``rabbitmqctl`` on this node and return what it prints (0.5 to 1 s a call).
+
+        Raises:
+            NodeError: It failed; carries its output.
+        """
+        script = find_rabbitmq()
+        if script is None:
+            raise NodeError(NOT_INSTALLED)
+        process = await asyncio.create_subprocess_exec(
+            str(script.with_name("rabbitmqctl")), "-q", "-n", self._node, *arguments,
+            env=server_environment(self.base, self._node, self._known_state()),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        printed = (await process.communicate())[0].decode(errors="replace")
+        if process.returncode:
+            raise NodeError(f"rabbitmqctl {' '.join(arguments)}: exit code {process.returncode}\n{printed.strip()}")
+        return printed
+
+    def log_tail(self) -> str:
+        """Return the ends of the server's console output and logs."""
+        found = [self.base / "console.log", *sorted((self.base / "log").glob("*.log"))]
+        return "\n".join(
+            f"--- {path}\n{path.read_text(errors='replace')[-TAIL_CHARACTERS:].strip()}"
+            for path in found
+            if path.exists()
+        )
+
+    async def __aenter__(self) -> Self:
+        """Start and wait until ready."""
+        await self.start()
+        try:
+            await self.wait_ready()
+        except BaseException:
+            await self.kill()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        await self.stop()
+
+    def _known_state(self) -> NodeState:
+        if self._state is None:
+            raise NodeError(f"the RabbitMQ server in {self.base} was not started")
+        return self._state
+
+    async def _prepare(self) -> dict[str, str]:
+        """Write the folder's files and return the server's environment."""
+        state_file = self.base / "node.json"
+        state = NodeState.load(state_file, self._user, self._password)
+        if (left_over := state.ports.get("epmd")) and not is_free(left_over):
+            await self._end_left_over_epmd(left_over)
+        names = ("amqp", "dist", "epmd", *(plugin for plugin in self.plugins if plugin in PLUGIN_LISTENERS))
+        state.choose_ports(names, {} if self._port is None else {"amqp": self._port})
+        state.save(state_file)
+        self._state = state
+        (self.base / "home").mkdir(exist_ok=True)
+        cookie = self.base / "home" / ".erlang.cookie"
+        if not cookie.exists():
+            write_private(cookie, secrets.token_hex(16), 0o400)
+        write_private(self.base / "rabbitmq.conf", server_config(state, self.plugins, self.config))
+        write_private(self.base / "enabled_plugins", f"[{','.join(self.plugins)}].\n")
+        write_private(self.base / "env.conf", "")  # else /etc/rabbitmq/rabbitmq-env.conf is read
+        return server_environment(self.base, self._node, state)
+
+    @staticmethod
+    async def _end_left_over_epmd(port: int) -> None:
+        """Ask the epmd of an earlier start to end. One that still serves a node refuses, and we take another port."""
+        process = await asyncio.create_subprocess_exec(
+            _find_epmd(), "-port", str(port), "-kill",
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        await process.wait()
+
+    async def _wait_for_epmd(self) -> None:
+        """The server would start one of its own, which nobody stops, if ours did not answer yet."""
+        port = self._known_state().ports["epmd"]
+        async with asyncio.timeout(10):
+            while not await accepts(port):
+                if self._epmd is not None and self._epmd.poll() is not None:
+                    raise NodeError(f"epmd did not start on port {port}\n{self.log_tail()}")
+                await asyncio.sleep(POLL_SECONDS)
+
+    def _spawn(
+        self, command: list[str], environment: dict[str, str], pass_fds: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes]:
+        # The parent-death signal follows the thread that forked: only one that lives as long as we do may ask for it.
+        guard = shutil.which("setpriv") if threading.current_thread() is threading.main_thread() else None
+        with (self.base / "console.log").open("ab") as console:
+            return subprocess.Popen(
+                [guard, "--pdeathsig", "KILL", *command] if guard else command,
+                env=environment, cwd=self.base, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
+                start_new_session=True, pass_fds=pass_fds,
+            )  # fmt: skip
+
+
+def _find_epmd() -> str:
+    if on_path := shutil.which("epmd"):
+        return on_path
+    for pattern in EPMD_PLACES:
+        for path in Path("/").glob(pattern.lstrip("/")):
+            return str(path)
+    raise NodeError(
+        "epmd, a part of Erlang, is not on the path: install Erlang completely (Debian: `apt-get install erlang-base`)"
+    )

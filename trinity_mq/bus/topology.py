@@ -1,0 +1,207 @@
+"""Every broker name in the system, as data (protocol.md sections 1 and 2)."""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trinity_mq.messages.base import BatchId
+
+BROKER_DELIVERY_LIMIT = 1_000_000
+"""Never strikes: our own limit is read from the delivery count. -1 loses messages on 3.10, absent means 20 on 4.x."""
+BATCH_QUEUE_EXPIRES_MS = 7 * 24 * 3600 * 1000
+STREAM_SEGMENT_BYTES = 64 * 1024 * 1024
+
+RUN_NAME = re.compile(r"[a-z0-9-]{1,40}")
+
+QueueKind = Literal["quorum", "stream", "exclusive"]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A routing pattern of a topic exchange."""
+
+    exchange: str
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """A queue with all that its declaration says."""
+
+    name: str
+    kind: QueueKind = "quorum"
+    bindings: tuple[Binding, ...] = ()
+    dead_letter_exchange: str | None = None
+    single_active_consumer: bool = False
+    expires_ms: int | None = None
+    max_length_bytes: int | None = None
+    """Retention of a stream."""
+    redeclare: bool = True
+    """False: a reconnect or a consume must not bring a deleted queue back."""
+
+    @property
+    def arguments(self) -> Mapping[str, str | int | bool]:
+        """The declaration's ``x-`` arguments."""
+        found: dict[str, str | int | bool] = {}
+        if self.kind == "exclusive":
+            return found
+        found["x-queue-type"] = self.kind
+        if self.kind == "quorum":
+            found["x-delivery-limit"] = BROKER_DELIVERY_LIMIT
+        if self.kind == "stream":
+            found["x-stream-max-segment-size-bytes"] = STREAM_SEGMENT_BYTES
+        if self.dead_letter_exchange:
+            found["x-dead-letter-exchange"] = self.dead_letter_exchange
+        if self.single_active_consumer:
+            found["x-single-active-consumer"] = True
+        if self.expires_ms is not None:
+            found["x-expires"] = self.expires_ms
+        if self.max_length_bytes is not None:
+            found["x-max-length-bytes"] = self.max_length_bytes
+        return found
+
+
+def batch_key(batch: BatchId) -> str:
+    """Return the routing-key form of a batch id: dot-separated words, other characters percent-encoded, reversible.
+
+    >>> batch_key(17), batch_key("3/gsm8k")
+    ('17', '3.gsm8k')
+    """
+    return ".".join(
+        urllib.parse.quote(word, safe="").replace(".", "%2E").replace("*", "%2A").replace("#", "%23")
+        for word in str(batch).split("/")
+    )
+
+
+def batch_from_key(key: str) -> BatchId:
+    """Return the batch id of a routing-key form; the inverse of :func:`batch_key`."""
+    text = "/".join(urllib.parse.unquote(word) for word in key.split("."))
+    return int(text) if re.fullmatch(r"-?\d+", text) else text
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """All names of one run.
+
+    Raises:
+        ValueError: The run's name does not fit broker names.
+    """
+
+    run: str
+    ready_max_bytes: int = 2 * 1024**3
+    results_max_bytes: int = 512 * 1024**2
+    prefix: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not RUN_NAME.fullmatch(self.run):
+            raise ValueError(
+                f"run name {self.run!r} must be 1 to 40 of a-z, 0-9 and '-': it becomes part of every queue's name"
+            )
+        object.__setattr__(self, "prefix", f"tmq.{self.run}.")
+
+    def exchange(self, name: str) -> str:
+        """Return the broker name of an exchange: tasks, experiences, batches, results, ready, sync, control, telemetry, dead."""
+        return self.prefix + name
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """All exchanges, each a durable topic exchange."""
+        names = ("tasks", "experiences", "batches", "results", "ready", "sync", "control", "telemetry", "dead")
+        return tuple(self.exchange(name) for name in names)
+
+    def _work(self, name: str, exchange: str, *patterns: str) -> Queue:
+        return Queue(
+            name=self.prefix + name,
+            bindings=tuple(Binding(self.exchange(exchange), pattern) for pattern in patterns),
+            dead_letter_exchange=self.exchange("dead"),
+        )
+
+    @property
+    def submitted(self) -> Queue:
+        """Tasks from outside."""
+        return self._work("submitted", "tasks", "submit")
+
+    @property
+    def tasks_train(self) -> Queue:
+        """Slices of training batches."""
+        return self._work("tasks.train", "tasks", "train.#")
+
+    @property
+    def tasks_eval(self) -> Queue:
+        """Slices of evaluations."""
+        return self._work("tasks.eval", "tasks", "eval.#")
+
+    @property
+    def closed(self) -> Queue:
+        """Manifests, the operators' work queue."""
+        return self._work("closed", "batches", "closed")
+
+    @property
+    def results(self) -> Queue:
+        """Stream of task results, the trainer's progress and the explorer's marks."""
+        return Queue(
+            name=self.prefix + "results",
+            kind="stream",
+            bindings=(Binding(self.exchange("results"), "#"),),
+            max_length_bytes=self.results_max_bytes,
+        )
+
+    @property
+    def ready(self) -> Queue:
+        """Stream of processed batches."""
+        return Queue(
+            name=self.prefix + "ready",
+            kind="stream",
+            bindings=(Binding(self.exchange("ready"), "#"),),
+            max_length_bytes=self.ready_max_bytes,
+        )
+
+    @property
+    def dead(self) -> Queue:
+        """What was rejected or given up, with its reason."""
+        return Queue(name=self.prefix + "dead", bindings=(Binding(self.exchange("dead"), "#"),))
+
+    @property
+    def durable(self) -> tuple[Queue, ...]:
+        """The queues that exist for the whole run."""
+        return (
+            self.submitted,
+            self.tasks_train,
+            self.tasks_eval,
+            self.closed,
+            self.results,
+            self.ready,
+            self.dead,
+        )
+
+    def batch_queue(self, batch: BatchId, ticket: str) -> Queue:
+        """The experiences of one ticket."""
+        return Queue(
+            name=f"{self.prefix}batch.{ticket}",
+            bindings=(Binding(self.exchange("experiences"), self.batch_routing_key(batch, ticket)),),
+            dead_letter_exchange=self.exchange("dead"),
+            single_active_consumer=True,
+            expires_ms=BATCH_QUEUE_EXPIRES_MS,
+            redeclare=False,
+        )
+
+    @staticmethod
+    def batch_routing_key(batch: BatchId, ticket: str) -> str:
+        """Where the experiences of a ticket are published to."""
+        return f"{batch_key(batch)}.{ticket}"
+
+    def listener(self, agent: str, incarnation: str, exchange: str, *patterns: str) -> Queue:
+        """An exclusive queue of one process on sync, control or telemetry; ``incarnation`` keeps a lingering old one out of the way."""
+        return Queue(
+            name=f"{self.prefix}{exchange}.{agent}.{incarnation}",
+            kind="exclusive",
+            bindings=tuple(Binding(self.exchange(exchange), pattern) for pattern in patterns),
+        )
+
+    def lock(self, name: str) -> str:
+        """The exclusive queue that makes one scheduling explorer, one trainer a run."""
+        return f"{self.prefix}lock.{name}"

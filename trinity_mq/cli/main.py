@@ -1,0 +1,212 @@
+"""The ``trinity-mq`` command: words to a function, errors to one line and an exit code.
+
+Nothing is imported here but the standard library: a command imports what it needs when it is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import cast
+
+ROLES = ("explorer", "runner", "operator", "trainer")
+EXIT_USER = 2
+"""An error that the user can cure."""
+EXIT_FATAL = 78
+"""The same of an agent: its supervisor must not start it again (sysexits EX_CONFIG)."""
+EXIT_RESTART = 75
+"""An agent that a fresh start may cure (sysexits EX_TEMPFAIL)."""
+EXIT_INTERRUPTED = 130
+
+EXPECTED = (
+    "trinity_mq.config.load.ConfigError",
+    "trinity_mq.bus.base.BusError",
+    "trinity_mq.data.errors.TasksetError",
+    "trinity_mq.runtime.errors.FatalError",
+    "trinity_mq.runtime.errors.RestartMe",
+    "trinity_mq.cli.errors.CommandError",
+)
+"""Errors that say all a person needs, with those derived from them. By name: importing them all would cost a second."""
+PASSING = ("trinity_mq.bus.base.BusUnavailable", "trinity_mq.runtime.errors.RestartMe")
+"""Those of them that a fresh start may cure."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    0: done. 1: it went wrong. 2: the user can cure it; the line on stderr says how. 75, 78: the same of an agent, passing or not.
+    130, 143: interrupted by SIGINT, SIGTERM.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        return _function(arguments.function)(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # the reader of our output has left; python's own flush at exit must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        problem = _expected(error)
+        if problem is None:
+            raise
+        from trinity_mq.telemetry import mask_passwords
+
+        print(mask_passwords(f"trinity-mq {arguments.command}: {problem}"), file=sys.stderr)
+        if arguments.command in ROLES:
+            return EXIT_RESTART if _is_one_of(problem, PASSING) else EXIT_FATAL
+        return EXIT_USER
+
+
+def _function(path: str) -> Callable[[argparse.Namespace], int]:
+    module, _, name = path.partition(":")
+    return cast("Callable[[argparse.Namespace], int]", getattr(importlib.import_module(module), name))
+
+
+def _expected(error: BaseException) -> BaseException | None:
+    """Return the error that tells the user what to do, also out of the groups that concurrent tasks raise."""
+    if isinstance(error, BaseExceptionGroup):
+        found = [_expected(inner) for inner in error.exceptions]
+        return found[0] if found and None not in found else None
+    return error if _is_one_of(error, EXPECTED) else None
+
+
+def _is_one_of(error: BaseException, names: Sequence[str]) -> bool:
+    return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(error).__mro__)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trinity-mq",
+        description="Reinforcement fine-tuning of language models as a message-queue actor system on RabbitMQ.",
+        epilog="Begin with: trinity-mq run examples/arithmetic.yaml",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and end")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_run(commands)
+    for role, words in (
+        ("explorer", "schedules tasks, hosts rollout engines, evaluates"),
+        ("runner", "does tasks"),
+        ("operator", "processes experiences"),
+        ("trainer", "steps the optimizer"),
+    ):
+        agent = _add(commands, role, "trinity_mq.cli.agents:run_agent", f"run one {role} by itself: {words}")
+        _add_config(agent)
+        agent.add_argument("--id", help=f"its name among the agents of the run (default: {role}-0)")
+    _add_validate(commands)
+    _add_submit(commands)
+    _add_status(commands)
+    _add_dead(commands)
+    _add_broker(commands)
+    return parser
+
+
+_Commands = argparse._SubParsersAction  # noqa: SLF001 - argparse has no public name for what add_subparsers returns
+
+
+def _add(commands: _Commands[argparse.ArgumentParser], name: str, function: str, words: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
+    parser.set_defaults(function=function)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as examples/arithmetic.yaml")
+    parser.add_argument(
+        "overrides",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="settings over those of the file, such as buffer.total_steps=10",
+    )
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="the run's YAML file; else give --run")
+    parser.add_argument("--run", metavar="NAME", help="the run's name, instead of CONFIG")
+    parser.add_argument(
+        "--broker",
+        metavar="URL",
+        help="amqp://user:password@host:port/vhost (default: the run's, else TRINITY_MQ_BROKER_URL)",
+    )
+
+
+def _add_run(commands: _Commands[argparse.ArgumentParser]) -> None:
+    run = _add(
+        commands, "run", "trinity_mq.cli.run:run", "run everything on this machine, with live progress; Ctrl-C drains"
+    )
+    _add_config(run)
+    run.add_argument("--plain", action="store_true", help="lines instead of a live picture")
+
+
+def _add_validate(commands: _Commands[argparse.ArgumentParser]) -> None:
+    validate = _add(
+        commands,
+        "validate",
+        "trinity_mq.cli.validate:validate",
+        "check a configuration and its tasksets, start nothing",
+    )
+    _add_config(validate)
+
+
+def _add_submit(commands: _Commands[argparse.ArgumentParser]) -> None:
+    submit = _add(commands, "submit", "trinity_mq.cli.submit:submit", "publish a task to a run")
+    _add_target(submit)
+    submit.add_argument(
+        "--task", metavar="JSON", default="-", help="the task, @FILE for a file, - for standard input (default)"
+    )
+    submit.add_argument("--wait", metavar="SECONDS", type=float, help="wait for the outcome and print it as JSON")
+    submit.add_argument(
+        "--id", default="", help="submission id: the same one again is not done again (default: a new one)"
+    )
+
+
+def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
+    status = _add(
+        commands, "status", "trinity_mq.cli.status:status", "show who lives in a run and how deep its queues are"
+    )
+    _add_target(status)
+    status.add_argument("--seconds", type=float, default=3.0, help="how long to listen (default: 3)")
+
+
+def _add_dead(commands: _Commands[argparse.ArgumentParser]) -> None:
+    dead = _add(commands, "dead", "", "look at dead letters")
+    actions = dead.add_subparsers(dest="action", metavar="ACTION", required=True)
+    listing = _add(
+        actions,
+        "list",
+        "trinity_mq.cli.dead:list_dead",
+        "list dead letters with their reasons, and leave them where they are",
+    )
+    _add_target(listing)
+    listing.add_argument("--limit", type=int, default=100, help="at most so many (default: 100)")
+
+
+def _add_broker(commands: _Commands[argparse.ArgumentParser]) -> None:
+    broker = _add(commands, "broker", "", "a private RabbitMQ node in a folder")
+    actions = broker.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for action, words in (
+        ("start", "start one in the background and print its URL"),
+        ("stop", "stop it"),
+        ("status", "tell whether it runs, and its URL"),
+        ("serve", "run one in the foreground until interrupted"),
+    ):
+        command = _add(actions, action, f"trinity_mq.cli.broker:{action}", words)
+        command.add_argument("folder", metavar="FOLDER", help="keeps the node's data, ports and password")
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from trinity_mq import __version__
+
+        print(__version__)
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

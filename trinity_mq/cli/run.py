@@ -1,0 +1,73 @@
+"""``trinity-mq run``: everything on this machine, from a configuration to a report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import sys
+from pathlib import Path
+
+from trinity_mq.bus import broker_url
+from trinity_mq.bus.connect import check_url
+from trinity_mq.cli.display import PlainDisplay, open_display
+from trinity_mq.cli.report import make_report
+from trinity_mq.cli.rundir import RunFolder
+from trinity_mq.cli.session import Session
+from trinity_mq.cli.validate import check_tasksets
+from trinity_mq.config import Config, load_config
+from trinity_mq.runtime.supervisor import ProcessEvent
+from trinity_mq.telemetry import setup_logging
+
+LAST_WORDS = 3
+"""Lines of a failed agent's output that are shown."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a configuration to its end; 0 when it got there, 130 or 143 when interrupted, else what failed."""
+    config = load_config(arguments.config, arguments.overrides)
+    folder = RunFolder(config)
+    with folder.locked():
+        if folder.finished:
+            print(make_report(config.name, folder.path))
+            print("this run has finished: to run again give another name (name=...) or remove its folder")
+            return 0
+        for change in folder.adopt():
+            print(f"warning: changed since the last start: {change}", file=sys.stderr)
+        url = broker_url(config.broker)
+        if url is not None:
+            check_url(url)
+        check_tasksets(config)
+        setup_logging("supervisor", "supervisor", folder.path, config.monitor.log_level)
+        return _run(config, folder, url, arguments)
+
+
+def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse.Namespace) -> int:
+    where = "a private RabbitMQ" if url is None else "the given broker"
+    print(f"run {config.name!r} in {folder.path}, on {where}", flush=True)
+    display = PlainDisplay(sys.stdout) if arguments.plain else open_display()
+    session = Session(config, folder, display, url)
+    try:
+        code = asyncio.run(session.run())
+    finally:
+        display.close()
+    for failure in session.failures:
+        print(_obituary(failure, folder.logs), file=sys.stderr)
+    if code == 0 and session.finished:
+        folder.mark_finished()
+    print(make_report(config.name, folder.path))
+    if code != 0 or not session.finished:
+        again = shlex.join(["trinity-mq", "run", arguments.config, *arguments.overrides])
+        print(f"not finished; resume with the same command: {again}")
+        return code or 1
+    return 0
+
+
+def _obituary(failure: ProcessEvent, logs: Path) -> str:
+    output = logs / f"{failure.name}.out"
+    lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
+    words = "".join(f"\n  {line}" for line in lines[-LAST_WORDS:])
+    code = failure.code
+    return (
+        f"{failure.name} failed for good (exit code {code}): {failure.reason}; see {logs / failure.name}.jsonl{words}"
+    )

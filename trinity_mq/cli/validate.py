@@ -1,0 +1,32 @@
+"""``trinity-mq validate``: everything that can be wrong before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+
+from trinity_mq.config import Config, load_config
+from trinity_mq.data import open_taskset
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Check a configuration and print what it says."""
+    config = load_config(arguments.config, arguments.overrides)
+    for line in check_tasksets(config):
+        print(line)
+    print(f"{arguments.config}: run {config.name!r} is valid; it would use {config.path}")
+    return 0
+
+
+def check_tasksets(config: Config) -> list[str]:
+    """Open every taskset once, so that an unreadable one shows before processes start; return a line on each.
+
+    Raises:
+        TasksetError: One cannot be read.
+    """
+    found = []
+    for taskset in (config.buffer.taskset, *config.buffer.eval_tasksets):
+        if taskset.storage_type == "queue":
+            found.append(f"taskset {taskset.name!r}: tasks submitted from outside")
+        else:
+            found.append(f"taskset {taskset.name!r}: {len(open_taskset(taskset))} tasks from {taskset.path}")
+    return found

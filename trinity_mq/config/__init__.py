@@ -1,0 +1,41 @@
+"""What a run is: pydantic sections and their loading. Describes and builds nothing."""
+
+from trinity_mq.config.agents import (
+    ExplorerConfig,
+    MonitorConfig,
+    OperatorsConfig,
+    RolloutModelConfig,
+    RunnerConfig,
+    SupervisorConfig,
+    SyncConfig,
+    TrainerConfig,
+)
+from trinity_mq.config.algorithm import AlgorithmConfig, OperatorConfig, OptimizerConfig
+from trinity_mq.config.buffer import BufferConfig, FormatConfig, TasksetConfig
+from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.config.load import ConfigError, load_config
+from trinity_mq.config.model import ModelConfig, TinyModelConfig
+from trinity_mq.config.run import Config
+
+__all__ = [
+    "AlgorithmConfig",
+    "BrokerConfig",
+    "BufferConfig",
+    "Config",
+    "ConfigError",
+    "ExplorerConfig",
+    "FormatConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "OperatorConfig",
+    "OperatorsConfig",
+    "OptimizerConfig",
+    "RolloutModelConfig",
+    "RunnerConfig",
+    "SupervisorConfig",
+    "SyncConfig",
+    "TasksetConfig",
+    "TinyModelConfig",
+    "TrainerConfig",
+    "load_config",
+]

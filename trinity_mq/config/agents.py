@@ -1,0 +1,162 @@
+"""The sections of the four agents."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from trinity_mq.config.algorithm import OperatorConfig
+from trinity_mq.config.base import Section
+
+
+class RolloutModelConfig(Section):
+    """The engine that samples, and the sampling parameters of training rollouts."""
+
+    engine: Literal["transformers"] = "transformers"
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of the engine's torch."""
+    max_batch_sequences: int = Field(default=1024, ge=1)
+    """Sequences generated at once; requests beyond wait for the next round."""
+    max_batch_delay: float = Field(default=0.005, ge=0)
+    """Seconds the engine gathers concurrent requests before a round starts."""
+    lease: float = Field(default=60.0, ge=5)
+    """Seconds an engine outlives a host that is gone: long enough for the host's restart."""
+    host: str = "127.0.0.1"
+    enable_history: bool = False
+
+
+class ExplorerConfig(Section):
+    """Tasks out, outcomes in, engines hosted."""
+
+    eval_interval: int = Field(default=100, ge=1)
+    """Batches between evaluations."""
+    eval_on_startup: bool = True
+    max_timeout: float = Field(default=500.0, gt=0)
+    """Seconds for one attempt of one run."""
+    max_retry_times: int = Field(default=2, ge=0)
+    max_repeat_times_per_runner: int | None = Field(default=None, ge=1)
+    """Runs in one slice. None: all runs of a task in one, so that one request asks for all of them."""
+    batch_timeout: float = Field(default=3600.0, gt=0)
+    """Seconds for a batch; the clock runs only while a runner and an engine live."""
+    eval_timeout: float = Field(default=1800.0, gt=0)
+    operator_deadline: float = Field(default=60.0, gt=0)
+    """Seconds without progress and without an operator at work until a manifest is published again."""
+    batch_tries: int = Field(default=3, ge=1)
+    """Publishes of one manifest before it is given up with a tombstone."""
+    max_open_batches: int = Field(default=8, ge=1)
+    max_consecutive_empty: int = Field(default=3, ge=1)
+    """Empty batches in a row that end the run with an error."""
+    stall_timeout: float = Field(default=7200.0, gt=0)
+    """Seconds of holding after which the run ends with an error, its state saved."""
+    unfinished: Literal["requeue", "drop"] = "requeue"
+    """Tasks without a finished run when their batch closes: give them back once, or drop them."""
+    rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)
+
+    @model_validator(mode="after")
+    def _times(self) -> ExplorerConfig:
+        if not self.slice_timeout <= self.batch_timeout <= self.stall_timeout:
+            raise ValueError(
+                f"times must grow: a slice may take {self.slice_timeout:g} s (max_timeout x tries), batch_timeout is "
+                f"{self.batch_timeout:g} s, stall_timeout {self.stall_timeout:g} s"
+            )
+        return self
+
+    @property
+    def slice_timeout(self) -> float:
+        """Seconds a runner has for a slice, retries included."""
+        return self.max_timeout * (self.max_retry_times + 1)
+
+
+class RunnerConfig(Section):
+    """Who does the slices."""
+
+    num_runners: int = Field(default=2, ge=1)
+    """Runner processes that ``trinity-mq run`` starts."""
+    concurrency: int = Field(default=16, ge=1)
+    """Slices one runner works on at a time; its prefetch."""
+    max_isolated: int = Field(default=2, ge=1)
+    """Redelivered slices that run in child processes at a time."""
+    drain_timeout: float = Field(default=20.0, gt=0)
+    """Seconds a draining runner has to finish before it gives slices back."""
+
+
+class OperatorsConfig(Section):
+    """Who processes batches, and with what chain."""
+
+    num_operators: int = Field(default=1, ge=1)
+    operators: tuple[OperatorConfig, ...] = ()
+    """The chain, before the algorithm's advantage function."""
+
+
+class TrainerConfig(Section):
+    """Who steps the optimizer."""
+
+    save_interval: int = Field(default=50, ge=1)
+    """Batches between checkpoints."""
+    max_checkpoints_to_keep: int = Field(default=2, ge=1)
+    max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
+    """Padded tokens in one forward and backward pass; a longer single sequence is a pass of its own."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of the trainer's torch."""
+    batches_per_step: int = Field(default=1, ge=1)
+
+
+class SyncConfig(Section):
+    """When weights travel and how long anyone waits (learning.md section 1)."""
+
+    sync_method: Literal["collective"] = "collective"
+    sync_style: Literal["fixed"] = "fixed"
+    sync_interval: int = Field(default=1, ge=1)
+    sync_offset: int = Field(default=0, ge=0)
+    pipeline_depth: int = Field(default=1, ge=0)
+    """How far the explorer runs ahead in the styles other than fixed."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Oldest fit to train on, in steps. None: what the style allows by itself."""
+    stale: Literal["drop"] = "drop"
+    sync_timeout: float = Field(default=60.0, gt=0)
+    """Seconds for each phase of one try."""
+    member_lease: float = Field(default=15.0, gt=0)
+    """Seconds without a join event until a member counts as gone."""
+    bucket_bytes: int = Field(default=64 * 1024**2, ge=1024)
+    """Size of one broadcast."""
+    host: str = "127.0.0.1"
+    """Where the trainer's rendezvous listens."""
+
+    @property
+    def inherent_staleness(self) -> int:
+        """Largest staleness that the style itself produces."""
+        return self.sync_interval - 1 + self.sync_offset
+
+    @property
+    def effective_max_staleness(self) -> int:
+        """``max_staleness`` with its default filled in."""
+        return self.inherent_staleness if self.max_staleness is None else self.max_staleness
+
+    @model_validator(mode="after")
+    def _staleness(self) -> SyncConfig:
+        if self.max_staleness is not None and self.max_staleness < self.inherent_staleness:
+            raise ValueError(
+                f"max_staleness is {self.max_staleness}, but sync_interval {self.sync_interval} and sync_offset {self.sync_offset} make "
+                f"data up to {self.inherent_staleness} steps old: every such batch would be dropped"
+            )
+        return self
+
+
+class MonitorConfig(Section):
+    """What is written down."""
+
+    tensorboard: bool = True
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class SupervisorConfig(Section):
+    """How ``trinity-mq run`` keeps its processes alive."""
+
+    max_restarts: int = Field(default=10, ge=0)
+    """Restarts of one process within ``restart_window`` before the run fails for good."""
+    restart_window: float = Field(default=600.0, gt=0)
+    grace: float = Field(default=30.0, gt=0)
+    """Seconds a process has to drain before it is killed."""

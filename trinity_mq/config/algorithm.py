@@ -1,0 +1,74 @@
+"""The algorithm section: how rewards become a gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from trinity_mq.config.base import Section
+
+
+class OptimizerConfig(Section):
+    """AdamW with warm-up and decay."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.0, ge=0)
+    lr_warmup_steps: int = Field(default=10, ge=0)
+    """Train steps of linear rise from 0."""
+    lr_scheduler_type: Literal["linear", "constant"] = "linear"
+    """``linear`` falls to ``min_lr_ratio`` at ``buffer.total_steps``; constant rates were measured to wobble."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    clip_grad: float = Field(default=1.0, gt=0)
+    """Largest gradient norm."""
+
+
+class AlgorithmConfig(Section):
+    """Group-relative policy optimisation with a clipped loss."""
+
+    algorithm_type: Literal["grpo"] = "grpo"
+    repeat_times: int = Field(default=8, ge=1)
+    """Runs of each task: the group size."""
+    min_group_runs: int | None = Field(default=None, ge=1)
+    """Groups with fewer finished runs are dropped. None: half of ``repeat_times``, at least 2."""
+    std_level: Literal["group", "batch", "none"] = "group"
+    """What the centred reward is divided by: the standard deviation of its group, of the batch, or nothing."""
+    std_epsilon: float = Field(default=1e-4, gt=0)
+    clip_range_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_range_high: float = Field(default=0.28, gt=0)
+    entropy_coef: float = Field(default=0.0, ge=0)
+    entropy_decay: bool = False
+    """Let the entropy coefficient follow the learning rate's decay."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps a batch is divided into."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over a batch."""
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    allow_truncated_sampling: bool = False
+    """Train on samples drawn with top-p, top-k, min-p or penalties, although their logprobs are not the policy's."""
+
+    @property
+    def effective_min_group_runs(self) -> int:
+        """``min_group_runs`` with its default filled in."""
+        return self.min_group_runs if self.min_group_runs is not None else max(2, self.repeat_times // 2)
+
+    @model_validator(mode="after")
+    def _groups(self) -> AlgorithmConfig:
+        if self.repeat_times < 2:
+            raise ValueError(
+                f"repeat_times is {self.repeat_times}; {self.algorithm_type} compares the runs of a task and needs at least 2"
+            )
+        if self.effective_min_group_runs > self.repeat_times:
+            raise ValueError(
+                f"min_group_runs is {self.min_group_runs}, more than repeat_times {self.repeat_times}: every group would be dropped"
+            )
+        return self
+
+
+class OperatorConfig(Section):
+    """One operator of the chain."""
+
+    name: str
+    """Registered name or dotted path."""
+    args: dict[str, Any] = Field(default_factory=dict)

@@ -1,0 +1,107 @@
+"""The whole configuration of a run, and the checks that cross its sections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from trinity_mq.config.agents import (
+    ExplorerConfig,
+    MonitorConfig,
+    OperatorsConfig,
+    RunnerConfig,
+    SupervisorConfig,
+    SyncConfig,
+    TrainerConfig,
+)
+from trinity_mq.config.algorithm import AlgorithmConfig
+from trinity_mq.config.base import Section
+from trinity_mq.config.buffer import BufferConfig
+from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.config.model import ModelConfig
+
+CONSUMER_TIMEOUT = 1800.0
+"""RabbitMQ's default limit for holding a delivery, in seconds."""
+
+
+class Config(Section):
+    """One run."""
+
+    mode: Literal["both"] = "both"
+    name: str = Field(default="run", pattern=r"^[a-z0-9-]{1,40}$")
+    """Becomes part of every broker name: many runs share a broker."""
+    run_dir: str = ""
+    """Checkpoints, logs, metrics, state. Empty: ``runs/<name>``."""
+    seed: int = Field(default=0, ge=0)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    model: ModelConfig
+    buffer: BufferConfig = Field(default_factory=BufferConfig)
+    explorer: ExplorerConfig = Field(default_factory=ExplorerConfig)
+    runner: RunnerConfig = Field(default_factory=RunnerConfig)
+    operator: OperatorsConfig = Field(default_factory=OperatorsConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    synchronizer: SyncConfig = Field(default_factory=SyncConfig)
+    broker: BrokerConfig = Field(default_factory=BrokerConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
+    supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+
+    @field_validator("run_dir")
+    @classmethod
+    def _expand(cls, value: str) -> str:
+        return str(Path(value).expanduser()) if value else value
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return Path(self.run_dir or f"runs/{self.name}")
+
+    @model_validator(mode="after")
+    def _slice_time(self) -> Config:
+        if self.explorer.slice_timeout >= CONSUMER_TIMEOUT:
+            raise ValueError(
+                f"explorer.max_timeout {self.explorer.max_timeout:g} s x {self.explorer.max_retry_times + 1} tries is "
+                f"{self.explorer.slice_timeout:g} s; the broker takes a slice back after {CONSUMER_TIMEOUT:g} s, so it must be less"
+            )
+        if self.explorer.operator_deadline >= CONSUMER_TIMEOUT:
+            raise ValueError(f"explorer.operator_deadline must be below the broker's {CONSUMER_TIMEOUT:g} s")
+        return self
+
+    @model_validator(mode="after")
+    def _sampling(self) -> Config:
+        truncating = {
+            "top_k",
+            "top_p",
+            "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "logit_bias",
+        }
+        used = sorted(truncating & set(self.buffer.taskset.rollout_args))
+        if self.explorer.rollout_model.top_p < 1:
+            used.append("explorer.rollout_model.top_p")
+        if used and not self.algorithm.allow_truncated_sampling:
+            raise ValueError(
+                f"training rollouts use {', '.join(used)}: their logprobs are then not those of the sampled distribution. Remove it, or set "
+                "algorithm.allow_truncated_sampling=true if that is what you want"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _retention(self) -> Config:
+        held = (self.trainer.save_interval + self.explorer.max_open_batches) * self.estimated_batch_bytes
+        if held > self.broker.ready_max_bytes:
+            raise ValueError(
+                f"trainer.save_interval {self.trainer.save_interval} + explorer.max_open_batches {self.explorer.max_open_batches} batches may "
+                f"be {held / 2**20:.0f} MiB, over broker.ready_max_bytes {self.broker.ready_max_bytes / 2**20:.0f} MiB: a restarted trainer "
+                "would not find them all. Save more often or keep more"
+            )
+        return self
+
+    @property
+    def estimated_batch_bytes(self) -> int:
+        """Size of a processed batch if every response used up its limit: 21 bytes a token and 300 an experience."""
+        runs = self.buffer.batch_size * self.algorithm.repeat_times
+        return runs * (300 + 8 * self.model.max_prompt_tokens // 2 + 21 * self.model.max_response_tokens)

@@ -1,0 +1,129 @@
+"""Records of a taskset from where they are kept, checked one by one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from trinity_mq.config import TasksetConfig
+from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.synthetic import problems
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What a source holds, and a hash that changes when it does."""
+
+    rows: list[Record]
+    identity: str
+
+
+def read_records(config: TasksetConfig) -> Records:
+    """Return the records that ``config`` names, at most ``config.limit`` of them.
+
+    Raises:
+        TasksetError: The source is not there, cannot be read, or a record is not what a task can be made from.
+    """
+    if config.storage_type == "queue":
+        raise TasksetError(f"taskset {config.name!r} is fed by submitted tasks: it holds no records to read")
+    sources = {"file": _file, "huggingface": _hugging_face, "synthetic": _synthetic}
+    digest = hashlib.sha256()
+    rows: list[Record] = []
+    for where, row in sources[config.storage_type](config):
+        if config.limit is not None and len(rows) == config.limit:
+            break
+        digest.update(_packed(config, where, row))
+        rows.append(row)
+    if not rows:
+        raise TasksetError(f"taskset {config.name!r}: {config.path} holds no records")
+    return Records(rows, f"{len(rows)}-{digest.hexdigest()[:16]}")
+
+
+def _synthetic(config: TasksetConfig) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(problems(config.path, config.split)):
+        yield f"{config.path}[{number}]", row
+
+
+def _file(config: TasksetConfig) -> Iterator[tuple[str, Any]]:
+    path = Path(config.path).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise TasksetError(f"taskset {config.name!r}: {path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise TasksetError(f"taskset {config.name!r}: {path} is not UTF-8 text: {error.reason}") from error
+    return _json_list(config, path, text) if path.suffix == ".json" else _json_lines(config, path, text)
+
+
+def _json_lines(config: TasksetConfig, path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    # Only line feeds end a line: JSON strings may hold the others that splitlines() knows.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"{path}:{number}", _json(config, f"{path}:{number}", line)
+
+
+def _json_list(config: TasksetConfig, path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    rows = _json(config, str(path), text)
+    if not isinstance(rows, list):
+        raise TasksetError(f"taskset {config.name!r}: {path} holds a {type(rows).__name__}, wanted a list of records")
+    for number, row in enumerate(rows):
+        yield f"{path}[{number}]", row
+
+
+def _json(config: TasksetConfig, where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TasksetError(f"taskset {config.name!r}: {where}: not JSON: {error or 'nested too deep'}") from error
+
+
+def _hugging_face(config: TasksetConfig) -> Iterator[tuple[str, Any]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise TasksetError(
+            f"taskset {config.name!r}: storage_type huggingface needs the package datasets: "
+            "pip install 'trinity-mq[datasets]', or give a JSONL file with storage_type: file"
+        ) from error
+    folder = Path(config.path).expanduser()
+    try:
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(str(folder))
+            rows: Iterable[Any] = found[config.split] if isinstance(found, datasets.DatasetDict) else found
+        else:
+            rows = datasets.load_dataset(config.path, config.subset_name, split=config.split)
+    except Exception as error:  # whatever the package, the hub or the network raise
+        detail = " ".join(str(error).split()) or type(error).__name__
+        raise TasksetError(
+            f"taskset {config.name!r}: dataset {config.path!r} split {config.split!r} cannot be loaded: {detail}"
+        ) from error
+    for number, row in enumerate(rows):
+        yield f"{config.path}[{number}]", row
+
+
+def _packed(config: TasksetConfig, where: str, row: Any) -> bytes:
+    """Return the record as it will travel, after checking that a task can be made from it."""
+    if not isinstance(row, Mapping):
+        raise TasksetError(f"taskset {config.name!r}: {where}: holds a {type(row).__name__}, wanted a record with keys")
+    for setting, key in (("prompt_key", config.format.prompt_key), ("response_key", config.format.response_key)):
+        if key and row.get(key) is None:
+            raise TasksetError(
+                f"taskset {config.name!r}: {where}: has nothing at {key!r} (its keys: {', '.join(map(str, row))}); "
+                f"set format.{setting} to the right key"
+                + (", or to '' if there is none" if setting != "prompt_key" else "")
+            )
+    try:
+        packed: bytes = msgpack.packb(dict(row), use_bin_type=True)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TasksetError(
+            f"taskset {config.name!r}: {where}: holds what cannot travel in a message: {error}"
+        ) from error
+    return packed

@@ -1,0 +1,156 @@
+"""Tasksets: records in an order that a restart goes on with, as task bodies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trinity_mq.config import TasksetConfig
+from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.records import Record, read_records
+from trinity_mq.messages import TaskBody
+
+
+class Taskset:
+    """Records, and a position among them that runs on over epochs.
+
+    With the selector ``shuffle`` each epoch has its own order, which follows from the seed and the epoch alone: the
+    position is two numbers, and going on from it gives the tasks that would have come.
+    """
+
+    def __init__(
+        self,
+        config: TasksetConfig,
+        rows: Sequence[Record],
+        identity: str,
+        *,
+        repeat_times: int,
+        seed: int,
+        is_eval: bool,
+    ) -> None:
+        self.config = config
+        self.identity = identity
+        """Changes when the records, their number or their order do."""
+        self.epoch = 0
+        """Epochs begun, from 0."""
+        self.cursor = 0
+        """Records of the epoch that were given."""
+        self._rows = rows
+        self._repeat_times = repeat_times
+        self._seed = seed
+        self._is_eval = is_eval
+        self._order = self._order_of(0)
+
+    def __len__(self) -> int:
+        """Records in one epoch."""
+        return len(self._rows)
+
+    def next_batch(self, size: int) -> list[TaskBody]:
+        """Return the next ``size`` tasks; where an epoch ends the next one begins, within the batch too."""
+        batch = []
+        for _ in range(size):
+            if self.cursor == len(self._rows):
+                self.epoch, self.cursor = self.epoch + 1, 0
+                self._order = self._order_of(self.epoch)
+            batch.append(self._body(self._order[self.cursor]))
+            self.cursor += 1
+        return batch
+
+    def all_tasks(self) -> list[TaskBody]:
+        """Return every task once, in the order of the records; the position stays where it is."""
+        return [self._body(position) for position in range(len(self._rows))]
+
+    def state(self) -> dict[str, Any]:
+        """Return the position, for :meth:`restore` of a taskset opened alike."""
+        return {
+            "identity": self.identity,
+            "seed": self._seed,
+            "selector": self.config.selector,
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position.
+
+        Raises:
+            TasksetError: It was saved with other records, another seed or another selector, which give another order.
+        """
+        for key, now in self.state().items():
+            if key not in {"epoch", "cursor"} and state.get(key) != now:
+                raise TasksetError(
+                    f"taskset {self.config.name!r}: the saved position belongs to {key} {state.get(key)!r}, this one "
+                    f"has {now!r}; put the old data and settings back, or begin a new run_dir"
+                )
+        epoch, cursor = state.get("epoch"), state.get("cursor")
+        if not (isinstance(epoch, int) and isinstance(cursor, int) and epoch >= 0 and 0 <= cursor <= len(self._rows)):
+            raise TasksetError(
+                f"taskset {self.config.name!r}: the saved position is epoch {epoch!r}, cursor {cursor!r}; wanted an "
+                f"epoch from 0 and a cursor from 0 to {len(self._rows)}"
+            )
+        self.epoch, self.cursor = epoch, cursor
+        self._order = self._order_of(epoch)
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(range(len(self._rows)))
+        if self.config.selector == "shuffle":
+            random.Random(self._seed + epoch).shuffle(order)
+        return order
+
+    def _body(self, position: int) -> TaskBody:
+        return TaskBody(
+            workflow=self.config.workflow,
+            raw_task=dict(self._rows[position]),
+            repeat_times=self._repeat_times,
+            format_args=self.config.format.model_dump(),
+            rollout_args=self.config.rollout_args,
+            workflow_args=self.config.workflow_args,
+            reward_fn=self.config.reward_fn or None,
+            reward_fn_args=self.config.reward_fn_args,
+            is_eval=self._is_eval,
+            index={"taskset": self.config.name, "index": position},
+        )
+
+
+def open_taskset(
+    config: TasksetConfig, *, repeat_times: int | None = None, seed: int = 0, is_eval: bool = False
+) -> Taskset:
+    """Return the taskset that ``config`` names, at its beginning.
+
+    Args:
+        config: Where the records are, and what their tasks run.
+        repeat_times: Runs of each task: ``algorithm.repeat_times`` in training. None: ``config.repeat_times``.
+        seed: Of the order, with the selector ``shuffle``.
+        is_eval: Marks the tasks as evaluation.
+
+    Raises:
+        TasksetError: The records cannot be read, or none of them is there; one line that says where and why.
+    """
+    records = read_records(config)
+    return Taskset(
+        config,
+        records.rows,
+        records.identity,
+        repeat_times=config.repeat_times if repeat_times is None else repeat_times,
+        seed=seed,
+        is_eval=is_eval,
+    )
+
+
+def with_defaults(body: TaskBody, config: TasksetConfig) -> TaskBody:
+    """Return a submitted task with what it left out taken from ``config``: workflow, format, reward, sampling.
+
+    Arguments of the workflow and of the reward come from ``config`` only together with the name they belong to.
+    """
+    update: dict[str, Any] = {
+        "format_args": {**config.format.model_dump(), **body.format_args},
+        "rollout_args": {**config.rollout_args, **body.rollout_args},
+        "index": body.index or {"taskset": config.name},
+    }
+    if not body.workflow:
+        update |= {"workflow": config.workflow, "workflow_args": {**config.workflow_args, **body.workflow_args}}
+    if body.reward_fn is None:
+        reward_fn_args = {**config.reward_fn_args, **body.reward_fn_args}
+        update |= {"reward_fn": config.reward_fn or None, "reward_fn_args": reward_fn_args}
+    return body.model_copy(update=update)

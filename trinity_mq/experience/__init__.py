@@ -1,0 +1,37 @@
+"""What a sampled sequence is, what identifies it, how it travels and how many of them become tensors."""
+
+from trinity_mq.experience.codec import CONTENT_TYPE, decode, encode
+from trinity_mq.experience.eid import EID
+from trinity_mq.experience.errors import DecodeError, EncodeError
+from trinity_mq.experience.experience import CustomField, Experience
+from trinity_mq.experience.fields import ExperienceError
+from trinity_mq.experience.gather import (
+    gather_action_masks,
+    gather_attention_masks,
+    gather_multi_modal_inputs,
+    gather_response_attrs,
+    gather_token_ids,
+)
+from trinity_mq.experience.group import group_by, split_dpo_experience_to_single_turn
+from trinity_mq.experience.hf import from_hf_datasets, to_hf_datasets
+
+__all__ = [
+    "CONTENT_TYPE",
+    "EID",
+    "CustomField",
+    "DecodeError",
+    "EncodeError",
+    "Experience",
+    "ExperienceError",
+    "decode",
+    "encode",
+    "from_hf_datasets",
+    "gather_action_masks",
+    "gather_attention_masks",
+    "gather_multi_modal_inputs",
+    "gather_response_attrs",
+    "gather_token_ids",
+    "group_by",
+    "split_dpo_experience_to_single_turn",
+    "to_hf_datasets",
+]

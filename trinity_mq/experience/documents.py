@@ -1,0 +1,165 @@
+"""Free-form values (info, metrics, messages) as msgpack documents; tensors in them move to the tail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_mq.experience.errors import DecodeError, EncodeError
+from trinity_mq.experience.fields import short
+from trinity_mq.experience.msgpack_scan import MAX_NESTING, QUICK_ARRAY_LENGTH, measure, scan
+
+MAX_CONTAINERS = 1 << 18
+"""Lists and maps in all documents of a body: each costs a reader far more memory than its one byte."""
+
+TENSOR, ARRAY = 1, 2
+"""msgpack extension types: the number (u32, little-endian) of a tensor in the tail, handed out as tensor or array."""
+
+_ATOMS = frozenset({str, int, float, bool, type(None), bytes, msgpack.Timestamp})
+_NUMBER_BYTES = 4
+
+
+class DocumentWriter:
+    """Packs documents and collects the tensors found in them."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._containers = 0
+        self._packer = msgpack.Packer(use_bin_type=True)
+
+    def write(self, value: Any, where: str) -> bytes:
+        """Return ``value`` as one msgpack document.
+
+        Raises:
+            EncodeError: Something in it is not for msgpack; ``where`` and the key say what.
+        """
+        plain = self._plain(value, where, 0)
+        try:
+            document: bytes = self._packer.pack(plain)
+        except (ValueError, OverflowError, TypeError) as error:
+            self._packer.reset()
+            raise EncodeError(_blame(plain, where) or f"{where}: {error}") from error
+        try:
+            self._containers += measure(document)
+        except ValueError as error:
+            raise EncodeError(f"{where}: {error}") from error
+        if self._containers > MAX_CONTAINERS:
+            raise EncodeError(
+                f"{where}: more than {MAX_CONTAINERS} lists and maps in one body; keep numbers in tensors, or send "
+                "fewer experiences at once"
+            )
+        return document
+
+    def _plain(self, value: Any, where: str, depth: int) -> Any:
+        """Return ``value`` in types that msgpack packs; the value itself where nothing has to change."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if depth > MAX_NESTING:
+            raise EncodeError(f"{where}: nested deeper than {MAX_NESTING} levels")
+        if isinstance(value, dict):
+            if kind is dict and all(type(key) is str and type(item) in _ATOMS for key, item in value.items()):
+                return value
+            return {_key(key, where): self._plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            if kind is list and all(type(item) in _ATOMS for item in value):
+                return value
+            return [self._plain(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)]
+        return self._leaf(value, where)
+
+    def _leaf(self, value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            return self._moved(TENSOR, value)
+        if isinstance(value, np.generic) and value.dtype.kind in "biufSU":
+            return value.item()
+        if isinstance(value, np.ndarray):
+            try:
+                return self._moved(ARRAY, torch.from_numpy(np.array(value)))
+            except TypeError as error:
+                raise EncodeError(f"{where} is an array of {value.dtype}: {error}") from error
+        if isinstance(value, str | int | float | bytes):  # subclasses: enums, bool-likes
+            return value
+        if isinstance(value, bytearray | memoryview):
+            return bytes(value)
+        raise EncodeError(
+            f"{where} is {short(value)} of type {type(value).__module__}.{type(value).__qualname__}, wanted None, a "
+            "number, text, bytes, lists and maps of those, numpy scalars, arrays or tensors; convert it first"
+        )
+
+    def _moved(self, extension: int, tensor: Tensor) -> msgpack.ExtType:
+        self.tensors.append(tensor)
+        return msgpack.ExtType(extension, (len(self.tensors) - 1).to_bytes(_NUMBER_BYTES, "little"))
+
+
+class DocumentReader:
+    """Unpacks documents; ``tensors`` are those that the documents of the body refer to by number."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._containers = 0
+
+    def read(self, document: bytes) -> Any:
+        """Return the value in one msgpack document.
+
+        Raises:
+            DecodeError: It is not exactly one document, nests too deep or holds too much.
+        """
+        try:
+            self._containers += measure(document)
+            if self._containers > MAX_CONTAINERS:
+                raise DecodeError(f"more than {MAX_CONTAINERS} lists and maps in one body")
+            try:
+                return self._unpack(document, QUICK_ARRAY_LENGTH)
+            except ValueError:
+                scan(document)  # claims no more than it has, so what an array claims may be believed
+                return self._unpack(document, len(document))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            if isinstance(error, DecodeError):
+                raise
+            raise DecodeError(f"no msgpack document: {error or type(error).__name__}") from error
+
+    def _unpack(self, document: bytes, max_array: int) -> Any:
+        return msgpack.unpackb(
+            document, raw=False, strict_map_key=True, ext_hook=self._extension, max_array_len=max_array
+        )
+
+    def _extension(self, code: int, data: bytes) -> Tensor | np.ndarray[Any, Any]:
+        if code not in {TENSOR, ARRAY} or len(data) != _NUMBER_BYTES:
+            raise DecodeError(f"unknown msgpack extension {code} of {len(data)} bytes")
+        number = int.from_bytes(data, "little")
+        if number >= len(self._tensors):
+            raise DecodeError(f"a document refers to tensor {number} of {len(self._tensors)}")
+        tensor = self._tensors[number]
+        if code == TENSOR:
+            return tensor
+        try:
+            array: np.ndarray[Any, Any] = tensor.numpy()
+        except TypeError as error:
+            raise DecodeError(f"an array of {tensor.dtype}: {error}") from error
+        return array
+
+
+def _key(key: Any, where: str) -> str:
+    if isinstance(key, str):
+        return str(key)
+    raise EncodeError(f"{where} has the key {short(key)}, wanted text; use str({short(key)})")
+
+
+def _blame(value: Any, where: str) -> str | None:
+    """Return which part of a plain value msgpack refuses."""
+    if isinstance(value, dict):
+        parts = [(item, f"{where}[{key!r}]") for key, item in value.items()] + [(key, where) for key in value]
+    elif isinstance(value, list):
+        parts = [(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    else:
+        try:
+            msgpack.packb(value)
+        except (ValueError, OverflowError, TypeError) as error:
+            return f"{where} is {short(value)}, which msgpack cannot hold: {error}"
+        return None
+    return next((found for item, path in parts if (found := _blame(item, path))), None)

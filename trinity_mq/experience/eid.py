@@ -1,0 +1,63 @@
+"""The identity of an experience: which batch, task, run and step it comes from."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _new_suffix() -> str:
+    return secrets.token_hex(6)
+
+
+def _escaped(part: int | str) -> str:
+    """Return ``part`` without the separator, so that no two different ids compose to the same text."""
+    text = str(part)
+    if "/" in text or "%" in text:
+        return text.replace("%", "%25").replace("/", "%2F")
+    return text
+
+
+@dataclass(slots=True)
+class EID:
+    """Identifies one experience.
+
+    Grouping uses the composed ids, so a workflow sets ``run`` and ``step`` itself where it makes several experiences.
+    ``%`` and ``/`` inside ``batch`` or ``task`` appear percent-encoded in the composed ids: ``EID("3/gsm8k", 1).tid``
+    is ``3%2Fgsm8k/1``.
+    """
+
+    batch: int | str = ""
+    task: int | str = ""
+    run: int = 0
+    step: int = 0
+    suffix: str = field(default_factory=_new_suffix)
+    """Random (48 bits) unless given: tells experiences of one step apart."""
+
+    @property
+    def uid(self) -> str:
+        """``batch/task/run/step/suffix``: this experience alone."""
+        return f"{_escaped(self.batch)}/{_escaped(self.task)}/{self.run}/{self.step}/{self.suffix}"
+
+    @property
+    def sid(self) -> str:
+        """``batch/task/step``: the same step in all runs of a task."""
+        return f"{_escaped(self.batch)}/{_escaped(self.task)}/{self.step}"
+
+    @property
+    def rid(self) -> str:
+        """``batch/task/run``: all steps of one run of a task."""
+        return f"{_escaped(self.batch)}/{_escaped(self.task)}/{self.run}"
+
+    @property
+    def tid(self) -> str:
+        """``batch/task``: all runs of a task, the group of GRPO-like algorithms."""
+        return f"{_escaped(self.batch)}/{_escaped(self.task)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the five parts by name; ``EID(**eid.to_dict()) == eid``."""
+        return {"batch": self.batch, "task": self.task, "run": self.run, "step": self.step, "suffix": self.suffix}
+
+    def __str__(self) -> str:
+        return self.uid

@@ -1,0 +1,12 @@
+"""What goes wrong between experiences and bytes."""
+
+from __future__ import annotations
+
+from trinity_mq.messages import DecodeError
+
+
+class EncodeError(ValueError):
+    """An experience holds what the wire format cannot carry; the message names the field and the key."""
+
+
+__all__ = ["DecodeError", "EncodeError"]

@@ -1,0 +1,68 @@
+"""Grouping experiences by id and splitting preference pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trinity_mq.experience.eid import EID
+from trinity_mq.experience.experience import Experience
+from trinity_mq.experience.rules import DPO, SINGLE_TURN
+
+_ID_PROPERTIES = {"task": "tid", "run": "rid", "step": "sid"}
+
+
+def group_by(experiences: Sequence[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
+    """Group experiences by ``tid`` (task), ``rid`` (run) or ``sid`` (step), in the order in which the ids appear.
+
+    Raises:
+        ValueError: Another ``id_type``.
+    """
+    if id_type not in _ID_PROPERTIES:
+        raise ValueError(f"Unknown id_type: {id_type}; wanted one of {', '.join(_ID_PROPERTIES)}")
+    groups: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        groups.setdefault(getattr(experience.eid, _ID_PROPERTIES[id_type]), []).append(experience)
+    return groups
+
+
+def split_dpo_experience_to_single_turn(experiences: Sequence[Experience]) -> list[Experience]:
+    """Return two single-turn experiences for each dpo experience: the chosen response, then the rejected one.
+
+    What follows pairs them by even and odd index, so the order matters. Each has an id of its own, the same but for the
+    suffix.
+
+    Raises:
+        ValueError: An experience is not of type dpo.
+    """
+    result = []
+    for number, experience in enumerate(experiences):
+        if experience.experience_type != DPO or experience.chosen is None or experience.rejected is None:
+            raise ValueError(f"experience {number} ({experience.eid.uid}) is {experience.experience_type}, wanted dpo")
+        result.append(_half(experience, experience.chosen, experience.chosen_messages))
+        result.append(_half(experience, experience.rejected, experience.rejected_messages))
+    return result
+
+
+def _half(pair: Experience, response: Tensor, messages: list[dict[str, object]] | None) -> Experience:
+    return Experience(
+        eid=EID(pair.eid.batch, pair.eid.task, pair.eid.run, pair.eid.step),
+        tokens=torch.cat([pair.tokens, response]),
+        prompt_length=pair.tokens.shape[0],
+        reward=pair.reward,
+        info=pair.info,
+        metrics=pair.metrics,
+        prompt_text=pair.prompt_text,
+        messages=messages,
+        tools=pair.tools,
+        truncate_status=pair.truncate_status,
+        multi_modal_inputs=pair.multi_modal_inputs,
+        custom_fields=pair.custom_fields,
+        temperature=pair.temperature,
+        taskset=pair.taskset,
+        index=pair.index,
+        experience_type=SINGLE_TURN,
+    )

@@ -1,0 +1,163 @@
+"""The rules that tie the fields of an experience together: one experience at a time, and whole columns at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trinity_mq.experience.fields import RESPONSE_FIELDS, ExperienceError, short, whole
+
+SINGLE_TURN = "single_turn"
+MULTI_TURN = "multi_turn"
+DPO = "dpo"
+TYPES = (SINGLE_TURN, MULTI_TURN, DPO)
+
+PROMPT_TRUNCATED = "prompt_truncated"
+RESPONSE_TRUNCATED = "response_truncated"
+TRUNCATE_STATUSES = (None, PROMPT_TRUNCATED, RESPONSE_TRUNCATED)
+
+Versions = list[tuple[int, int, int]]
+"""Rows ``(first token in the response, generation, step)``: from that token on, that policy version sampled."""
+
+Lengths = npt.NDArray[np.int64]
+
+
+def check_lengths(kind: str, truncate_status: str | None, prompt_length: int, lengths: Mapping[str, int]) -> None:
+    """Check one experience.
+
+    Args:
+        kind: One of :data:`TYPES`.
+        truncate_status: One of :data:`TRUNCATE_STATUSES`. A truncated prompt leaves no real response: the response
+            fields then only have to agree with the mask.
+        prompt_length: Tokens before the response.
+        lengths: First dimension of each tensor field that is present.
+
+    Raises:
+        ExperienceError: Names the field, its value and the rule.
+    """
+    tokens = lengths["tokens"]
+    if prompt_length < 1:
+        raise ExperienceError(
+            f"prompt_length is {prompt_length}, wanted at least 1: the first token of a sequence has no logprob"
+        )
+    if tokens < 1:
+        raise ExperienceError("tokens is empty, wanted at least one token id")
+    experts = lengths.get("routed_experts")
+    if experts is not None and experts != tokens - 1:
+        raise ExperienceError(f"routed_experts has {experts} rows, wanted len(tokens) - 1 = {tokens - 1}")
+    if kind == DPO:
+        _check_dpo(prompt_length, lengths)
+        return
+    if "action_mask" not in lengths:
+        raise ExperienceError(f"action_mask is None, wanted one value per response token in a {kind} experience")
+    if truncate_status == PROMPT_TRUNCATED:
+        response, rule = lengths["action_mask"], "len(action_mask)"
+    else:
+        response, rule = tokens - prompt_length, f"len(tokens) - prompt_length = {tokens} - {prompt_length}"
+        if response < 1:
+            raise ExperienceError(
+                f"tokens has {tokens} token ids with prompt_length {prompt_length}, wanted more tokens than the prompt "
+                f"in a {kind} experience; tokens holds the prompt and the response"
+            )
+    for name in RESPONSE_FIELDS:
+        if name in lengths and lengths[name] != response:
+            raise ExperienceError(
+                f"{name} has {lengths[name]} values, wanted one per response token: {rule}"
+                + (f" = {response}" if rule == "len(action_mask)" else f" = {response} in a {kind} experience")
+            )
+
+
+def _check_dpo(prompt_length: int, lengths: Mapping[str, int]) -> None:
+    tokens = lengths["tokens"]
+    if prompt_length != tokens:
+        raise ExperienceError(f"prompt_length is {prompt_length}, wanted len(tokens) = {tokens} in a dpo experience")
+    for name in ("chosen", "rejected"):
+        if lengths.get(name, 0) < 1:
+            raise ExperienceError(f"{name} is empty or None, wanted the token ids of a response in a dpo experience")
+    for name in RESPONSE_FIELDS:
+        if name in lengths:
+            raise ExperienceError(
+                f"{name} has {lengths[name]} values, wanted None: a dpo experience has two responses, chosen and "
+                "rejected; split_dpo_experience_to_single_turn gives one experience for each"
+            )
+
+
+def first_bad(
+    kinds: Sequence[str], statuses: Sequence[str | None], prompts: Lengths, lengths: Mapping[str, Lengths]
+) -> int | None:
+    """Return the index of the first experience that breaks a rule of :func:`check_lengths`, all at once.
+
+    Args:
+        kinds: Type of each.
+        statuses: Truncate status of each.
+        prompts: Prompt length of each.
+        lengths: First dimension of each tensor field, -1 where absent; a field absent from all may be left out.
+    """
+    absent = np.full(len(kinds), -1, dtype=np.int64)
+    tokens, mask = lengths["tokens"], lengths.get("action_mask", absent)
+    dpo = np.fromiter((kind == DPO for kind in kinds), dtype=np.bool_, count=len(kinds))
+    cut = np.fromiter((status == PROMPT_TRUNCATED for status in statuses), dtype=np.bool_, count=len(kinds))
+    response = np.where(cut, mask, tokens - prompts)
+    bad = (prompts < 1) | (tokens < 1) | (~dpo & ((mask < 0) | (~cut & (response < 1))))
+    if dpo.any():
+        chosen, rejected = lengths.get("chosen", absent), lengths.get("rejected", absent)
+        bad |= dpo & ((prompts != tokens) | (chosen < 1) | (rejected < 1))
+    for name in RESPONSE_FIELDS:
+        if name in lengths:
+            bad |= (lengths[name] >= 0) & (dpo | (lengths[name] != response))
+    if "routed_experts" in lengths:
+        bad |= (lengths["routed_experts"] >= 0) & (lengths["routed_experts"] != tokens - 1)
+    return int(bad.argmax()) if bad.any() else None
+
+
+def check_batch(
+    kinds: Sequence[str], statuses: Sequence[str | None], prompts: Sequence[int], lengths: Mapping[str, Lengths]
+) -> None:
+    """Check many experiences at once; arguments as :func:`first_bad`.
+
+    Raises:
+        ExperienceError: As :func:`check_lengths`, with the index of the first bad experience.
+    """
+    index = first_bad(kinds, statuses, np.array(prompts, dtype=np.int64), lengths)
+    if index is None:
+        return
+    present = {name: int(column[index]) for name, column in lengths.items() if column[index] >= 0}
+    try:
+        check_lengths(kinds[index], statuses[index], prompts[index], {"tokens": 0, **present})
+    except ExperienceError as error:
+        raise ExperienceError(f"experience {index}: {error}") from error
+
+
+def check_versions(value: Any, response: int | None) -> Versions | None:
+    """Return the run-length column of policy versions as a list of tuples, None for none.
+
+    Args:
+        value: Rows ``(first token, generation, step)``; the first row starts at token 0, starts rise.
+        response: Response tokens, None where there is no single response (dpo).
+
+    Raises:
+        ExperienceError: Names the row and the rule.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise ExperienceError(f"versions is {short(value)}, wanted a list of (first token, generation, step)")
+    rows: Versions = []
+    previous = -1
+    for row in value:
+        if not isinstance(row, list | tuple) or len(row) != 3:
+            raise ExperienceError(f"versions holds {short(row)}, wanted rows (first token, generation, step)")
+        first, generation, step = (part if type(part) is int else whole("versions", part) for part in row)
+        if (not rows and first != 0) or first <= previous or (response is not None and first >= max(response, 1)):
+            raise ExperienceError(
+                f"versions has a row that starts at token {first} after {previous if rows else 'none'}, wanted the "
+                f"first row at 0, rising starts and all inside the response of {response} tokens"
+            )
+        if generation < 0 or step < 0:
+            raise ExperienceError(f"versions holds generation {generation}, step {step}, wanted both at least 0")
+        rows.append((first, generation, step))
+        previous = first
+    return rows or None

@@ -1,0 +1,26 @@
+"""The base of every control-plane body: a frozen, named-field record with a kind and a version."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+Version = tuple[int, int]
+"""A version of the weights: ``(generation, step)``, compared as a pair. The generation rises at each start of the trainer."""
+
+BatchId = int | str
+"""An int (training) or a string that starts with one, such as ``"3/gsm8k"`` (evaluation)."""
+
+
+class Message(BaseModel):
+    """A control-plane body.
+
+    Evolution: a field added with a default keeps the version; readers ignore fields they do not know. Anything else gets a
+    new version and an upgrade function.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    kind: ClassVar[str]
+    version_number: ClassVar[int] = 1

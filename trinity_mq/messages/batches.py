@@ -1,0 +1,100 @@
+"""Bodies that carry a batch from the explorer through an operator to the trainer, and the counters that go back."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from trinity_mq.messages.base import BatchId, Message
+
+BatchState = Literal["ready", "empty", "failed", "gone"]
+StepOutcome = Literal["trained", "empty", "failed", "gone", "dropped", "skipped"]
+
+
+class Accepted(Message):
+    """One attempt that counts."""
+
+    kind: ClassVar[str] = "accepted"
+
+    task_id: int
+    run_base: int
+    attempt: str
+    runs: list[int]
+    parts: int
+
+
+class Wanted(Message):
+    """A submitter that asked for the experiences of its task."""
+
+    kind: ClassVar[str] = "wanted"
+
+    task_id: int
+    reply_to: str
+    correlation_id: str | None = None
+
+
+class BatchClosed(Message):
+    """The manifest: which attempts make up a batch. It never changes once saved."""
+
+    kind: ClassVar[str] = "batch_closed"
+
+    batch: BatchId
+    ticket: str
+    accepted: list[Accepted] = Field(default_factory=list)
+    outcomes: dict[str, int] = Field(default_factory=dict)
+    """Slices by outcome."""
+    repeat_times: int = 1
+    metrics: dict[str, float] = Field(default_factory=dict)
+    wanted: list[Wanted] = Field(default_factory=list)
+    """Whom the operator sends experience parts of single tasks."""
+
+
+class BatchReady(Message):
+    """A processed batch is complete on the stream: ``chunks`` chunks under ``(ticket, op)``. Decides the ticket."""
+
+    kind: ClassVar[str] = "batch_ready"
+
+    batch: BatchId
+    ticket: str
+    op: str
+    """A uuid of this processing; sets of different processings never mix."""
+    state: BatchState = "ready"
+    chunks: int = 0
+    experiences: int = 0
+    metrics: dict[str, float] = Field(default_factory=dict)
+    reason: str | None = None
+
+
+class Mark(Message):
+    """A reader's own mark on a stream: what came before it has been read when it arrives."""
+
+    kind: ClassVar[str] = "mark"
+
+    nonce: str
+
+
+class Progress(Message):
+    """The trainer has consumed one closed batch, in whatever state."""
+
+    kind: ClassVar[str] = "progress"
+
+    progress: int
+    """Closed batches consumed, this one included."""
+    generation: int
+    step: int
+    """Train steps that changed the weights."""
+    batch: BatchId
+    ticket: str
+    outcome: StepOutcome
+    dropped: int = 0
+    """Experiences dropped before the step (stale groups)."""
+    reason: str | None = None
+
+
+class RunEnd(Message):
+    """No more batches will be opened; the trainer is done when its progress equals ``batches``."""
+
+    kind: ClassVar[str] = "run_end"
+
+    batches: int

@@ -1,0 +1,39 @@
+"""Events of the weight-sync gate."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from trinity_mq.messages.base import Message, Version
+
+SyncVerb = Literal["join", "leave", "prepare", "ready", "wait", "go", "applied", "failed", "commit", "abort"]
+
+
+class SyncEvent(Message):
+    """One event of the gate. Coordinator to members: prepare, go, commit, abort. Members to coordinator: the others."""
+
+    kind: ClassVar[str] = "sync_event"
+
+    verb: SyncVerb
+    sender: str
+    version: Version | None = None
+    epoch: int = 0
+    """One membership."""
+    attempt: int = 0
+    """Try number of this version, so that late answers to an aborted try are told apart."""
+    members: list[str] = Field(default_factory=list)
+    """prepare, commit: whom it is for, in rank order (rank 0 is the coordinator)."""
+    manifest: list[tuple[str, str, list[int]]] = Field(default_factory=list)
+    """prepare: ``(name, dtype, shape)`` of every tensor, in the order in which they travel."""
+    rendezvous: dict[str, Any] = Field(default_factory=dict)
+    """prepare: ``host``, ``port`` of the TCPStore and ``prefix`` of this try."""
+    progress: int | None = None
+    """prepare, commit: closed batches behind these weights."""
+    seconds: float | None = None
+    """prepare, go: deadline; wait: how much longer; join: lease."""
+    canary: dict[str, Any] = Field(default_factory=dict)
+    """prepare: ``tokens`` of the canary prompt; applied: their ``logprobs``."""
+    reason: str | None = None
+    detail: dict[str, Any] = Field(default_factory=dict)

@@ -1,0 +1,118 @@
+"""Bodies between those who have tasks (outside submitters, the explorer) and the runners that do them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from trinity_mq.messages.base import BatchId, Message, Version
+
+Lane = Literal["train", "eval"]
+Deliver = Literal["pipeline", "caller", "none"]
+Outcome = Literal["finished", "partial", "failed", "cancelled", "poisoned", "late"]
+
+
+class TaskBody(Message):
+    """What a workflow is made from; the wire form of :class:`trinity_mq.workflows.Task`."""
+
+    kind: ClassVar[str] = "task"
+
+    workflow: str = ""
+    """Registered name or dotted path; empty means the taskset's default."""
+    raw_task: dict[str, Any] = Field(default_factory=dict)
+    """The record as the dataset gave it."""
+    repeat_times: int = Field(default=1, ge=1)
+    """Runs of this task, the group size of group-relative algorithms."""
+    format_args: dict[str, Any] = Field(default_factory=dict)
+    rollout_args: dict[str, Any] = Field(default_factory=dict)
+    workflow_args: dict[str, Any] = Field(default_factory=dict)
+    reward_fn: str | None = None
+    reward_fn_args: dict[str, Any] = Field(default_factory=dict)
+    is_eval: bool = False
+    index: dict[str, Any] = Field(default_factory=dict)
+    """``{"taskset": name, "index": position}`` of the record, where it has one."""
+
+
+class TaskSubmission(Message):
+    """A task from outside. The AMQP properties ``reply_to`` and ``correlation_id`` say where its outcome goes."""
+
+    kind: ClassVar[str] = "task_submission"
+
+    task: TaskBody
+    submission_id: str = ""
+    """De-duplicates repeated publishes; empty means the message's ``message_id``."""
+    want_experiences: bool = False
+    """Send the experiences to ``reply_to`` too, after the outcome."""
+
+
+class SubmissionOutcome(Message):
+    """The answer to a :class:`TaskSubmission`, published to its ``reply_to``."""
+
+    kind: ClassVar[str] = "submission_outcome"
+
+    submission_id: str
+    batch: BatchId
+    ticket: str
+    outcome: Outcome
+    completed_runs: int = 0
+    total_runs: int = 0
+    metrics: dict[str, float] = Field(default_factory=dict)
+    message: str | None = None
+    experiences: int = 0
+    """How many experience parts follow on ``reply_to``."""
+
+
+class TaskSlice(Message):
+    """Part of a task: ``repeat_times`` runs from ``run_base`` on. The unit of delivery."""
+
+    kind: ClassVar[str] = "task_slice"
+
+    batch: BatchId
+    ticket: str
+    task_id: int
+    run_base: int = 0
+    repeat_times: int = 1
+    task: TaskBody
+    lane: Lane = "train"
+    deliver: Deliver = "pipeline"
+    seed: int = 0
+    """Run ``r`` of the slice uses ``hash(seed, r)``; work done again repeats itself where the engine honours it."""
+    max_timeout: float = 1800.0
+    """Seconds for one attempt of one run."""
+    max_retry_times: int = 2
+    """Further attempts of failed runs."""
+    slice_timeout: float = 1800.0
+    """Seconds for the slice in the hands of one runner, retries included."""
+    pinned: Version | None = None
+    """Evaluation: the version that must serve it."""
+    opened_beat: int = 0
+    """The explorer's beat from which on the ticket is listed as open; a runner may drop a slice whose ticket a later beat lacks."""
+    explorer: str = ""
+    """Id of the scheduling explorer whose beats count for ``opened_beat``."""
+
+
+class TaskResult(Message):
+    """What became of one attempt at a slice. The first one decides the slice."""
+
+    kind: ClassVar[str] = "task_result"
+
+    batch: BatchId
+    ticket: str
+    task_id: int
+    run_base: int = 0
+    repeat_times: int = 1
+    attempt: str
+    """The fence: a uuid born when a runner started on the slice."""
+    outcome: Outcome
+    runs: list[int] = Field(default_factory=list)
+    """Runs that finished."""
+    parts: int = 0
+    """Experience parts published under this attempt."""
+    metrics: list[dict[str, float]] = Field(default_factory=list)
+    """One dict a finished run."""
+    message: str | None = None
+    runner: str = ""
+    seconds: float = 0.0
+    version_min: Version | None = None
+    version_max: Version | None = None

@@ -1,0 +1,66 @@
+"""The ready-file: where a living engine is found, and whether it is still the same process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from trinity_mq.config import Config
+from trinity_mq.runtime.process import write_atomic
+
+TOKEN_VARIABLE = "TRINITY_MQ_ENGINE_TOKEN"
+CREATE_TIME_TOLERANCE = 2.0
+"""Seconds by which two readings of a process's start may differ: they are computed from the boot time, which the clock corrects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyFile:
+    """What an engine says about itself once it takes requests. Readable by its owner only: it holds the admin token."""
+
+    id: str
+    pid: int
+    create_time: float
+    """Start of the process in seconds since the epoch; with the pid it names one process."""
+    url: str
+    token: str
+    name: str
+    model_path: str
+    fingerprint: str
+    """Of tokenizer, chat template and vocabulary."""
+    digest: str
+    """Of the settings the engine was started with."""
+
+    def write(self, path: Path) -> None:
+        """Write atomically, mode 0600."""
+        write_atomic(path, json.dumps(asdict(self)).encode(), 0o600)
+
+    @classmethod
+    def read(cls, path: Path) -> ReadyFile | None:
+        """Return what is in ``path``, None if there is no such file or it is not a ready-file."""
+        try:
+            return cls(**json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def lives(self) -> bool:
+        """Say whether the process that wrote this still runs; another one under its pid does not count."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.create_time) <= CREATE_TIME_TOLERANCE
+            return same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+def engine_digest(config: Config) -> str:
+    """Return a digest of what an engine is built from: one that was built from other settings must not be adopted."""
+    parts = {
+        "model": config.model.model_dump(mode="json"),
+        "rollout_model": config.explorer.rollout_model.model_dump(mode="json"),
+        "seed": config.seed,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,49 @@
+"""What an engine is asked for and what it answers; plain data, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """``n`` completions of one prompt."""
+
+    prompt: Sequence[int]
+    """Token ids, at least one."""
+    max_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    """0: the likeliest token."""
+    top_p: float = 1.0
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a completion; they are kept in its token ids."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion; its text is cut before them, its token ids are not."""
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """Logprobs of given tokens."""
+
+    token_ids: Sequence[int]
+    """At least two."""
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled response."""
+
+    token_ids: list[int]
+    """The end of sequence included, where it was sampled."""
+    logprobs: list[float]
+    """Of each token: ``log_softmax(logits / temperature)`` before truncation; at temperature 0 of the untempered distribution."""
+    text: str
+    """Without the end of sequence; other special tokens show."""
+    finish_reason: FinishReason

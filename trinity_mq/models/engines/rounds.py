@@ -1,0 +1,239 @@
+"""Requests that come together are generated together: gather, run one round in the worker thread, answer, again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.api_errors import ApiError, not_current, stopping
+from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest
+from trinity_mq.models.engines.state import EngineState
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+GATHER_AT_MOST = 10
+"""A stream of arrivals delays a round by at most so many times ``max_delay``."""
+HOLD_SECONDS = 60.0
+"""How long requests wait for a pause to end."""
+
+
+class Generator(Protocol):
+    """What does the work, in the worker thread."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """Return the completions of each request."""
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
+        """Return the logprobs of each request."""
+
+    def cancel(self) -> None:
+        """Make what runs raise soon."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request's place in a round."""
+
+    request: GenerationRequest | ScoreRequest
+    pin: Version | None
+    answer: asyncio.Future[Any]
+    sequences: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine has done since its start."""
+
+    rounds: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    busy_seconds: float = 0.0
+
+
+class Rounds:
+    """The queue in front of the model. :meth:`run` must be running."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        state: EngineState,
+        *,
+        max_sequences: int,
+        max_delay: float,
+        hold: float = HOLD_SECONDS,
+    ) -> None:
+        self.counters = Counters()
+        self.max_sequences = max_sequences
+        self._generator, self._state = generator, state
+        self._max_delay, self._hold = max_delay, hold
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tmq-round")  # torch is used by this thread only
+        self._pending: deque[Job] = deque()
+        self._arrived = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = False
+        self._running_sequences = 0
+
+    @property
+    def load(self) -> int:
+        """Sequences being generated or waiting."""
+        return self._running_sequences + sum(job.sequences for job in self._pending)
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest], pin: Version | None
+    ) -> list[tuple[list[Completion], Version]]:
+        """Return the completions of each request, with the version that sampled them.
+
+        Raises:
+            ApiError: The engine cannot serve this now, or the round failed.
+        """
+        return await self._submit([(request, request.n) for request in requests], pin)
+
+    async def score(self, requests: Sequence[ScoreRequest], pin: Version | None) -> list[tuple[list[float], Version]]:
+        """Return the logprobs of each request, with the version they are of; errors as :meth:`generate`."""
+        return await self._submit([(request, 1) for request in requests], pin)
+
+    async def _submit(
+        self, requests: Sequence[tuple[GenerationRequest | ScoreRequest, int]], pin: Version | None
+    ) -> list[Any]:
+        if problem := self._state.problem(pin):
+            raise problem
+        loop = asyncio.get_running_loop()
+        jobs = [Job(request, pin, loop.create_future(), sequences) for request, sequences in requests]
+        self._pending.extend(jobs)
+        self._arrived.set()
+        # a caller that goes away cancels the futures, which drops what has not begun
+        return await asyncio.gather(*(job.answer for job in jobs))
+
+    async def idle(self) -> None:
+        """Return when no round is running."""
+        await self._idle.wait()
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the worker thread, between rounds."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    async def run(self) -> None:
+        """Serve until :meth:`close`."""
+        try:
+            while await self._gathered():
+                if jobs := self._take():
+                    await self._round(jobs)
+        finally:
+            self._fail_pending(stopping())
+            self._worker.shutdown(wait=False)
+
+    async def close(self, grace: float) -> None:
+        """Start no more rounds; wait for the running one, and after ``grace`` seconds cut it off."""
+        self._closing = True
+        self._arrived.set()
+        self._state.running.set()
+        try:
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("round_cut_off", after_seconds=grace, sequences=self._running_sequences)
+            self._generator.cancel()
+
+    async def _gathered(self) -> bool:
+        """Wait until a round may start: requests are there, none came for ``max_delay``, no pause. False when closing."""
+        while not self._closing:
+            if not self._pending:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            if self._max_delay > 0:
+                await self._gather()
+            try:
+                async with asyncio.timeout(self._hold):
+                    await self._state.running.wait()
+            except TimeoutError:
+                self._fail_pending(
+                    not_current(f"the engine has been paused for {self._hold:g} s; ask again, or use another engine")
+                )
+            if not self._closing and self._pending:
+                return True
+        return False
+
+    async def _gather(self) -> None:
+        loop = asyncio.get_running_loop()
+        latest = loop.time() + GATHER_AT_MOST * self._max_delay
+        while not self._closing and sum(job.sequences for job in self._pending) < self.max_sequences:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout_at(min(loop.time() + self._max_delay, latest)):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
+
+    def _take(self) -> list[Job]:
+        """Return the jobs of the next round; those that cannot be served are answered, those nobody waits for dropped."""
+        jobs: list[Job] = []
+        sequences = 0
+        while self._pending:
+            job = self._pending[0]
+            if not job.answer.done():
+                if problem := self._state.problem(job.pin):
+                    job.answer.set_exception(problem)
+                elif jobs and sequences + job.sequences > self.max_sequences:
+                    break
+                else:
+                    jobs.append(job)
+                    sequences += job.sequences
+            self._pending.popleft()
+        return jobs
+
+    async def _round(self, jobs: list[Job]) -> None:
+        version = self._state.version
+        assert version is not None  # only a current engine passes _take
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self._idle.clear()
+        self._running_sequences = sum(job.sequences for job in jobs)
+        try:
+            results = await self.call(lambda: self._work(jobs))
+        except Exception as error:
+            log.exception("round_failed", requests=len(jobs), sequences=self._running_sequences)
+            failure = ApiError(500, f"generation failed: {type(error).__name__}: {error}", code="generation_failed")
+            for job in jobs:
+                if not job.answer.done():
+                    job.answer.set_exception(failure)
+        else:
+            for job, result in zip(jobs, results, strict=True):
+                if not job.answer.done():
+                    job.answer.set_result((result, version))
+            self.counters.rounds += 1
+            self.counters.sequences += self._running_sequences
+            self.counters.busy_seconds += loop.time() - started
+        finally:
+            self._running_sequences = 0
+            self._idle.set()
+
+    def _work(self, jobs: list[Job]) -> list[Any]:
+        to_generate = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, GenerationRequest)]
+        to_score = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, ScoreRequest)]
+        results: list[Any] = [None] * len(jobs)
+        if to_generate:
+            generated = self._generator.generate([request for _, request in to_generate])
+            for (place, _), completions in zip(to_generate, generated, strict=True):
+                results[place] = completions
+                self.counters.tokens += sum(len(completion.token_ids) for completion in completions)
+        if to_score:
+            scored = self._generator.score([request for _, request in to_score])
+            for (place, _), logprobs in zip(to_score, scored, strict=True):
+                results[place] = logprobs
+        return results
+
+    def _fail_pending(self, error: ApiError) -> None:
+        while self._pending:
+            job = self._pending.popleft()
+            if not job.answer.done():
+                job.answer.set_exception(error)

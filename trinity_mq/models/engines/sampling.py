@@ -1,0 +1,104 @@
+"""One token for each row of logits: inverse of the cumulative distribution at a uniform number drawn by the row's own request.
+
+The numbers decide the token whatever else is in the batch, so a seeded request repeats itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+MAX_ELEMENTS = 1 << 24
+"""Logits worked on at once: with a large vocabulary the intermediate results of all rows would be gigabytes."""
+
+UNIFORMS_AT_ONCE = 64
+"""Decode steps for which uniform numbers are drawn together. Part of what a seed means: changing it changes samples."""
+
+
+def choose(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the chosen token and its logprob for each row.
+
+    The logprob is ``log_softmax(logits / temperature)`` before truncation by top-p, of the untempered distribution where the
+    temperature is 0; there the likeliest token is chosen.
+
+    Args:
+        logits: ``[rows, vocabulary]``, any floating dtype.
+        temperature: ``[rows]`` float32, at least 0.
+        top_p: ``[rows]`` float32 in (0, 1].
+        uniforms: ``[rows]`` float64 in [0, 1).
+
+    Returns:
+        Token ids int64 ``[rows]`` and logprobs float32 ``[rows]``.
+    """
+    rows = max(1, MAX_ELEMENTS // logits.shape[-1])
+    if logits.shape[0] <= rows:
+        return _choose(logits, temperature, top_p, uniforms)
+    parts = [
+        _choose(*part)
+        for part in zip(
+            logits.split(rows), temperature.split(rows), top_p.split(rows), uniforms.split(rows), strict=True
+        )
+    ]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+
+def _choose(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    logprobs = tempered_logprobs(logits, temperature)
+    greedy = temperature == 0
+    if bool(greedy.all()):
+        tokens = logprobs.argmax(-1)
+    else:
+        probabilities = logprobs.exp()
+        if bool((top_p < 1).any()):
+            probabilities = _nucleus(probabilities, top_p)
+        cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1]
+        # strictly below the total, so that rounding never points behind the last token
+        target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+        tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+        tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def tempered_logprobs(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Return ``log_softmax(logits / temperature)`` in float32 for each row; a temperature of 0 counts as 1."""
+    divisor = torch.where(temperature == 0, torch.ones_like(temperature), temperature)
+    return torch.log_softmax(logits.float() / divisor[:, None], dim=-1)
+
+
+def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """Zero all but the fewest likeliest tokens that reach ``top_p`` together (Holtzman et al. 2020, arXiv 1904.09751)."""
+    ordered, order = probabilities.sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+    kept = torch.where(before < top_p[:, None].double(), ordered, torch.zeros_like(ordered))
+    nucleus = torch.zeros_like(probabilities).scatter_(-1, order, kept)
+    return torch.where((top_p < 1)[:, None], nucleus, probabilities)
+
+
+class Uniforms:
+    """Uniform numbers in [0, 1), each request's from a generator of its own, a block of decode steps at a time."""
+
+    def __init__(self, seeds: Sequence[int | None], counts: Sequence[int], device: torch.device) -> None:
+        """``counts[i]`` rows draw from the generator seeded with ``seeds[i]``; None: seeded by the system."""
+        self._counts = counts
+        self._device = device
+        self._generators = [torch.Generator() for _ in seeds]
+        for generator, seed in zip(self._generators, seeds, strict=True):
+            if seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(seed)
+        self._block = torch.empty(0)
+
+    def step(self, number: int) -> Tensor:
+        """Return the numbers of decode step ``number``, float64 ``[rows]``; steps are asked for in order."""
+        column = number % UNIFORMS_AT_ONCE
+        if column == 0:
+            drawn = [
+                torch.rand(count, UNIFORMS_AT_ONCE, dtype=torch.float64, generator=generator)
+                for count, generator in zip(self._counts, self._generators, strict=True)
+            ]
+            self._block = torch.cat(drawn).to(self._device)
+        return self._block[:, column]

@@ -1,0 +1,45 @@
+"""Stop strings: found while sampling, cut from the text afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+TAIL_SLACK = 16
+"""Tokens looked at beyond one for each character of the longest stop string: tokens may decode to no character at all."""
+
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+
+
+class StopStrings:
+    """Watches the rows that have stop strings; looks at the end of what each has sampled, not at all of it."""
+
+    def __init__(self, stops: Sequence[tuple[str, ...]], decode: Decode) -> None:
+        """``stops[row]``: the stop strings of each row, empty for rows without."""
+        self._stops = stops
+        self._decode = decode
+        self._sampled: dict[int, list[int]] = {row: [] for row, strings in enumerate(stops) if strings}
+
+    def __call__(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Take in the tokens that ``rows`` just sampled; True where a stop string is complete."""
+        watched = [
+            (place, row, token)
+            for place, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True))
+            if row in self._sampled
+        ]
+        tails = []
+        for _, row, token in watched:
+            self._sampled[row].append(token)
+            tails.append(self._sampled[row][-(max(map(len, self._stops[row])) + TAIL_SLACK) :])
+        hits = torch.zeros(len(rows), dtype=torch.bool)
+        for (place, row, _), tail in zip(watched, self._decode(tails), strict=True):
+            hits[place] = any(stop in tail for stop in self._stops[row])
+        return hits.to(rows.device)
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """Return ``text`` up to the first of the stop strings in it."""
+    places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
+    return text[: min(places)] if places else text

@@ -1,0 +1,55 @@
+"""The handle on a model that some engine serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trinity_mq.messages import Version
+
+ModelRole = Literal["rollout", "auxiliary"]
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceModel:
+    """Where a model is served and what it is; plain data that travels in an engine's beat."""
+
+    id: str
+    """The engine's id."""
+    url: str
+    """Base URL without ``/v1``, such as ``http://127.0.0.1:8000``."""
+    name: str
+    """What requests call the model."""
+    model_path: str = ""
+    """Folder with tokenizer and configuration."""
+    version: Version | None = None
+    """``(generation, step)`` of the weights when the handle was made; None: none yet, or not versioned."""
+    role: ModelRole = "rollout"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a beat carries."""
+        return {
+            "id": self.id,
+            "url": self.url,
+            "name": self.name,
+            "model_path": self.model_path,
+            "version": None if self.version is None else list(self.version),
+            "role": self.role,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> InferenceModel:
+        """Return the handle in a beat; unknown keys are ignored.
+
+        Raises:
+            KeyError: ``id``, ``url`` or ``name`` is missing.
+        """
+        version = data.get("version")
+        return cls(
+            id=data["id"],
+            url=data["url"],
+            name=data["name"],
+            model_path=data.get("model_path", ""),
+            version=None if version is None else (int(version[0]), int(version[1])),
+            role=data.get("role", "rollout"),
+        )

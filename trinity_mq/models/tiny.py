@@ -1,0 +1,184 @@
+"""Where a model's folder comes from: made here from numbers, given as a folder, or fetched by hub id.
+
+Light to import: torch and transformers are loaded when a folder has to be made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trinity_mq.config import ModelConfig, TinyModelConfig
+from trinity_mq.models.errors import ModelError
+
+PAD, EOS = "<pad>", "<eos>"
+PAD_ID, EOS_ID = 0, 1
+RECIPE = "recipe.json"
+"""What a folder was made from, so that it is never taken for another."""
+
+
+def ensure_model_folder(config: ModelConfig, folder: Path, seed: int) -> Path:
+    """Return a Hugging Face folder with configuration, tokenizer and weights for ``config``.
+
+    ``tiny``: ``folder``, made now if it does not exist: the same bytes for the same configuration and seed, complete or not there,
+    whoever else makes it at the same time. ``model_path``: that folder, or the local snapshot of that hub id; ``folder`` and
+    ``seed`` are not used.
+
+    Raises:
+        ModelError: The folder cannot be had; one line that says why.
+    """
+    if config.tiny is None:
+        return _existing(str(config.model_path))
+    recipe: dict[str, Any] = {"seed": seed, "tiny": config.tiny.model_dump(mode="json")}
+    if not folder.exists():
+        part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        try:
+            part.mkdir(parents=True)
+            _make(config.tiny, part, seed)
+            (part / RECIPE).write_text(json.dumps(recipe, indent=1, sort_keys=True))
+            _publish(part, folder)
+        except OSError as error:
+            raise ModelError(f"model folder {folder} cannot be written: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    _check_recipe(folder, recipe)
+    return folder
+
+
+def _publish(part: Path, folder: Path) -> None:
+    try:
+        part.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # somebody else was first: theirs is as good, the recipe check sees to it
+            raise
+
+
+def _check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    try:
+        found = json.loads((folder / RECIPE).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder} is there but is no model made by this program ({error}); remove it or use another run_dir"
+        ) from error
+    if found != recipe:
+        wanted, there = {**recipe["tiny"], "seed": recipe["seed"]}, {**found.get("tiny", {}), "seed": found.get("seed")}
+        differ = ", ".join(
+            f"{key} {there.get(key)!r} there, {wanted[key]!r} now" for key in wanted if there.get(key) != wanted[key]
+        )
+        raise ModelError(
+            f"{folder} holds a model made from other settings ({differ}); remove it, use another run_dir, or undo the change"
+        )
+
+
+def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    # Qwen3, not Qwen2: AutoTokenizer replaces the tokenizer of a qwen2 folder by its own, which loses characters.
+    config = Qwen3Config(
+        vocab_size=len(tiny.characters) + 2,
+        hidden_size=tiny.hidden_size,
+        intermediate_size=tiny.intermediate_size,
+        num_hidden_layers=tiny.num_hidden_layers,
+        num_attention_heads=tiny.num_attention_heads,
+        num_key_value_heads=tiny.num_attention_heads,
+        head_dim=tiny.head_dim,
+        max_position_embeddings=tiny.max_position_embeddings,
+        initializer_range=tiny.initializer_range,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_character_tokenizer(tiny.characters),
+        pad_token=PAD,
+        eos_token=EOS,
+        model_max_length=tiny.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = tiny.chat_template
+    tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).to(torch.float32)
+    with _no_progress_bar():
+        model.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A bar for a file of a few hundred kilobytes would only disturb the terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _character_tokenizer(characters: str) -> Any:
+    """Return a tokenizer of single characters without an unknown token: other text is an error, not a silent stand-in."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    doubled = sorted({character for character in characters if characters.count(character) > 1})
+    if doubled or not characters:
+        problem = f"holds {''.join(doubled)!r} more than once" if doubled else "is empty"
+        raise ModelError(f"model.tiny.characters {problem}; give each character of the vocabulary once")
+    vocabulary = {
+        PAD: PAD_ID,
+        EOS: EOS_ID,
+        **{character: number for number, character in enumerate(characters, start=2)},
+    }
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))  # not in the vocabulary, on purpose
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)])
+    return tokenizer
+
+
+def _existing(model_path: str) -> Path:
+    folder = Path(model_path).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or model_path.startswith((".", "~")) or model_path.count("/") > 1:
+            raise ModelError(
+                f"model.model_path {model_path}: no such folder; give a Hugging Face folder or a hub id such as Qwen/Qwen3-0.6B"
+            )
+        folder = _snapshot(model_path)
+    try:
+        json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        raise ModelError(
+            f"model.model_path {model_path}: {folder}/config.json cannot be read: {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"model.model_path {model_path}: {folder}/config.json is not JSON: {error}") from error
+    return folder
+
+
+def _snapshot(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    unwanted = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*"]  # safetensors only
+    try:
+        return Path(snapshot_download(hub_id, ignore_patterns=unwanted))
+    except HFValidationError:
+        reason = "is neither a folder nor a valid hub id"
+    except RepositoryNotFoundError:
+        reason = "is not a folder, and the hub has no such public model (private ones need HF_TOKEN)"
+    except LocalEntryNotFoundError:
+        reason = (
+            "is not a folder, not in the local cache, and the hub cannot be reached; download it first or give a folder"
+        )
+    except Exception as error:  # of many libraries below: http, files, parsing; each means that the model cannot be had
+        reason = f"cannot be fetched from the hub: {' '.join(str(error).split()) or type(error).__name__}"
+    raise ModelError(f"model.model_path {hub_id} {reason}")

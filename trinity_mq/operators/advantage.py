@@ -1,0 +1,20 @@
+"""The last operator of a chain: the algorithm's advantage function."""
+
+from __future__ import annotations
+
+from trinity_mq.algorithms.registry import ALGORITHMS
+from trinity_mq.config import AlgorithmConfig
+from trinity_mq.experience import Experience
+from trinity_mq.operators.base import Processed, ThreadedOperator
+
+
+class AdvantageOperator(ThreadedOperator):
+    """Gives every experience its advantages, as the configured algorithm computes them."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+        self.function = ALGORITHMS[config.algorithm_type].advantage
+
+    def apply(self, exps: list[Experience]) -> Processed:
+        """Return the experiences that have advantages, and the function's metrics."""
+        return self.function(exps, self.config)

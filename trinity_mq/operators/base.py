@@ -1,0 +1,96 @@
+"""What an operator is: experiences of one batch in, those that stay and metrics out."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from trinity_mq.experience import Experience
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+AuxiliaryModels = Mapping[str | int, "list[AsyncOpenAI]"]
+"""Clients of auxiliary models by name."""
+
+Processed = tuple[list[Experience], dict[str, Any]]
+"""The experiences that stay, and metrics."""
+
+
+class ExperienceOperator(ABC):
+    """The older, synchronous interface. It runs in a thread; write new operators on :class:`ExperienceOperatorV1`."""
+
+    @abstractmethod
+    def process(self, exps: list[Experience]) -> Processed:
+        """Return what becomes of all experiences of one batch, and metrics."""
+
+    def close(self) -> None:  # noqa: B027  nothing to release is the common case
+        """Release what the operator holds."""
+
+
+class ExperienceOperatorV1(ABC):
+    """Processes the experiences of one batch, asynchronously and with auxiliary models at hand.
+
+    A batch may be processed again after a crash, and only one of the results counts: keep no state that another batch
+    needs.
+    """
+
+    auxiliary_models: AuxiliaryModels = MappingProxyType({})
+
+    @property
+    def name(self) -> str:
+        """What metrics and errors call it."""
+        return type(self).__name__
+
+    async def prepare(self) -> None:  # noqa: B027  nothing to prepare is the common case
+        """Do what has to be awaited before the first batch."""
+
+    @abstractmethod
+    async def process(self, exps: list[Experience]) -> Processed:
+        """Return what becomes of all experiences of one batch, and metrics.
+
+        A metric without ``/`` in its name is this operator's own and gets its place in the chain as prefix; one with
+        ``/`` is kept as it is named.
+        """
+
+    async def close(self) -> None:  # noqa: B027  nothing to release is the common case
+        """Release what the operator holds."""
+
+    def set_auxiliary_model(self, auxiliary_models: AuxiliaryModels | None = None) -> None:
+        """Take the clients of auxiliary models by name; None for none."""
+        self.auxiliary_models = auxiliary_models or {}
+
+
+class ThreadedOperator(ExperienceOperatorV1):
+    """An operator that computes instead of waiting: its work is done in a thread, so that the event loop goes on."""
+
+    @abstractmethod
+    def apply(self, exps: list[Experience]) -> Processed:
+        """Return what becomes of all experiences of one batch, and metrics."""
+
+    async def process(self, exps: list[Experience]) -> Processed:
+        """Run :meth:`apply` in a thread."""
+        return await asyncio.to_thread(self.apply, exps)
+
+
+class WrappedOperator(ThreadedOperator):
+    """An :class:`ExperienceOperator` behind the newer interface."""
+
+    def __init__(self, operator: ExperienceOperator) -> None:
+        self.operator = operator
+
+    @property
+    def name(self) -> str:
+        """That of the wrapped operator."""
+        return type(self.operator).__name__
+
+    def apply(self, exps: list[Experience]) -> Processed:
+        """Let the wrapped operator process."""
+        return self.operator.process(exps)
+
+    async def close(self) -> None:
+        """Close the wrapped operator, which may block."""
+        await asyncio.to_thread(self.operator.close)

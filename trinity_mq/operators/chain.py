@@ -1,0 +1,70 @@
+"""A batch through a chain of operators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trinity_mq.experience import Experience
+from trinity_mq.operators.base import ExperienceOperatorV1
+
+PREFIX = "experience_pipeline"
+
+
+class OperatorError(Exception):
+    """An operator failed on a batch; the message names it and its place in the chain."""
+
+    def __init__(self, operator: str, message: str) -> None:
+        super().__init__(f"operator {operator}: {message}")
+        self.operator = operator
+        """``{place}_{Class}``."""
+
+
+async def run_chain(
+    operators: Sequence[ExperienceOperatorV1], experiences: list[Experience]
+) -> tuple[list[Experience], dict[str, float]]:
+    """Put the experiences of one batch through ``operators``, one after the other.
+
+    What one operator returns is what the next one gets; when nothing is left, the rest are not asked.
+
+    Returns:
+        The experiences that are left, and the metrics: each operator's own as
+        ``experience_pipeline/{place}_{Class}/{name}`` (one with ``/`` in its name stays as it is), its seconds as
+        ``time/operator/{place}_{Class}``, and ``experience_pipeline/experience_count``.
+
+    Raises:
+        OperatorError: One of them failed, or returned something else than experiences and metrics.
+    """
+    loop = asyncio.get_running_loop()
+    metrics: dict[str, float] = {}
+    for place, operator in enumerate(operators):
+        if not experiences:
+            break
+        label = f"{place}_{operator.name}"
+        start = loop.time()
+        experiences, found = await _process(operator, label, experiences)
+        metrics[f"time/operator/{label}"] = loop.time() - start
+        for name, value in found.items():
+            if isinstance(value, int | float):
+                metrics[name if "/" in name else f"{PREFIX}/{label}/{name}"] = float(value)
+    metrics[f"{PREFIX}/experience_count"] = float(len(experiences))
+    return experiences, metrics
+
+
+async def _process(
+    operator: ExperienceOperatorV1, label: str, experiences: list[Experience]
+) -> tuple[list[Experience], Mapping[str, Any]]:
+    try:
+        result = await operator.process(experiences)
+    except Exception as error:
+        raise OperatorError(label, f"{type(error).__name__}: {error}") from error
+    match result:
+        case (list(left), Mapping() as metrics) if all(isinstance(exp, Experience) for exp in left):
+            return left, metrics
+    raise OperatorError(label, f"returned {_short(result)}, wanted a list of experiences and a dict of metrics")
+
+
+def _short(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,57 @@
+"""Operators by name, and from a configuration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+
+from trinity_mq.config import OperatorConfig
+from trinity_mq.operators.base import AuxiliaryModels, ExperienceOperator, ExperienceOperatorV1, WrappedOperator
+from trinity_mq.rewards.lookup import lookup
+
+OPERATORS: Mapping[str, str] = {
+    "invalid_reward_filter": "trinity_mq.operators.filters:InvalidRewardFilter",
+    "mask_response_truncated": "trinity_mq.operators.masks:MaskResponseTruncated",
+    "reward_filter": "trinity_mq.operators.filters:RewardFilter",
+    "reward_std_filter": "trinity_mq.operators.filters:RewardStdFilter",
+}
+"""Built-in operators."""
+
+ENTRY_GROUP = "trinity_mq.operators"
+
+
+class OperatorConfigError(ValueError):
+    """An operator cannot be made from its configuration."""
+
+
+def create_operators(
+    operator_configs: Sequence[OperatorConfig], auxiliary_models: AuxiliaryModels | None = None
+) -> list[ExperienceOperatorV1]:
+    """Return the operators that the configurations name, in order; synchronous ones are wrapped to run in a thread.
+
+    Args:
+        operator_configs: A registered name or a dotted path each, with the arguments of its class.
+        auxiliary_models: Clients by model name, handed to each operator.
+
+    Raises:
+        UnknownNameError: A name means nothing; the message lists near misses.
+        OperatorConfigError: It is no operator class, or does not take these arguments.
+    """
+    return [_create(config, auxiliary_models) for config in operator_configs]
+
+
+def _create(config: OperatorConfig, auxiliary_models: AuxiliaryModels | None) -> ExperienceOperatorV1:
+    found = lookup("operator", config.name, OPERATORS, ENTRY_GROUP)
+    if not (inspect.isclass(found) and issubclass(found, ExperienceOperator | ExperienceOperatorV1)):
+        raise OperatorConfigError(
+            f"operator {config.name!r} is {found!r}, wanted a subclass of trinity_mq.operators.ExperienceOperatorV1"
+        )
+    try:
+        made = found(**config.args)
+    except TypeError as error:
+        raise OperatorConfigError(
+            f"operator {config.name!r} cannot be made with args {config.args!r}: {error}"
+        ) from error
+    operator = WrappedOperator(made) if isinstance(made, ExperienceOperator) else made
+    operator.set_auxiliary_model(auxiliary_models)
+    return operator

@@ -1,0 +1,199 @@
+"""What every daemon has: a bus, beats, ears for the others' beats and for commands, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ClassVar
+
+import structlog
+
+from trinity_mq.bus import Bus, Delivery, Topology
+from trinity_mq.config import Config
+from trinity_mq.messages import Beat, ControlEvent, Message, Role
+from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.mail import envelope, opened, settle
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.peers import Peers
+
+log = structlog.get_logger(__name__)
+
+BEAT_INTERVAL = 2.0
+BEAT_LEASE = 10.0
+MIN_BEAT_GAP = 0.05
+"""A burst of changes makes one beat."""
+
+
+class Agent(ABC):
+    """Base of the four daemons.
+
+    A subclass implements :meth:`serve`, which returns when its work is over or soon after :attr:`draining` is set, and fills
+    :meth:`detail`, which travels in each beat.
+    """
+
+    role: ClassVar[Role]
+
+    def __init__(self, config: Config, *, bus: Bus, topology: Topology, agent_id: str) -> None:
+        self.config, self.bus, self.topology, self.id = config, bus, topology, agent_id
+        self.incarnation = uuid.uuid4().hex[:12]
+        self.peers = Peers()
+        self.draining = asyncio.Event()
+        self.woken = Notifier()
+        """Notified on anything an agent's main loop may wait for."""
+        self.state = "starting"
+        self.beat_seq = 0
+        self._waits_for: str | None = None
+        self._waits_since = 0.0
+        self._beat_due = asyncio.Event()
+
+    @abstractmethod
+    async def serve(self) -> None:
+        """Do the agent's work."""
+
+    def detail(self) -> dict[str, Any]:
+        """Return what the others need to know, as level; sent with each beat."""
+        return {}
+
+    def extra_beats(self) -> list[Beat]:
+        """Return beats sent on behalf of processes that this agent hosts."""
+        return []
+
+    def set_state(self, state: str, waits_for: str | None = None) -> None:
+        """Say what the agent does and what it waits for; a change makes a beat."""
+        if (state, waits_for) != (self.state, self._waits_for):
+            if waits_for != self._waits_for:
+                self._waits_since = asyncio.get_running_loop().time()
+            self.state, self._waits_for = state, waits_for
+            self.beat_soon()
+
+    def beat_soon(self) -> None:
+        """Send a beat now rather than at the next interval."""
+        self._beat_due.set()
+
+    def drain(self) -> None:
+        """Ask the agent to finish what it holds and end."""
+        if not self.draining.is_set():
+            log.info("draining", agent=self.id)
+            self.draining.set()
+            self.woken.notify()
+
+    async def run(self) -> None:
+        """Connect, serve, say goodbye, close."""
+        await self.bus.connect()
+        try:
+            await self.bus.declare(*self.topology.durable)
+            self.bus.on_change(self._bus_changed)
+            # heard before told: an answer to our first beat must not be missed
+            heard = asyncio.Event()
+            await self.with_background(self._serve_once(heard), self._listen(heard), self._beat_forever(heard))
+            self.state, self._waits_for = "gone" if self.draining.is_set() else "finished", None
+            await self._beat_once()
+        finally:
+            await self.bus.close()
+
+    async def _serve_once(self, heard: asyncio.Event) -> None:
+        await heard.wait()
+        await self.serve()
+
+    def _bus_changed(self) -> None:
+        if self.bus.usable:
+            self.peers.refresh()
+            self.beat_soon()
+        elif self.state not in {"gone", "finished"}:
+            log.warning("bus_unusable", agent=self.id, trouble=self.bus.trouble)
+        self.woken.notify()
+
+    async def _listen(self, heard: asyncio.Event) -> None:
+        beats = self.topology.listener(self.id, self.incarnation, "telemetry", "beat.#")
+        control = self.topology.listener(
+            self.id, self.incarnation, "control", f"*.{self.id}", f"*.{self.role}", "*.all"
+        )
+        await self.bus.declare(beats, control)
+        async with (
+            await self.bus.consume(beats) as beat_feed,
+            await self.bus.consume(control) as control_feed,
+            asyncio.TaskGroup() as group,
+        ):
+            heard.set()
+            group.create_task(self.each(beat_feed, self._on_beat, quiet=self.role != "explorer"))
+            group.create_task(self.each(control_feed, self._on_control))
+
+    async def with_background(self, main: Awaitable[None], *background: Coroutine[Any, Any, None]) -> None:
+        """Await ``main`` beside ``background`` tasks, which are cancelled when it returns; what one of them raises ends all."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in background]
+            await main
+            for task in tasks:
+                task.cancel()
+
+    async def each(
+        self, feed: Any, handle: Callable[[Message, Delivery], Awaitable[None]], *, quiet: bool = False
+    ) -> None:
+        """Hand every message of ``feed`` to ``handle`` and acknowledge it; what does not decode is parked with its reason.
+
+        ``quiet``: only log what does not decode; of the many who hear a broadcast one parks it.
+        """
+        async for delivery in feed:
+            message = await self.opened(delivery, quiet=quiet)
+            if message is not None:
+                await handle(message, delivery)
+                await settle(delivery)
+
+    async def opened(self, delivery: Delivery, *, quiet: bool = False) -> Message | None:
+        """Return the control-plane message in ``delivery``, or None after parking and acknowledging one that does not decode."""
+        return await opened(self.bus, self.topology, delivery, self.id, quiet=quiet)
+
+    async def _on_beat(self, message: Message, delivery: Delivery) -> None:
+        if isinstance(message, Beat):
+            self.peers.hear(message)
+            self.woken.notify()
+
+    async def _on_control(self, message: Message, delivery: Delivery) -> None:
+        if not isinstance(message, ControlEvent) or message.target not in {self.id, self.role, "all"}:
+            return
+        log.info("control", verb=message.verb, reason=message.reason)
+        if message.verb == "drain":
+            self.drain()
+        elif message.verb == "restart":
+            raise RestartMe(message.reason or "asked to restart")
+        else:
+            await self.on_control(message)
+
+    async def on_control(self, event: ControlEvent) -> None:
+        """Act on pause and resume, where the agent knows them."""
+
+    async def publish(self, exchange: str, key: str, message: Message, *, message_id: str | None = None) -> bool:
+        """Publish a control-plane message of this run and wait for its confirm."""
+        return await self.bus.publish(self.topology.exchange(exchange), key, envelope(message, message_id=message_id))
+
+    async def _beat_forever(self, heard: asyncio.Event) -> None:
+        await heard.wait()
+        while True:
+            self._beat_due.clear()
+            if self.bus.usable:
+                await self._beat_once()
+            await asyncio.sleep(MIN_BEAT_GAP)
+            try:
+                async with asyncio.timeout(BEAT_INTERVAL):
+                    await self._beat_due.wait()
+            except TimeoutError:
+                continue
+
+    async def _beat_once(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self.beat_seq += 1
+        beat = Beat(
+            role=self.role,
+            id=self.id,
+            seq=self.beat_seq,
+            incarnation=self.incarnation,
+            lease=BEAT_LEASE,
+            state=self.state,
+            waits_for=self._waits_for,
+            waits_seconds=now - self._waits_since if self._waits_for else 0.0,
+            detail=self.detail(),
+        )
+        for one in (beat, *self.extra_beats()):
+            await self.publish("telemetry", f"beat.{one.role}.{one.id}", one)

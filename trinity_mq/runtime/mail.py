@@ -1,0 +1,110 @@
+"""Messages to envelopes and deliveries to messages, and where a body goes that cannot be used."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from trinity_mq.bus import Bus, Delivery, Envelope, Incoming, StaleDelivery, Topology
+from trinity_mq.bus.base import HeaderValue
+from trinity_mq.messages import CONTENT_TYPE, DecodeError, Message, decode_any, encode
+
+log = structlog.get_logger(__name__)
+
+EXPERIENCES = "application/vnd.trinity-mq.experiences"
+"""Content type of experience parts and chunks."""
+
+
+def envelope(
+    message: Message,
+    *,
+    message_id: str | None = None,
+    headers: dict[str, HeaderValue] | None = None,
+    correlation_id: str | None = None,
+    reply_to: str | None = None,
+) -> Envelope:
+    """Return ``message`` ready to publish, with ``kind`` and ``version`` repeated in the headers."""
+    found: dict[str, HeaderValue] = {"kind": message.kind, "version": message.version_number, **(headers or {})}
+    for name in ("batch", "ticket", "attempt"):
+        value = getattr(message, name, None)
+        if isinstance(value, str | int) and name not in found:
+            found[name] = value
+    body = encode(message)
+    if message_id is None:
+        return Envelope(
+            body=body,
+            kind=message.kind,
+            content_type=CONTENT_TYPE,
+            headers=found,
+            correlation_id=correlation_id,
+            reply_to=reply_to,
+        )
+    return Envelope(
+        body=body,
+        kind=message.kind,
+        message_id=message_id,
+        content_type=CONTENT_TYPE,
+        headers=found,
+        correlation_id=correlation_id,
+        reply_to=reply_to,
+    )
+
+
+async def park(bus: Bus, topology: Topology, incoming: Incoming, reason: str, by: str) -> None:
+    """Publish a copy of a body to ``dead`` with its reason; the original is the caller's to acknowledge afterwards."""
+    log.warning(
+        "dead_letter",
+        queue=incoming.queue,
+        reason=reason,
+        message_id=incoming.message_id,
+        deliveries=incoming.deliveries_before,
+    )
+    kept = {
+        key: value
+        for key, value in incoming.headers.items()
+        if isinstance(value, str | int | float | bool) and not key.startswith("x-")
+    }
+    headers: dict[str, HeaderValue] = {
+        **kept,
+        "dead-reason": reason[:1000],
+        "dead-queue": incoming.queue,
+        "dead-by": by,
+        "dead-deliveries": incoming.deliveries_before,
+        "dead-time": time.time(),
+    }
+    copy = Envelope(
+        body=incoming.body,
+        kind=incoming.kind or "unknown",
+        message_id=f"dead-{incoming.queue}-{incoming.message_id or incoming.offset}",
+        content_type=incoming.content_type or "application/octet-stream",
+        headers=headers,
+        correlation_id=incoming.correlation_id,
+        reply_to=incoming.reply_to,
+    )
+    await bus.publish(topology.exchange("dead"), incoming.routing_key or "unknown", copy)
+
+
+async def opened(bus: Bus, topology: Topology, delivery: Delivery, by: str, *, quiet: bool = False) -> Message | None:
+    """Return the control-plane message in ``delivery``; one that does not decode is parked, acknowledged, and None.
+
+    ``quiet``: only log it; of the many who hear a broadcast one parks it.
+    """
+    try:
+        return decode_any(delivery.body, delivery.content_type)
+    except DecodeError as error:
+        if quiet:
+            log.warning("undecodable", queue=delivery.queue, reason=str(error))
+        else:
+            await park(bus, topology, delivery, f"does not decode: {error}", by)
+        await settle(delivery)
+        return None
+
+
+async def settle(delivery: Delivery) -> bool:
+    """Acknowledge; False when the delivery is void and the broker will deliver it again."""
+    try:
+        await delivery.ack()
+    except StaleDelivery:
+        return False
+    return True

@@ -1,0 +1,61 @@
+"""Who else lives: the latest beat of every agent, kept while its lease lasts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_mq.messages import Beat, Role
+from trinity_mq.runtime.notify import Notifier
+
+
+@dataclass(slots=True)
+class Peer:
+    """An agent as last heard of."""
+
+    beat: Beat
+    heard: float
+    """Loop time."""
+
+
+class Peers:
+    """Beats by agent id. Leases are durations on our own monotonic clock and stand still while we are disconnected."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, Peer] = {}
+        self.changed = Notifier()
+
+    def hear(self, beat: Beat) -> None:
+        """Take in a beat; one older than what we know of the same incarnation is ignored."""
+        known = self._peers.get(beat.id)
+        if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
+            return
+        self._peers[beat.id] = Peer(beat, asyncio.get_running_loop().time())
+        self.changed.notify()
+
+    def refresh(self) -> None:
+        """Start all leases anew: we were deaf and cannot know."""
+        now = asyncio.get_running_loop().time()
+        for peer in self._peers.values():
+            peer.heard = now
+        self.changed.notify()
+
+    def alive(self, role: Role) -> list[Beat]:
+        """Return the beats of the living agents of a role, oldest id first."""
+        now = asyncio.get_running_loop().time()
+        return [
+            peer.beat
+            for _, peer in sorted(self._peers.items())
+            if peer.beat.role == role and now - peer.heard < peer.beat.lease and peer.beat.state != "gone"
+        ]
+
+    def latest(self, agent_id: str) -> Beat | None:
+        """Return the last beat of an agent, alive or not."""
+        peer = self._peers.get(agent_id)
+        return peer.beat if peer else None
+
+    def detail(self, role: Role) -> dict[str, Any]:
+        """Return the ``detail`` of the one living agent of a role, empty when there is none."""
+        beats = self.alive(role)
+        return beats[-1].detail if beats else {}

@@ -1,0 +1,96 @@
+"""Small facts of life of processes and files: dying with a parent, waiting for an end, writing whole files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
+    """Have the kernel send ``signum`` to this process when ``parent`` ends, however it ends. Linux only; elsewhere it
+    does nothing.
+
+    Args:
+        parent: Process id of the parent as the parent itself told it. If it has ended already, the signal comes at
+            once.
+        signum: The signal.
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    # the parent may have ended before the kernel knew of our wish
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+async def wait_exit(pid: int) -> None:
+    """Return when process ``pid`` has ended, at once if there is none; its exit status stays for its parent to read.
+
+    Raises:
+        OSError: This system cannot watch processes (no pidfd).
+    """
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    try:
+        loop.add_reader(fd, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
+    """Replace the file ``path`` by one that holds ``data``: whoever opens it, at any time, sees the old one or the
+    new one, whole.
+
+    It is on disk on return, also its name.
+
+    Args:
+        path: Its folder must exist.
+        data: The whole content.
+        mode: Permissions; None: those of any new file.
+
+    Raises:
+        OSError: Not written; the old file is as it was.
+    """
+    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, _default_mode() if mode is None else mode)
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _default_mode() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask

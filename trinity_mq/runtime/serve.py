@@ -1,0 +1,77 @@
+"""From a configuration to a running daemon: logging, bus, signals, and an exit code that says what to do next."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import structlog
+
+from trinity_mq.bus import Bus, BusRefused, BusUnavailable, StreamCut, Topology, create_bus
+from trinity_mq.config import Config
+from trinity_mq.messages import Role
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RESTART, FatalError, RestartMe
+from trinity_mq.runtime.process import die_with_parent
+from trinity_mq.telemetry import setup_logging
+
+log = structlog.get_logger(__name__)
+
+PARENT_VARIABLE = "TRINITY_MQ_PARENT"
+"""Process id of the supervisor that this process must not outlive."""
+
+
+def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, Topology], Agent]) -> int:
+    """Run the agent that ``build`` makes until its work is over or it was asked to drain.
+
+    Returns:
+        0 when done; ``EXIT_FATAL`` when starting again would meet the same; ``EXIT_RESTART`` when a fresh process can go on;
+        1 for what nobody expected (its traceback is in the log).
+    """
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent:
+        die_with_parent(int(parent))
+    setup_logging(role, agent_id, config.path, config.monitor.log_level)
+    try:
+        asyncio.run(_serve(config, agent_id, build))
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        cause = first_leaf(error)
+        if isinstance(cause, FatalError | BusRefused | StreamCut):
+            return _end(agent_id, cause, EXIT_FATAL)
+        if isinstance(cause, RestartMe | BusUnavailable):
+            return _end(agent_id, cause, EXIT_RESTART)
+        if not isinstance(cause, Exception):
+            raise
+        log.exception("agent_failed", agent=agent_id)
+        return _end(agent_id, cause, 1)
+    return 0
+
+
+def _end(agent_id: str, error: BaseException, code: int) -> int:
+    log.error("agent_ends", agent=agent_id, reason=str(error), code=code)
+    named = str(error) if code != 1 else f"{type(error).__name__}: {error}"
+    print(f"{agent_id}: {named}", file=sys.stderr, flush=True)  # noqa: T201  # the one line a person sees
+    return code
+
+
+def first_leaf(error: BaseException) -> BaseException:
+    """Return the first exception that is not a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def _serve(config: Config, agent_id: str, build: Callable[[Bus, Topology], Agent]) -> None:
+    topology = Topology(config.name, config.broker.ready_max_bytes, config.broker.results_max_bytes)
+    agent = build(create_bus(config.broker, topology, agent_id), topology)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, agent.drain)
+    log.info("agent_starts", agent=agent_id, pid=os.getpid(), incarnation=agent.incarnation)
+    await agent.run()
+    log.info("agent_done", agent=agent_id)

@@ -1,0 +1,294 @@
+"""Keeps processes alive: starts them, restarts what dies, gives up with a reason, ends them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from trinity_mq.config import SupervisorConfig
+from trinity_mq.runtime.errors import EXIT_FATAL
+
+EXIT_NOT_STARTED = 127
+"""As a shell reports a program that cannot be started."""
+PARENT_VARIABLE = "TRINITY_MQ_PARENT"
+"""Tells a child who its supervisor is, for :func:`~trinity_mq.runtime.process.die_with_parent`."""
+
+FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
+"""Seconds before the first restart and before the last ones; it doubles in between."""
+
+What = Literal["started", "died", "restarting", "finished", "stopped", "killed", "failed"]
+Phase = Literal["new", "running", "waiting", "finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """A process to keep alive."""
+
+    name: str
+    """Unique; also the name of its output file."""
+    role: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the supervisor's own environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEvent:
+    """Something happened to a process."""
+
+    name: str
+    role: str
+    what: What
+    """``died``: by itself, with a bad code. ``stopped``: on request. ``killed``: asked to stop, it did not in time."""
+    pid: int | None = None
+    code: int | None = None
+    """Exit code; 128 + n for signal n."""
+    delay: float = 0.0
+    """restarting: seconds until then."""
+    restarts: int = 0
+    """restarting: how many there were within the window, this one included."""
+    reason: str = ""
+
+
+class _Child:
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self.phase: Phase = "new"
+        self.process: asyncio.subprocess.Process | None = None
+        self.restarts: collections.deque[float] = collections.deque()
+        self.code = 0
+        self.stopping = False
+        self.replacing = False
+        self.forced = False
+        self.woken = asyncio.Event()
+        """Set to cut a wait before a restart short."""
+        self.ended = asyncio.Event()
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+
+class Supervisor:
+    """Runs a set of processes, each in a session of its own, output to ``<log_dir>/<name>.out``.
+
+    An exit code of 0 means finished; 78 (EX_CONFIG) that starting again does not help; any other end is followed by a
+    restart after a growing delay. What was restarted more than ``max_restarts`` times within ``restart_window`` has
+    failed for good, and then all others are drained.
+
+    Args:
+        specs: The processes.
+        config: Limits.
+        log_dir: Folder of the output files; made if missing.
+        on_event: Called on the event loop with everything that happens.
+        backoff: Seconds to wait before a restart, from the number of restarts within the window.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        *,
+        config: SupervisorConfig,
+        log_dir: Path,
+        on_event: Callable[[ProcessEvent], None] = lambda _event: None,
+        backoff: Callable[[int], float] | None = None,
+    ) -> None:
+        self._children = {spec.name: _Child(spec) for spec in specs}
+        if len(self._children) != len(specs):
+            raise ValueError(f"processes need different names, got {sorted(spec.name for spec in specs)}")
+        self._config, self._log_dir, self._on_event = config, log_dir, on_event
+        self._backoff = backoff or exponential_backoff
+        self._killing = False
+
+    @property
+    def phases(self) -> dict[str, Phase]:
+        """What each process is doing now, by name."""
+        return {name: child.phase for name, child in self._children.items()}
+
+    async def run(self) -> int:
+        """Keep all processes going until each has finished, was drained, or failed; return the worst exit code.
+
+        Cancelled, it kills what still runs before it returns.
+        """
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in self._children.values():
+                    group.create_task(self._keep(child, group), name=f"keep {child.spec.name}")
+        finally:
+            self.kill()
+            for child in self._children.values():
+                if child.process is not None:
+                    await child.process.wait()
+        return max((child.code for child in self._children.values()), default=0)
+
+    async def wait(self, name: str) -> Phase:
+        """Return how ``name`` ended, once it has: finished, stopped or failed."""
+        child = self._child(name)
+        await child.ended.wait()
+        return child.phase
+
+    async def restart(self, name: str) -> None:
+        """Stop the process ``name`` and start it again, without counting. What has ended for good stays so."""
+        child = self._child(name)
+        if child.stopping or child.ended.is_set():
+            return
+        child.replacing = True
+        child.woken.set()
+        await self._stop(child)
+
+    async def drain(self, *names: str) -> None:
+        """End the processes ``names`` (default: all): SIGTERM, after the grace SIGKILL. Returns when they are gone."""
+        children = [self._child(name) for name in names] if names else list(self._children.values())
+        for child in children:
+            child.stopping = True
+            child.woken.set()
+        async with asyncio.TaskGroup() as group:
+            for child in children:
+                group.create_task(self._stop(child))
+        for child in children:
+            if child.phase != "new":
+                await child.ended.wait()
+
+    def kill(self) -> None:
+        """SIGKILL everything that runs and restart nothing."""
+        self._killing = True
+        for child in self._children.values():
+            child.stopping = child.forced = True
+            child.woken.set()
+            _send(child, signal.SIGKILL)
+
+    def _child(self, name: str) -> _Child:
+        if name not in self._children:
+            raise KeyError(f"no process {name!r}; known: {', '.join(sorted(self._children))}")
+        return self._children[name]
+
+    async def _stop(self, child: _Child) -> None:
+        process = child.process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(TimeoutError):
+            if not self._killing:
+                _send(child, signal.SIGTERM)
+                async with asyncio.timeout(self._config.grace):
+                    await process.wait()
+                return
+        child.forced = True
+        _send(child, signal.SIGKILL)
+        await process.wait()
+
+    async def _keep(self, child: _Child, group: asyncio.TaskGroup) -> None:
+        try:
+            while not child.stopping:
+                code = await self._once(child)
+                if code is None or not await self._goes_on(child, code):
+                    break
+            else:
+                child.phase = "stopped"
+                self._tell(child, "stopped")
+        finally:
+            child.ended.set()
+        if child.phase == "failed":
+            others = [name for name, other in self._children.items() if other is not child]
+            if others:
+                group.create_task(self.drain(*others))
+
+    async def _once(self, child: _Child) -> int | None:
+        """Run the process once and return its exit code, None when it could not be started."""
+        spec = child.spec
+        child.forced = False
+        child.woken.clear()
+        try:
+            with (self._log_dir / f"{spec.name}.out").open("ab") as output:
+                child.process = await asyncio.create_subprocess_exec(
+                    *spec.argv,
+                    env={**os.environ, **spec.env, PARENT_VARIABLE: str(os.getpid())},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            child.phase, child.code = "failed", EXIT_NOT_STARTED
+            self._tell(child, "failed", code=EXIT_NOT_STARTED, reason=f"{spec.argv[0]} cannot be started: {error}")
+            return None
+        child.phase, child.replacing = "running", False
+        self._tell(child, "started")
+        if child.stopping:  # since it was being started, when there was nothing to stop yet
+            await self._stop(child)
+        code = await child.process.wait()
+        return code if code >= 0 else 128 - code
+
+    async def _goes_on(self, child: _Child, code: int) -> bool:
+        """Decide what an exit means; True: start again, now."""
+        if child.stopping:
+            child.phase = "stopped"
+            asked = code == 0 or (code == 128 + signal.SIGTERM and not child.forced)
+            child.code = 0 if asked else code
+            self._tell(child, "killed" if child.forced else "stopped", code=code)
+            return False
+        if child.replacing:
+            self._tell(child, "killed" if child.forced else "stopped", code=code)
+            return True
+        if code == 0:
+            child.phase = "finished"
+            self._tell(child, "finished", code=0)
+            return False
+        self._tell(child, "died", code=code)
+        if code == EXIT_FATAL:
+            return self._fail(child, code, "starting it again does not help")
+        now = asyncio.get_running_loop().time()
+        child.restarts.append(now)
+        while child.restarts[0] <= now - self._config.restart_window:
+            child.restarts.popleft()
+        count = len(child.restarts)
+        if count > self._config.max_restarts:
+            window = self._config.restart_window
+            return self._fail(child, code, f"it died {count} times within {window:g} s")
+        await self._wait_before_restart(child, count)
+        return True
+
+    def _fail(self, child: _Child, code: int, reason: str) -> bool:
+        child.phase, child.code = "failed", code
+        self._tell(child, "failed", code=code, reason=reason)
+        return False
+
+    async def _wait_before_restart(self, child: _Child, count: int) -> None:
+        delay = self._backoff(count)
+        child.phase = "waiting"
+        self._tell(child, "restarting", delay=delay, restarts=count)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay):
+                await child.woken.wait()
+
+    def _tell(self, child: _Child, what: What, *, code: int | None = None, reason: str = "", **numbers: float) -> None:
+        self._on_event(
+            ProcessEvent(
+                name=child.spec.name,
+                role=child.spec.role,
+                what=what,
+                pid=child.process.pid if child.process is not None else None,
+                code=code,
+                delay=numbers.get("delay", 0.0),
+                restarts=int(numbers.get("restarts", 0)),
+                reason=reason,
+            )
+        )
+
+
+def exponential_backoff(restarts: int) -> float:
+    """Return the seconds to wait before the n-th restart within the window."""
+    return min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (restarts - 1))
+
+
+def _send(child: _Child, signum: signal.Signals) -> None:
+    if child.alive and child.process is not None:
+        with contextlib.suppress(ProcessLookupError):
+            child.process.send_signal(signum)

@@ -1,0 +1,247 @@
+"""The attempts at the runs of a slice: what is tried again, for how long, and what each finished run leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from trinity_mq.experience import Experience
+from trinity_mq.models import InferenceModel, ModelWrapper
+from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, ModelError, VersionMismatch
+from trinity_mq.rewards import RewardError, UnknownNameError
+from trinity_mq.scheduling.seeds import stable_seed
+from trinity_mq.telemetry import aggregate_runs, get_logger
+from trinity_mq.workflows import RunFailedError, Task, TaskError, Workflow, execute
+
+log = get_logger(__name__)
+
+FIRST_PAUSE = 0.2
+"""Seconds: the pause before a retry is random, up to this and doubled each time."""
+LONGEST_PAUSE = 5.0
+
+INCURABLE = (TaskError, UnknownNameError, RewardError, ModelError)
+"""Every further attempt would raise them too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Runs to be done, and the limits on doing them."""
+
+    task: Task
+    kind: type[Workflow]
+    seed: int
+    max_timeout: float
+    """Seconds for one attempt."""
+    max_retry_times: int
+    seconds: float
+    """For all of it, retries and waiting included."""
+    models: Callable[[], InferenceModel]
+    """Says which engine to use now; raises EngineNotReady or EngineLost where there is none at present."""
+    wrap: Callable[[InferenceModel, int], ModelWrapper]
+    """Makes a wrapper with a history of its own that samples with a seed."""
+    wrap_auxiliary: Callable[[], list[ModelWrapper]]
+    runner: int | str | None = None
+    """Whose work it is, for logs."""
+
+
+@dataclass
+class Tally:
+    """What is done so far."""
+
+    experiences: dict[int, list[Experience]] = field(default_factory=dict)
+    """By run."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By run."""
+    message: str | None = None
+    """The first thing that went wrong."""
+
+    def trouble(self, message: str) -> None:
+        """Keep ``message`` if it is the first."""
+        self.message = self.message or message
+
+    def finished(self, task: Task, run: int, experiences: list[Experience], seconds: float) -> None:
+        """Stamp and keep the experiences of ``run``, which took ``seconds``."""
+        for experience in experiences:
+            _stamp(task, run, experience)
+        last = max(experiences, key=lambda experience: experience.eid.step)
+        metrics = {"response_tokens:sum": float(sum(experience.response_length for experience in experiences))}
+        if last.reward is not None:
+            metrics["reward"] = last.reward
+        metrics |= aggregate_runs([experience.metrics for experience in experiences])
+        self.experiences[run] = experiences
+        self.metrics[run] = {**metrics, "time/run_execution": seconds}
+
+
+class Unit:
+    """Runs that are done in one go: all of a slice if its workflow is repeatable, else one."""
+
+    def __init__(self, job: Job, runs: Sequence[int], tally: Tally) -> None:
+        self.job = job
+        self.missing = list(runs)
+        self.tally = tally
+        self._attempts = 0
+        self._engine_trouble = ""
+
+    async def finish(self) -> None:
+        """Do the runs and retry what fails. What a workflow does never raises here: the tally has it."""
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(self.job.max_retry_times + 1),
+            wait=wait_random_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE),
+            retry=retry_if_exception(_curable),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        try:
+            async with asyncio.timeout(self.job.seconds) as limit:
+                await retrying(self._attempt)
+        except Exception as error:
+            if limit.expired():
+                why = f", waiting for an engine: {self._engine_trouble}" if self._engine_trouble else ""
+                self.tally.trouble(f"not done within the {self.job.seconds:g} s of the slice{why}")
+            log.info(
+                "runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=describe(error)
+            )
+
+    async def _attempt(self) -> None:
+        """Try all that is missing, then raise the first failure."""
+        self._attempts += 1
+        failure: Exception | None = None
+        for block in consecutive(self.missing):
+            try:
+                await self._block(block)
+            except Exception as error:
+                self.tally.trouble(describe(error))
+                log.debug("attempt_failed", runner=self.job.runner, runs=block, attempt=self._attempts, exc_info=error)
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    async def _block(self, block: Sequence[int]) -> None:
+        """Have consecutive runs done by one instance of the workflow; waiting for an engine is no attempt."""
+        serving = AsyncRetrying(
+            wait=self._pause,
+            retry=retry_if_exception(lambda error: engine_trouble(error) is not None),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        done: tuple[list[Experience], float] = await serving(self._go, block)
+        experiences, seconds = done
+        by_run = self._by_run(block, experiences)
+        for run, listed in by_run.items():
+            self.tally.finished(self.job.task, run, listed, seconds)
+            self.missing.remove(run)
+        lacking = [run for run in block if run not in by_run]
+        if lacking:
+            raise RunFailedError(
+                f"{self.job.kind.__name__} returned no experience for runs {lacking} of {list(block)}; a workflow with "
+                "can_repeat = True returns some for each, with eid.run = run_id_base + i"
+            )
+
+    async def _go(self, block: Sequence[int]) -> tuple[list[Experience], float]:
+        """Return the experiences of one go, and the seconds it took."""
+        job = self.job
+        engine = job.models()
+        # A retry draws anew: what failed would fail again on the same samples.
+        seed = stable_seed(job.seed, block[0], *([self._attempts] if self._attempts > 1 else []))
+        model, auxiliary_models = job.wrap(engine, seed), job.wrap_auxiliary()
+
+        def make() -> Workflow:
+            workflow = job.task.own_copy().to_workflow(model, auxiliary_models)
+            if job.kind.can_repeat:
+                workflow.set_repeat_times(len(block), block[0])
+            return workflow
+
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        try:
+            async with asyncio.timeout(job.max_timeout) as limit:
+                experiences = await execute(make, job.kind)
+        except TimeoutError:
+            if limit.expired():
+                raise RunFailedError(
+                    f"{job.kind.__name__} took longer than max_timeout, {job.max_timeout:g} s"
+                ) from None
+            raise
+        return experiences, loop.time() - start
+
+    def _by_run(self, block: Sequence[int], experiences: list[Experience]) -> dict[int, list[Experience]]:
+        if not self.job.kind.can_repeat:
+            return {block[0]: experiences}
+        by_run: dict[int, list[Experience]] = {}
+        for experience in experiences:
+            by_run.setdefault(experience.eid.run, []).append(experience)
+        strange = sorted(by_run.keys() - set(block))
+        if strange:
+            raise RunFailedError(
+                f"{self.job.kind.__name__} returned experiences with eid.run {strange}, was asked for {list(block)}"
+            )
+        return by_run
+
+    def _pause(self, state: RetryCallState) -> float:
+        """Return the jittered seconds until an engine is asked again."""
+        error = None if state.outcome is None else state.outcome.exception()
+        trouble = error and engine_trouble(error)
+        self._engine_trouble = str(trouble)
+        if isinstance(trouble, EngineNotReady):
+            return trouble.retry_after * random.uniform(1.0, 1.5)
+        longest: float = FIRST_PAUSE * 2 ** min(state.attempt_number, 10)
+        return min(LONGEST_PAUSE, longest) * random.uniform(0.5, 1.0)
+
+
+def engine_trouble(error: BaseException) -> BaseException | None:
+    """Return what says that no engine serves at present, ``error`` or a cause of it; None if that is not the reason."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, EngineNotReady | EngineLost):
+            return cause
+        if isinstance(cause, VersionMismatch) and cause.wanted is not None:
+            return cause if cause.held is None or cause.held < cause.wanted else None
+        cause = cause.__cause__
+    return None
+
+
+def consecutive(runs: Sequence[int]) -> list[list[int]]:
+    """Return ``runs``, rising, as lists without gaps.
+
+    >>> consecutive([0, 1, 4, 5, 7])
+    [[0, 1], [4, 5], [7]]
+    """
+    blocks: list[list[int]] = []
+    for run in runs:
+        if blocks and run == blocks[-1][-1] + 1:
+            blocks[-1].append(run)
+        else:
+            blocks.append([run])
+    return blocks
+
+
+def describe(error: BaseException) -> str:
+    """Return error and place in one line, such as ``ValueError: no state (my_workflow.py:17)``."""
+    if isinstance(error, RunFailedError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+
+
+def _curable(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, (*INCURABLE, EngineRefused))
+
+
+def _stamp(task: Task, run: int, experience: Experience) -> None:
+    eid = experience.eid
+    eid.batch, eid.run = task.batch_id, run
+    if eid.task == "":
+        eid.task = task.task_id
+    taskset, index = task.index.get("taskset"), task.index.get("index")
+    if experience.taskset is None and isinstance(taskset, str):
+        experience.taskset = taskset
+    if experience.index is None and isinstance(index, int):
+        experience.index = index
+    if experience.version_min is not None:
+        experience.info["model_version"] = experience.version_min[1]

@@ -1,0 +1,216 @@
+"""The life of training batches on the explorer's side: opened when the pacing allows, closed when complete, followed until consumed."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from trinity_mq.bus.topology import batch_key
+from trinity_mq.config import Config
+from trinity_mq.messages import BatchReady, Progress
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.mail import envelope
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.peers import Peers
+from trinity_mq.scheduling.batch_ids import sort_batch_id
+from trinity_mq.scheduling.batch_metrics import rollout_metrics
+from trinity_mq.scheduling.evaluations import Evaluations
+from trinity_mq.scheduling.intake import Intake
+from trinity_mq.scheduling.pacing import Counters, may_open, required_progress
+from trinity_mq.scheduling.scheduler import Scheduler
+from trinity_mq.scheduling.state import ExplorerState, PendingTask
+from trinity_mq.scheduling.tickets import Ticket
+
+log = structlog.get_logger(__name__)
+
+
+class Batches:
+    """Opens, closes and follows training batches; all decisions are taken from ``state`` and the counters."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: ExplorerState,
+        scheduler: Scheduler,
+        intake: Intake,
+        evaluations: Evaluations,
+        peers: Peers,
+        *,
+        save: Callable[[], Awaitable[None]],
+        report: Callable[[int, dict[str, float]], None],
+        woken: Notifier,
+    ) -> None:
+        self._config, self._state, self._scheduler, self._intake = config, state, scheduler, intake
+        self._evaluations, self._peers = evaluations, peers
+        self._save, self._report, self._woken = save, report, woken
+        self.generation = 0
+        self.counters = Counters()
+        scheduler.on_progress = self.on_progress
+
+    # -- counters
+
+    def heard(self, generation: int, *, progress: int | None = None, committed: int | None = None) -> None:
+        """Take in what the trainer says of itself; a newer generation may have gone back, the same one only goes on."""
+        if generation < self.generation:
+            return
+        known = self.counters if generation == self.generation else Counters()
+        self.generation = generation
+        self.counters = Counters(
+            progress=max(known.progress, progress or 0),
+            committed_progress=max(known.committed_progress, committed or 0),
+        )
+        self._woken.notify()
+
+    def on_progress(self, progress: Progress) -> None:
+        """The trainer has consumed a batch."""
+        self.heard(progress.generation, progress=progress.progress)
+        if not self._state.following.done(progress.ticket):
+            return  # said before: the trainer does again what lay behind its checkpoint
+        if progress.outcome == "trained":
+            self._state.consecutive_empty = 0
+            return
+        self._state.consecutive_empty += 1
+        log.warning("batch_not_trained", batch=progress.batch, outcome=progress.outcome, reason=progress.reason)
+
+    def check(self) -> None:
+        """End the run when it only makes empty batches.
+
+        Raises:
+            FatalError: ``explorer.max_consecutive_empty`` batches in a row had nothing to train on.
+        """
+        limit = self._config.explorer.max_consecutive_empty
+        if self._state.consecutive_empty >= limit:
+            raise FatalError(
+                f"{limit} batches in a row had nothing to train on (explorer.max_consecutive_empty). Look at rollout/slices/* in metrics.jsonl, "
+                "the dead letters and the operators' filters"
+            )
+
+    # -- opening
+
+    def obstacle(self, engine_current: bool) -> str | None:
+        """Say what the next batch waits for, None when it may be opened."""
+        batch = self._state.opened + 1
+        train = [ticket for ticket in self._scheduler.tickets.values() if ticket.deliver == "pipeline"]
+        wanted = required_progress(batch, self._config.synchronizer)
+        if not self._scheduler.bus.usable:
+            return self._scheduler.bus.trouble or "the broker"
+        if not engine_current:
+            return "an engine to take the weights"
+        if not self._peers.alive("trainer"):
+            return "a trainer"
+        if not may_open(batch, self.counters, self._config.synchronizer):
+            return f"weights of progress {wanted} (committed: {self.counters.committed_progress})"
+        if len(train) + len(self._state.following.tickets) >= self._config.explorer.max_open_batches:
+            return f"one of {self._config.explorer.max_open_batches} open batches to be consumed"
+        if not self._intake.has_tasks:
+            return "tasks to be submitted"
+        return None
+
+    async def open(self) -> None:
+        """Open the next batch."""
+        tasks = self._intake.take()
+        self._state.opened += 1
+        ticket = self._scheduler.make_ticket(
+            [one.task for one in tasks],
+            self._state.opened,
+            deliver="pipeline",
+            submissions=[
+                one.submission.model_copy(update={"task_id": i}) for i, one in enumerate(tasks) if one.submission
+            ],
+        )
+        self._state.given_back[ticket.ticket] = [i for i, one in enumerate(tasks) if one.given_back]
+        await self._scheduler.open(ticket)
+
+    # -- closing and following
+
+    def needs_attention(self) -> bool:
+        """Something is to be closed, or too much was empty."""
+        return bool(self._closable()) or self._state.consecutive_empty >= self._config.explorer.max_consecutive_empty
+
+    def _closable(self) -> list[Ticket]:
+        """Return what is complete: training tickets, and evaluations of single tasks that were submitted."""
+        return [
+            ticket
+            for ticket in self._scheduler.tickets.values()
+            if (ticket.deliver == "pipeline" or (ticket.deliver == "none" and ticket.submissions))
+            and (ticket.is_complete or ticket.manifest is not None)
+        ]
+
+    async def close_complete(self) -> None:
+        """Close what is complete, in the order of the batches."""
+        for ticket in sorted(self._closable(), key=lambda ticket: sort_batch_id(ticket.batch)):
+            await self._close(ticket)
+
+    async def _close(self, ticket: Ticket) -> None:
+        is_batch = ticket.deliver == "pipeline"
+        fresh = ticket.manifest is None
+        metrics = rollout_metrics(ticket)
+        if is_batch and fresh:
+            self._give_back(ticket)
+            self._state.closed += 1
+            if (
+                self._state.closed % self._config.explorer.eval_interval == 0
+                and self._state.closed != self._intake.total_batches
+            ):
+                self._evaluations.request(self._state.closed)
+        manifest = await self._scheduler.close(ticket, metrics)
+        self._state.given_back.pop(ticket.ticket, None)
+        if is_batch:
+            self._state.following.add(manifest)
+        await self._save()
+        if is_batch and isinstance(ticket.batch, int):
+            self._report(ticket.batch, metrics)
+
+    def _give_back(self, ticket: Ticket) -> None:
+        """Put tasks without a finished run back once: what is lost otherwise are the longest."""
+        if self._config.explorer.unfinished != "requeue":
+            return
+        before = set(self._state.given_back.get(ticket.ticket, ()))
+        answered = {submission.task_id for submission in ticket.submissions}
+        for task_id, task in enumerate(ticket.tasks):
+            results = ticket.results_of(task_id)
+            cut_off = any(result.outcome == "cancelled" for result in results) and not any(
+                result.runs for result in results
+            )
+            if cut_off and task_id not in before | answered:
+                self._state.pending.append(PendingTask(task=task, given_back=True))
+
+    async def tick(self, seconds: float) -> None:
+        """Let time pass for open tickets and for closed ones that nobody works on."""
+        for ticket in list(self._scheduler.tickets.values()):
+            if ticket.manifest is None:
+                ticket.time_left -= seconds
+                if ticket.time_left <= 0 and not ticket.is_complete:
+                    log.warning("batch_timeout", batch=ticket.batch)
+                    ticket.cancel_rest("the batch's time is up")
+                    self._woken.notify()
+        if not self._peers.alive("trainer"):
+            return
+        explorer = self._config.explorer
+        in_hand = {beat.detail.get("ticket") for beat in self._peers.alive("operator")}
+        in_hand |= set(self._peers.detail("trainer").get("in_hand", ()))
+        remedies = self._state.following.tick(
+            seconds,
+            {one for one in in_hand if one},
+            deadline=explorer.operator_deadline,
+            max_tries=explorer.batch_tries,
+        )
+        for remedy, manifest in remedies:
+            log.warning("closed_batch_lost", batch=manifest.batch, remedy=remedy)
+            if remedy == "publish again":
+                await self._scheduler.announce(manifest)
+            else:
+                op = uuid.uuid4().hex
+                reason = f"no operator has processed it in {explorer.batch_tries} x {explorer.operator_deadline:g} s"
+                tomb = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, state="failed", reason=reason)
+                exchange = self._scheduler.topology.exchange("ready")
+                mail = envelope(tomb, message_id=f"tomb-{manifest.ticket}-{op}")
+                await self._scheduler.bus.publish(exchange, batch_key(manifest.batch), mail)
+
+    @property
+    def are_all_consumed(self) -> bool:
+        """Every batch opened has been closed and reported on by the trainer."""
+        open_ones = any(ticket.deliver == "pipeline" for ticket in self._scheduler.tickets.values())
+        return not open_ones and not self._state.following.tickets

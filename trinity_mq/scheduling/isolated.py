@@ -1,0 +1,203 @@
+"""Slices that may kill their process, each in a process of its own.
+
+A fork server imports the heavy modules once; every slice gets a fork of it. What a slice kills, hangs or corrupts is
+its fork. Slice and outcome cross a pipe as messages and experience bodies; no experience is pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgpack
+
+from trinity_mq.config import Config
+from trinity_mq.experience import Experience
+from trinity_mq.messages import DecodeError, TaskResult, TaskSlice, decode, encode
+from trinity_mq.models import InferenceModel
+from trinity_mq.models.errors import EngineLost, EngineNotReady
+from trinity_mq.scheduling.isolated_child import ASK, child_main
+from trinity_mq.scheduling.status import SliceOutcome
+from trinity_mq.workflows.threads import in_thread
+
+T = TypeVar("T")
+
+PRELOAD = ["trinity_mq.scheduling.isolated_child"]
+START_LIMIT = 120.0
+"""Seconds for a process to start; the first one waits for the imports."""
+GRACE = 10.0
+"""Seconds over the slice's own time until its process is killed."""
+EXIT_LIMIT = 2.0
+"""Seconds from the end of the pipe to the end of the process."""
+
+# multiprocessing looks after all its children whenever one starts, and two threads doing so can lose an exit code.
+_processes = threading.Lock()
+
+
+class ChildDied(Exception):
+    """The process of a slice ended, or was ended, without an outcome; the message says how."""
+
+    def __init__(self, message: str, exitcode: int | None = None) -> None:
+        super().__init__(message)
+        self.exitcode = exitcode
+        """As of ``multiprocessing.Process``: below 0 a signal. None if it was killed here because its time was over."""
+
+
+class IsolatedPool:
+    """Runs slices in processes of their own, so many at a time.
+
+    Args:
+        max_children: Processes at a time; further slices wait.
+    """
+
+    def __init__(self, max_children: int) -> None:
+        self._slots = asyncio.Semaphore(max_children)
+        self._children: set[_Child] = set()
+        # At exit multiprocessing waits for children; this runs before it does.
+        atexit.register(self._kill_all)
+
+    async def run(self, piece: TaskSlice, config: Config, models: Callable[[], InferenceModel]) -> SliceOutcome:
+        """Do a slice as ``WorkflowRunner.run_slice`` does, in a process of its own.
+
+        Args:
+            piece: The slice.
+            config: The run's configuration.
+            models: Says which engine to use now; the process asks before each attempt.
+
+        Raises:
+            ChildDied: The process ended without an outcome, or was killed because its time was over.
+        """
+        loop = asyncio.get_running_loop()
+
+        def answer() -> bytes:
+            return asyncio.run_coroutine_threadsafe(_engine(models), loop).result()
+
+        async with self._slots:
+            child = _Child(piece, config)
+            self._children.add(child)
+            try:
+                await _within(START_LIMIT, child.start, "did not start")
+                return await _within(piece.slice_timeout + GRACE, lambda: child.outcome(answer), "did not end")
+            finally:
+                self._children.discard(child)
+                child.kill()
+
+    async def close(self) -> None:
+        """Kill what still runs: each :meth:`run` under way raises ChildDied."""
+        self._kill_all()
+        atexit.unregister(self._kill_all)
+
+    def _kill_all(self) -> None:
+        for child in list(self._children):
+            child.kill()
+
+
+class _Child:
+    """One process and the pipe to it. Its methods block, except :meth:`kill`."""
+
+    def __init__(self, piece: TaskSlice, config: Config) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._ours, self._theirs = context.Pipe()
+        self._process = context.Process(
+            target=child_main, args=(self._theirs, encode(piece), config.model_dump_json(), GRACE), name="isolated"
+        )
+        self._pid: int | None = None
+        self._killed = False
+
+    def start(self) -> None:
+        """Start the process, and before the first one the fork server."""
+        with _processes:
+            self._process.start()
+        self._theirs.close()
+        self._pid = self._process.pid
+        if self._killed:
+            self.kill()
+
+    def outcome(self, answer: Callable[[], bytes]) -> SliceOutcome:
+        """Return the outcome; until it comes, answer the process when it asks for an engine.
+
+        Raises:
+            ChildDied: The pipe ended before, or what came through it is no outcome.
+        """
+        try:
+            while (head := self._ours.recv_bytes()) == ASK:
+                self._ours.send_bytes(answer())
+            body = self._ours.recv_bytes()
+        except (EOFError, OSError):
+            raise _died(self._end()) from None
+        exitcode = self._end()
+        try:
+            result = decode(head, TaskResult)
+            experiences = Experience.deserialize_many(body)
+        except DecodeError as error:
+            raise ChildDied(f"its process sent an outcome that does not decode: {error}", exitcode) from error
+        return SliceOutcome(
+            experiences=experiences,
+            runs=result.runs,
+            metrics=result.metrics,
+            message=result.message,
+            version_min=result.version_min,
+            version_max=result.version_max,
+            seconds=result.seconds,
+        )
+
+    def kill(self) -> None:
+        """Kill the process and what it has started, now or as soon as it has started."""
+        self._killed = True
+        pid = self._pid
+        if pid is not None:
+            # It is the leader of its group, once it runs; until then it is alone.
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
+
+    def _end(self) -> int | None:
+        """See the process end, and what it has started; return its exit code."""
+        self._ours.close()
+        with _processes:
+            self._process.join(EXIT_LIMIT)
+            self.kill()
+            self._pid = None  # from here on the number may be another process's
+            self._process.join()
+            exitcode = self._process.exitcode
+            self._process.close()
+        return exitcode
+
+
+def _died(exitcode: int | None) -> ChildDied:
+    if exitcode is not None and exitcode < 0:
+        how = f"was killed by {signal.Signals(-exitcode).name}"
+    else:
+        how = f"ended with exit code {exitcode}"
+    return ChildDied(f"its process {how} before it had an outcome", exitcode)
+
+
+async def _engine(models: Callable[[], InferenceModel]) -> bytes:
+    """Return which engine to use, or why there is none, as the process reads it."""
+    answer: dict[str, Any]
+    try:
+        answer = {"engine": models().to_dict()}
+    except EngineNotReady as error:
+        answer = {"error": str(error), "retry_after": error.retry_after}
+    except EngineLost as error:
+        answer = {"error": str(error)}
+    packed: bytes = msgpack.packb(answer)
+    return packed
+
+
+async def _within(seconds: float, function: Callable[[], T], failure: str) -> T:
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await in_thread(function, "isolated-slice")
+    except TimeoutError:
+        if limit.expired():
+            raise ChildDied(f"its process {failure} within {seconds:g} s and was killed") from None
+        raise

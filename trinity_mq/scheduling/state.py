@@ -1,0 +1,93 @@
+"""The explorer's own state: small, and written atomically where the protocol says so."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from pydantic import BaseModel, Field, ValidationError
+
+from trinity_mq.messages import TaskBody
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.process import write_atomic
+from trinity_mq.scheduling.closed import ClosedTickets
+from trinity_mq.scheduling.tickets import SubmissionRef, Ticket
+
+SEEN_SUBMISSIONS = 10_000
+
+
+class PendingTask(BaseModel):
+    """A task that waits for the next batch: submitted from outside, or given back unfinished."""
+
+    task: TaskBody
+    submission: SubmissionRef | None = None
+    given_back: bool = False
+    """It was in a batch before; it is not given back twice."""
+
+
+class ExplorerState(BaseModel):
+    """All that an explorer needs to go on where another was killed."""
+
+    incarnations: int = 0
+    taskset: dict[str, Any] | None = None
+    """Identity, epoch, seed, cursor."""
+    results_offset: int | None = None
+    opened: int = 0
+    """Training batches opened."""
+    closed: int = 0
+    """Training batches closed."""
+    tickets: dict[str, Ticket] = Field(default_factory=dict)
+    following: ClosedTickets = Field(default_factory=ClosedTickets)
+    pending: list[PendingTask] = Field(default_factory=list)
+    given_back: dict[str, list[int]] = Field(default_factory=dict)
+    """By open ticket: the tasks in it that were given back before."""
+    seen_submissions: list[str] = Field(default_factory=list)
+    due: list[int] = Field(default_factory=list)
+    """Evaluations to do, by the number of closed batches at which each was due."""
+    evaluated: list[str] = Field(default_factory=list)
+    """Evaluations done, as batch ids such as ``"50/heldout"``."""
+    consecutive_empty: int = 0
+    ended: bool = False
+    """No more batches will be opened."""
+    finished: bool = False
+    """The last evaluation is done."""
+
+
+class StateFile:
+    """Reads and writes the state; one write at a time, the latest state wins."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = asyncio.Lock()
+
+    def load(self) -> ExplorerState:
+        """Return the saved state, a fresh one when there is none.
+
+        Raises:
+            FatalError: The file is there but cannot be used; starting from nothing would do the run's work again.
+        """
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            return ExplorerState()
+        except OSError as error:
+            raise FatalError(f"{self._path}: the explorer's state cannot be read: {error.strerror or error}") from error
+        try:
+            return ExplorerState.model_validate(msgpack.unpackb(data, strict_map_key=False))
+        except (ValueError, ValidationError, msgpack.UnpackException) as error:
+            raise FatalError(
+                f"{self._path}: the explorer's state does not decode ({' '.join(str(error).split())[:200]}). Restore the file, or start a "
+                "run under another name"
+            ) from error
+
+    async def save(self, state: ExplorerState) -> None:
+        """Write ``state`` as it is now; on return it is on disk."""
+        async with self._lock:
+            data: bytes = msgpack.packb(state.model_dump(mode="python"))
+            await asyncio.to_thread(self._write, data)
+
+    def _write(self, data: bytes) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._path, data)

@@ -1,0 +1,52 @@
+"""What became of a task, and of a slice of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trinity_mq.messages import Version
+
+if TYPE_CHECKING:
+    from trinity_mq.experience import Experience
+
+
+@dataclass(frozen=True)
+class Status:
+    """What became of a task."""
+
+    ok: bool
+    """Every run finished."""
+    metric: Mapping[str, float]
+    """Over the finished runs."""
+    message: str | None = None
+    """The first thing that went wrong."""
+    completed_runs: int = 0
+    total_runs: int = 0
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """One mapping for each finished run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceOutcome:
+    """What became of a slice in the hands of one runner."""
+
+    experiences: list[Experience] = field(default_factory=list)
+    """Of the finished runs, in their order."""
+    runs: list[int] = field(default_factory=list)
+    """The runs that finished, rising."""
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    """One mapping for each of ``runs``."""
+    message: str | None = None
+    """The first thing that went wrong, also where a later attempt went well."""
+    version_min: Version | None = None
+    """Oldest weights that sampled a token."""
+    version_max: Version | None = None
+    """Newest weights that sampled a token."""
+    seconds: float = 0.0
+
+    @classmethod
+    def failure(cls, message: str, seconds: float = 0.0) -> SliceOutcome:
+        """Return the outcome of a slice of which no run finished."""
+        return cls(message=message, seconds=seconds)

@@ -1,0 +1,234 @@
+"""A member's side of the weight-sync gate: a pure state machine for the host of one engine.
+
+idle ──prepare──▶ pausing ──paused──▶ ready ──go──▶ receiving ──received──▶ applied ──commit──▶ idle at the new version
+                    abort or a lapsed lease: untouched → resume the old version; touched → dirty, and ask for the weights again
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_mq.messages import SyncEvent, Version
+
+
+class Stage(enum.Enum):
+    """Where the member is."""
+
+    IDLE = "idle"
+    PAUSING = "pausing"
+    READY = "ready"
+    RECEIVING = "receiving"
+    APPLIED = "applied"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Publish this event to the coordinator."""
+
+    event: SyncEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Stop new rounds and wait for the running one; report :meth:`Member.paused` or ``broke``."""
+
+    key: tuple[int, int]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Enter the barrier and the collective; report :meth:`Member.received` or ``broke``."""
+
+    key: tuple[int, int]
+    prepare: SyncEvent
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Stamp the version and serve again."""
+
+    version: Version
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Serve the old version again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """The engine holds weights of no committed version: it serves nothing until the next commit; say so in a join at once."""
+
+
+Command = Reply | Pause | Receive | Commit | Resume | Rejoin
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine host's gate. Time is given in seconds of one monotonic clock."""
+
+    name: str
+    coordinator: str | None = None
+    version: Version | None = None
+    """What the engine serves; None before the first commit and while dirty."""
+    stage: Stage = Stage.IDLE
+    hold_seconds: float = 0.0
+    """Over 0: something must end first (an evaluation of the present version), and how long that may take. Nothing to lose, nothing held."""
+    lease_ends: float = float("inf")
+    _prepare: SyncEvent | None = None
+    _touched: bool = False
+    _held: SyncEvent | None = None
+    """The prepare that waits for the hold to end."""
+
+    @property
+    def key(self) -> tuple[int, int] | None:
+        """``(epoch, attempt)`` of the try under way."""
+        return (self._prepare.epoch, self._prepare.attempt) if self._prepare else None
+
+    def prepare(self, event: SyncEvent, now: float) -> list[Command]:
+        """The coordinator offers a version."""
+        if self.name not in event.members:
+            return []
+        if self._prepare is not None and self._same_try(event):
+            if self.stage is Stage.READY:
+                self._extend(event, now)
+                return [Reply(self._answer("ready"))]
+            return []
+        commands: list[Command] = []
+        if self._prepare is not None:
+            commands += self._give_up()
+        if self.hold_seconds > 0 and self.version is not None:
+            self._held = event
+            wait = event.model_copy(
+                update={"verb": "wait", "sender": self.name, "seconds": self.hold_seconds, "manifest": [], "canary": {}}
+            )
+            return [*commands, Reply(wait)]
+        self._held = None
+        self._prepare, self._touched, self.stage = event, False, Stage.PAUSING
+        self._extend(event, now)
+        return [*commands, Pause((event.epoch, event.attempt), event.seconds or 60.0)]
+
+    def release(self, now: float) -> list[Command]:
+        """What had to end first has ended: answer the prepare that was put off."""
+        self.hold_seconds = 0.0
+        held, self._held = self._held, None
+        return self.prepare(held, now) if held is not None else []
+
+    def paused(self, key: tuple[int, int]) -> list[Command]:
+        """The engine stands still."""
+        if self.stage is not Stage.PAUSING or key != self.key:
+            return []
+        self.stage = Stage.READY
+        return [Reply(self._answer("ready"))]
+
+    def go(self, event: SyncEvent, now: float) -> list[Command]:
+        """Everybody is ready."""
+        if self.stage is not Stage.READY or self._prepare is None or not self._same_try(event):
+            return []
+        self.stage = Stage.RECEIVING
+        self._extend(event, now)
+        assert self.key is not None
+        return [Receive(self.key, self._prepare, event.seconds or 60.0)]
+
+    def received(self, key: tuple[int, int], canary: dict[str, Any]) -> list[Command]:
+        """The engine holds the new weights."""
+        if self.stage is not Stage.RECEIVING or key != self.key:
+            return []
+        self._touched = True
+        self.stage = Stage.APPLIED
+        return [Reply(self._answer("applied").model_copy(update={"canary": canary}))]
+
+    def broke(self, key: tuple[int, int], reason: str, *, touched: bool) -> list[Command]:
+        """Pausing or receiving failed."""
+        if key != self.key:
+            return []
+        self._touched = self._touched or touched
+        if not touched and self.stage is Stage.RECEIVING:
+            self.stage = Stage.READY
+        answer = self._answer("failed").model_copy(update={"reason": reason})
+        return [Reply(answer), *self._give_up()]
+
+    def commit(self, event: SyncEvent) -> list[Command]:
+        """The version exists. For those not in this try it only moves the progress."""
+        if event.version is None:
+            return []
+        if (
+            self.stage is Stage.APPLIED
+            and self._prepare is not None
+            and event.version == self._prepare.version
+            and self._same_try(event)
+        ):
+            return self._committed(event.version, event.progress or 0)
+        return []
+
+    def abort(self, event: SyncEvent) -> list[Command]:
+        """The try is over."""
+        if self._held is not None and (event.epoch, event.attempt) == (self._held.epoch, self._held.attempt):
+            self._held = None
+        if self._prepare is None or not self._same_try(event):
+            return []
+        return self._give_up()
+
+    def tick(self, now: float, committed: Version | None) -> list[Command]:
+        """Time has passed; ``committed`` is the version in the trainer's latest beat."""
+        if self._prepare is None:
+            return []
+        if self.stage is Stage.APPLIED and committed is not None and committed == self._prepare.version:
+            return self._committed(committed, self._prepare.progress or 0)
+        return self._give_up() if now >= self.lease_ends else []
+
+    def lost_engine(self) -> list[Command]:
+        """The engine died; its successor holds nothing."""
+        self.version, self._touched = None, False
+        if self._prepare is None:
+            return [Rejoin()]
+        answer = self._answer("failed").model_copy(update={"reason": "the engine died"})
+        self._clear()
+        return [Reply(answer), Rejoin()]
+
+    # -- inside
+
+    def _same_try(self, event: SyncEvent) -> bool:
+        return self._prepare is not None and (event.sender, event.epoch, event.attempt) == (
+            self._prepare.sender,
+            self._prepare.epoch,
+            self._prepare.attempt,
+        )
+
+    def _extend(self, event: SyncEvent, now: float) -> None:
+        # longer than the coordinator's own deadline, so that it decides first
+        self.lease_ends = now + 2 * (event.seconds or 60.0)
+
+    def _answer(self, verb: str) -> SyncEvent:
+        assert self._prepare is not None
+        return SyncEvent.model_validate(
+            {
+                "verb": verb,
+                "sender": self.name,
+                "version": self._prepare.version,
+                "epoch": self._prepare.epoch,
+                "attempt": self._prepare.attempt,
+            }
+        )
+
+    def _committed(self, version: Version, progress: int) -> list[Command]:
+        self.version = version
+        self._clear()
+        return [Commit(version, progress)]
+
+    def _give_up(self) -> list[Command]:
+        # while receiving nobody can say yet whether weights were touched: only a sure "no" keeps the old version
+        touched = self._touched or self.stage is Stage.RECEIVING
+        self._clear()
+        if touched:
+            self.version = None
+            return [Rejoin()]
+        return [Resume()]
+
+    def _clear(self) -> None:
+        self._prepare, self._touched, self.stage, self.lease_ends = None, False, Stage.IDLE, float("inf")

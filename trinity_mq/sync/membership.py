@@ -1,0 +1,212 @@
+"""A member on the bus: joins, and performs the machine's commands on the engine it hosts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import structlog
+
+from trinity_mq.bus import Consumer, Delivery
+from trinity_mq.messages import Message, SyncEvent, Version
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.sync.member import Command, Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
+
+log = structlog.get_logger(__name__)
+
+TICK = 1.0
+
+
+class EnginePort(Protocol):
+    """What the gate asks of an engine's host."""
+
+    async def pause(self, timeout: float) -> None:
+        """Stop new rounds; return when the running one is over."""
+
+    async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Enter the collective and apply what arrives; returns ``{"logprobs": [...]}`` of the canary."""
+
+    async def commit(self, version: Version, progress: int) -> None:
+        """Stamp the version and serve."""
+
+    async def resume(self) -> None:
+        """Serve what was served before."""
+
+
+class EngineTouched(Exception):
+    """Receiving failed after the engine's weights had begun to change."""
+
+
+class Membership:
+    """Keeps one engine in the gate."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        lease: float,
+        engine: EnginePort,
+        publish: Callable[[SyncEvent], Awaitable[None]],
+        committed: Callable[[], Version | None],
+    ) -> None:
+        self.machine = Member(name)
+        self.lease = lease
+        self.fingerprint: str | None = None
+        self.engine_ready = False
+        """Only a living engine joins."""
+        self.on_commit: Callable[[Version | None, int], None] = lambda version, progress: None
+        self.changed = Notifier()
+        """Notified when stage or version may have changed."""
+        self._engine, self._publish, self._committed = engine, publish, committed
+        self._commands: asyncio.Queue[Command] = asyncio.Queue()
+        self._join_now = asyncio.Event()
+
+    @property
+    def version(self) -> Version | None:
+        """What the engine serves."""
+        return self.machine.version
+
+    def hold(self, seconds: float) -> None:
+        """Delay ready for up to so many seconds: an evaluation of the present version is open."""
+        self.machine.hold_seconds = seconds
+
+    def release(self) -> None:
+        """Lift :meth:`hold`."""
+        self._enqueue(self.machine.release(asyncio.get_running_loop().time()))
+
+    @property
+    def idle(self) -> bool:
+        """No try is under way here."""
+        return self.machine.stage is Stage.IDLE
+
+    def engine_up(self, version: Version | None, fingerprint: str | None) -> None:
+        """The engine answers and holds ``version`` (None: nothing that counts)."""
+        self.machine.version, self.fingerprint, self.engine_ready = version, fingerprint, True
+        self._join_now.set()
+
+    def engine_down(self) -> None:
+        """The engine died."""
+        self.engine_ready = False
+        self._enqueue(self.machine.lost_engine())
+
+    async def run(self, feed: Consumer, each: Callable[..., Awaitable[None]]) -> None:
+        """Serve the gate until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(each(feed, self._heard), name="sync-events")
+            group.create_task(self._perform(group), name="sync-commands")
+            group.create_task(self._keep_joined(), name="sync-joins")
+            group.create_task(self._tick(), name="sync-clock")
+
+    async def leave(self) -> None:
+        """Say goodbye."""
+        await self._publish(SyncEvent(verb="leave", sender=self.machine.name))
+
+    # -- inside
+
+    def _enqueue(self, commands: list[Command]) -> None:
+        for command in commands:
+            self._commands.put_nowait(command)
+        self.changed.notify()
+
+    async def _heard(self, message: Message, delivery: Delivery) -> None:
+        if not isinstance(message, SyncEvent):
+            return
+        now = asyncio.get_running_loop().time()
+        if message.verb == "prepare":
+            if self.engine_ready:
+                self._enqueue(self.machine.prepare(message, now))
+        elif message.verb == "go":
+            self._enqueue(self.machine.go(message, now))
+        elif message.verb == "abort":
+            self._enqueue(self.machine.abort(message))
+        elif message.verb == "commit":
+            commands = self.machine.commit(message)
+            self._enqueue(commands)
+            if not commands and message.progress is not None:
+                # not our try, or no transfer was needed: only the counter moves
+                self.on_commit(None, message.progress)
+
+    async def _perform(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            command = await self._commands.get()
+            if isinstance(command, Reply):
+                await self._publish(command.event)
+            elif isinstance(command, Pause):
+                group.create_task(self._pause(command), name="pause")
+            elif isinstance(command, Receive):
+                group.create_task(self._receive(command), name="receive")
+            elif isinstance(command, Rejoin):
+                self._join_now.set()
+            else:
+                await self._serve(command)
+            self.changed.notify()
+
+    async def _serve(self, command: Commit | Resume) -> None:
+        try:
+            if isinstance(command, Commit):
+                await self._engine.commit(command.version, command.progress)
+            else:
+                await self._engine.resume()
+        except Exception as error:
+            # the host notices a dead engine by itself; a living one that refuses holds nothing that counts
+            log.warning("engine_refused", command=type(command).__name__, error=str(error))
+            self.machine.version = None
+            self._join_now.set()
+            return
+        if isinstance(command, Commit):
+            self.on_commit(command.version, command.progress)
+
+    async def _pause(self, command: Pause) -> None:
+        try:
+            await self._engine.pause(command.seconds)
+        except Exception as error:
+            self._enqueue(self.machine.broke(command.key, f"pause: {error}", touched=False))
+        else:
+            self._enqueue(self.machine.paused(command.key))
+
+    async def _receive(self, command: Receive) -> None:
+        prepare = command.prepare
+        spec = {
+            **prepare.rendezvous,
+            "epoch": prepare.epoch,
+            "attempt": prepare.attempt,
+            "rank": prepare.members.index(self.machine.name) + 1,
+            "world": len(prepare.members) + 1,
+            "seconds": command.seconds,
+            "manifest": prepare.manifest,
+            "canary": prepare.canary,
+        }
+        try:
+            canary = await self._engine.receive(spec, command.seconds + 5.0)
+        except EngineTouched as error:
+            self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=True))
+        except Exception as error:
+            self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=False))
+        else:
+            self._enqueue(self.machine.received(command.key, canary))
+
+    async def _keep_joined(self) -> None:
+        while True:
+            self._join_now.clear()
+            if self.engine_ready:
+                version = self.machine.version
+                await self._publish(
+                    SyncEvent(
+                        verb="join",
+                        sender=self.machine.name,
+                        version=version,
+                        seconds=self.lease,
+                        detail={"fingerprint": self.fingerprint} if self.fingerprint else {},
+                    )
+                )
+            try:
+                async with asyncio.timeout(self.lease / 3):
+                    await self._join_now.wait()
+            except TimeoutError:
+                continue
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self._enqueue(self.machine.tick(asyncio.get_running_loop().time(), self._committed()))

@@ -1,0 +1,153 @@
+"""Logs of an agent: JSON, one event a line, in ``<run_dir>/logs/<agent>.jsonl``; errors in short form on stderr.
+
+structlog goes through the standard library, so that what other libraries log arrives in the same file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+from structlog.types import Processor
+
+from trinity_mq.telemetry.jsonline import dump_line
+
+_PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):[^\s@]+@")
+_CHATTY = ("asyncio", "httpcore", "httpx", "openai", "urllib3")
+"""Libraries whose info lines are one a request or a connection."""
+
+
+def mask_passwords(text: str) -> str:
+    """Return ``text`` with the password of every URL in it replaced.
+
+    >>> mask_passwords("amqp://guest:secret@localhost:5672/")
+    'amqp://guest:***@localhost:5672/'
+    """
+    return _PASSWORD.sub(r"\1:***@", text)
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """Return the logger ``name``, used as ``log.info("slice_done", ticket=ticket)``."""
+    return structlog.stdlib.get_logger(name)
+
+
+def setup_logging(role: str, agent_id: str, run_dir: Path | None, level: str = "info") -> None:
+    """Route all logging of this process. Calling it again replaces what the last call set up.
+
+    Args:
+        role: Written into every line.
+        agent_id: Written into every line, and the name of the log file.
+        run_dir: The run folder; None: no file.
+        level: debug, info, warning or error.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, _LogFile | _ShortErrors):
+            root.removeHandler(handler)
+            handler.close()
+    root.setLevel(level.upper())
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(logging.NOTSET if level == "debug" else logging.WARNING)
+    if run_dir is not None:
+        root.addHandler(_LogFile(role, agent_id, run_dir))
+    root.addHandler(_ShortErrors(role))
+    logging.captureWarnings(True)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.contextvars.merge_contextvars,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,  # loggers made at import time follow a later set-up
+    )
+
+
+class _LogFile(logging.FileHandler):
+    def __init__(self, role: str, agent_id: str, run_dir: Path) -> None:
+        folder = run_dir / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder / f"{agent_id}.jsonl", mode="a", encoding="utf-8")
+        whose = {"role": role, "agent": agent_id, "pid": os.getpid()}
+
+        def add_agent(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+            return whose | dict(event)
+
+        shared: list[Processor] = [
+            structlog.stdlib.add_log_level,
+            structlog.stdlib.add_logger_name,
+            structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
+            structlog.processors.StackInfoRenderer(),
+            structlog.processors.format_exc_info,
+            add_agent,
+        ]
+        self.setFormatter(
+            structlog.stdlib.ProcessorFormatter(
+                processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, _mask, _render],
+                foreign_pre_chain=[structlog.stdlib.ExtraAdder()],
+            )
+        )
+
+
+class _ShortErrors(logging.Handler):
+    """``role: event key=value: the exception's last line``; the whole story is in the file."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(logging.ERROR)
+        self.role = role
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")  # whatever stderr is now: a live display replaces it
+        except Exception:
+            self.handleError(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        if isinstance(record.msg, dict):
+            fields = {key: value for key, value in record.msg.items() if not key.startswith("_")}
+            error = fields.pop("exc_info", None)
+            event = str(fields.pop("event", ""))
+            text = " ".join([event, *(f"{key}={value}" for key, value in fields.items())])
+        else:
+            text, error = record.getMessage(), None
+        problem = _exception(error if error is not None else record.exc_info)
+        if problem is not None:
+            text += f": {type(problem).__name__}: {problem}"
+        return mask_passwords(f"{self.role}: " + " ".join(text.split()))
+
+
+def _exception(value: Any) -> BaseException | None:
+    if isinstance(value, BaseException):
+        return value
+    if isinstance(value, tuple):
+        return cast("BaseException | None", value[1])
+    return sys.exc_info()[1] if value else None
+
+
+def _mask(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return {key: _masked(value) for key, value in event.items()}
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, str):
+        return mask_passwords(value)
+    if isinstance(value, Mapping):
+        return {key: _masked(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(inner) for inner in value]
+    if isinstance(value, bool | int | float) or value is None:
+        return value
+    return mask_passwords(repr(value))
+
+
+def _render(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> str:
+    first = {key: event[key] for key in ("time", "level", "role", "agent", "event") if key in event}
+    return dump_line(first | dict(event))

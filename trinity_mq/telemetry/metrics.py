@@ -1,0 +1,106 @@
+"""Metrics of a run: one JSON object a line in ``<run_dir>/metrics.jsonl``, and TensorBoard files beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_mq.telemetry.jsonline import dump_line
+
+if TYPE_CHECKING:
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FLUSH_SECONDS = 5
+
+
+class MetricsWriter:
+    """Appends the metrics of one agent; the agents of a run share the file."""
+
+    def __init__(self, run_dir: Path, role: str, agent_id: str, tensorboard: bool = True) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._whose = {"role": role, "agent": agent_id}
+        self._file = os.open(run_dir / METRICS_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._end_torn_line()
+        self._events: EventFileWriter | None = _event_files(run_dir / "tensorboard" / role) if tensorboard else None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Append ``values`` of ``step`` in one write, so that lines of several agents never mix.
+
+        Values that are not finite are written as null, and not to TensorBoard. A metric named ``time``, ``role``,
+        ``agent`` or ``step`` is hidden by the field of that name.
+
+        Raises:
+            OSError: The disk is full, or the file is gone.
+        """
+        now = time.time()
+        numbers = {name: _number(value) for name, value in values.items()}
+        line = numbers | {"time": round(now, 3), **self._whose, "step": step}
+        first = {key: line[key] for key in ("time", "role", "agent", "step")}
+        data = (dump_line(first | line) + "\n").encode()
+        written = os.write(self._file, data)
+        if written != len(data):
+            raise OSError(f"{METRICS_FILE}: only {written} of {len(data)} bytes could be written; is the disk full?")
+        if self._events is not None:
+            _add_scalars(self._events, now, step, numbers)
+
+    def close(self) -> None:
+        """Write out what is buffered and close the files."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def _end_torn_line(self) -> None:
+        """A process that was killed while it wrote must not spoil the next one's first line."""
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file, oldest first.
+
+    A line torn by a killed writer is left out; a missing file has no lines.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in text.splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(fields, dict):
+            found.append(fields)
+    return found
+
+
+def _number(value: Any) -> float | int:
+    """Return a plain number for what torch and numpy scalars, too, are."""
+    return value if type(value) in {int, float} else float(value)
+
+
+def _event_files(folder: Path) -> EventFileWriter:
+    # imported here: tensorboard costs a third of a second, and only writers need it
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    return EventFileWriter(str(folder), flush_secs=TENSORBOARD_FLUSH_SECONDS)
+
+
+def _add_scalars(events: EventFileWriter, now: float, step: int, values: Mapping[str, float | int]) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items() if math.isfinite(value)]
+    if scalars:
+        events.add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))

@@ -1,0 +1,218 @@
+"""Stand-ins for an engine, a learner and runners, for whole runs on MemoryBus in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_mq.bus import Bus, Envelope, Topology
+from trinity_mq.bus.topology import batch_key
+from trinity_mq.config import Config
+from trinity_mq.experience import EID, Experience
+from trinity_mq.messages import TaskResult, TaskSlice, Version, decode
+from trinity_mq.models import InferenceModel
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.mail import EXPERIENCES, envelope
+
+
+@dataclass
+class FakeEngineState:
+    """What an engine host says of its engine."""
+
+    id: str
+    alive: bool = True
+    version: Version | None = None
+    fingerprint: str | None = None
+    restarts: int = 0
+
+
+class FakeEngine:
+    """An engine that takes any weights and remembers every version it served."""
+
+    def __init__(self, engine_id: str = "engine", receive_seconds: float = 0.01) -> None:
+        self.state = FakeEngineState(engine_id)
+        self.model = InferenceModel(id=engine_id, url="http://127.0.0.1:9", name="fake")
+        self.served: list[Version] = []
+        self.receive_seconds = receive_seconds
+        self.on_change: Callable[[], None] = lambda: None
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    async def keep(self) -> None:
+        """Live until cancelled."""
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        """Nothing to stop."""
+
+    async def detach(self) -> None:
+        """Nothing to leave behind."""
+
+    async def pause(self, timeout: float) -> None:
+        """Stand still at once."""
+
+    async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Take the weights; the canary is what :class:`FakeLearner` says."""
+        await asyncio.sleep(self.receive_seconds)
+        return {"logprobs": [0.0] * (len(spec["canary"]["tokens"]) - 1)}
+
+    async def commit(self, version: Version, progress: int) -> None:
+        """Serve it."""
+        self.state.version = version
+        self.served.append(version)
+
+    async def resume(self) -> None:
+        """Serve what was served."""
+
+
+class FakeChannel:
+    """A broadcast that takes its time and moves nothing."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        self.seconds = seconds
+
+    async def rendezvous(self) -> dict[str, Any]:
+        """Return nowhere."""
+        return {"host": "127.0.0.1", "port": 9, "bucket_bytes": 1024}
+
+    async def broadcast(self, tensors: Any, manifest: Any, epoch: int, attempt: int, world: int) -> None:
+        """Take the time it takes."""
+        await asyncio.sleep(self.seconds)
+
+    def abandon(self) -> None:
+        """Nothing to drop."""
+
+
+class FakeLearner:
+    """Counts its steps."""
+
+    def __init__(self, step_seconds: float = 1.0) -> None:
+        self.step_seconds = step_seconds
+        self.steps: list[int] = []
+
+    async def open(self, checkpoint: Path | None) -> None:
+        """Nothing to load."""
+
+    async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
+        """Take the time of a step."""
+        await asyncio.sleep(self.step_seconds)
+        self.steps.append(step_number)
+        return {"actor/optimizer_steps": 1.0}
+
+    async def save(self, folder: Path) -> None:
+        """Write something, so that there is a checkpoint."""
+        (folder / "weights").write_text("none")
+
+    async def manifest(self) -> list[tuple[str, str, list[int]]]:
+        """Return no tensors."""
+        return []
+
+    async def weights(self) -> list[tuple[str, torch.Tensor]]:
+        """Return no tensors."""
+        return []
+
+    async def canary_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Return zeros."""
+        return [0.0] * (len(tokens) - 1)
+
+    async def close(self) -> None:
+        """Nothing to give back."""
+
+
+@dataclass
+class FakeRunner:
+    """Does slices by itself on a bus: as many experiences as runs, after ``seconds``.
+
+    ``spoil`` says for a slice what becomes of it instead: ``None`` (done), ``"empty"`` (no experience), ``"failed"``.
+    """
+
+    bus: Bus
+    topology: Topology
+    version: Callable[[], Version | None]
+    seconds: Callable[[TaskSlice], float] = lambda piece: 0.1
+    spoil: Callable[[TaskSlice], str | None] = lambda piece: None
+    done: list[TaskSlice] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for lane in (self.topology.tasks_train, self.topology.tasks_eval):
+                group.create_task(self._lane(lane, group))
+
+    async def _lane(self, lane: Any, group: asyncio.TaskGroup) -> None:
+        async with await self.bus.consume(lane, prefetch=64) as feed:
+            async for delivery in feed:
+                group.create_task(self._slice(delivery))
+
+    async def _slice(self, delivery: Any) -> None:
+        piece = decode(delivery.body, TaskSlice)
+        await asyncio.sleep(self.seconds(piece))
+        attempt, spoiled, version = uuid.uuid4().hex, self.spoil(piece), self.version()
+        runs = [] if spoiled else list(range(piece.run_base, piece.run_base + piece.repeat_times))
+        parts = 0
+        if runs and piece.deliver != "none" and version is not None:
+            body = Experience.serialize_many([one_experience(piece, run, version) for run in runs])
+            key = self.topology.batch_routing_key(piece.batch, piece.ticket)
+            headers: dict[str, Any] = {"attempt": attempt, "part": 0, "ticket": piece.ticket}
+            mail = Envelope(body=body, kind="experience_part", content_type=EXPERIENCES, headers=headers)
+            parts = int(await self.bus.publish(self.topology.exchange("experiences"), key, mail))
+        result = TaskResult(
+            batch=piece.batch,
+            ticket=piece.ticket,
+            task_id=piece.task_id,
+            run_base=piece.run_base,
+            repeat_times=piece.repeat_times,
+            attempt=attempt,
+            outcome="failed" if spoiled else "finished",
+            runs=runs,
+            parts=parts,
+            metrics=[{"accuracy": 1.0, "reward": 1.0} for _ in runs],
+            version_min=version,
+            version_max=version,
+        )
+        await self.bus.publish(self.topology.exchange("results"), batch_key(piece.batch), envelope(result))
+        self.done.append(piece)
+        await delivery.ack()
+
+
+def one_experience(piece: TaskSlice, run: int, version: Version) -> Experience:
+    """Return a small experience of a run, its reward differing between runs."""
+    return Experience(
+        eid=EID(batch=piece.batch, task=piece.task_id, run=run),
+        tokens=torch.tensor([3, 4, 5, 1], dtype=torch.int32),
+        prompt_length=2,
+        logprobs=torch.zeros(2),
+        reward=float(run % 2),
+        versions=[(0, *version)],
+        temperature=1.0,
+    )
+
+
+class FakeRunnerAgent(Agent):
+    """A runner's beats around a :class:`FakeRunner`, so that clocks know of a living runner."""
+
+    role = "runner"
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        bus: Bus,
+        topology: Topology,
+        agent_id: str,
+        work: Callable[[Bus, Topology], Coroutine[Any, Any, None]],
+    ) -> None:
+        super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
+        self._work = work
+
+    async def serve(self) -> None:
+        """Work until the explorer has finished."""
+        over = self.woken.until(lambda: self.draining.is_set() or self.peers.detail("explorer").get("finished", False))
+        await self.with_background(over, self._work(self.bus, self.topology))

@@ -1,0 +1,258 @@
+"""Checkpoints: whole or not there. Also which tickets a trainer began and did not finish."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import structlog
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trinity_mq.training.threads import run_to_end
+
+STATE_FILE = "trainer.json"
+log = structlog.get_logger(__name__)
+
+
+class CheckpointError(Exception):
+    """A checkpoint or counter could not be written or read; the message says which, why and what to do."""
+
+
+class TrainerState(BaseModel):
+    """What a trainer needs besides weights and optimizer to go on."""
+
+    model_config = ConfigDict(frozen=True)
+
+    generation: int
+    step: int
+    """Train steps that changed the weights."""
+    progress: int
+    """Closed batches consumed."""
+    source: dict[str, Any]
+    """The source's own state, opaque here; JSON."""
+    fingerprint: str
+    """Of the configuration it was made under."""
+
+
+class _StateFile(BaseModel):
+    state: TrainerState
+    files: dict[str, int]
+    """Size in bytes of every other file, by path inside the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    path: Path
+    state: TrainerState
+
+
+class CheckpointStore:
+    """The checkpoints ``progress-<progress>`` in one folder, which one trainer at a time writes."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        """Make the folder, and clear away what a killed trainer left half done.
+
+        Args:
+            folder: Where they are.
+            keep: How many of the newest stay.
+
+        Raises:
+            CheckpointError: The folder cannot be written.
+        """
+        self._folder = folder
+        self._keep = keep
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in list(folder.iterdir()):
+                final = folder / path.name.partition(".retired-")[2]
+                if path.name.startswith(".partial-") or (path.name.startswith(".retired-") and final.exists()):
+                    shutil.rmtree(path)
+                elif path.name.startswith(".retired-"):
+                    path.rename(final)
+        except OSError as error:
+            raise self._error("prepare the folder", error) from error
+
+    def next_generation(self) -> int:
+        """Count one start of the trainer, durably, and return its number, from 1.
+
+        Raises:
+            CheckpointError: The counter cannot be read or written.
+        """
+        counter = self._folder / "generation"
+        try:
+            last = int(counter.read_text()) if counter.exists() else 0
+            found = max([last, *(checkpoint.state.generation for checkpoint in self._whole())]) + 1
+            _replace(counter, f"{found}\n", durable=True)
+        except (OSError, ValueError) as error:
+            raise self._error(f"count the start in {counter.name}", error) from error
+        return found
+
+    def latest(self) -> Checkpoint | None:
+        """Return the whole checkpoint with the most progress, None if there is none; damaged ones are logged."""
+        return next(iter(self._whole()), None)
+
+    async def save(self, write: Callable[[Path], Awaitable[None]], state: TrainerState) -> Checkpoint:
+        """Make a checkpoint: it appears, synced to disk, by one rename when all of it is written.
+
+        A checkpoint of the same progress is replaced. Cancelled or failed, it leaves everything as it was.
+
+        Args:
+            write: Writes files into the folder it is given.
+            state: Goes beside them; names the checkpoint.
+
+        Raises:
+            CheckpointError: It could not be written, such as for a full disk; older checkpoints are untouched.
+        """
+        final = self._folder / f"progress-{state.progress:06d}"
+        partial = self._folder / f".partial-{final.name}-{uuid4().hex[:8]}"
+        with ThreadPoolExecutor(1, "checkpoint") as pool:
+            try:
+                await run_to_end(pool, partial.mkdir)
+                await write(partial)
+                await run_to_end(pool, lambda: self._commit(partial, final, state))
+            except Exception as error:
+                raise self._error(f"save {final.name}", error) from error
+            finally:
+                await run_to_end(pool, lambda: shutil.rmtree(partial, ignore_errors=True))
+        return Checkpoint(final, state)
+
+    def _commit(self, partial: Path, final: Path, state: TrainerState) -> None:
+        files = [path for path in partial.rglob("*") if path.is_file()]
+        sizes = {path.relative_to(partial).as_posix(): path.stat().st_size for path in files}
+        content = _StateFile(state=state, files=sizes).model_dump_json(indent=2)
+        (partial / STATE_FILE).write_text(content, encoding="utf-8")
+        for path in (*partial.rglob("*"), partial):
+            _sync(path)
+        retired = self._folder / f".retired-{final.name}"
+        if final.exists():
+            final.rename(retired)
+        try:
+            partial.rename(final)
+        except OSError:
+            if retired.exists():
+                retired.rename(final)
+            raise
+        _sync(self._folder)
+        shutil.rmtree(retired, ignore_errors=True)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove what is older than the newest ``keep``; damaged ones above that stay for a look until then."""
+        kept = self._whole()[: self._keep]
+        for progress, path in self._folders():
+            if len(kept) == self._keep and progress < kept[-1].state.progress:
+                try:
+                    shutil.rmtree(path)
+                except OSError as error:
+                    log.warning("old_checkpoint_not_removed", path=str(path), reason=str(error))
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """Return ``(progress, path)`` of all checkpoints, newest first."""
+        found = ((re.fullmatch(r"progress-(\d+)", path.name), path) for path in self._folder.iterdir())
+        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
+
+    def _whole(self) -> list[Checkpoint]:
+        """Return the undamaged checkpoints, newest first."""
+        found = []
+        for _, path in self._folders():
+            try:
+                content = _StateFile.model_validate_json((path / STATE_FILE).read_text(encoding="utf-8"))
+                for name, size in content.files.items():
+                    if (seen := (path / name).stat().st_size) != size:
+                        raise ValueError(f"{name} has {seen} bytes, wanted {size}")
+            except (OSError, ValueError, ValidationError) as error:
+                log.warning("damaged_checkpoint_skipped", path=str(path), reason=str(error))
+            else:
+                found.append(Checkpoint(path, content.state))
+        return found
+
+    def _error(self, what: str, error: Exception) -> CheckpointError:
+        try:
+            free = f"{shutil.disk_usage(self._folder).free / 2**20:.0f} MiB are free there"
+        except OSError:
+            free = "the folder is not there"
+        return CheckpointError(
+            f"cannot {what} in {self._folder}: {error}; {free}. Check space and permissions, then start again: "
+            "checkpoints that were there before are untouched"
+        )
+
+
+class StepAttempts:
+    """Which tickets were begun and never finished: a batch that kills the trainer shows by its count.
+
+    A file in the checkpoint folder, replaced at once but not synced: it has to survive the process, not the machine.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the counts in ``folder``; an unreadable file counts as none.
+
+        Raises:
+            CheckpointError: Not permitted to read it.
+        """
+        self._path = folder / "attempts.json"
+        self._starts: dict[str, int] = {}
+        try:
+            if self._path.exists():
+                self._starts = {str(ticket): int(n) for ticket, n in json.loads(self._path.read_text()).items()}
+        except (ValueError, AttributeError, TypeError) as error:
+            log.warning("step_attempts_unreadable", path=str(self._path), reason=str(error))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self._path}: {error}; give the trainer access to it") from error
+
+    def starts(self, ticket: str) -> int:
+        """Return how many starts of ``ticket`` did not finish."""
+        return self._starts.get(ticket, 0)
+
+    def begin(self, tickets: Iterable[str]) -> None:
+        """Note a start of each ticket, before its step.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        self._write(self._starts | {ticket: self.starts(ticket) + 1 for ticket in tickets})
+
+    def finish(self, tickets: Iterable[str]) -> None:
+        """Forget the starts of tickets whose step has ended, well or with an error that did not kill.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        done = set(tickets)
+        self._write({ticket: starts for ticket, starts in self._starts.items() if ticket not in done})
+
+    def _write(self, starts: dict[str, int]) -> None:
+        try:
+            _replace(self._path, json.dumps(starts), durable=False)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self._path}: {error}; check space and permissions") from error
+        self._starts = starts
+
+
+def _sync(path: Path) -> None:
+    """Have the file or folder on disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, text: str, *, durable: bool) -> None:
+    """Put ``text`` in the place of ``path``: a reader finds the old content or the new."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    if durable:
+        _sync(new)
+    new.replace(path)
+    if durable:
+        _sync(path.parent)

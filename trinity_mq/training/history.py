@@ -1,0 +1,138 @@
+"""What was decided, ticket by ticket: one append-only file of JSON lines per generation of the trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trinity_mq.messages.base import BatchId
+from trinity_mq.messages.batches import StepOutcome
+
+
+class HistoryError(Exception):
+    """The history cannot be written, or does not lead where it should; the message says where it breaks."""
+
+
+class History:
+    """The file of the running generation. Each line reaches the operating system before :meth:`record` returns."""
+
+    def __init__(self, folder: Path, generation: int, resumed_from: tuple[int, int] | None) -> None:
+        """Start the file ``<generation>.jsonl``.
+
+        Args:
+            folder: Made if missing.
+            generation: Number of this start of the trainer; used once.
+            resumed_from: ``(generation, progress)`` of the checkpoint it goes on from, None for a fresh start.
+
+        Raises:
+            HistoryError: The generation has a history already, or the folder cannot be written.
+        """
+        path = folder / f"{generation}.jsonl"
+        origin = None if resumed_from is None else {"generation": resumed_from[0], "progress": resumed_from[1]}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("x", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise HistoryError(
+                f"cannot start the history {path}: {error}; each start needs a new generation"
+            ) from error
+        self._append({"generation": generation, "resumed_from": origin})
+
+    def record(
+        self,
+        *,
+        progress: int,
+        step: int,
+        batch: BatchId,
+        ticket: str,
+        op: str,
+        outcome: StepOutcome,
+        uids: Sequence[str],
+    ) -> None:
+        """Note a decided ticket, before any checkpoint that contains it is saved.
+
+        Args:
+            progress: Closed batches consumed, this one included: rises by one with each line.
+            step: Train steps that changed the weights, this one included.
+            batch: Its batch.
+            ticket: The ticket.
+            op: The processing that decided it.
+            outcome: What became of it.
+            uids: The experiences trained on.
+
+        Raises:
+            HistoryError: It cannot be written.
+        """
+        entry = {"progress": progress, "step": step, "batch": batch, "ticket": ticket, "op": op, "outcome": outcome}
+        self._append(entry | {"uids": list(uids)})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise HistoryError(f"cannot write the history {self._file.name}: {error}; check the space there") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> History:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]]:
+    """Return the entries that made the checkpoint of ``generation`` at ``progress``: those of progress 1, 2, ... in order.
+
+    What a generation decided after the checkpoint from which the next one went on is not part of it.
+
+    Raises:
+        HistoryError: A file is missing or unreadable, or an entry is missing.
+    """
+    result: list[dict[str, Any]] = []
+    end, current = progress, generation
+    while True:
+        path = folder / f"{current}.jsonl"
+        header, *entries = _read(path)
+        origin = header.get("resumed_from")
+        start = origin["progress"] if origin else 0
+        found = [entry for entry in entries if start < entry["progress"] <= end]
+        if [entry["progress"] for entry in found] != list(range(start + 1, end + 1)):
+            has = [entry["progress"] for entry in found]
+            raise HistoryError(
+                f"{path} should hold progress {start + 1} to {end}, each once and in order; it has {has}"
+            )
+        result = found + result
+        if not origin:
+            return result
+        if origin["generation"] >= current:
+            raise HistoryError(
+                f"{path} says it goes on from generation {origin['generation']}, which is not before {current}"
+            )
+        end, current = start, origin["generation"]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file, the header first; a last line cut short by a kill is left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise HistoryError(f"cannot read the history {path}: {error}") from error
+    result: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            result.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise HistoryError(f"{path}, line {number} is not JSON: {error}") from error
+    if not result:
+        raise HistoryError(f"{path} is empty, wanted a header line")
+    return result

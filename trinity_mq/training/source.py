@@ -1,0 +1,175 @@
+"""Where train batches come from: the Source protocol, and the stream of processed batches."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
+from trinity_mq.experience import DecodeError, Experience
+from trinity_mq.messages import BatchReady, Mark, RunEnd
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.mail import EXPERIENCES, envelope, opened, park
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.training.decide import Decider, Decision
+
+log = structlog.get_logger(__name__)
+
+MARK_TIMEOUT = 60.0
+"""Seconds without anything new in which our own mark must come by, or the stream is not the one the checkpoint knows."""
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """One unit of progress, however many experiences are left in it."""
+
+    batch: int
+    ticket: str
+    op: str
+    state: str
+    """ready, empty, failed, gone."""
+    experiences: list[Experience] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    reason: str | None = None
+
+
+class Source(Protocol):
+    """Train batches in order; its state is part of the checkpoint and opaque to the trainer."""
+
+    async def next(self) -> TrainBatch:
+        """Return the next batch once there is one."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what :meth:`restore` needs to go on behind the batches consumed so far."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken."""
+
+
+class StreamSource:
+    """Processed batches from the ``ready`` stream, in batch order (style fixed)."""
+
+    def __init__(self, bus: Bus, topology: Topology, by: str) -> None:
+        self._bus, self._topology, self._by = bus, topology, by
+        self._decider = Decider()
+        self._consumed_batches = 0
+        self.changed = Notifier()
+        self.bytes_since_save = 0
+
+    @property
+    def ended(self) -> int | None:
+        """Batches of the run, once the explorer has said so."""
+        return self._decider.ended
+
+    @property
+    def waiting(self) -> list[str]:
+        """Tickets that are here and not consumed."""
+        return self._decider.waiting
+
+    def available(self) -> bool:
+        """The next batch is here."""
+        return self._decider.peek(self._consumed_batches + 1) is not None
+
+    async def next(self) -> TrainBatch:
+        """Return the next batch once there is one, decoded on a thread; a chunk that does not decode fails its batch."""
+        await self.changed.until(self.available)
+        decision = self._decider.peek(self._consumed_batches + 1)
+        assert decision is not None
+        ready = decision.ready
+        batch = TrainBatch(
+            decision.batch, ready.ticket, ready.op, ready.state, metrics=dict(ready.metrics), reason=ready.reason
+        )
+        try:
+            batch.experiences = await asyncio.to_thread(_decode, decision)
+        except DecodeError as error:
+            batch.state, batch.reason = "failed", f"a chunk does not decode: {error}"
+        if batch.state == "ready" and not batch.experiences:
+            batch.state = "empty"
+        return batch
+
+    def consumed(self) -> None:
+        """The batch that :meth:`next` returned last is done with."""
+        self._consumed_batches += 1
+        decision = self._decider.peek(self._consumed_batches)
+        assert decision is not None
+        self._decider.consume(decision)
+
+    def state(self) -> dict[str, Any]:
+        """Return consumed tickets and the offset to read on from."""
+        return {
+            "consumed": sorted(self._decider.consumed),
+            "batches": self._consumed_batches,
+            "offset": self._decider.resume_offset(),
+            "ended": self._decider.ended,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        self._decider = Decider(state["consumed"], state["offset"])
+        self._decider.ended = state.get("ended")
+        self._consumed_batches = state["batches"]
+
+    async def run(self) -> None:
+        """Read the stream until cancelled.
+
+        Raises:
+            FatalError: The stream does not hold what the checkpoint needs.
+        """
+        nonce = uuid.uuid4().hex
+        offset = self._decider.next_offset
+        async with await self._bus.consume(self._topology.ready, offset=offset) as feed:
+            await self._bus.publish(
+                self._topology.exchange("ready"), "mark", envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
+            )
+            marked = False
+            try:
+                while True:
+                    async with asyncio.timeout(None if marked else MARK_TIMEOUT):
+                        delivery = await anext(feed)
+                    marked = await self._take(delivery, nonce) or marked
+            except StreamCut as error:
+                raise FatalError(
+                    f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: it begins at {error.got}. "
+                    "Raise broker.ready_max_bytes, or start under another name"
+                ) from error
+            except TimeoutError:
+                raise FatalError(
+                    f"nothing was found on the ready stream from offset {offset} on, not even our own mark: the stream is shorter than the "
+                    "checkpoint says, so this is not the broker (or not the data) it was made with"
+                ) from None
+
+    async def _take(self, delivery: Delivery, nonce: str) -> bool:
+        """Take in one delivery; True for our own mark."""
+        offset = delivery.offset
+        assert offset is not None
+        marked = False
+        if delivery.content_type == EXPERIENCES:
+            await self._take_chunk(delivery, offset)
+        else:
+            message = await opened(self._bus, self._topology, delivery, self._by)
+            if isinstance(message, BatchReady):
+                self._decider.ready(message, offset)
+            else:
+                self._decider.other(offset)
+                marked = isinstance(message, Mark) and message.nonce == nonce
+                if isinstance(message, RunEnd):
+                    self._decider.ended = message.batches
+        self.changed.notify()
+        return marked
+
+    async def _take_chunk(self, delivery: Delivery, offset: int) -> None:
+        ticket, op, n = (delivery.headers.get(name) for name in ("ticket", "op", "n"))
+        self.bytes_since_save += len(delivery.body)
+        if isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int):
+            self._decider.chunk(ticket, op, n, delivery.body, offset)
+        else:
+            self._decider.other(offset)
+            await park(self._bus, self._topology, delivery, "a chunk needs the headers ticket, op and n", self._by)
+
+
+def _decode(decision: Decision) -> list[Experience]:
+    return [experience for body in decision.chunks for experience in Experience.deserialize_many(body)]

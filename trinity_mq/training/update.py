@@ -1,0 +1,101 @@
+"""One optimizer step over micro-batches, and the metrics of the optimizer steps that make a train step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from trinity_mq.algorithms.registry import LossFunction
+from trinity_mq.config.algorithm import AlgorithmConfig
+from trinity_mq.training.packing import MicroBatch
+from trinity_mq.training.policy import Policy
+
+DIFFERENCE = "rollout/rollout_vs_train_logprob_diff"
+
+
+def optimizer_step(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[MicroBatch],
+    loss_function: LossFunction,
+    config: AlgorithmConfig,
+    entropy_weight: float,
+) -> tuple[bool, dict[str, float]]:
+    """Accumulate the gradient of all ``batches``, clip it and move the weights once.
+
+    The loss is ``(policy loss - entropy_weight x entropy) / tokens``, summed over and divided by the trained tokens of
+    all batches together: how they are cut into micro-batches does not change the gradient.
+
+    Returns:
+        Whether loss and gradient were finite (else weights and optimizer are untouched), and metrics.
+    """
+    tokens = sum(batch.tokens for batch in batches)
+    optimizer.zero_grad()
+    sums: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+    for packed in batches:
+        batch = packed.to(policy.device)
+        logprobs, entropy = policy.score(batch, entropy_gradient=entropy_weight > 0)
+        terms = loss_function(logprobs, batch.old_logprobs, batch.advantages, config)
+        torch.autograd.backward((terms.loss - entropy_weight * entropy.sum()) / tokens)
+        difference = (logprobs.detach() - batch.old_logprobs).abs()
+        found = {"pg_loss": terms.loss.detach(), "entropy": entropy.detach().sum(), "difference": difference.sum()}
+        for name, value in (found | terms.sums).items():
+            sums[name] = sums[name] + value if name in sums else value
+        for name, value in {"difference": difference.max(), **terms.maxima}.items():
+            maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
+    norm = clip_grad_norm_(policy.parameters, config.optimizer.clip_grad).item()
+    mean = {name: value.item() / tokens for name, value in sums.items()}
+    finite = all(map(math.isfinite, (norm, mean["pg_loss"], mean["entropy"])))
+    if finite:
+        optimizer.step()
+    metrics = {f"{DIFFERENCE}/mean": mean.pop("difference"), f"{DIFFERENCE}/max": maxima.pop("difference").item()}
+    metrics |= {f"actor/{name}": value for name, value in mean.items()}
+    metrics |= {f"actor/{name}": value.item() for name, value in maxima.items()}
+    entropy_loss = -entropy_weight * mean["entropy"]
+    return finite, metrics | {
+        "actor/entropy_loss": entropy_loss,
+        "actor/loss": mean["pg_loss"] + entropy_loss,
+        "actor/grad_norm": norm,
+    }
+
+
+class StepTally:
+    """Collects what the optimizer steps of one train step report."""
+
+    def __init__(self) -> None:
+        self._applied: list[dict[str, float]] = []
+        self._first: dict[str, float] | None = None
+        self._nonfinite = 0
+        self._empty = 0
+
+    def add(self, finite: bool, metrics: dict[str, float]) -> None:
+        """Count one optimizer step."""
+        if self._first is None:
+            # Only the first one sees the weights that the batch was meant for.
+            self._first = {name: value for name, value in metrics.items() if name.startswith(DIFFERENCE)}
+        if finite:
+            self._applied.append(metrics)
+        else:
+            self._nonfinite += 1
+
+    def add_empty(self) -> None:
+        """Count a mini-batch without a trained token."""
+        self._empty += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Return averages (of ``*_max`` the largest) over the applied optimizer steps, and counts; all finite."""
+        result = {
+            "actor/optimizer_steps": float(len(self._applied)),
+            "actor/nonfinite_skipped": float(self._nonfinite),
+            "actor/empty_skipped": float(self._empty),
+        }
+        for name in self._applied[0] if self._applied else ():
+            values = [metrics[name] for metrics in self._applied]
+            result[name] = max(values) if name.endswith("_max") else math.fsum(values) / len(values)
+        result |= self._first or {}
+        return {name: value for name, value in result.items() if math.isfinite(value)}

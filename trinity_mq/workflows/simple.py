@@ -1,0 +1,99 @@
+"""Single-turn tasks with a rule reward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import PROMPT_TRUNCATED
+from trinity_mq.rewards import create_reward, parts_of
+from trinity_mq.workflows.task import Task, TaskError
+from trinity_mq.workflows.threads import in_thread
+from trinity_mq.workflows.workflow import Workflow
+
+if TYPE_CHECKING:
+    from trinity_mq.models import ModelWrapper
+
+
+class SingleTurnWorkflow(Workflow):
+    """What the single-turn workflows share: the messages, and what the responses are worth."""
+
+    can_reset = True
+    can_repeat = True
+    default_system_prompt: ClassVar[str | None] = None
+    """Used where the taskset's format has none."""
+    default_reward_fn: ClassVar[str] = "exact_match"
+    """Used where the task has none."""
+
+    def __init__(
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
+    ) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self.reset(task)
+
+    def reset(self, task: Task) -> None:
+        """Get ready for ``task``.
+
+        Raises:
+            UnknownNameError: Its reward function is not known.
+            RewardError: The reward function does not take the task's arguments.
+        """
+        self.task = task
+        self.reward_fn = create_reward(task.reward_fn or self.default_reward_fn, task.reward_fn_args)
+
+    def format_messages(self) -> list[dict[str, str]]:
+        """Return the conversation that asks: the system prompt, if there is one, and the task.
+
+        Raises:
+            TaskError: The task's prompt is no text.
+        """
+        prompt = self.task.task_desc
+        if not isinstance(prompt, str):
+            raise TaskError(
+                f"raw_task[{self.task.format_args.prompt_key!r}] is a {type(prompt).__name__}, "
+                "wanted the text of the prompt"
+            )
+        system = self.task.format_args.system_prompt or self.default_system_prompt
+        question = {"role": "user", "content": prompt}
+        return [{"role": "system", "content": system}, question] if system else [question]
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters: those of the task, and one completion for each run."""
+        return {**self.task.rollout_args, "n": self.repeat_times}
+
+    def rewarded(self, responses: list[Experience]) -> list[Experience]:
+        """Return ``responses`` with reward, its parts as metrics, and the run that each one is."""
+        truth = self.task.truth
+        for place, response in enumerate(responses):
+            unasked = response.truncate_status == PROMPT_TRUNCATED  # then its text is no answer to the prompt
+            parts = parts_of(
+                self.reward_fn,
+                "" if unasked else response.response_text or "",
+                None if truth is None else str(truth),
+                finished=response.truncate_status is None,
+            )
+            response.reward = sum(parts.values())
+            response.metrics.update(parts)
+            response.eid.run = self.run_id_base + place
+        return responses
+
+
+class SimpleWorkflow(SingleTurnWorkflow):
+    """One request for all runs of a single-turn task, each response rewarded by a rule."""
+
+    def run(self) -> list[Experience]:
+        """Ask, and return one rewarded experience for each run."""
+        return self.rewarded(self.model.chat(self.format_messages(), **self.sampling()))
+
+
+class AsyncSimpleWorkflow(SingleTurnWorkflow):
+    """:class:`SimpleWorkflow` on the event loop. The reward is computed in a thread: it may take its time."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        """Ask, and return one rewarded experience for each run."""
+        responses = await self.model.chat_async(self.format_messages(), **self.sampling())
+        return await in_thread(functools.partial(self.rewarded, responses), "reward")

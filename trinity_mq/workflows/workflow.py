@@ -1,0 +1,81 @@
+"""What a workflow is: how a model is used on a task, and what that was worth."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trinity_mq.experience import Experience
+
+if TYPE_CHECKING:
+    from trinity_mq.models import ModelWrapper
+    from trinity_mq.workflows.task import Task
+
+
+class Workflow:
+    """Runs a task with a model and returns the experiences, rewarded.
+
+    Write either :meth:`run` or, with ``is_async = True``, :meth:`run_async`. Each run of a task has an instance and a
+    view of the model to itself, unless ``can_repeat``: then one instance does all runs of a slice in one go.
+    """
+
+    can_reset: ClassVar[bool] = False
+    """:meth:`reset` readies an instance for another task."""
+    can_repeat: ClassVar[bool] = False
+    """One call makes all runs: see :meth:`set_repeat_times`."""
+    is_async: ClassVar[bool] = False
+    """:meth:`run_async` is the one that is written."""
+
+    def __init__(
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
+    ) -> None:
+        self.task = task
+        self.model = model
+        self.auxiliary_model_wrappers = list(auxiliary_models or ())
+        self.repeat_times = 1
+        self.run_id_base = 0
+
+    @functools.cached_property
+    def auxiliary_models(self) -> list[Any]:
+        """OpenAI clients of the auxiliary models, asynchronous ones if the workflow is."""
+        if self.is_async:
+            return [model.get_openai_async_client() for model in self.auxiliary_model_wrappers]
+        return [model.get_openai_client() for model in self.auxiliary_model_wrappers]
+
+    @property
+    def resettable(self) -> bool:
+        """``can_reset``, by its older name."""
+        return self.can_reset
+
+    @property
+    def repeatable(self) -> bool:
+        """``can_repeat``, by its older name."""
+        return self.can_repeat
+
+    @property
+    def asynchronous(self) -> bool:
+        """``is_async``, by its older name."""
+        return self.is_async
+
+    def reset(self, task: Task) -> None:
+        """Get ready for ``task``; written where ``can_reset``."""
+        raise NotImplementedError(f"{type(self).__name__} has no reset(); write it, or leave can_reset False")
+
+    def set_repeat_times(self, repeat_times: int, run_id_base: int) -> None:
+        """Say what the next run is to do, where ``can_repeat``: ``repeat_times`` runs.
+
+        The experiences of the i-th of them carry ``eid.run = run_id_base + i``.
+        """
+        self.repeat_times = repeat_times
+        self.run_id_base = run_id_base
+
+    def run(self) -> list[Experience]:
+        """Do the task and return at least one experience, rewarded. Runs in a thread: it may block."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no run(); write it, or write run_async() and set is_async = True"
+        )
+
+    async def run_async(self) -> list[Experience]:
+        """Do the task and return at least one experience, rewarded. Runs on the event loop: it must not block."""
+        raise NotImplementedError(f"{type(self).__name__} has is_async = True but no run_async(); write it")
