@@ -3,8 +3,8 @@
     trinity-mq run examples/arithmetic.yaml            # in one terminal
     python examples/submit_task.py --broker "$(cat runs/arithmetic/broker.url)" --run arithmetic
 
-Any language with an AMQP 0-9-1 client can do the same: a JSON body to the exchange tmq.<run>.tasks under the key "submit", and
-a queue of one's own in reply_to.
+Any language with an AMQP 0-9-1 client can do the same: a JSON body to the exchange tmq.<run>.tasks under the key
+"submit", and a queue of one's own in reply_to.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ make_environment() {
     command -v "$python" >/dev/null || give_up "$python is not there: install Python 3.11 or newer"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         give_up "$("$python" --version) is too old: install Python 3.11 or newer, or set PYTHON to it"
+    # an environment knows its own path: one that was moved is made again
+    if [ -f "$stamp" ] && [ "$(cut -d' ' -f2- "$stamp")" != "$PWD" ]; then rm -rf "$venv"; fi
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         say "virtual environment in .venv"
         rm -rf "$venv"

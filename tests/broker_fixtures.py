@@ -32,6 +32,7 @@ class RunningBroker:
 
 
 USED = pytest.StashKey[RunningBroker]()
+NODE = pytest.StashKey[PrivateNode]()
 
 
 def pytest_report_header() -> str:
@@ -54,6 +55,15 @@ def broker_url(pytestconfig: pytest.Config) -> Iterator[str]:
         yield from _container(pytestconfig)
     else:
         yield from _private_node(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def broker_node(broker_url: str, pytestconfig: pytest.Config) -> PrivateNode:
+    """The node behind ``broker_url``, for tests that need its tools; skips where it is not ours."""
+    node = pytestconfig.stash.get(NODE, None)
+    if node is None:
+        pytest.skip("needs the tools of a private node")
+    return node
 
 
 @pytest.fixture
@@ -82,6 +92,7 @@ def _private_node(config: pytest.Config) -> Iterator[str]:
 
     try:
         asyncio.run(start())
+        config.stash[NODE] = node
         yield _note(config, node.url, "a private node")
     finally:
         asyncio.run(node.kill())

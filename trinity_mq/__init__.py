@@ -50,8 +50,9 @@ __version__ = "0.1.0"
 _NAMES: Mapping[str, str] = {
     "config": "Config load_config",
     "experience": (
-        "EID CustomField Experience from_hf_datasets gather_action_masks gather_attention_masks gather_multi_modal_inputs "
-        "gather_response_attrs gather_token_ids group_by split_dpo_experience_to_single_turn to_hf_datasets"
+        "EID CustomField Experience from_hf_datasets gather_action_masks gather_attention_masks "
+        "gather_multi_modal_inputs gather_response_attrs gather_token_ids group_by "
+        "split_dpo_experience_to_single_turn to_hf_datasets"
     ),
     "models": "InferenceModel ModelWrapper",
     "operators": "ExperienceOperator ExperienceOperatorV1 create_operators",

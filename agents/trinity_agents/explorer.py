@@ -73,19 +73,19 @@ class Explorer(Agent):
 
     def extra_beats(self) -> list[Beat]:
         """Return the engine's beat."""
-        if self.exploration is None or self.engine is None or not self.engine.state.alive:
+        if self.exploration is None or not self.engine.snapshot.alive:
             return []
-        version = self.exploration.membership.version
+        snapshot, version = self.engine.snapshot, self.exploration.membership.version
         return [
             Beat(
                 role="engine",
-                id=self.engine.state.id,
+                id=snapshot.id,
                 seq=self.beat_seq,
                 incarnation=self.incarnation,
                 lease=ENGINE_LEASE,
                 state="working" if version else "holding",
                 waits_for=None if version else "weights",
-                detail={**self.engine.model.to_dict(), "version": version, "restarts": self.engine.state.restarts},
+                detail={**snapshot.detail(), "version": version},
             )
         ]
 
@@ -148,8 +148,9 @@ class Explorer(Agent):
 
     async def get_weight(self, name: str) -> Tensor:
         """Return one weight as the engine holds it, on the CPU."""
-        weight: Tensor = await self.engine.weight(name)
-        return weight
+        from safetensors.torch import load
+
+        return load(await self.engine.weight(name))[name]
 
     async def _lock(self) -> Any:
         while not self.draining.is_set():
@@ -330,7 +331,7 @@ class Exploration:
             await asyncio.sleep(CLOCK_TICK)
             if not (agent.bus.usable and self.scheduler.is_caught_up):
                 continue
-            if agent.peers.alive("runner") and agent.engine.state.alive:
+            if agent.peers.alive("runner") and agent.engine.snapshot.alive:
                 await self.batches.tick(CLOCK_TICK)
             held = held + CLOCK_TICK if agent.state == "holding" else 0.0
             if held > self.config.explorer.stall_timeout:
@@ -388,12 +389,14 @@ class Exploration:
             await self.agent.peers.changed.wait()
 
     def _engine_changed(self) -> None:
-        engine = self.agent.engine
-        if engine.state.alive:
-            self.membership.engine_up(engine.state.version, engine.state.fingerprint)
-        else:
-            self.membership.engine_down()
-        self.agent.beat_soon()
+        """Tell the gate of an engine that has come, gone, or lost its weights by itself."""
+        snapshot, membership = self.agent.engine.snapshot, self.membership
+        if snapshot.alive and not membership.engine_ready:
+            membership.engine_up(snapshot.version, snapshot.fingerprint or None)
+        elif not snapshot.alive and membership.engine_ready:
+            membership.engine_down()
+        elif snapshot.state in {"empty", "dirty"} and membership.idle and membership.version is not None:
+            membership.engine_up(None, snapshot.fingerprint or None)
         self.agent.woken.notify()
 
     def _committed(self) -> Version | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,9 @@ PLUGIN_LISTENERS: Mapping[str, Sequence[str]] = {
     ),
 }
 """Plugins that listen on all interfaces unless told otherwise."""
+
+LOG_PREFIX = re.compile(r"^\S+ \S+ \[\w+\] <[\d.]+> ?")
+EXCERPT_LINES = 16
 
 
 class NodeError(BusError):
@@ -114,6 +118,23 @@ class FolderLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def failure_excerpt(base: Path) -> str:
+    """Return the part of a server's output that says why it did not start, else the ends of its output and logs."""
+    console = base / "console.log"
+    lines = [LOG_PREFIX.sub("", line) for line in _lines(console)]
+    if "BOOT FAILED" in lines:
+        at = lines.index("BOOT FAILED")
+        found = lines[max(0, at - EXCERPT_LINES // 2) : at + EXCERPT_LINES]
+    else:
+        logs = sorted((base / "log").glob("*.log"), key=lambda path: path.stat().st_mtime)
+        found = lines[-EXCERPT_LINES:] + [line for path in logs for line in _lines(path)[-EXCERPT_LINES:]]
+    return "\n".join([*(line for line in found if line.strip()), f"(all of it: {console}, {base / 'log'})"])
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
 def write_private(path: Path, text: str, mode: int = 0o600) -> None:

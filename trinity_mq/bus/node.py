@@ -20,6 +20,7 @@ from trinity_mq.bus._node_files import (
     FolderLock,
     NodeError,
     NodeState,
+    failure_excerpt,
     server_config,
     server_environment,
     write_private,
@@ -43,7 +44,6 @@ NOT_INSTALLED = (
 POLL_SECONDS = 0.05
 READY_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
-TAIL_CHARACTERS = 2000
 
 
 def find_rabbitmq() -> Path | None:
@@ -151,10 +151,14 @@ class PrivateNode:
                 while not await speaks_amqp(port):
                     if self.pid is None:
                         code = self._server.returncode if self._server else None
-                        raise NodeError(f"RabbitMQ in {self.base} died (exit code {code})\n{self.log_tail()}")
+                        raise NodeError(
+                            f"RabbitMQ in {self.base} died (exit code {code})\n{failure_excerpt(self.base)}"
+                        )
                     await asyncio.sleep(POLL_SECONDS)  # nothing tells when a listener opens
         except TimeoutError:
-            raise NodeError(f"RabbitMQ in {self.base} was not ready in {timeout:g} s\n{self.log_tail()}") from None
+            raise NodeError(
+                f"RabbitMQ in {self.base} was not ready in {timeout:g} s\n{failure_excerpt(self.base)}"
+            ) from None
 
     async def stop(self) -> None:
         """Stop cleanly, so that everything is on disk; kill what does not stop in time."""
@@ -194,15 +198,6 @@ class PrivateNode:
             raise NodeError(f"rabbitmqctl {' '.join(arguments)}: exit code {process.returncode}\n{printed.strip()}")
         return printed
 
-    def log_tail(self) -> str:
-        """Return the ends of the server's console output and logs."""
-        found = [self.base / "console.log", *sorted((self.base / "log").glob("*.log"))]
-        return "\n".join(
-            f"--- {path}\n{path.read_text(errors='replace')[-TAIL_CHARACTERS:].strip()}"
-            for path in found
-            if path.exists()
-        )
-
     async def __aenter__(self) -> Self:
         """Start and wait until ready."""
         await self.start()
@@ -240,6 +235,7 @@ class PrivateNode:
             write_private(cookie, secrets.token_hex(16), 0o400)
         write_private(self.base / "rabbitmq.conf", server_config(state, self.plugins, self.config))
         write_private(self.base / "enabled_plugins", f"[{','.join(self.plugins)}].\n")
+        write_private(self.base / "console.log", "")
         write_private(self.base / "env.conf", "")  # else /etc/rabbitmq/rabbitmq-env.conf is read
         return server_environment(self.base, self._node, state)
 
@@ -258,7 +254,7 @@ class PrivateNode:
         async with asyncio.timeout(10):
             while not await accepts(port):
                 if self._epmd is not None and self._epmd.poll() is not None:
-                    raise NodeError(f"epmd did not start on port {port}\n{self.log_tail()}")
+                    raise NodeError(f"epmd did not start on port {port}\n{failure_excerpt(self.base)}")
                 await asyncio.sleep(POLL_SECONDS)
 
     def _spawn(

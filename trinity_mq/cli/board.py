@@ -1,4 +1,6 @@
-"""What a person watching a run wants to know, kept up from beats, metrics and process events. Pure: time is an argument."""
+"""What a person watching a run wants to know, kept up from beats, metrics and process events. Pure: time is an
+argument.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,8 @@ class Board:
         """Take in what the supervisor did, as far as it is worth a line."""
         if event.what == "restarting":
             self._news.append(
-                f"{event.name} died and starts again in {event.delay:g} s (restart {event.restarts}); see logs/{event.name}.jsonl"
+                f"{event.name} died and starts again in {event.delay:g} s (restart {event.restarts}); "
+                f"see logs/{event.name}.jsonl"
             )
         elif event.what == "killed":
             self._news.append(f"{event.name} did not end in time and was killed")

@@ -30,7 +30,9 @@ async def follow(
 
 
 async def depths(bus: Bus, topology: Topology, names: Sequence[str]) -> dict[str, int | None]:
-    """Return the depths of the run's queues by their short names; None where there is no queue, or no broker at present."""
+    """Return the depths of the run's queues by their short names; None where there is no queue, or no broker at
+    present.
+    """
     found: dict[str, int | None] = {}
     for name in names:
         try:

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 ROLES = ("explorer", "runner", "operator", "trainer")
@@ -37,10 +38,12 @@ PASSING = ("trinity_mq.bus.base.BusUnavailable", "trinity_mq.runtime.errors.Rest
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: done. 1: it went wrong. 2: the user can cure it; the line on stderr says how. 75, 78: the same of an agent, passing or not.
-    130, 143: interrupted by SIGINT, SIGTERM.
+    0: done. 1: it went wrong. 2: the user can cure it; the line on stderr says how. 75, 78: the same of an agent,
+    passing or not. 130, 143: interrupted by SIGINT, SIGTERM.
     """
     arguments = _parser().parse_args(argv)
+    # workflows and rewards of the user's own lie where the command is given; agents, started with -m, look there too
+    sys.path.append(str(Path.cwd()))
     try:
         return _function(arguments.function)(arguments)
     except KeyboardInterrupt:
@@ -196,6 +199,8 @@ def _add_broker(commands: _Commands[argparse.ArgumentParser]) -> None:
     ):
         command = _add(actions, action, f"trinity_mq.cli.broker:{action}", words)
         command.add_argument("folder", metavar="FOLDER", help="keeps the node's data, ports and password")
+        if action == "serve":
+            command.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
 
 
 class _Version(argparse.Action):

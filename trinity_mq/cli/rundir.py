@@ -128,7 +128,8 @@ def _lock(fd: int, path: Path) -> None:
     except BlockingIOError as error:
         holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         raise RunFolderError(
-            f"run folder {path} is in use by process {holder}: stop that run first, or start this one under another name (name=...)"
+            f"run folder {path} is in use by process {holder}: stop that run first, or start this one under another "
+            "name (name=...)"
         ) from error
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

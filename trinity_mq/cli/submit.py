@@ -84,7 +84,8 @@ async def _submit(
                             return decode(delivery.body, SubmissionOutcome, delivery.content_type)
             except TimeoutError:
                 raise CommandError(
-                    f"no outcome within {wait:g} s; the task is with run {run!r} and may still be done (see `trinity-mq status`)"
+                    f"no outcome within {wait:g} s; the task is with run {run!r} and may still be done "
+                    "(see `trinity-mq status`)"
                 ) from None
     raise CommandError("the reply queue was closed before the outcome came")
 

@@ -18,7 +18,9 @@ COMMAND_CONNECT_TIMEOUT = 10.0
 
 
 def known_broker(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the broker's URL: of the configuration, else of the environment, else of the run that runs here, else None."""
+    """Return the broker's URL: of the configuration, else of the environment, else of the run that runs here, else
+    None.
+    """
     return config.broker.url or environ.get(BROKER_VARIABLE) or RunFolder(config).known_broker()
 
 
@@ -38,7 +40,8 @@ def target(arguments: argparse.Namespace) -> tuple[str, BrokerConfig]:
         run, broker, url = arguments.run, BrokerConfig(), arguments.broker or os.environ.get(BROKER_VARIABLE)
     if url is None:
         raise CommandError(
-            f"no broker is known for run {run!r}: does it run on this machine? Else give --broker URL or set {BROKER_VARIABLE}"
+            f"no broker is known for run {run!r}: does it run on this machine? Else give --broker URL or set "
+            f"{BROKER_VARIABLE}"
         )
     timeout = min(broker.connect_timeout, COMMAND_CONNECT_TIMEOUT)
     return run, broker.model_copy(update={"url": url, "connect_timeout": timeout})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from trinity_mq.config import Config, load_config
+from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.data import open_taskset
+from trinity_mq.rewards import RewardError, UnknownNameError, create_reward
 
 
 def validate(arguments: argparse.Namespace) -> int:
@@ -22,9 +23,14 @@ def check_tasksets(config: Config) -> list[str]:
 
     Raises:
         TasksetError: One cannot be read.
+        ConfigError: Its reward function is not known, or does not take its arguments.
     """
     found = []
     for taskset in (config.buffer.taskset, *config.buffer.eval_tasksets):
+        try:
+            create_reward(taskset.reward_fn, taskset.reward_fn_args)
+        except (UnknownNameError, RewardError) as error:
+            raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
         if taskset.storage_type == "queue":
             found.append(f"taskset {taskset.name!r}: tasks submitted from outside")
         else:

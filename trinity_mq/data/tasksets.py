@@ -136,21 +136,3 @@ def open_taskset(
         seed=seed,
         is_eval=is_eval,
     )
-
-
-def with_defaults(body: TaskBody, config: TasksetConfig) -> TaskBody:
-    """Return a submitted task with what it left out taken from ``config``: workflow, format, reward, sampling.
-
-    Arguments of the workflow and of the reward come from ``config`` only together with the name they belong to.
-    """
-    update: dict[str, Any] = {
-        "format_args": {**config.format.model_dump(), **body.format_args},
-        "rollout_args": {**config.rollout_args, **body.rollout_args},
-        "index": body.index or {"taskset": config.name},
-    }
-    if not body.workflow:
-        update |= {"workflow": config.workflow, "workflow_args": {**config.workflow_args, **body.workflow_args}}
-    if body.reward_fn is None:
-        reward_fn_args = {**config.reward_fn_args, **body.reward_fn_args}
-        update |= {"reward_fn": config.reward_fn or None, "reward_fn_args": reward_fn_args}
-    return body.model_copy(update=update)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from trinity_mq.models.errors import ModelError
 
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
+_random_state = threading.Lock()
+"""The weights come from torch's one random state."""
+
 RECIPE = "recipe.json"
 """What a folder was made from, so that it is never taken for another."""
 
@@ -104,7 +108,7 @@ def _make(tiny: TinyModelConfig, folder: Path, seed: int) -> None:
     )
     tokenizer.chat_template = tiny.chat_template
     tokenizer.save_pretrained(folder)
-    with torch.random.fork_rng(devices=[]):
+    with _random_state, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).to(torch.float32)
     with _no_progress_bar():

@@ -28,18 +28,26 @@ INCURABLE = (TaskError, UnknownNameError, RewardError, ModelError)
 """Every further attempt would raise them too."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How long, and how often."""
+
+    attempt: float
+    """Seconds for one attempt of one run."""
+    retries: int
+    """Further attempts of failed runs."""
+    total: float
+    """Seconds for all of it, retries and waiting for engines included."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Runs to be done, and the limits on doing them."""
+    """What is to be run, with what."""
 
     task: Task
     kind: type[Workflow]
+    limits: Limits
     seed: int
-    max_timeout: float
-    """Seconds for one attempt."""
-    max_retry_times: int
-    seconds: float
-    """For all of it, retries and waiting included."""
     models: Callable[[], InferenceModel]
     """Says which engine to use now; raises EngineNotReady or EngineLost where there is none at present."""
     wrap: Callable[[InferenceModel, int], ModelWrapper]
@@ -90,19 +98,19 @@ class Unit:
     async def finish(self) -> None:
         """Do the runs and retry what fails. What a workflow does never raises here: the tally has it."""
         retrying = AsyncRetrying(
-            stop=stop_after_attempt(self.job.max_retry_times + 1),
+            stop=stop_after_attempt(self.job.limits.retries + 1),
             wait=wait_random_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE),
             retry=retry_if_exception(_curable),
             sleep=asyncio.sleep,
             reraise=True,
         )
         try:
-            async with asyncio.timeout(self.job.seconds) as limit:
+            async with asyncio.timeout(self.job.limits.total) as limit:
                 await retrying(self._attempt)
         except Exception as error:
             if limit.expired():
                 why = f", waiting for an engine: {self._engine_trouble}" if self._engine_trouble else ""
-                self.tally.trouble(f"not done within the {self.job.seconds:g} s of the slice{why}")
+                self.tally.trouble(f"not done within the {self.job.limits.total:g} s of the slice{why}")
             log.info(
                 "runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=describe(error)
             )
@@ -159,12 +167,12 @@ class Unit:
         loop = asyncio.get_running_loop()
         start = loop.time()
         try:
-            async with asyncio.timeout(job.max_timeout) as limit:
+            async with asyncio.timeout(job.limits.attempt) as limit:
                 experiences = await execute(make, job.kind)
         except TimeoutError:
             if limit.expired():
                 raise RunFailedError(
-                    f"{job.kind.__name__} took longer than max_timeout, {job.max_timeout:g} s"
+                    f"{job.kind.__name__} took longer than max_timeout, {job.limits.attempt:g} s"
                 ) from None
             raise
         return experiences, loop.time() - start

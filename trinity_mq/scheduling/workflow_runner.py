@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from trinity_mq.config import Config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import TaskSlice, Version
-from trinity_mq.models import InferenceModel, ModelWrapper
+from trinity_mq.models import EngineClients, InferenceModel, ModelWrapper
 from trinity_mq.rewards import UnknownNameError
-from trinity_mq.scheduling.attempts import Job, Tally, Unit
+from trinity_mq.scheduling.attempts import Job, Limits, Tally, Unit
 from trinity_mq.scheduling.seeds import stable_seed
 from trinity_mq.scheduling.status import SliceOutcome, Status
 from trinity_mq.telemetry import aggregate_runs
 from trinity_mq.workflows import Task, TaskError
 
 __all__ = ["SliceOutcome", "Status", "WorkflowRunner"]
+
+WAITING_SHARE = 0.25
+"""Of an attempt's time: so long a workflow waits for weights where it is, keeping its earlier steps. After that it is
+begun again, with whatever engine serves by then, which counts as no further attempt."""
 
 
 class WorkflowRunner:
@@ -30,7 +33,7 @@ class WorkflowRunner:
         config: The run's configuration.
         model: The rollout model of :meth:`run_task`; :meth:`run_slice` is told each time.
         auxiliary_models: Further models that workflows may ask.
-        runner_id: Whose work it is.
+        runner_id: Whose work it is, for logs.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class WorkflowRunner:
         self.model = model
         self.auxiliary_models = list(auxiliary_models or ())
         self.runner_id = runner_id
+        self._clients = EngineClients()
 
     def run_task(self, task: Task, repeat_times: int = 1, run_id_base: int = 0) -> tuple[Status, list[Experience]]:
         """Do ``repeat_times`` runs of ``task``; return what became of it, and the experiences of the finished runs.
@@ -54,8 +58,14 @@ class WorkflowRunner:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(self.run_task_async(task, repeat_times, run_id_base))
+            return asyncio.run(self._run_task_alone(task, repeat_times, run_id_base))
         raise RuntimeError("run_task() would block the running event loop; await run_task_async() instead")
+
+    async def _run_task_alone(self, task: Task, repeat_times: int, run_id_base: int) -> tuple[Status, list[Experience]]:
+        try:
+            return await self.run_task_async(task, repeat_times, run_id_base)
+        finally:
+            await self.close()  # the connections belong to the loop that ends here
 
     async def run_task_async(
         self, task: Task, repeat_times: int = 1, run_id_base: int = 0
@@ -64,14 +74,12 @@ class WorkflowRunner:
         model = self.model
         if model is None:
             raise RuntimeError("this WorkflowRunner was made without a model: give one, or use run_slice()")
-        limits = self.config.explorer
+        explorer = self.config.explorer
         outcome = await self._run(
             task,
             range(run_id_base, run_id_base + repeat_times),
+            Limits(explorer.max_timeout, explorer.max_retry_times, explorer.slice_timeout),
             seed=stable_seed(self.config.seed, task.batch_id, task.task_id),
-            max_timeout=limits.max_timeout,
-            max_retry_times=limits.max_retry_times,
-            seconds=limits.slice_timeout,
             models=lambda: model,
         )
         status = Status(
@@ -99,16 +107,25 @@ class WorkflowRunner:
         return await self._run(
             task,
             range(piece.run_base, piece.run_base + piece.repeat_times),
+            Limits(piece.max_timeout, piece.max_retry_times, piece.slice_timeout),
             seed=piece.seed,
-            max_timeout=piece.max_timeout,
-            max_retry_times=piece.max_retry_times,
-            seconds=piece.slice_timeout,
             models=models,
             pinned=piece.pinned,
         )
 
+    async def close(self) -> None:
+        """Close the connections to engines; a further task opens new ones."""
+        await self._clients.aclose()
+
     async def _run(
-        self, task: Task, runs: Sequence[int], *, pinned: Version | None = None, **limits: Any
+        self,
+        task: Task,
+        runs: Sequence[int],
+        limits: Limits,
+        *,
+        seed: int,
+        models: Callable[[], InferenceModel],
+        pinned: Version | None = None,
     ) -> SliceOutcome:
         if task.workflow is None:
             return SliceOutcome.failure("the task has no workflow; set Task.workflow to a Workflow class")
@@ -117,10 +134,12 @@ class WorkflowRunner:
         job = Job(
             task=task,
             kind=task.workflow,
-            wrap=lambda engine, seed: self._wrap(engine, seed, pinned),
-            wrap_auxiliary=lambda: [self._wrap(model, None, None) for model in self.auxiliary_models],
+            limits=limits,
+            seed=seed,
+            models=models,
+            wrap=lambda engine, run_seed: self._wrap(engine, task, limits, run_seed, pinned),
+            wrap_auxiliary=lambda: [ModelWrapper(model, clients=self._clients) for model in self.auxiliary_models],
             runner=self.runner_id,
-            **limits,
         )
         tally = Tally()
         async with asyncio.TaskGroup() as group:
@@ -128,7 +147,24 @@ class WorkflowRunner:
                 group.create_task(Unit(job, share, tally).finish())
         return _outcome(tally, loop.time() - start)
 
-    def _wrap(self, model: InferenceModel, seed: int | None, pinned: Version | None) -> ModelWrapper: ...
+    def _wrap(
+        self, engine: InferenceModel, task: Task, limits: Limits, seed: int, pinned: Version | None
+    ) -> ModelWrapper:
+        rollout, model = self.config.explorer.rollout_model, self.config.model
+        return ModelWrapper(
+            engine,
+            rollout_args=task.rollout_args,
+            seed=seed,
+            pinned=pinned,
+            enable_history=rollout.enable_history,
+            max_prompt_tokens=model.max_prompt_tokens,
+            max_response_tokens=model.max_response_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            clients=self._clients,
+            not_ready_timeout=limits.attempt * WAITING_SHARE,
+            request_timeout=limits.attempt,
+        )
 
 
 def _outcome(tally: Tally, seconds: float) -> SliceOutcome:

@@ -10,6 +10,7 @@ import structlog
 
 from trinity_mq.bus import Consumer, Delivery
 from trinity_mq.messages import Message, SyncEvent, Version
+from trinity_mq.models.engines.admin_client import ReceiveFailed
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.member import Command, Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
 
@@ -32,10 +33,6 @@ class EnginePort(Protocol):
 
     async def resume(self) -> None:
         """Serve what was served before."""
-
-
-class EngineTouched(Exception):
-    """Receiving failed after the engine's weights had begun to change."""
 
 
 class Membership:
@@ -179,8 +176,8 @@ class Membership:
         }
         try:
             canary = await self._engine.receive(spec, command.seconds + 5.0)
-        except EngineTouched as error:
-            self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=True))
+        except ReceiveFailed as error:
+            self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=error.touched))
         except Exception as error:
             self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=False))
         else:

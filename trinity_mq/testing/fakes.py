@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,16 @@ from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import TaskResult, TaskSlice, Version, decode
-from trinity_mq.models import InferenceModel
+from trinity_mq.models.engines.host import EngineSnapshot
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.mail import EXPERIENCES, envelope
-
-
-@dataclass
-class FakeEngineState:
-    """What an engine host says of its engine."""
-
-    id: str
-    alive: bool = True
-    version: Version | None = None
-    fingerprint: str | None = None
-    restarts: int = 0
 
 
 class FakeEngine:
     """An engine that takes any weights and remembers every version it served."""
 
     def __init__(self, engine_id: str = "engine", receive_seconds: float = 0.01) -> None:
-        self.state = FakeEngineState(engine_id)
-        self.model = InferenceModel(id=engine_id, url="http://127.0.0.1:9", name="fake")
+        self.snapshot = EngineSnapshot(engine_id, alive=True, state="empty", url="http://127.0.0.1:9", name="fake")
         self.served: list[Version] = []
         self.receive_seconds = receive_seconds
         self.on_change: Callable[[], None] = lambda: None
@@ -65,7 +53,7 @@ class FakeEngine:
 
     async def commit(self, version: Version, progress: int) -> None:
         """Serve it."""
-        self.state.version = version
+        self.snapshot = replace(self.snapshot, state="current", version=version, progress=progress)
         self.served.append(version)
 
     async def resume(self) -> None:

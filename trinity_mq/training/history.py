@@ -90,7 +90,7 @@ class History:
 
 
 def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]]:
-    """Return the entries that made the checkpoint of ``generation`` at ``progress``: those of progress 1, 2, ... in order.
+    """Return the entries that made the checkpoint of ``generation`` at ``progress``: progress 1, 2, ... in order.
 
     What a generation decided after the checkpoint from which the next one went on is not part of it.
 

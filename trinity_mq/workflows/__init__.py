@@ -11,7 +11,7 @@ from trinity_mq.workflows.step_wise import (
     StepWiseRewardWorkflow,
 )
 from trinity_mq.workflows.task import Task, TaskError
-from trinity_mq.workflows.workflow import Workflow
+from trinity_mq.workflows.workflow import MultiTurnWorkflow, Workflow
 
 __all__ = [
     "WORKFLOWS",
@@ -20,6 +20,7 @@ __all__ = [
     "AsyncSimpleWorkflow",
     "AsyncStepWiseRewardWorkflow",
     "MathWorkflow",
+    "MultiTurnWorkflow",
     "RewardPropagationWorkflow",
     "RunFailedError",
     "SimpleWorkflow",

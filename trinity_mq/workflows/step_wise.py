@@ -48,7 +48,7 @@ class _RecordedWorkflow(Workflow, ABC):
 
     def _take(self, step: int) -> list[Experience]:
         """Return what was recorded since the last call, as experiences of ``step``."""
-        experiences: list[Experience] = self.model.extract_experience_from_history()
+        experiences = self.model.extract_experience_from_history()
         for experience in experiences:
             experience.eid.step = step
         return experiences
@@ -61,8 +61,7 @@ def _give(experiences: list[Experience], reward: float) -> list[Experience]:
 
 
 def _propagate(experiences: list[Experience], reward: float, steps: int) -> list[Experience]:
-    for experience in experiences:
-        experience.reward = reward
+    for experience in _give(experiences, reward):
         experience.metrics["actual_env_steps"] = steps
     return experiences
 

@@ -126,7 +126,7 @@ class Task:
             format_args=format_args,
             rollout_args=dict(body.rollout_args),
             workflow_args=dict(body.workflow_args),
-            reward_fn=None if body.reward_fn is None else lookup("reward function", body.reward_fn, REWARDS),
+            reward_fn=lookup("reward function", body.reward_fn, REWARDS) if body.reward_fn else None,
             reward_fn_args=dict(body.reward_fn_args),
             is_eval=body.is_eval,
             raw_task=dict(body.raw_task),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
@@ -79,3 +80,44 @@ class Workflow:
     async def run_async(self) -> list[Experience]:
         """Do the task and return at least one experience, rewarded. Runs on the event loop: it must not block."""
         raise NotImplementedError(f"{type(self).__name__} has is_async = True but no run_async(); write it")
+
+
+class MultiTurnWorkflow(Workflow):
+    """A workflow that holds a conversation and makes one experience of it, trained on what the assistant wrote."""
+
+    def process_messages_to_experience(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        reward: float,
+        info: Mapping[str, Any] | None = None,
+        truncate_status: str | None = None,
+    ) -> Experience:
+        """Return the conversation as a rewarded experience.
+
+        Args:
+            messages: All of it, as in the OpenAI API.
+            reward: What it was worth; a conversation that was cut is worth 0.
+            info: Kept in the experience; its numbers become metrics.
+            truncate_status: ``response_truncated`` if the conversation was ended by a limit.
+        """
+        experience = self.model.convert_messages_to_experience(messages)
+        return _judged(experience, reward, info or {}, truncate_status)
+
+    async def process_messages_to_experience_async(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        reward: float,
+        info: Mapping[str, Any] | None = None,
+        truncate_status: str | None = None,
+    ) -> Experience:
+        """Return the conversation as a rewarded experience; see :meth:`process_messages_to_experience`."""
+        experience = await self.model.convert_messages_to_experience_async(messages)
+        return _judged(experience, reward, info or {}, truncate_status)
+
+
+def _judged(experience: Experience, reward: float, info: Mapping[str, Any], truncate_status: str | None) -> Experience:
+    experience.truncate_status = experience.truncate_status or truncate_status
+    experience.reward = 0.0 if experience.truncate_status == RESPONSE_TRUNCATED else reward
+    experience.info.update(info)
+    experience.metrics.update({name: value for name, value in info.items() if isinstance(value, int | float)})
+    return experience

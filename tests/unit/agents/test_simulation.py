@@ -109,7 +109,7 @@ class Simulation:
         return self.explorer
 
     async def runner(self, bus: Any, topology: Topology) -> None:
-        work = FakeRunner(bus, topology, lambda: self.engine.state.version, self.runner_seconds, self.spoil)
+        work = FakeRunner(bus, topology, lambda: self.engine.snapshot.version, self.runner_seconds, self.spoil)
         await work.run()
 
     def make_runner(self) -> FakeRunnerAgent:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trinity_mq.algorithms.advantage import group_relative_advantages
 from trinity_mq.config import AlgorithmConfig
@@ -128,6 +129,7 @@ def test_a_pair_of_answers_is_refused_by_name() -> None:
         group_relative_advantages([pair, experience(0, 1, 0.0)], config())
 
 
+@settings(deadline=None, max_examples=50)
 @given(rewards=st.lists(st.lists(st.floats(-10, 10), min_size=2, max_size=5), min_size=1, max_size=4), data=st.data())
 def test_order_does_not_matter_and_groups_sum_to_zero(rewards: list[list[float]], data: st.DataObject) -> None:
     def batch() -> list[Experience]:

@@ -1,4 +1,4 @@
-"""Losses against independent formulas: torch.distributions, values by hand, and the recipe that was measured to learn."""
+"""Losses against independent formulas: torch.distributions, values by hand, the recipe that was measured to learn."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from trinity_mq.config import FormatConfig, TasksetConfig
-from trinity_mq.data import TasksetError, open_taskset, with_defaults
+from trinity_mq.data import TasksetError, open_taskset
 from trinity_mq.messages import TaskBody, TaskSubmission, decode, encode
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
@@ -210,31 +210,6 @@ def test_hugging_face_errors_become_one_line(monkeypatch):
     module.load_dataset = load_dataset
     with pytest.raises(TasksetError, match="'org/set' split 'test' cannot be loaded: no network"):
         open_taskset(hugging_face(monkeypatch, module))
-
-
-def test_submitted_tasks_get_what_they_left_out():
-    config = TasksetConfig(
-        name="queue",
-        storage_type="queue",
-        workflow="math_workflow",
-        workflow_args={"w": 1},
-        reward_fn="gsm8k",
-        reward_fn_args={"r": 1},
-        rollout_args={"temperature": 0.5},
-    )
-    filled = with_defaults(TaskBody(raw_task={"question": "q"}, rollout_args={"max_tokens": 5}), config)
-    assert (filled.workflow, filled.workflow_args) == ("math_workflow", {"w": 1})
-    assert (filled.reward_fn, filled.reward_fn_args) == ("gsm8k", {"r": 1})
-    assert filled.rollout_args == {"temperature": 0.5, "max_tokens": 5}
-    assert filled.index == {"taskset": "queue"}
-    own = with_defaults(TaskBody(workflow="their.Workflow", reward_fn="their.reward", index={"index": 3}), config)
-    assert (own.workflow, own.workflow_args, own.reward_fn, own.reward_fn_args) == (
-        "their.Workflow",
-        {},
-        "their.reward",
-        {},
-    )
-    assert own.index == {"index": 3}
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K at {GSM8K}")

@@ -168,20 +168,27 @@ async def test_only_the_newest_stay(tmp_path: Path) -> None:
     assert latest.state.progress == 1_000_000
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "no state", "bad state"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ("optimizer.pt", "mo"),
+        ("model/model.safetensors", None),
+        ("trainer.json", None),
+        ("trainer.json", '{"state": {"generation": 1}'),
+    ],
+)
 async def test_a_damaged_one_is_skipped_with_a_warning_and_does_not_push_out_a_whole_one(
-    tmp_path: Path, damage: str
+    tmp_path: Path, damage: tuple[str, str | None]
 ) -> None:
     store = CheckpointStore(tmp_path, 2)
     for progress in (1, 3):
         await store.save(writer(), state(progress))
     folder = tmp_path / "progress-000003"
-    {
-        "cut": lambda: (folder / "optimizer.pt").write_text("mo"),
-        "gone": lambda: (folder / "model" / "model.safetensors").unlink(),
-        "no state": lambda: (folder / "trainer.json").unlink(),
-        "bad state": lambda: (folder / "trainer.json").write_text('{"state": {"generation": 1}'),
-    }[damage]()
+    name, content = damage
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
     with capture_logs() as logs:
         latest = store.latest()
     assert latest is not None

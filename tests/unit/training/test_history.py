@@ -84,7 +84,7 @@ def test_a_gap_or_a_repeat_is_an_error(tmp_path: Path, numbers: list[int]) -> No
     with History(tmp_path, 1, None) as history:
         for number in numbers:
             history.record(progress=number, step=0, batch=1, ticket="t", op="o", outcome="empty", uids=[])
-    with pytest.raises(HistoryError, match="each once and in order"):
+    with pytest.raises(HistoryError, match="each once, in order"):
         lineage(tmp_path, 1, max(numbers))
 
 

@@ -147,7 +147,7 @@ class EngineHost:
                     await self._one_life()
 
     async def stop(self) -> None:
-        """End the engine for good: it finishes its round."""
+        """End the engine for good: it finishes its round. Cancel :meth:`keep` before or after."""
         self._closing = True
         if self._process is not None:
             with contextlib.suppress(EngineError):

@@ -19,6 +19,8 @@ from trinity_mq.runtime.process import wait_exit
 
 ENGINE_COMMAND = (sys.executable, "-m", "trinity_agents.engine")
 TAIL_LINES = 20
+EXIT_SECONDS = 10.0
+"""From closing its pipe to the end of a process that failed to start."""
 
 _left_alone: list[subprocess.Popen[bytes]] = []
 """Processes that live on without us, kept so that their handles do not complain about it."""
@@ -65,15 +67,17 @@ class EngineProcess:
             ready = ReadyFile.read(ready_file)
             if ready is not None and ready.pid == child.pid:
                 return cls(ready, child)
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(EXIT_SECONDS):
                 await wait_exit(child.pid)
-        except TimeoutError:
-            raise EngineFailed(f"the engine was not ready within {timeout:g} s; it said:\n{tail(output)}") from None
+        except BaseException as error:
+            child.kill()
+            child.wait()
+            if isinstance(error, TimeoutError):
+                said = tail(output)
+                raise EngineFailed(f"the engine was not ready within {timeout:g} s; it said:\n{said}") from None
+            raise
         finally:
             os.close(reader)
-            if ReadyFile.read(ready_file) is None:
-                child.kill()
-                child.wait()
         code = child.wait()
         if code == EXIT_FATAL:
             raise ModelError(f"the engine cannot run: {tail(output, 1)}")

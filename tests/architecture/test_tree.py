@@ -1,0 +1,90 @@
+"""Rules for the files of the project, whoever writes them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.config import load_config
+
+ROOT = Path(__file__).parents[2]
+LONGEST_MODULE = 400
+SKIPPED = {".git", ".venv", "runs", "build", "__pycache__"}
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".json", ".cfg", ""}
+MACHINE = re.compile(r"/(?:work|root|home/[a-z]+|opt/pypi[a-z-]*|tmp/venv)/")
+REGISTRY = re.compile(r"--(?:extra-)?index-url|index-url\s*=|--find-links")
+EXAMPLES = {"TRINITY_MQ_MODEL": "model", "TRINITY_MQ_GSM8K": "data"}
+
+
+def files() -> Iterator[Path]:
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in SKIPPED and not name.endswith(("_cache", ".egg-info"))]
+        for name in names:
+            path = Path(folder) / name
+            if path.suffix in TEXT and not path.is_symlink():
+                yield path
+
+
+def text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def test_modules_stay_small() -> None:
+    modules = [*(ROOT / "trinity_mq").rglob("*.py"), *(ROOT / "agents").rglob("*.py")]
+    assert modules
+    sizes = {str(path.relative_to(ROOT)): text(path).count("\n") for path in modules}
+    assert {name: size for name, size in sizes.items() if size > LONGEST_MODULE} == {}
+
+
+def test_no_file_knows_the_machine_it_was_written_on() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in files()
+        if path != Path(__file__)
+        for number, line in enumerate(text(path).splitlines(), 1)
+        if MACHINE.search(line) or REGISTRY.search(line)
+    ]
+    assert found == []
+
+
+def test_scripts_can_be_run() -> None:
+    for name in ("scripts/demo", "scripts/test", ".ci/run"):
+        path = ROOT / name
+        assert os.access(path, os.X_OK), name
+        assert text(path).startswith("#!"), name
+        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0, name
+
+
+def test_what_the_readme_says_to_run_is_there() -> None:
+    readme = text(ROOT / "README.md")
+    blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", readme, re.DOTALL)
+    named = {
+        word
+        for block in blocks
+        for word in re.findall(r"(?<![\w/])(?:\./)?((?:scripts|examples|\.ci)/[\w./-]+)", block)
+    }
+    assert named
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+    assert {name for name in named if name.startswith("scripts/") and not os.access(ROOT / name, os.X_OK)} == set()
+
+
+def test_pins_name_every_dependency() -> None:
+    pins = {
+        line.partition("==")[0].lower().replace("_", "-") for line in text(ROOT / "constraints-cpu.txt").splitlines()
+    }
+    project = text(ROOT / "pyproject.toml")
+    required = project[project.index("dependencies = [") : project.index("[project.scripts]")]
+    names = {name.lower() for name in re.findall(r'^    "([A-Za-z0-9_-]+)', required, re.MULTILINE)}
+    assert {"torch", "aio-pika", "ruff"} <= names
+    assert names - pins == set()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_are_valid(path: Path) -> None:
+    config = load_config(path, environ=EXAMPLES)
+    assert config.name == path.stem

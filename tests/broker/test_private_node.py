@@ -1,0 +1,184 @@
+"""A private node as users and tests start it: what survives, what is refused, what ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trinity_mq.bus._ports import LOOPBACK, accepts, free_ports
+from trinity_mq.bus.base import Envelope
+from trinity_mq.bus.node import NodeError, PrivateNode, find_rabbitmq
+from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.topology import Topology
+from trinity_mq.config.bus import BrokerConfig
+
+SETTLE = 1.5
+"""Seconds that 3.10 takes to note a new queue on disk (its own registry of queues, not the messages): killed earlier, it
+starts without that queue and reports it "down or inaccessible" for ever."""
+
+pytestmark = [pytest.mark.broker, pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")]
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="tmq-"))
+    yield made / "broker"
+    shutil.rmtree(made)
+
+
+def note(number: int, prefix: str = "") -> Envelope:
+    return Envelope(body=str(number).encode(), kind="note", message_id=f"{prefix}{number}")
+
+
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(10):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(120)
+async def test_crash_and_restart_lose_nothing_confirmed(base: Path, topology: Topology) -> None:
+    """SIGKILL, start again, then a clean restart: the same address, and every confirmed message is there."""
+    node = PrivateNode(base)
+    async with node:
+        url, ports = node.url, node.ports
+        bus = RabbitBus(url, topology, config=BrokerConfig(), name="test")
+        await bus.connect()
+        await bus.declare(topology.dead, topology.results)
+        async with asyncio.TaskGroup() as group:
+            for number in range(50):
+                group.create_task(bus.publish("", topology.dead.name, note(number)))
+                group.create_task(bus.publish(topology.exchange("results"), "1", note(number, "stream-")))
+        consumer = await bus.consume(topology.dead)
+        stream = await bus.consume(topology.results, offset=0)
+        held = [await anext(consumer) for _ in range(10)]
+        read = [(await anext(stream)).body for _ in range(10)]
+        await held[0].ack()
+        await asyncio.sleep(SETTLE)
+
+        assert node.pid is not None
+        os.kill(node.pid, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while bus.usable:
+                await asyncio.sleep(0.02)
+        publishing = asyncio.create_task(bus.publish("", topology.dead.name, note(50)))
+        await node.start()
+        await node.wait_ready()
+        assert node.url == url
+        async with asyncio.timeout(30):
+            await bus.wait_usable()
+            assert await publishing
+            again = [await anext(consumer) for _ in range(50)]
+            read += [(await anext(stream)).body for _ in range(40)]
+        assert {one.body for one in again} == {b"%d" % number for number in range(1, 51)}
+        assert {one.deliveries_before for one in again if one.message_id != "50"} == {1}
+        assert read == [b"%d" % number for number in range(50)]
+
+        await bus.close()
+        await node.stop()
+        assert node.pid is None
+        assert not await accepts(ports["epmd"])
+        second = PrivateNode(base)
+        async with second:
+            assert (second.url, second.ports) == (url, ports)
+            reader = RabbitBus(url, topology, config=BrokerConfig(), name="test")
+            await reader.connect()
+            assert await reader.depth(topology.dead.name) == 50
+            await reader.close()
+
+
+async def test_a_folder_in_use_is_refused_and_its_files_are_private(base: Path) -> None:
+    node, other = PrivateNode(base), PrivateNode(base)
+    await node.start()
+    try:
+        with pytest.raises(NodeError, match=rf"already runs in {base} \(process {node.pid}\)"):
+            await other.start()
+        for name, mode in {
+            ".": 0o700,
+            "node.json": 0o600,
+            "rabbitmq.conf": 0o600,
+            "home/.erlang.cookie": 0o400,
+        }.items():
+            assert stat.S_IMODE((base / name).stat().st_mode) == mode, name
+        password = json.loads((base / "node.json").read_text())["password"]
+        assert len(password) >= 32
+        assert password not in subprocess.run(["ps", "-ef"], capture_output=True, text=True, check=True).stdout
+    finally:
+        await node.kill()
+    with pytest.raises(NodeError, match="made with user 'tmq'"):
+        await PrivateNode(base, user="another").start()
+
+
+async def test_a_port_in_use_is_named(base: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(NodeError, match=f"port {port} is in use"):
+            await PrivateNode(base, port=port).start()
+
+
+async def test_a_server_that_dies_shows_its_log(base: Path) -> None:
+    node = PrivateNode(base, config="no.such.setting = 1")
+    await node.start()
+    try:
+        with pytest.raises(NodeError, match=r"(?s)died \(exit code \d+\).*no\.such\.setting"):
+            await node.wait_ready()
+    finally:
+        await node.stop()
+
+
+async def test_a_left_over_epmd_is_ended(base: Path) -> None:
+    port = free_ports(1)[0]
+    epmd = subprocess.Popen(["epmd", "-port", str(port), "-address", LOOPBACK])
+    try:
+        async with asyncio.timeout(5):
+            while not await accepts(port):
+                await asyncio.sleep(0.02)
+        base.mkdir()
+        (base / "node.json").write_text(json.dumps({"user": "tmq", "password": "x", "ports": {"epmd": port}}))
+        node = PrivateNode(base)
+        await node.start()
+        await node.kill()
+        assert await asyncio.to_thread(epmd.wait, 5) is not None
+    finally:
+        epmd.kill()
+        epmd.wait()
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
+async def test_it_dies_with_the_process_that_started_it(base: Path) -> None:
+    program = f"""
+import asyncio, pathlib, time
+from trinity_mq.bus.node import PrivateNode
+node = PrivateNode(pathlib.Path({str(base)!r}))
+asyncio.run(node.start())
+print(node.pid, node.ports["epmd"], flush=True)
+time.sleep(60)
+"""
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    try:
+        pid, epmd_port = map(int, (await parent.stdout.readline()).split())
+        assert psutil.pid_exists(pid)
+        assert await accepts(epmd_port)
+    finally:
+        parent.kill()
+        await parent.wait()
+    await until_gone(pid)
+    async with asyncio.timeout(10):
+        while await accepts(epmd_port):
+            await asyncio.sleep(0.02)

@@ -1,0 +1,207 @@
+"""RabbitBus where only a real broker can answer: refusals, closed channels, full sockets, segments, alarms."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+import aiormq
+import pytest
+from structlog.testing import capture_logs
+
+from tests.tcp_proxy import CuttingProxy
+from trinity_mq.bus import topology as topology_module
+from trinity_mq.bus._ports import free_ports
+from trinity_mq.bus.base import BusRefused, BusUnavailable, Envelope, StreamCut
+from trinity_mq.bus.node import PrivateNode
+from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.topology import Topology
+from trinity_mq.config.bus import BrokerConfig
+
+pytestmark = pytest.mark.broker
+
+
+def note(text: str) -> Envelope:
+    return Envelope(body=text.encode(), kind="note")
+
+
+@pytest.fixture
+async def bus(broker_url: str, topology: Topology) -> AsyncIterator[RabbitBus]:
+    made = RabbitBus(broker_url, topology, config=BrokerConfig(), name="test")
+    await made.connect()
+    yield made
+    await made.close()
+
+
+def changed(url: str, **parts: str) -> str:
+    """Return ``url`` with another user, password or path."""
+    split = urlsplit(url)
+    user, password = parts.get("user", split.username), parts.get("password", split.password)
+    netloc = f"{user}:{password}@{split.hostname}:{split.port}"
+    return split._replace(netloc=netloc, path=parts.get("path", split.path)).geturl()
+
+
+class TestConnecting:
+    async def test_wrong_password_is_refused_at_once_without_repeating_it(
+        self, broker_url: str, topology: Topology
+    ) -> None:
+        bus = RabbitBus(changed(broker_url, password="s3cr3t"), topology, config=BrokerConfig(), name="test")
+        with pytest.raises(BusRefused, match="wrong user name or password") as refused:
+            await bus.connect()
+        said = str(refused.value)
+        assert "s3cr3t" not in said
+        assert f"{urlsplit(broker_url).hostname}:{urlsplit(broker_url).port}" in said
+        assert "broker.url" in said
+        assert "\n" not in said
+        await bus.close()
+
+    async def test_wrong_virtual_host_is_refused_at_once(self, broker_url: str, topology: Topology) -> None:
+        bus = RabbitBus(changed(broker_url, path="/nowhere"), topology, config=BrokerConfig(), name="test")
+        with pytest.raises(BusRefused, match="does not open virtual host 'nowhere'") as refused:
+            await bus.connect()
+        assert urlsplit(broker_url).password not in str(refused.value)
+        await bus.close()
+
+    async def test_no_broker_is_unavailable_in_time(self, topology: Topology) -> None:
+        url = f"amqp://tmq:s3cr3t@127.0.0.1:{free_ports(1)[0]}/%2F"
+        bus = RabbitBus(url, topology, config=BrokerConfig(connect_timeout=0.5), name="test")
+        with pytest.raises(BusUnavailable, match=r"no RabbitMQ at 127\.0\.0\.1:\d+ within 0\.5 s") as unavailable:
+            await bus.connect()
+        assert "s3cr3t" not in str(unavailable.value)
+        await bus.close()
+
+    async def test_waits_for_a_broker_that_comes_later(self, broker_url: str, topology: Topology) -> None:
+        async with CuttingProxy(broker_url) as proxy:
+            proxy.refuse()
+            bus = RabbitBus(proxy.url, topology, config=BrokerConfig(), name="test")
+            connecting = asyncio.create_task(bus.connect())
+            await asyncio.sleep(0.1)
+            assert not connecting.done()
+            assert "not connected" in (bus.trouble or "") or "no connection" in (bus.trouble or "")
+            proxy.accept()
+            async with asyncio.timeout(10):
+                await connecting
+            assert bus.usable
+            assert bus.broker_version
+            await bus.close()
+
+
+class TestChannels:
+    async def test_other_arguments_are_told_once(self, bus: RabbitBus, topology: Topology) -> None:
+        await bus.declare(topology.results)
+        smaller = topology_module.Queue(name=topology.results.name, kind="stream", max_length_bytes=10**8)
+        with capture_logs() as logs:
+            await bus.declare(smaller)
+            await bus.declare(smaller)
+        assert [(line["log_level"], line["queue"]) for line in logs] == [("warning", smaller.name)]
+        assert "x-max-length-bytes" in logs[0]["broker"]
+
+    async def test_a_consumer_whose_channel_is_closed_goes_on(self, bus: RabbitBus, topology: Topology) -> None:
+        await bus.declare(topology.dead)
+        await bus.publish("", topology.dead.name, note("a"))
+        consumer = await bus.consume(topology.dead)
+        first = await anext(consumer)
+        await first._channel.basic_ack(999, wait=False)  # type: ignore[attr-defined]  # unknown tag: 406 closes the channel
+        async with asyncio.timeout(10):
+            again = await anext(consumer)
+        assert (again.body, again.deliveries_before) == (b"a", 1)
+
+    async def test_a_deleted_exchange_is_made_again(self, bus: RabbitBus, broker_url: str, topology: Topology) -> None:
+        await bus.declare(topology.tasks_train, topology.dead)
+        async with aiormq.connect(broker_url) as connection:
+            await (await connection.channel()).exchange_delete(topology.exchange("tasks"))
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            group.create_task(bus.publish(topology.exchange("tasks"), "train.1", note("x")))
+            other = group.create_task(bus.publish("", topology.dead.name, note("y")))
+        assert other.result()
+
+    async def test_publishes_stuck_in_a_full_socket_complete_after_a_cut(
+        self, broker_url: str, topology: Topology
+    ) -> None:
+        async with CuttingProxy(broker_url) as proxy:
+            bus = RabbitBus(proxy.url, topology, config=BrokerConfig(), name="test")
+            await bus.connect()
+            await bus.declare(topology.dead)
+            proxy.hold_requests()
+            async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+                made = [
+                    group.create_task(
+                        bus.publish("", topology.dead.name, Envelope(body=bytes(size), kind="note", message_id=str(n)))
+                    )
+                    for n, size in enumerate([500_000] * 30 + [5_000] * 30)
+                ]
+                await asyncio.sleep(0.2)
+                assert not any(task.done() for task in made)
+                proxy.cut()
+            assert all(task.result() for task in made)
+            assert await bus.depth(topology.dead.name) == 60
+            await bus.close()
+
+
+class TestSegments:
+    """Streams on disk are cut by segment, and each new segment takes one offset for itself."""
+
+    @pytest.fixture(autouse=True)
+    def _small_segments(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(topology_module, "STREAM_SEGMENT_BYTES", 500_000)
+
+    async def fill(self, bus: RabbitBus, topology: Topology, retention: int) -> None:
+        stream = topology_module.Queue(
+            name=topology.results.name,
+            kind="stream",
+            bindings=topology.results.bindings,
+            max_length_bytes=retention,
+        )
+        await bus.declare(stream)
+        for _ in range(6):
+            async with asyncio.TaskGroup() as group:
+                for _ in range(10):
+                    body = Envelope(body=bytes(50_000), kind="note")
+                    group.create_task(bus.publish(topology.exchange("results"), "1", body))
+
+    async def test_the_offset_behind_a_segment_is_no_cut(self, bus: RabbitBus, topology: Topology) -> None:
+        await self.fill(bus, topology, retention=10**9)
+        async with await bus.consume(topology.results, offset=0) as consumer:
+            offsets = [(await anext(consumer)).offset or 0 for _ in range(60)]
+        gaps = [after - 1 for before, after in zip(offsets, offsets[1:], strict=False) if after != before + 1]
+        assert gaps
+        async with await bus.consume(topology.results, offset=gaps[0]) as consumer:
+            async with asyncio.timeout(10):
+                assert (await anext(consumer)).offset == gaps[0] + 1
+
+    async def test_what_retention_cut_is_told(self, bus: RabbitBus, topology: Topology) -> None:
+        await self.fill(bus, topology, retention=1_000_000)
+        consumer = await bus.consume(topology.results, offset=0)
+        async with asyncio.timeout(10):
+            with pytest.raises(StreamCut, match="offset 0 was asked for") as cut:
+                await anext(consumer)
+        assert cut.value.got > 1
+
+
+class TestAlarms:
+    async def test_publishers_wait_and_consumers_do_not(
+        self, bus: RabbitBus, broker_node: PrivateNode, topology: Topology
+    ) -> None:
+        await bus.declare(topology.dead)
+        await bus.publish("", topology.dead.name, note("before"))
+        consumer = await bus.consume(topology.dead)
+        changes: list[bool] = []
+        changed_now = asyncio.Event()
+        bus.on_change(lambda: (changes.append(bus.usable), changed_now.set()))
+        await broker_node.ctl("set_vm_memory_high_watermark", "0.0001")
+        try:
+            publishing = asyncio.create_task(bus.publish("", topology.dead.name, note("during")))
+            async with asyncio.timeout(10):
+                await changed_now.wait()
+            assert "memory or disk alarm" in (bus.trouble or "")
+            assert not publishing.done()
+            await (await anext(consumer)).ack()
+            assert await bus.depth(topology.dead.name) == 0
+        finally:
+            await broker_node.ctl("set_vm_memory_high_watermark", "0.4")
+        async with asyncio.timeout(10):
+            assert await publishing
+            assert (await anext(consumer)).body == b"during"
+            await bus.wait_usable()
+        assert changes == [False, True]

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trinity_mq import __version__
+from trinity_mq.bus import BusRefused, BusUnavailable
+from trinity_mq.cli import main as cli
+from trinity_mq.config import ConfigError
+from trinity_mq.data import TasksetError
+from trinity_mq.runtime.errors import FatalError, RestartMe
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
+    """Make every command raise what the test puts here."""
+
+    class Holder(Exception):
+        error: BaseException
+
+    def command(_arguments: object) -> int:
+        raise Holder.error
+
+    monkeypatch.setattr(cli, "_function", lambda _path: command)
+    return Holder
+
+
+@pytest.mark.parametrize(
+    ("error", "of_command", "of_agent"),
+    [
+        (ConfigError("c.yaml: seed: no"), 2, 78),
+        (BusRefused("wrong password for amqp://u:secret@h/"), 2, 78),
+        (BusUnavailable("nobody there"), 2, 75),
+        (TasksetError("no such file"), 2, 78),
+        (FatalError("port 5 is in use"), 2, 78),
+        (RestartMe("lost the lock"), 2, 75),
+        (ExceptionGroup("tasks", [ExceptionGroup("more", [FatalError("inner")])]), 2, 78),
+    ],
+)
+def test_expected_errors_are_one_line_and_a_code(
+    failing: type[Exception], capsys: pytest.CaptureFixture[str], error: Exception, of_command: int, of_agent: int
+) -> None:
+    failing.error = error  # type: ignore[attr-defined]
+    assert cli.main(["validate", "x.yaml"]) == of_command
+    assert cli.main(["trainer", "x.yaml"]) == of_agent
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second = err.splitlines()
+    assert first.startswith("trinity-mq validate: ")
+    assert second.startswith("trinity-mq trainer: ")
+    assert "secret" not in err
+
+
+def test_bugs_are_not_hidden(failing: type[Exception]) -> None:
+    failing.error = ValueError("a bug")  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["validate", "x.yaml"])
+    failing.error = ExceptionGroup("tasks", [FatalError("expected"), ValueError("a bug")])  # type: ignore[attr-defined]
+    with pytest.raises(ExceptionGroup):
+        cli.main(["validate", "x.yaml"])
+
+
+def test_ctrl_c_is_no_traceback(failing: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    failing.error = KeyboardInterrupt()  # type: ignore[attr-defined]
+    assert cli.main(["validate", "x.yaml"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_every_command_leads_to_a_function() -> None:
+    words = {
+        "run": ["x"],
+        "explorer": ["x"],
+        "runner": ["x", "--id", "runner-3"],
+        "operator": ["x"],
+        "trainer": ["x", "a.b=c"],
+        "validate": ["x"],
+        "submit": ["x", "--wait", "3"],
+        "status": ["--run", "r", "--broker", "amqp://h/"],
+        "dead": ["list", "x"],
+        "broker": ["start", "folder"],
+    }
+    for command, rest in words.items():
+        arguments = cli._parser().parse_args([command, *rest])
+        assert callable(cli._function(arguments.function)), command
+    for action in ("stop", "status", "serve"):
+        assert callable(cli._function(cli._parser().parse_args(["broker", action, "folder"]).function))
+
+
+@pytest.mark.parametrize("words", [[], ["no-such-command"], ["run"], ["dead"], ["broker", "start"]])
+def test_wrong_words_are_explained(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert "usage: trinity-mq" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: {tiny: {}}")
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "trinity_mq.cli.main", "validate", str(tmp_path / "c.yaml")],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trinity_mq.cli.report import make_report, newest_checkpoint
+from trinity_mq.telemetry import MetricsWriter
+
+
+def test_report_of_a_run(tmp_path: Path) -> None:
+    trainer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
+    explorer = MetricsWriter(tmp_path, "explorer", "explorer-0", tensorboard=False)
+    explorer.write(0, {"eval/held_out/accuracy/mean@1": 0.0})
+    for step in range(1, 11):
+        explorer.write(step, {"rollout/reward/mean": step / 10, "rollout/failed_task_count": 1})
+        trainer.write(step, {"actor/pg_loss": 0.0, "sample/skipped_step": 0})
+    explorer.write(10, {"eval/held_out/accuracy/mean@1": 0.9})
+    trainer.close()
+    explorer.close()
+    (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+    (tmp_path / "final").mkdir()
+    lines = make_report("r", tmp_path).splitlines()
+    assert lines[0] == "run r: 10 steps in 0 s"
+    assert lines[1] == "  accuracy    0.000 -> 0.900  ▁█  held_out, steps 0 to 10"
+    assert lines[2].startswith("  reward      0.100 -> 1.000  ▁▁▂▃▄▅▆▇")
+    assert lines[3] == "  lost        10 tasks failed"
+    assert lines[4] == f"  model       {tmp_path}/final  (Hugging Face folder)"
+    assert lines[5] == f"  checkpoint  {tmp_path}/checkpoints/0"
+    assert f"{tmp_path}/metrics.jsonl" in lines[6]
+    assert lines[7] == f"  logs        {tmp_path}/logs"
+
+
+def test_report_of_a_run_that_got_nowhere(tmp_path: Path) -> None:
+    assert "no metrics yet" in make_report("r", tmp_path)
+
+
+def test_report_of_a_run_without_checkpoint(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
+    writer.write(1, {"actor/pg_loss": 0.0})
+    writer.close()
+    text = make_report("r", tmp_path)
+    assert text.startswith("run r: 1 step in")
+    assert "lost        nothing" in text
+    assert "model       none yet" in text
+    assert "checkpoint  none yet" in text
+
+
+def test_the_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for n, name in enumerate(("50", "100", ".150.part")):
+        (folder / name).mkdir(parents=True)
+        os.utime(folder / name, ns=(n, n))
+    assert newest_checkpoint(tmp_path) == folder / "100"
+    assert newest_checkpoint(tmp_path / "nowhere") is None

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from trinity_mq.models.engines import decoding
+from trinity_mq.models.engines.decoding import GenerationCancelled
+from trinity_mq.models.engines.generation import SCORE_TOKENS, TextGenerator, _batches
+from trinity_mq.models.engines.requests import GenerationRequest, ScoreRequest
+
+Reference = Callable[..., torch.Tensor]
+
+
+def request(generator: TextGenerator, text: str, **options: object) -> GenerationRequest:
+    given = {"max_tokens": 12, "stop_ids": generator.codec.stop_ids, **options}
+    return GenerationRequest(prompt=generator.codec.encode(text), **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_equal_a_plain_forward_pass_with_mixed_prompt_lengths(
+    shared_generator: TextGenerator, plain_logprobs: Reference, temperature: float
+) -> None:
+    prompts = ["+", "+372=", "-1,2,3=" * 4]
+    requests = [request(shared_generator, text, n=4, temperature=temperature, seed=i) for i, text in enumerate(prompts)]
+    answers = shared_generator.generate(requests)
+    lengths = set()
+    for asked, completions in zip(requests, answers, strict=True):
+        assert len(completions) == 4
+        for completion in completions:
+            lengths.add(len(completion.token_ids))
+            wanted = plain_logprobs(shared_generator, list(asked.prompt), completion.token_ids, temperature)
+            assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0)
+    assert temperature == 0.0 or len(lengths) > 1, "rows of different length are what this is about"
+
+
+def test_logprobs_stay_right_when_finished_rows_are_dropped(
+    shared_generator: TextGenerator, plain_logprobs: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    keep = decoding._Rows.keep
+    monkeypatch.setattr(decoding._Rows, "keep", lambda self, chosen: (kept.append(len(chosen)), keep(self, chosen)))
+    asked = request(shared_generator, "+372=", n=64, max_tokens=40, seed=3)
+    [completions] = shared_generator.generate([asked])
+    assert len(kept) >= 2, "the test wants rows to be dropped"
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    for completion in completions:
+        wanted = plain_logprobs(shared_generator, list(asked.prompt), completion.token_ids, 1.0)
+        assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0)
+
+
+def test_greedy_is_the_argmax_of_each_step(shared_generator: TextGenerator) -> None:
+    asked = request(shared_generator, "+372=", temperature=0.0, n=2)
+    [[first, second]] = shared_generator.generate([asked])
+    assert first == second
+    ids = list(asked.prompt)
+    for token in first.token_ids:
+        with torch.no_grad():
+            assert shared_generator.model(torch.tensor([ids])).logits[0, -1].argmax().item() == token
+        ids.append(token)
+
+
+def test_end_of_sequence_is_kept_in_the_ids_and_cut_from_the_text(shared_generator: TextGenerator) -> None:
+    [completions] = shared_generator.generate([request(shared_generator, "+372=", n=64, max_tokens=8, seed=0)])
+    for completion in completions:
+        assert len(completion.token_ids) == len(completion.logprobs) <= 8
+        body = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+        assert (completion.token_ids[-1] == 1) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(completion.token_ids) == 8
+        assert 1 not in body
+        assert completion.text == shared_generator.codec.decode([body])[0]
+    assert any("<pad>" in completion.text for completion in completions), "padding that was sampled must show"
+
+
+def test_seeded_requests_repeat_whatever_they_are_batched_with(shared_generator: TextGenerator) -> None:
+    mine = request(shared_generator, "+372=", n=3, max_tokens=30, seed=11)
+    [alone] = shared_generator.generate([mine])
+    others = [request(shared_generator, "-12" * k + "=", n=5, max_tokens=20, seed=k) for k in (1, 5)]
+    together = shared_generator.generate([others[0], mine, others[1]])[1]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert len({tuple(c.token_ids) for c in alone}) == 3, "the completions of one request differ"
+    [unseeded] = shared_generator.generate([request(shared_generator, "+372=", n=3, max_tokens=30)])
+    assert [c.token_ids for c in unseeded] != [c.token_ids for c in alone]
+
+
+def test_each_request_keeps_its_own_limit_and_stop_tokens(shared_generator: TextGenerator) -> None:
+    never = request(shared_generator, "+1=", n=8, max_tokens=20, stop_ids=frozenset(), seed=1)
+    short = request(shared_generator, "+1=", n=8, max_tokens=3, seed=1)
+    seven = request(shared_generator, "+1=", n=8, max_tokens=20, stop_ids=frozenset({9}), seed=1)
+    open_ended, limited, stopped = shared_generator.generate([never, short, seven])
+    assert {len(c.token_ids) for c in open_ended} == {20}
+    assert max(len(c.token_ids) for c in limited) == 3
+    assert any(c.finish_reason == "stop" for c in stopped)
+    assert all((c.token_ids.index(9) == len(c.token_ids) - 1) if 9 in c.token_ids else True for c in stopped)
+
+
+def test_stop_strings_end_a_completion_and_are_cut_from_its_text(shared_generator: TextGenerator) -> None:
+    base = request(shared_generator, "+1=", n=16, max_tokens=30, stop_ids=frozenset(), seed=5)
+    [plain] = shared_generator.generate([base])
+    stop = plain[0].text[4:6]
+    [stopped] = shared_generator.generate(
+        [request(shared_generator, "+1=", n=16, max_tokens=30, stop_ids=frozenset(), seed=5, stop=(stop, "never"))]
+    )
+    hits = 0
+    for before, after in itertools.zip_longest(plain, stopped):
+        assert stop not in after.text
+        if stop in before.text:
+            hits += 1
+            assert after.finish_reason == "stop"
+            assert before.text.startswith(after.text + stop)
+            assert before.token_ids[: len(after.token_ids)] == after.token_ids
+            assert shared_generator.codec.decode([after.token_ids])[0] == after.text + stop
+        else:
+            assert after.token_ids == before.token_ids
+    assert hits >= 1
+
+
+def test_score_is_the_plain_forward_pass_for_every_token(shared_generator: TextGenerator, plain_logprobs: Reference) -> None:
+    sequences = [[3, 4], [5, 6, 7, 8, 9, 10, 11], [2] * 30]
+    requests = [ScoreRequest(sequence, temperature) for sequence in sequences for temperature in (1.0, 0.7)]
+    for asked, found in zip(requests, shared_generator.score(requests), strict=True):
+        ids = list(asked.token_ids)
+        wanted = plain_logprobs(shared_generator, ids[:1], ids[1:], asked.temperature)
+        assert torch.allclose(torch.tensor(found), wanted, atol=1e-5, rtol=0)
+
+
+def test_scoring_is_cut_into_passes_of_bounded_size() -> None:
+    requests = [ScoreRequest([1] * length) for length in (SCORE_TOKENS + 5, 3, 3, SCORE_TOKENS // 2, SCORE_TOKENS // 2)]
+    parts = _batches(requests)
+    assert [request for part in parts for request in part] == requests
+    assert [len(part) for part in parts] == [1, 2, 2]
+
+
+def test_cancel_ends_generation_within_a_step(generator: TextGenerator) -> None:
+    generator.cancel()
+    with pytest.raises(GenerationCancelled):
+        generator.generate([request(generator, "+1=", max_tokens=60, stop_ids=frozenset())])

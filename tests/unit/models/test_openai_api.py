@@ -1,0 +1,238 @@
+"""The HTTP API with the real tiny model behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from trinity_mq.models.engines.generation import TextGenerator
+from trinity_mq.models.engines.server import EngineServer
+
+Post = Callable[..., Any]
+
+
+@pytest.fixture
+async def server(serving: Any, shared_generator: TextGenerator) -> AsyncIterator[EngineServer]:
+    async with serving(shared_generator) as server:
+        yield server
+
+
+@pytest.fixture
+async def post(server: EngineServer) -> AsyncIterator[Post]:
+    async with aiohttp.ClientSession() as session:
+
+        async def send(path: str, body: Any, **headers: str) -> tuple[int, Any]:
+            async with session.post(server.url + path, json=body, headers=headers) as response:
+                return response.status, await response.json()
+
+        yield send
+
+
+def question(**options: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "+372="}], "max_tokens": 5, **options}
+
+
+async def test_chat_in_openai_form(post: Post, shared_generator: TextGenerator, plain_logprobs: Any) -> None:
+    status, answer = await post("/v1/chat/completions", question(n=3, temperature=0.7, logprobs=True, return_token_ids=True, seed=1))
+    assert status == 200
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "tiny"
+    prompt = shared_generator.codec.encode("+372=")
+    assert answer["prompt_token_ids"] == prompt
+    assert answer["prompt_text"] == "+372="
+    sampled = 0
+    for index, choice in enumerate(answer["choices"]):
+        assert choice["index"] == index
+        assert choice["message"]["role"] == "assistant"
+        assert choice["finish_reason"] in {"stop", "length"}
+        ids, logprobs = choice["token_ids"], choice["token_logprobs"]
+        sampled += len(ids)
+        wanted = plain_logprobs(shared_generator, prompt, ids, 0.7)
+        assert torch.allclose(torch.tensor(logprobs), wanted, atol=1e-5, rtol=0)
+        content = choice["logprobs"]["content"]
+        assert [entry["logprob"] for entry in content] == logprobs
+        assert [entry["token"] for entry in content] == [shared_generator.codec.decode([[token]])[0] for token in ids]
+        assert all(bytes(entry["bytes"]).decode() == entry["token"] and entry["top_logprobs"] == [] for entry in content)
+        assert choice["weight_versions"] == [[0, 1, 7]]
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": sampled, "total_tokens": 5 + sampled}
+
+
+async def test_extension_fields_only_when_asked_for(post: Post) -> None:
+    _, answer = await post("/v1/chat/completions", question())
+    assert "prompt_token_ids" not in answer
+    assert set(answer["choices"][0]) == {"index", "message", "logprobs", "finish_reason"}
+    assert answer["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"), [("+372=", 1), ([12, 5, 9], 1), (["+1=", "+2="], 2), ([[12, 5], [13, 5, 6], [4]], 3)]
+)
+async def test_completions_take_every_form_of_prompt(post: Post, prompt: Any, count: int) -> None:
+    body = {"model": "tiny", "prompt": prompt, "n": 2, "max_tokens": 4, "logprobs": 0, "return_token_ids": True, "seed": 3}
+    status, answer = await post("/v1/completions", body)
+    assert status == 200
+    assert answer["object"] == "text_completion"
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * count))
+    for choice in answer["choices"]:
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"] == choice["token_logprobs"]
+        assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == len(choice["token_ids"])
+    assert answer["choices"][0]["prompt_token_ids"] == answer["choices"][1]["prompt_token_ids"]
+    _, again = await post("/v1/completions", body)
+    assert [choice["token_ids"] for choice in again["choices"]] == [choice["token_ids"] for choice in answer["choices"]]
+
+
+async def test_two_equal_prompts_with_a_seed_are_sampled_differently(post: Post) -> None:
+    body = {"prompt": ["+1=", "+1="], "max_tokens": 16, "return_token_ids": True, "seed": 3}
+    _, answer = await post("/v1/completions", body)
+    assert answer["choices"][0]["token_ids"] != answer["choices"][1]["token_ids"]
+
+
+async def test_stop_and_greedy(post: Post) -> None:
+    _, greedy = await post("/v1/chat/completions", question(temperature=0, max_completion_tokens=6, return_token_ids=True))
+    ids = greedy["choices"][0]["token_ids"]
+    _, again = await post("/v1/chat/completions", question(temperature=0, max_completion_tokens=6, return_token_ids=True, n=2))
+    assert [choice["token_ids"] for choice in again["choices"]] == [ids, ids]
+    text = greedy["choices"][0]["message"]["content"]
+    _, stopped = await post("/v1/chat/completions", question(temperature=0, max_completion_tokens=6, stop=text[0]))
+    assert stopped["choices"][0]["message"]["content"] == ""
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_models_and_health(server: EngineServer) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{server.url}/v1/models") as response:
+            [model] = (await response.json())["data"]
+        async with session.get(f"{server.url}/health") as response:
+            health = await response.json()
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 64)
+    assert health == {"status": "ok", "state": "current", "version": [1, 7], "load": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "param", "says"),
+    [
+        ({"stream": True}, 400, "stream", "stream=true is not supported"),
+        ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty", "leave it out (or send 0)"),
+        ({"top_logprobs": 5}, 400, "top_logprobs", "not supported"),
+        ({"temprature": 1}, 400, "temprature", "unknown option 'temprature'"),
+        ({"n": 0}, 400, "n", "greater than or equal to 1, got 0"),
+        ({"n": 2000}, 400, "n", "max_batch_sequences=1024"),
+        ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
+        ({"temperature": 1e-9}, 400, "temperature", "at least 0.001"),
+        ({"top_p": 0}, 400, "top_p", "greater than 0"),
+        ({"stop": [""]}, 400, "stop.0", "at least 1 character"),
+        ({"messages": []}, 400, "messages", "at least 1 item"),
+        ({"messages": [{"content": "x"}]}, 400, "messages.0.role", "wanted a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", "text only"),
+        ({"messages": [{"role": "user", "content": "a+b"}]}, 400, None, "holds 'ab', which the vocabulary"),
+        ({"messages": [{"role": "user", "content": ""}]}, 400, "prompt", "is empty"),
+        ({"model": "gpt-4"}, 404, "model", "this engine serves 'tiny'"),
+    ],
+)
+async def test_what_is_not_served_is_refused_with_a_reason(
+    post: Post, options: dict[str, Any], status: int, param: str | None, says: str
+) -> None:
+    found, answer = await post("/v1/chat/completions", question(**options))
+    assert found == status
+    assert says in answer["error"]["message"]
+    assert answer["error"]["param"] == param
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+async def test_neutral_and_ignored_options_are_taken(post: Post) -> None:
+    harmless = {"stream": False, "tools": [], "presence_penalty": 0, "user": "me", "metadata": {"a": "b"}, "stop": None, "top_k": -1}
+    status, _ = await post("/v1/chat/completions", question(**harmless, response_format={"type": "text"}))
+    assert status == 200
+
+
+async def test_a_prompt_too_long_teaches_and_says_which_tokens(post: Post) -> None:
+    long = question(messages=[{"role": "user", "content": "1" * 80}])
+    status, answer = await post("/v1/chat/completions", long)
+    assert status == 400
+    assert answer["error"]["code"] == "context_length_exceeded"
+    assert "80 tokens, 63 are allowed" in answer["error"]["message"]
+    status, answer = await post("/v1/chat/completions", question(max_prompt_tokens=3))
+    assert status == 400
+    assert answer["error"]["limit"] == 3
+    assert len(answer["error"]["prompt_token_ids"]) == 4
+
+
+async def test_max_tokens_beyond_the_window_ends_with_length(post: Post) -> None:
+    body = {"prompt": [[3] * 60], "max_tokens": 100, "n": 16, "return_token_ids": True, "seed": 0}
+    _, answer = await post("/v1/completions", body)
+    lengths = [len(choice["token_ids"]) for choice in answer["choices"]]
+    assert max(lengths) == 4
+    assert {c["finish_reason"] for c in answer["choices"] if len(c["token_ids"]) == 4 and c["token_ids"][-1] != 1} == {"length"}
+
+
+async def test_bodies_that_are_no_json_and_routes_that_are_not_there(server: EngineServer) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{server.url}/v1/chat/completions", data=b"{") as response:
+            assert response.status == 400
+            assert "not JSON" in (await response.json())["error"]["message"]
+        async with session.post(f"{server.url}/v1/chat/completions", json=[1]) as response:
+            assert "a list, wanted a JSON object" in (await response.json())["error"]["message"]
+        async with session.get(f"{server.url}/v1/nope") as response:
+            assert response.status == 404
+            assert response.content_type == "application/json"
+
+
+async def test_503_until_current(serving: Any, shared_generator: TextGenerator) -> None:
+    async with serving(shared_generator, version=None) as server, aiohttp.ClientSession() as session:
+        for path, body in (("chat/completions", question()), ("completions", {"prompt": "1"}), ("logprobs", {"tokens": [3, 4]})):
+            async with session.post(f"{server.url}/v1/{path}", json=body) as response:
+                assert response.status == 503
+                assert response.headers["Retry-After"] == "1"
+                assert (await response.json())["error"]["code"] == "engine_not_current"
+        async with session.get(f"{server.url}/v1/models") as response:
+            assert response.status == 200
+
+
+async def test_pins(post: Post) -> None:
+    status, _ = await post("/v1/chat/completions", question(), **{"X-TMQ-Version": "1.7"})
+    assert status == 200
+    status, answer = await post("/v1/chat/completions", question(), **{"X-TMQ-Version": "1.6"})
+    assert status == 409
+    assert answer["error"]["code"] == "version_mismatch"
+    assert (answer["error"]["wanted"], answer["error"]["held"]) == ([1, 6], [1, 7])
+    status, answer = await post("/v1/chat/completions", question(), **{"X-TMQ-Version": "latest"})
+    assert status == 400
+    assert "wanted generation.step" in answer["error"]["message"]
+
+
+async def test_tokenize_and_logprobs(post: Post, shared_generator: TextGenerator, plain_logprobs: Any) -> None:
+    _, cut = await post("/v1/tokenize", {"prompt": "+1="})
+    assert cut == {"tokens": [12, 3, 14], "max_model_len": 64}
+    conversation = [{"role": "user", "content": "+12="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "+"}]
+    _, cut = await post("/v1/tokenize", {"messages": conversation})
+    assert cut["assistant_mask"] == [0, 0, 0, 0, 1, 0]
+    _, scored = await post("/v1/logprobs", {"tokens": cut["tokens"], "temperature": 0.7})
+    wanted = plain_logprobs(shared_generator, cut["tokens"][:1], cut["tokens"][1:], 0.7)
+    assert torch.allclose(torch.tensor(scored["logprobs"]), wanted, atol=1e-5, rtol=0)
+    assert scored["weight_version"] == [1, 7]
+    status, answer = await post("/v1/tokenize", {})
+    assert (status, answer["error"]["message"]) == (400, "give either prompt or messages")
+    status, answer = await post("/v1/logprobs", {"tokens": [3, 99]})
+    assert status == 400
+    assert "token id 99, the vocabulary has 0 to 15" in answer["error"]["message"]
+
+
+async def test_a_client_that_hangs_up_before_its_round_costs_nothing(server: EngineServer) -> None:
+    server.state.pause(60.0)
+    async with aiohttp.ClientSession() as session:
+        asked = asyncio.create_task(session.post(f"{server.url}/v1/chat/completions", json=question(n=4)))
+        while server.rounds.load == 0:
+            await asyncio.sleep(0.005)  # nothing tells when a request has arrived
+        asked.cancel()
+        await asyncio.wait({asked})
+    server.state.resume()
+    async with aiohttp.ClientSession() as session, session.post(f"{server.url}/v1/chat/completions", json=question()) as response:
+        assert response.status == 200
+    assert server.rounds.counters.sequences == 1

@@ -1,0 +1,74 @@
+"""The collective channel over real gloo between two processes, and flat buckets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from trinity_mq.sync.collective import CollectiveError, Sender
+from trinity_mq.sync.flat import fill, plan, split
+
+CHILD = """
+import asyncio, json, sys
+from trinity_mq.sync.collective import Receiver, CollectiveError
+async def main():
+    receiver = Receiver()
+    for line in sys.stdin:
+        try:
+            tensors = await receiver.receive(json.loads(line))
+            print(json.dumps({name: [str(t.dtype), list(t.shape), t.double().sum().item()] for name, t in tensors.items()}), flush=True)
+        except CollectiveError as error:
+            print(json.dumps({"error": str(error)}), flush=True)
+asyncio.run(main())
+"""
+TENSORS = [("a", torch.arange(100.0)), ("b", torch.full((3, 400), 0.5, dtype=torch.bfloat16)), ("c", torch.tensor(7.0))]
+MANIFEST = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in TENSORS]
+
+
+@pytest.mark.parametrize("size", [16, 1000, 10**9])
+def test_buckets_keep_order_names_dtypes_and_values(size: int) -> None:
+    found = {}
+    for bucket in plan(MANIFEST, size):
+        found.update({name: t.clone() for name, t in split(bucket, fill(bucket, dict(TENSORS)))})
+    assert list(found) == ["a", "b", "c"]
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in TENSORS)
+
+
+async def child() -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CHILD, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[3]
+    )
+
+
+async def test_broadcast_keeps_its_group_and_a_dead_peer_costs_one_deadline() -> None:
+    sender = Sender("127.0.0.1", 1000, 3.0)
+    rendezvous = await sender.rendezvous()
+    process = await child()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        for attempt in (1, 2):
+            spec = {**rendezvous, "epoch": 1, "attempt": attempt, "rank": 1, "world": 2, "seconds": 20.0, "manifest": MANIFEST}
+            sender.seconds = 20.0
+            process.stdin.write((json.dumps(spec) + "\n").encode())
+            await process.stdin.drain()
+            await sender.broadcast(TENSORS, MANIFEST, 1, attempt, 2)
+            got = json.loads(await process.stdout.readline())
+            assert got["a"] == ["torch.float32", [100], 4950.0]
+            assert got["b"] == ["torch.bfloat16", [3, 400], 600.0]
+    finally:
+        process.kill()
+        await process.wait()
+    sender.seconds = 2.0
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    with pytest.raises(CollectiveError):
+        await sender.broadcast(TENSORS, MANIFEST, 2, 3, 2)
+    assert loop.time() - started < 4.0
+    with pytest.raises(CollectiveError, match="no rendezvous"):
+        await sender.broadcast(TENSORS, MANIFEST, 2, 4, 2)

@@ -1,0 +1,60 @@
+from types import SimpleNamespace
+
+import pytest
+
+from trinity_mq.experience import Experience
+
+
+class StubModel:
+    """Answers from a list, and records its calls as the history of a real wrapper would."""
+
+    def __init__(self, answers, *, enable_history=False):
+        self.answers = list(answers)
+        self.calls = []
+        self.enable_history = enable_history
+        self._history = []
+        self.clients = []
+
+    def _answer(self, n):
+        made = []
+        for _ in range(n):
+            answer = self.answers.pop(0)
+            text, status = answer if isinstance(answer, tuple) else (answer, None)
+            tokens = [1, 2, *range(3, 4 + len(text))]
+            keys = {"logprobs": [-1.0] * (len(tokens) - 2)} if status == "prompt_truncated" else {}
+            made.append(
+                Experience(
+                    tokens=tokens, prompt_length=2, response_text=text, truncate_status=status, versions=None, **keys
+                )
+            )
+        self._history += made
+        return made
+
+    def chat(self, messages, **keys):
+        self.calls.append((messages, keys))
+        return self._answer(keys.get("n", 1))
+
+    async def chat_async(self, messages, **keys):
+        return self.chat(messages, **keys)
+
+    def extract_experience_from_history(self, clear_history=True):
+        taken = list(self._history)
+        if clear_history:
+            self._history.clear()
+        return taken
+
+    def get_openai_client(self):
+        self.clients.append("sync")
+        return SimpleNamespace(kind="sync", ask=lambda: self.chat([])[0].response_text)
+
+    def get_openai_async_client(self):
+        async def ask():
+            return (await self.chat_async([]))[0].response_text
+
+        self.clients.append("async")
+        return SimpleNamespace(kind="async", ask=ask)
+
+
+@pytest.fixture
+def stub_model():
+    return StubModel

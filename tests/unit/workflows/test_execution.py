@@ -1,0 +1,147 @@
+import asyncio
+import sys
+import threading
+
+import pytest
+
+from trinity_mq.experience import Experience
+from trinity_mq.workflows import RunFailedError, Task, Workflow, execute
+from trinity_mq.workflows.threads import in_thread
+
+
+def experience():
+    return Experience(tokens=[1, 2], prompt_length=1)
+
+
+def workflow(result, *, is_async):
+    """Return a workflow class that returns ``result()``."""
+    flag = is_async
+
+    class Made(Workflow):
+        is_async = flag
+
+        def run(self):
+            return result()
+
+        async def run_async(self):
+            return result()
+
+    return Made
+
+
+async def run(kind):
+    return await execute(lambda: kind(task=Task(workflow=kind), model=None), kind)
+
+
+def raiser(error):
+    def function():
+        raise error
+
+    return function
+
+
+BOTH = pytest.mark.parametrize("is_async", [False, True])
+
+
+async def test_a_synchronous_workflow_is_made_and_run_in_one_thread_of_its_own():
+    threads = []
+
+    class Made(Workflow):
+        def __init__(self, **keys):
+            super().__init__(**keys)
+            threads.append(threading.current_thread())
+
+        def run(self):
+            threads.append(threading.current_thread())
+            return [experience()]
+
+    assert len(await run(Made)) == 1
+    assert threads[0] is threads[1]
+    assert threads[0] is not threading.current_thread()
+    assert threads[0].daemon
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (lambda: None, "returned None, wanted a list of experiences"),
+        (lambda: ["x"], "wanted a list of experiences"),
+        (list, "returned no experience; a run gives at least one"),
+    ],
+)
+async def test_a_result_that_is_none_is_a_failure(is_async, result, said):
+    with pytest.raises(RunFailedError, match=said):
+        await run(workflow(result, is_async=is_async))
+
+
+@BOTH
+async def test_an_error_comes_through_as_it_is(is_async):
+    with pytest.raises(ZeroDivisionError):
+        await run(workflow(lambda: 1 / 0, is_async=is_async))
+
+
+@BOTH
+async def test_a_workflow_cannot_end_the_process(is_async):
+    with pytest.raises(RunFailedError, match=r"called sys\.exit\(3\)"):
+        await run(workflow(lambda: sys.exit(3), is_async=is_async))
+
+
+@BOTH
+async def test_a_workflow_that_cancels_itself_has_failed(is_async):
+    with pytest.raises(RunFailedError, match="cancelled itself"):
+        await run(workflow(raiser(asyncio.CancelledError()), is_async=is_async))
+
+
+@BOTH
+async def test_a_workflow_without_its_method_says_which(is_async):
+    flag = is_async
+
+    class Empty(Workflow):
+        is_async = flag
+
+    with pytest.raises(NotImplementedError, match=r"run_async\(\)" if is_async else r"no run\(\)"):
+        await run(Empty)
+
+
+async def test_a_cancelled_caller_is_cancelled_although_the_thread_goes_on():
+    release = threading.Event()
+    started = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def block():
+        loop.call_soon_threadsafe(started.set)
+        release.wait()
+        return [experience()]
+
+    task = asyncio.ensure_future(run(workflow(block, is_async=False)))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    release.set()
+
+
+async def test_threads_carry_context_and_odd_errors():
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await in_thread(raiser(StopIteration(1)), "test")
+    with pytest.raises(KeyError):
+        await in_thread(raiser(KeyError("x")), "test")
+    assert await in_thread(lambda: threading.current_thread().name, "mine") == "mine"
+
+
+async def test_auxiliary_clients_fit_the_workflow(stub_model):
+    for is_async in (False, True):
+        kind = workflow(list, is_async=is_async)
+        made = kind(task=Task(workflow=kind), model=None, auxiliary_models=[stub_model([])])
+        assert [client.kind for client in made.auxiliary_models] == ["async" if is_async else "sync"]
+
+
+def test_older_names_of_the_flags():
+    class Made(Workflow):
+        can_repeat = True
+
+    made = Made(task=Task(), model=None)
+    assert (made.repeatable, made.resettable, made.asynchronous) == (True, False, False)
+    with pytest.raises(NotImplementedError, match="can_reset"):
+        made.reset(Task())

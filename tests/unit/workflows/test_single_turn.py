@@ -1,0 +1,125 @@
+import threading
+
+import pytest
+
+from trinity_mq.config import FormatConfig
+from trinity_mq.rewards import RewardError, UnknownNameError
+from trinity_mq.rewards.char_match import char_match
+from trinity_mq.workflows import (
+    AsyncMathWorkflow,
+    AsyncSimpleWorkflow,
+    MathWorkflow,
+    SimpleWorkflow,
+    Task,
+    TaskError,
+    execute,
+)
+
+BOTH = pytest.mark.parametrize("kind", [SimpleWorkflow, AsyncSimpleWorkflow])
+BOTH_MATH = pytest.mark.parametrize("kind", [MathWorkflow, AsyncMathWorkflow])
+
+
+def task(kind, **keys):
+    keys.setdefault("raw_task", {"question": "1+1=", "answer": "2"})
+    return Task(workflow=kind, **keys)
+
+
+async def run(workflow):
+    return await execute(lambda: workflow, type(workflow))
+
+
+@BOTH
+async def test_all_runs_are_asked_for_in_one_request(kind, stub_model):
+    model = stub_model(["2", "3", "2"])
+    workflow = task(kind, rollout_args={"temperature": 0.7, "n": 99}).to_workflow(model)
+    workflow.set_repeat_times(3, 8)
+    experiences = await run(workflow)
+    assert model.calls == [([{"role": "user", "content": "1+1="}], {"temperature": 0.7, "n": 3})]
+    assert [exp.eid.run for exp in experiences] == [8, 9, 10]
+    assert [exp.reward for exp in experiences] == [1.0, 0.0, 1.0]
+    assert [exp.metrics for exp in experiences] == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 1.0}]
+
+
+@BOTH
+async def test_the_reward_is_the_sum_of_its_parts(kind, stub_model):
+    made = task(kind, reward_fn=char_match, raw_task={"question": "q", "answer": "237"})
+    (exp,) = await run(made.to_workflow(stub_model(["230"])))
+    assert exp.reward == pytest.approx(0.5 * (0.8 * 2 / 3 + 0.2))
+    assert exp.metrics == {"accuracy": 0.0, "partial_credit": exp.reward}
+
+
+@BOTH
+async def test_a_system_prompt_comes_first(kind, stub_model):
+    model = stub_model(["2"])
+    await run(task(kind, format_args=FormatConfig(system_prompt="Be brief.")).to_workflow(model))
+    assert model.calls[0][0] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1="}]
+
+
+@BOTH
+async def test_a_response_that_was_cut_is_not_exact(kind, stub_model):
+    (exp,) = await run(task(kind).to_workflow(stub_model([("2", "response_truncated")])))
+    assert exp.reward == 0.0
+
+
+@BOTH
+async def test_what_follows_a_prompt_that_was_cut_earns_nothing(kind, stub_model):
+    (exp,) = await run(task(kind).to_workflow(stub_model([("2", "prompt_truncated")])))
+    assert (exp.reward, exp.metrics) == (0.0, {"accuracy": 0.0})
+
+
+@BOTH
+def test_a_prompt_that_is_no_text_is_refused(kind, stub_model):
+    workflow = task(kind, raw_task={"question": ["1"], "answer": "2"}).to_workflow(stub_model([]))
+    with pytest.raises(TaskError, match=r"raw_task\['question'\] is a list"):
+        workflow.format_messages()
+
+
+@BOTH
+def test_a_wrong_reward_function_fails_before_anything_is_asked(kind, stub_model):
+    with pytest.raises(UnknownNameError):
+        task(kind, reward_fn="nope").to_workflow(stub_model([]))
+    with pytest.raises(RewardError):
+        task(kind, reward_fn=char_match, reward_fn_args={"x": 1}).to_workflow(stub_model([]))
+
+
+@BOTH
+async def test_a_truth_that_is_a_number_is_compared_as_text(kind, stub_model):
+    (exp,) = await run(task(kind, raw_task={"question": "q", "answer": 2}).to_workflow(stub_model(["2"])))
+    assert exp.reward == 1.0
+
+
+@BOTH
+async def test_reset_takes_another_task(kind, stub_model):
+    model = stub_model(["2", "7"])
+    workflow = task(kind).to_workflow(model)
+    await run(workflow)
+    workflow.reset(task(kind, raw_task={"question": "3+4=", "answer": "7"}))
+    (exp,) = await run(workflow)
+    assert model.calls[1][0] == [{"role": "user", "content": "3+4="}]
+    assert exp.reward == 1.0
+
+
+async def test_the_reward_is_not_computed_on_the_event_loop(stub_model):
+    seen = []
+
+    def slow(response, truth, *, finished):
+        seen.append(threading.current_thread())
+        return {"accuracy": 1.0}
+
+    await run(task(AsyncSimpleWorkflow, reward_fn=slow).to_workflow(stub_model(["2"])))
+    assert seen[0] is not threading.current_thread()
+
+
+@BOTH_MATH
+async def test_math_asks_for_a_boxed_number_and_compares_it(kind, stub_model):
+    model = stub_model(["It is \\boxed{1,000.0}.", "999"])
+    workflow = task(kind, raw_task={"question": "q", "answer": "so #### 1000"}).to_workflow(model)
+    workflow.set_repeat_times(2, 0)
+    assert [exp.reward for exp in await run(workflow)] == [1.0, 0.0]
+    assert "\\boxed{}" in model.calls[0][0][0]["content"]
+
+
+@BOTH_MATH
+def test_math_lets_the_task_say_otherwise(kind, stub_model):
+    made = task(kind, reward_fn=char_match, format_args=FormatConfig(system_prompt="Mine."))
+    assert made.to_workflow(stub_model([])).format_messages()[0]["content"] == "Mine."

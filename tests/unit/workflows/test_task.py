@@ -1,0 +1,113 @@
+import pytest
+
+from trinity_mq.config import FormatConfig
+from trinity_mq.messages import TaskBody, TaskSubmission, decode, encode
+from trinity_mq.rewards import UnknownNameError
+from trinity_mq.rewards.char_match import char_match
+from trinity_mq.workflows import (
+    WORKFLOWS,
+    AsyncSimpleWorkflow,
+    SimpleWorkflow,
+    Task,
+    TaskError,
+    Workflow,
+    load_workflow,
+)
+
+BODY = TaskBody(
+    workflow="async_simple_workflow",
+    raw_task={"prompt": "1+1", "answer": "2"},
+    repeat_times=4,
+    format_args={"prompt_key": "prompt", "response_key": "answer", "system_prompt": None},
+    rollout_args={"temperature": 0.5},
+    workflow_args={"a": 1},
+    reward_fn="char_match",
+    reward_fn_args={},
+    is_eval=True,
+    index={"taskset": "t", "index": 3},
+)
+
+
+class Mine(Workflow):
+    pass
+
+
+def test_a_body_becomes_a_task_and_again_the_same_body():
+    task = Task.from_body(BODY, "3/t", 7)
+    assert task.workflow is AsyncSimpleWorkflow
+    assert task.reward_fn is char_match
+    assert (task.task_desc, task.truth) == ("1+1", "2")
+    assert (task.batch_id, task.task_id, task.repeat_times, task.is_eval) == ("3/t", 7, 4, True)
+    assert task.to_dict() == {"prompt": "1+1", "answer": "2"}
+    assert task.to_body() == BODY
+    assert decode(encode(TaskSubmission(task=task.to_body())), TaskSubmission).task == BODY
+
+
+def test_a_task_made_by_hand_travels_under_its_dotted_path():
+    body = Task(workflow=Mine, raw_task={"question": "q"}).to_body()
+    assert body.workflow == f"{__name__}.Mine"
+    assert Task.from_body(body).workflow is Mine
+
+
+def test_what_no_other_process_can_import_is_refused():
+    class Inner(Workflow):
+        pass
+
+    with pytest.raises(UnknownNameError, match="cannot be imported by another process"):
+        Task(workflow=Inner).to_body()
+    with pytest.raises(UnknownNameError, match="cannot be imported by another process"):
+        Task(workflow=Mine, reward_fn=lambda response, truth, *, finished: {}).to_body()
+
+
+def test_keys_that_are_not_there_give_none():
+    task = Task(workflow=Mine, raw_task={"question": "q"})
+    assert (task.task_desc, task.truth) == ("q", None)
+    assert Task(workflow=Mine, format_args=FormatConfig(prompt_key="x")).task_desc is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"workflow": ""}, "names no workflow"),
+        ({"workflow": "async_simple_workflw"}, "did you mean 'async_simple_workflow'"),
+        ({"workflow": "trinity_mq.workflows.Task"}, "wanted a subclass"),
+        ({"reward_fn": "exactmatch"}, "did you mean 'exact_match'"),
+        ({"format_args": {"promt_key": "x"}}, r"format_args\.promt_key.*known keys: prompt_key"),
+    ],
+)
+def test_bad_bodies_teach(change, said):
+    with pytest.raises((TaskError, UnknownNameError), match=said):
+        Task.from_body(BODY.model_copy(update=change))
+
+
+def test_an_empty_reward_function_leaves_it_to_the_workflow():
+    assert Task.from_body(BODY.model_copy(update={"reward_fn": ""})).reward_fn is None
+
+
+def test_to_workflow_makes_an_instance_each_time():
+    task = Task(workflow=Mine, raw_task={"question": "q"})
+    first, second = task.to_workflow("model", ["aux"]), task.to_workflow("model")
+    assert first is not second
+    assert (first.task, first.model, first.auxiliary_model_wrappers) == (task, "model", ["aux"])
+    with pytest.raises(TaskError, match="no workflow"):
+        Task().to_workflow("model")
+
+
+def test_an_own_copy_shares_nothing_that_a_workflow_might_change():
+    task = Task.from_body(BODY.model_copy(update={"raw_task": {"state": {"a": [1]}}, "workflow_args": {"b": [1]}}))
+    copied = task.own_copy()
+    copied.raw_task["state"]["a"].append(2)
+    copied.workflow_args["b"].append(2)
+    assert task.raw_task == {"state": {"a": [1]}}
+    assert task.workflow_args == {"b": [1]}
+    assert copied.task_id == task.task_id
+
+
+def test_every_registered_workflow_loads():
+    assert {load_workflow(name).__name__ for name in WORKFLOWS} == {
+        "AsyncMathWorkflow",
+        "AsyncSimpleWorkflow",
+        "MathWorkflow",
+        "SimpleWorkflow",
+    }
+    assert load_workflow("trinity_mq.workflows.simple.SimpleWorkflow") is SimpleWorkflow

@@ -1,0 +1,136 @@
+"""Pooled HTTP connections to engines, one set for a whole process; every answer an engine may give, typed.
+
+aiohttp on the event loop, where a batch of requests costs a tenth of what it does with httpx (32 at once: 10 ms against 90 ms of
+CPU time); httpx for callers in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import httpx
+
+from trinity_mq.messages import Version
+from trinity_mq.models.errors import (
+    EngineError,
+    EngineLost,
+    EngineNotReady,
+    EngineRefused,
+    PromptTooLong,
+    VersionMismatch,
+)
+
+CONNECT_SECONDS = 10.0
+IDLE_SECONDS = 30.0
+"""Idle connections are closed by us before the server does it: no request meets one that is just going away."""
+
+
+class EngineClients:
+    """The connections. The synchronous half is safe to share between threads; the other half belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._client: httpx.Client | None = None
+        self._lock = threading.Lock()
+
+    async def post_async(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float) -> Any:
+        """Return the JSON answer to a POST.
+
+        Raises:
+            EngineNotReady: 503.
+            EngineLost: No answer, or not within ``timeout`` seconds.
+            EngineRefused: Any other error the engine answers with, by its kind.
+        """
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector)
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
+        try:
+            async with self._session.post(url, json=body, headers=headers, timeout=limit) as response:
+                return understood(response.status, response.headers, await response.read(), url)
+        except TimeoutError:
+            raise EngineLost(f"{url}: no answer within {timeout:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
+
+    def post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float) -> Any:
+        """Return the JSON answer to a POST from a thread; errors as :meth:`post_async`."""
+        with self._lock:
+            if self._client is None:
+                limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_SECONDS)
+                self._client = httpx.Client(limits=limits)
+        try:
+            response = self._client.post(
+                url, json=dict(body), headers=dict(headers), timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS)
+            )
+        except httpx.TimeoutException:
+            raise EngineLost(f"{url}: no answer within {timeout:g} s") from None
+        except httpx.HTTPError as error:
+            raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
+        return understood(response.status_code, response.headers, response.content, url)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Close those of threads."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+def understood(status: int, headers: Mapping[str, str], body: bytes, url: str) -> Any:
+    """Return the JSON in an answer, or raise what it says."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        raise EngineLost(f"{url}: HTTP status {status} with a body that is not JSON: {body[:80]!r}") from None
+    if status == 200:
+        return answer
+    raise engine_error(status, headers.get("Retry-After"), answer, url)
+
+
+def engine_error(status: int, retry_after: str | None, answer: Any, url: str) -> EngineError:
+    """Return the exception for an error answer; ``answer`` is its JSON body, or the ``error`` object in it."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else {}
+    if not isinstance(error, dict):
+        error = {"message": str(error)}
+    message = f"{url}: {error.get('message') or f'HTTP status {status}'}"
+    code = error.get("code")
+    if status == 503:
+        return EngineNotReady(message, _seconds(retry_after))
+    if code == "version_mismatch":
+        return VersionMismatch(message, _version(error.get("wanted")), _version(error.get("held")))
+    if code == "context_length_exceeded" and "prompt_token_ids" in error:
+        return PromptTooLong(message, error["prompt_token_ids"], error["limit"])
+    return EngineRefused(message, status, code)
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        return min(max(float(text or 1.0), 0.0), 60.0)
+    except ValueError:  # a date, which our engines do not send
+        return 1.0
+
+
+def _version(value: Any) -> Version | None:
+    return None if value is None else (int(value[0]), int(value[1]))

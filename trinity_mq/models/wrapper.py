@@ -1,0 +1,333 @@
+"""The model as a workflow sees it: ask and get experiences, or use an OpenAI client whose answers are recorded."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tenacity import AsyncRetrying, RetryCallState, Retrying, retry_if_exception_type, stop_after_delay
+
+from trinity_mq.experience import Experience
+from trinity_mq.messages import Version
+from trinity_mq.models.clients import EngineClients
+from trinity_mq.models.errors import EngineNotReady, PromptTooLong
+from trinity_mq.models.history import History
+from trinity_mq.models.inference import InferenceModel
+from trinity_mq.models.responses import conversation_experience, experiences_of, masked_experiences
+
+if TYPE_CHECKING:
+    import openai
+
+Message = Mapping[str, Any]
+
+PIN_HEADER = "X-TMQ-Version"
+SEED_BITS = 63
+
+
+class ModelWrapper:
+    """One workflow run's view of a model.
+
+    Sampling parameters, weakest first: those given here, ``rollout_args``, those of a call. With a ``seed`` every call gets one of
+    its own, derived from it and the number of the call, so that a run repeats itself as a whole.
+
+    While the engine waits for weights (503), calls wait with it for up to ``not_ready_timeout`` seconds, then raise
+    :class:`EngineNotReady`. No answer at all raises :class:`EngineLost` at once: another engine may serve.
+    """
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        *,
+        rollout_args: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        pinned: Version | None = None,
+        enable_history: bool = False,
+        max_prompt_tokens: int | None = None,
+        max_response_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        clients: EngineClients | None = None,
+        not_ready_timeout: float = 300.0,
+        request_timeout: float = 1800.0,
+    ) -> None:
+        """Wrap ``model``.
+
+        Args:
+            model: Where it is served.
+            rollout_args: Sampling parameters as in the OpenAI API.
+            seed: Makes the run repeat itself.
+            pinned: Only this version of the weights may answer; another raises VersionMismatch.
+            enable_history: Keep every answer until :meth:`extract_experience_from_history`.
+            max_prompt_tokens: A longer prompt gives masked experiences. None: as long as fits the model.
+            max_response_tokens: None: the engine's own limit.
+            temperature: Of sampling.
+            top_p: Of sampling.
+            clients: Connections shared with others; None: own ones, to be closed with :meth:`aclose` or :meth:`close`.
+            not_ready_timeout: Seconds to wait for an engine without weights.
+            request_timeout: Seconds for one answer.
+        """
+        self.model = model
+        self.enable_history = enable_history
+        self.not_ready_timeout, self.request_timeout = not_ready_timeout, request_timeout
+        self.max_prompt_tokens = max_prompt_tokens
+        self._clients = clients or EngineClients()
+        self._owns_clients = clients is None
+        self._seed = seed
+        self._calls = itertools.count()
+        self._clones = itertools.count()
+        self._history = History()
+        self._answered_by: Version | None = None
+        limits = {} if max_response_tokens is None else {"max_tokens": max_response_tokens}
+        self._sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, **limits, **(rollout_args or {})}
+        self._headers = {} if pinned is None else {PIN_HEADER: f"{pinned[0]}.{pinned[1]}"}
+
+    # -- what it is
+
+    @property
+    def model_name(self) -> str:
+        """What requests call the model."""
+        return self.model.name
+
+    @property
+    def model_path(self) -> str:
+        """Folder with tokenizer and configuration."""
+        return self.model.model_path
+
+    @property
+    def model_version(self) -> Version | None:
+        """Version that gave the latest answer, else that of the handle."""
+        return self._answered_by or self.model.version
+
+    # -- asking
+
+    def chat(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
+        """Return ``n`` answers to a conversation. Blocks: for workflows in a thread.
+
+        Raises:
+            EngineNotReady: No weights within ``not_ready_timeout`` seconds.
+            EngineLost: No answer.
+            EngineRefused: The request cannot be served as it is.
+        """
+        return self._asked("/v1/chat/completions", self._body({"messages": list(messages)}, sampling))
+
+    async def chat_async(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
+        """Return ``n`` answers to a conversation; errors as :meth:`chat`."""
+        return await self._asked_async("/v1/chat/completions", self._body({"messages": list(messages)}, sampling))
+
+    def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
+        """Return ``n`` continuations of each prompt, all of the first one first; errors as :meth:`chat`."""
+        return [
+            experience
+            for prompt in prompts
+            for experience in self._asked("/v1/completions", self._body({"prompt": prompt}, sampling))
+        ]
+
+    async def generate_async(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
+        """Return ``n`` continuations of each prompt, all of the first one first; errors as :meth:`chat`."""
+        import asyncio
+
+        bodies = [self._body({"prompt": prompt}, sampling) for prompt in prompts]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._asked_async("/v1/completions", body)) for body in bodies]
+        return [experience for task in tasks for experience in task.result()]
+
+    def logprobs(self, tokens: Sequence[int], temperature: float | None = None) -> torch.Tensor:
+        """Return the logprob of every token after the first, float32 ``[len(tokens) - 1]``; errors as :meth:`chat`."""
+        return torch.tensor(self._scored(self._post("/v1/logprobs", self._score_body(tokens, temperature))))
+
+    async def logprobs_async(self, tokens: Sequence[int], temperature: float | None = None) -> torch.Tensor:
+        """Return the logprob of every token after the first, float32 ``[len(tokens) - 1]``; errors as :meth:`chat`."""
+        answer = await self._post_async("/v1/logprobs", self._score_body(tokens, temperature))
+        return torch.tensor(self._scored(answer))
+
+    def convert_messages_to_experience(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        temperature: float | None = None,
+    ) -> Experience:
+        """Return a whole conversation as one experience with the present policy's logprobs; the mask covers what the assistant wrote.
+
+        A conversation over the model's length is cut and marked ``response_truncated``. Errors as :meth:`chat`.
+        """
+        asked = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
+        cut = self._post("/v1/tokenize", asked)
+        scored = self._post("/v1/logprobs", self._score_body(cut["tokens"][: cut["max_model_len"]], temperature))
+        return self._converted(cut, scored, messages, tools, temperature)
+
+    async def convert_messages_to_experience_async(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        temperature: float | None = None,
+    ) -> Experience:
+        """Return a whole conversation as one experience; see :meth:`convert_messages_to_experience`."""
+        asked = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
+        cut = await self._post_async("/v1/tokenize", asked)
+        body = self._score_body(cut["tokens"][: cut["max_model_len"]], temperature)
+        return self._converted(cut, await self._post_async("/v1/logprobs", body), messages, tools, temperature)
+
+    # -- OpenAI clients
+
+    def get_openai_client(self) -> openai.OpenAI:
+        """Return a client of this model, with this wrapper's sampling parameters where a call gives none.
+
+        What ``chat.completions.create`` answers is recorded when history is enabled.
+        """
+        from trinity_mq.models.openai_clients import recorded_client
+
+        return recorded_client(self)
+
+    def get_openai_async_client(self) -> openai.AsyncOpenAI:
+        """Return an asynchronous client; see :meth:`get_openai_client`."""
+        from trinity_mq.models.openai_clients import recorded_async_client
+
+        return recorded_async_client(self)
+
+    # -- history
+
+    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
+        """Return what was answered since the last call that cleared.
+
+        Raises:
+            ValueError: History is off.
+        """
+        if not self.enable_history:
+            raise ValueError("history is off; set explorer.rollout_model.enable_history=true in the configuration")
+        return self._history.take(clear=clear_history)
+
+    def clone_with_isolated_history(self) -> ModelWrapper:
+        """Return a wrapper of the same model with a history, and seeds, of its own."""
+        clone = copy.copy(self)
+        clone._history = History()
+        clone._seed = self._derived("clone", next(self._clones))
+        clone._calls, clone._clones = itertools.count(), itertools.count()
+        clone._owns_clients = False
+        return clone
+
+    async def aclose(self) -> None:
+        """Close the connections, unless they are shared."""
+        if self._owns_clients:
+            await self._clients.aclose()
+
+    def close(self) -> None:
+        """Close the connections of synchronous calls, unless they are shared."""
+        if self._owns_clients:
+            self._clients.close()
+
+    # -- inside, shared with the OpenAI clients
+
+    def next_seed(self) -> int | None:
+        """Return the seed of the next call."""
+        return self._derived("call", next(self._calls))
+
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Return the sampling parameters of a call that gives none."""
+        return dict(self._sampling)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request."""
+        return dict(self._headers)
+
+    def record(self, answer: Mapping[str, Any], temperature: float) -> list[Experience]:
+        """Return an answer as experiences, and keep them when history is enabled."""
+        experiences = experiences_of(answer, temperature)
+        if experiences and experiences[0].versions:
+            self._answered_by = experiences[0].version_max
+        if self.enable_history:
+            self._history.add(experiences)
+        return experiences
+
+    def not_ready_policy(self) -> dict[str, Any]:
+        """Return how long and how often to ask an engine that is not ready, for tenacity."""
+        return {
+            "retry": retry_if_exception_type(EngineNotReady),
+            "wait": _as_told,
+            "stop": stop_after_delay(self.not_ready_timeout),
+            "reraise": True,
+        }
+
+    def _derived(self, purpose: str, number: int) -> int | None:
+        if self._seed is None:
+            return None
+        digest = hashlib.blake2b(f"{self._seed}/{purpose}/{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+
+    def _body(self, what: dict[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+        body = {"model": self.model.name, **what, **self._sampling, **sampling, "return_token_ids": True}
+        body.pop("logprobs", None)  # always there, and cheaper without the texts
+        if self.max_prompt_tokens is not None:
+            body.setdefault("max_prompt_tokens", self.max_prompt_tokens)
+        if body.get("seed") is None:
+            body["seed"] = self.next_seed()
+        return body
+
+    def _asked(self, path: str, body: dict[str, Any]) -> list[Experience]:
+        try:
+            answer = self._post(path, body)
+        except PromptTooLong as error:
+            return self._masked(error, body)
+        return self.record(answer, body["temperature"])
+
+    async def _asked_async(self, path: str, body: dict[str, Any]) -> list[Experience]:
+        try:
+            answer = await self._post_async(path, body)
+        except PromptTooLong as error:
+            return self._masked(error, body)
+        return self.record(answer, body["temperature"])
+
+    def _masked(self, error: PromptTooLong, body: Mapping[str, Any]) -> list[Experience]:
+        experiences = masked_experiences(error, body.get("n") or 1, body["temperature"])
+        if self.enable_history:
+            self._history.add(experiences)
+        return experiences
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        retrying = Retrying(**self.not_ready_policy())
+        return retrying(self._clients.post, self.model.url + path, body, self._headers, self.request_timeout)
+
+    async def _post_async(self, path: str, body: Mapping[str, Any]) -> Any:
+        retrying = AsyncRetrying(**self.not_ready_policy())
+        url = self.model.url + path
+        return await retrying(self._clients.post_async, url, body, self._headers, self.request_timeout)
+
+    def _score_body(self, tokens: Sequence[int], temperature: float | None) -> dict[str, Any]:
+        return {"tokens": [int(token) for token in tokens], "temperature": self._heat(temperature)}
+
+    def _scored(self, answer: Mapping[str, Any]) -> list[float]:
+        self._answered_by = (answer["weight_version"][0], answer["weight_version"][1])
+        logprobs: list[float] = answer["logprobs"]
+        return logprobs
+
+    def _converted(
+        self,
+        cut: Mapping[str, Any],
+        scored: Mapping[str, Any],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        temperature: float | None,
+    ) -> Experience:
+        return conversation_experience(
+            cut["tokens"][: cut["max_model_len"]],
+            cut["assistant_mask"],
+            self._scored(scored),
+            max_length=cut["max_model_len"],
+            messages=[dict(message) for message in messages],
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            version=scored["weight_version"],
+            temperature=self._heat(temperature) or 1.0,
+        )
+
+    def _heat(self, temperature: float | None) -> float:
+        return float(self._sampling["temperature"] if temperature is None else temperature)
+
+
+def _as_told(state: RetryCallState) -> float:
+    """Wait as long as the engine says."""
+    error = state.outcome.exception() if state.outcome else None
+    return error.retry_after if isinstance(error, EngineNotReady) else 1.0
