@@ -1,6 +1,7 @@
-"""The explorer: tasks in, slices out, outcomes counted, batches closed; evaluates, hosts the rollout engine, takes part in weight sync.
+"""The explorer: tasks in, slices out, outcomes counted, batches closed; evaluates and hosts the engine.
 
-Waits for: committed weights (the pacing), outcomes on ``results``, and at the end the final weights for the last evaluation.
+Waits for: committed weights (the pacing), outcomes on ``results``, and at the end the final weights for the last
+evaluation.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Explorer(Agent):
             await (self.engine.stop() if self.draining.is_set() or state.finished else self.engine.detach())
 
     async def explore(self) -> str:
-        """Open, follow and close batches and evaluate, period after period; returns this explorer's name when the run is over.
+        """Open, follow and close batches and evaluate, period after period; returns this explorer's name at the end.
 
         One period under style ``fixed`` with interval n::
 
@@ -128,7 +129,8 @@ class Explorer(Agent):
         Args:
             master_address: Where the sender's TCPStore listens.
             master_port: Its port.
-            state_dict_meta: ``(name, dtype, shape)`` in the order sent. The gate does the same with what ``prepare`` carries.
+            state_dict_meta: ``(name, dtype, shape)`` in the order sent. The gate does the same with what ``prepare``
+            carries.
         """
         sync = self.config.synchronizer
         spec = {
@@ -150,7 +152,8 @@ class Explorer(Agent):
         """Return one weight as the engine holds it, on the CPU."""
         from safetensors.torch import load
 
-        return load(await self.engine.weight(name))[name]
+        weight: Tensor = load(await self.engine.weight(name))[name]
+        return weight
 
     async def _lock(self) -> Any:
         while not self.draining.is_set():
@@ -195,7 +198,7 @@ class Exploration:
             name=agent.id,
             lease=config.synchronizer.member_lease,
             engine=agent.engine,
-            publish=lambda event: self._publish_sync(event),
+            publish=self._publish_sync,
             committed=self._committed,
         )
         self.membership.on_commit = self._on_commit
@@ -337,7 +340,8 @@ class Exploration:
             if held > self.config.explorer.stall_timeout:
                 why = self.batches.obstacle(self.membership.version is not None)
                 raise FatalError(
-                    f"nothing has moved for {held:.0f} s (explorer.stall_timeout): waiting for {why}; the state is saved"
+                    f"nothing has moved for {held:.0f} s (explorer.stall_timeout): waiting for {why}; the state is "
+                    "saved"
                 )
 
     async def _submissions(self) -> None:
@@ -434,7 +438,6 @@ def open_sets(
 
 def main(config: Config, agent_id: str = "explorer-0") -> int:
     """Run the scheduling explorer until the run is over; returns the exit code."""
-
     from trinity_mq.models import EngineHost, ensure_model_folder
 
     def build(bus: Bus, topology: Topology) -> Explorer:

@@ -14,6 +14,7 @@ import structlog
 
 from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.bus import Bus, Delivery, Envelope, QueueGone, Topology
+from trinity_mq.bus.base import HeaderValue
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.experience import DecodeError, Experience
@@ -107,7 +108,8 @@ class Operator(Agent):
     async def _batch(self, delivery: Delivery, manifest: BatchClosed) -> None:
         limit = self.config.broker.delivery_limit
         if delivery.deliveries_before >= limit:
-            reason = f"{delivery.deliveries_before} operators did not survive this batch (limit {limit}); its queue is kept for replay"
+            lives = delivery.deliveries_before
+            reason = f"{lives} operators did not survive this batch (limit {limit}); its queue is kept for replay"
             await self._tell(manifest, state="failed", reason=reason)
             await park(self.bus, self.topology, delivery, reason, self.id)
             await settle(delivery)
@@ -147,7 +149,9 @@ class Operator(Agent):
         self._deletions.put_nowait((due, self.topology.batch_queue(manifest.batch, manifest.ticket).name))
 
     async def _drain(self, manifest: BatchClosed) -> dict[PartKey, bytes]:
-        """Return the bodies that the manifest lists, in its order. Nothing is acknowledged: what we hold comes back if we die."""
+        """Return the bodies that the manifest lists, in its order. Nothing is acknowledged: what we hold comes back if
+        we die.
+        """
         wanted = [(accepted.attempt, part) for accepted in manifest.accepted for part in range(accepted.parts)]
         if not wanted:
             return {}
@@ -246,7 +250,7 @@ class Operator(Agent):
         bodies = await asyncio.to_thread(split_to_size, experiences, self.bus.max_message_bytes)
         async with asyncio.TaskGroup() as group:
             for n, body in enumerate(bodies):
-                headers = {
+                headers: dict[str, HeaderValue] = {
                     "kind": "experience_chunk",
                     "version": 1,
                     "batch": manifest.batch,

@@ -1,4 +1,4 @@
-"""The runner: a slice in, its workflow run against a rollout engine, experiences out, then the outcome, then the acknowledgement.
+"""The runner: a slice in, its workflow run against an engine, experiences out, then the outcome, then the ack.
 
 Waits for: slices on ``tasks.train`` and ``tasks.eval``, and for an engine that holds the weights.
 """
@@ -72,6 +72,7 @@ class Runner(Agent):
             for feed in feeds:
                 await feed.close()
             await self._isolated.close()
+            await self._workflows.close()
 
     async def _take(self, feed: Consumer, slices: asyncio.TaskGroup) -> None:
         async for delivery in feed:
@@ -109,21 +110,31 @@ class Runner(Agent):
         attempt = uuid.uuid4().hex
         limit = self.config.broker.delivery_limit
         if delivery.deliveries_before >= limit:
-            reason = f"{delivery.deliveries_before} runners did not survive this slice (limit {limit})"
-            await self._report(delivery, piece, self._result(piece, attempt, "poisoned", message=reason))
-            await park(self.bus, self.topology, delivery, reason, self.id)
-            await settle(delivery)
+            await self._poison(
+                delivery,
+                piece,
+                attempt,
+                f"{delivery.deliveries_before} runners did not survive this slice (limit {limit})",
+            )
             return
         if self._is_forgotten(piece):
             await settle(delivery)
             return
         started = asyncio.get_running_loop().time()
-        outcome = await self._run(delivery, piece)
+        try:
+            outcome = await self._run(delivery, piece)
+        except ChildDied as error:
+            if delivery.deliveries_before + 1 < limit:
+                log.warning("slice_killed_its_process", ticket=piece.ticket, task=piece.task_id, reason=str(error))
+                await delivery.requeue()
+            else:
+                await self._poison(delivery, piece, attempt, f"it killed its process {limit} times, last: {error}")
+            return
         parts = 0
         if outcome.experiences and piece.deliver != "none":
             published = await self._publish_parts(piece, attempt, outcome)
             if published is None:
-                await self._report(delivery, piece, self._result(piece, attempt, "late", message="its batch is closed"))
+                await self._report(piece, self._result(piece, attempt, "late", message="its batch is closed"))
                 await settle(delivery)
                 return
             parts = published
@@ -142,7 +153,7 @@ class Runner(Agent):
             version_min=outcome.version_min,
             version_max=outcome.version_max,
         )
-        await self._report(delivery, piece, result)
+        await self._report(piece, result)
         self._done += 1
         if not await settle(delivery):
             # the broker delivers it again; while we live we know that it is done
@@ -155,10 +166,13 @@ class Runner(Agent):
             return await self._workflows.run_slice(piece, self._engine)
         # it has come back before: what it kills now is a child
         log.info("isolated", ticket=piece.ticket, task=piece.task_id, deliveries=delivery.deliveries_before)
-        try:
-            return await self._isolated.run(piece, self.config, self._engine)
-        except ChildDied as error:
-            return SliceOutcome.failure(f"in a process of its own: {error}")
+        return await self._isolated.run(piece, self.config, self._engine)
+
+    async def _poison(self, delivery: Delivery, piece: TaskSlice, attempt: str, reason: str) -> None:
+        """End a slice that nobody survives: its outcome, then a copy for people to look at, then the ack."""
+        await self._report(piece, self._result(piece, attempt, "poisoned", message=reason))
+        await park(self.bus, self.topology, delivery, reason, self.id)
+        await settle(delivery)
 
     def _engine(self) -> InferenceModel:
         """Return the engine to use now: the least loaded living one."""
@@ -170,7 +184,9 @@ class Runner(Agent):
         return InferenceModel.from_dict(chosen.detail)
 
     def _is_forgotten(self, piece: TaskSlice) -> bool:
-        """Say whether its explorer, at a time when it must have known of the ticket, did not list it: nobody waits for it."""
+        """Say whether its explorer, at a time when it must have known of the ticket, did not list it: nobody waits for
+        it.
+        """
         beat = self.peers.latest(piece.explorer) if piece.explorer else None
         return beat is not None and beat.seq >= piece.opened_beat and piece.ticket not in beat.detail.get("open", ())
 
@@ -221,7 +237,7 @@ class Runner(Agent):
             **fields,
         )
 
-    async def _report(self, delivery: Delivery, piece: TaskSlice, result: TaskResult) -> None:
+    async def _report(self, piece: TaskSlice, result: TaskResult) -> None:
         await self.bus.publish(
             self.topology.exchange("results"),
             batch_key(piece.batch),

@@ -1,6 +1,7 @@
 """The trainer: processed batches in, train steps, checkpoints out; leads the weight sync.
 
-Waits for: the next batch on ``ready``, a member to give weights to, and at the end the explorer's last evaluation. One closed batch is
+Waits for: the next batch on ``ready``, a member to give weights to, and at the end the explorer's last evaluation. One
+closed batch is
 one unit of progress, whatever is left in it.
 """
 
@@ -179,9 +180,7 @@ class Trainer(Agent):
 
     async def _train(self) -> None:
         while not self.draining.is_set():
-            if self.gate.has_members and self.gate.someone_is_behind:
-                await self._sync()
-            elif self._sync_is_due():
+            if self.gate.someone_is_behind or self._sync_is_due():
                 await self._sync()
             elif self.source.ended is not None and self.progress >= self.source.ended:
                 if not self.finished:

@@ -14,7 +14,7 @@ from trinity_mq.config import load_config
 
 ROOT = Path(__file__).parents[2]
 LONGEST_MODULE = 400
-SKIPPED = {".git", ".venv", "runs", "build", "__pycache__"}
+SKIPPED = {"runs", "build", "__pycache__"}
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".json", ".cfg", ""}
 MACHINE = re.compile(r"/(?:work|root|home/[a-z]+|opt/pypi[a-z-]*|tmp/venv)/")
 REGISTRY = re.compile(r"--(?:extra-)?index-url|index-url\s*=|--find-links")
@@ -23,7 +23,8 @@ EXAMPLES = {"TRINITY_MQ_MODEL": "model", "TRINITY_MQ_GSM8K": "data"}
 
 def files() -> Iterator[Path]:
     for folder, folders, names in os.walk(ROOT):
-        folders[:] = [name for name in folders if name not in SKIPPED and not name.endswith(("_cache", ".egg-info"))]
+        # caches and environments hide behind a dot
+        folders[:] = [name for name in folders if name == ".ci" or not (name in SKIPPED or name.startswith("."))]
         for name in names:
             path = Path(folder) / name
             if path.suffix in TEXT and not path.is_symlink():

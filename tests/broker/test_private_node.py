@@ -26,8 +26,8 @@ from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 
 SETTLE = 1.5
-"""Seconds that 3.10 takes to note a new queue on disk (its own registry of queues, not the messages): killed earlier, it
-starts without that queue and reports it "down or inaccessible" for ever."""
+"""Seconds that 3.10 takes to note a new queue on disk (in its registry of queues; the messages are there at once):
+killed earlier, it starts without that queue and calls it "down or inaccessible" for ever."""
 
 pytestmark = [pytest.mark.broker, pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
@@ -164,7 +165,7 @@ class TestSegments:
         await self.fill(bus, topology, retention=10**9)
         async with await bus.consume(topology.results, offset=0) as consumer:
             offsets = [(await anext(consumer)).offset or 0 for _ in range(60)]
-        gaps = [after - 1 for before, after in zip(offsets, offsets[1:], strict=False) if after != before + 1]
+        gaps = [after - 1 for before, after in itertools.pairwise(offsets) if after != before + 1]
         assert gaps
         async with await bus.consume(topology.results, offset=gaps[0]) as consumer:
             async with asyncio.timeout(10):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -10,6 +11,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+import psutil
 
 from trinity_mq.bus._ports import LOOPBACK, free_ports, is_free
 from trinity_mq.bus.base import BusError
@@ -25,6 +28,8 @@ PLUGIN_LISTENERS: Mapping[str, Sequence[str]] = {
 }
 """Plugins that listen on all interfaces unless told otherwise."""
 
+HELPERS_END_SECONDS = 5.0
+POLL_SECONDS = 0.05
 LOG_PREFIX = re.compile(r"^\S+ \S+ \[\w+\] <[\d.]+> ?")
 EXCERPT_LINES = 16
 
@@ -40,6 +45,8 @@ class NodeState:
     user: str
     password: str
     ports: dict[str, int] = field(default_factory=dict)
+    identity: str = field(default_factory=lambda: secrets.token_hex(6))
+    """Tells the broker of this folder from those of others, where they share a name space."""
 
     @classmethod
     def load(cls, path: Path, user: str, password: str | None) -> NodeState:
@@ -93,19 +100,26 @@ class FolderLock:
             raise RuntimeError("the lock is not taken")
         return self._fd
 
-    def take(self) -> None:
+    async def take(self) -> None:
         """Lock, or raise NodeError that names the holder."""
         if self._fd is not None:
             raise NodeError(f"the broker in {self._path.parent} is already started by this process")
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = self._path.read_text().strip() or "unknown"
+            async with asyncio.timeout(HELPERS_END_SECONDS):
+                while not _lock(fd):
+                    holder = self._path.read_text().strip()
+                    if holder.isdigit() and psutil.pid_exists(int(holder)):
+                        raise NodeError(
+                            f"a broker already runs in {self._path.parent} (process {holder}): "
+                            "stop it, or use another folder"
+                        )
+                    await asyncio.sleep(POLL_SECONDS)  # a killed server's helpers share the lock a moment longer
+        except BaseException as error:
             os.close(fd)
-            raise NodeError(
-                f"a broker already runs in {self._path.parent} (process {holder}): stop it, or use another folder"
-            ) from error
+            if isinstance(error, TimeoutError):
+                raise NodeError(f"another process is starting or ending a broker in {self._path.parent}") from error
+            raise
         self._fd = fd
 
     def note(self, pid: int | None) -> None:
@@ -118,6 +132,14 @@ class FolderLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def failure_excerpt(base: Path) -> str:

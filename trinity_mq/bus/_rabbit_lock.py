@@ -41,14 +41,13 @@ class RabbitLock(Lock):
         """The connection is lost."""
         self._held = False
 
-    async def retake(self, admin: Admin) -> None:
-        """Take it on a new connection; what our previous connection seems to hold is waited for."""
-        if self._lost.is_set():
-            return
+    async def retake(self, admin: Admin) -> bool:
+        """Take it on a new connection, waiting for what our old one may still hold; False when another has it."""
         try:
             await admin.own_again(self.queue)
         except Locked as error:
             log.error("lock lost to another connection", lock=self.queue, broker=str(error))
             self._lost.set()
-        else:
-            self._held = True
+            return False
+        self._held = True
+        return True

@@ -109,9 +109,12 @@ class Delivery(Incoming, ABC):
 class Consumer(ABC):
     """Deliveries of one queue, in order, over reconnects.
 
-    Iterating waits for the next delivery. It ends when :meth:`close` was called, raises QueueGone when the queue was deleted, and
-    StreamCut when a stream no longer holds the offset asked for. After a reconnect what was unacknowledged comes again, as new deliveries;
-    a stream goes on behind the last one handed over (stream deliveries are acknowledged on hand-over; ``ack`` on them does nothing).
+    Iterating waits for the next delivery. It ends when :meth:`close` was called, raises QueueGone when the queue was
+    deleted, and
+    StreamCut when a stream no longer holds the offset asked for. After a reconnect what was unacknowledged comes again,
+    as new deliveries;
+    a stream goes on behind the last one handed over (stream deliveries are acknowledged on hand-over; ``ack`` on them
+    does nothing).
     """
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
@@ -127,7 +130,9 @@ class Consumer(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Take no new deliveries: iterating ends after those that have arrived. They stay ours to acknowledge until :meth:`close`."""
+        """Take no new deliveries: iterating ends after those that have arrived. They stay ours to acknowledge until
+        :meth:`close`.
+        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -147,7 +152,8 @@ class Consumer(ABC):
 class Bus(ABC):
     """One agent's access to the broker.
 
-    All names come from :mod:`trinity_mq.bus.topology`. Operations wait through a lost connection up to their timeout; the agent's own
+    All names come from :mod:`trinity_mq.bus.topology`. Operations wait through a lost connection up to their timeout;
+    the agent's own
     declarations, bindings, consumers and locks are rebuilt by one reconnect routine.
     """
 
@@ -181,7 +187,9 @@ class Bus(ABC):
 
     @abstractmethod
     async def declare(self, *queues: Queue) -> None:
-        """Declare exchanges, queues and their bindings, idempotently. A queue that exists with other arguments is used as it is."""
+        """Declare exchanges, queues and their bindings, idempotently. A queue that exists with other arguments is used
+        as it is.
+        """
 
     @abstractmethod
     async def unbind(self, queue: Queue) -> None:
@@ -199,9 +207,12 @@ class Bus(ABC):
     async def publish(
         self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
     ) -> bool:
-        """Publish persistently and wait for the broker's confirm; True when at least one queue took it, False when returned as unroutable.
+        """Publish persistently and wait for the broker's confirm.
 
-        A lost or negative confirm is repeated under the same ``message_id`` until ``timeout`` (default: the bus's publish timeout). Exchange
+        Returns True when at least one queue took it, False when it came back as unroutable.
+
+        A lost or negative confirm is repeated under the same ``message_id`` until ``timeout`` (default: the bus's
+        publish timeout). Exchange
         ``""`` publishes to the queue named by ``routing_key``.
 
         Raises:
@@ -213,7 +224,8 @@ class Bus(ABC):
     async def consume(self, queue: Queue, *, prefetch: int = 0, offset: int | None = None) -> Consumer:
         """Start consuming. ``prefetch`` 0 means unlimited (streams: a sensible window).
 
-        ``offset`` is for streams only: the first position wanted, 0 for the beginning, None for "what is published from now on". The queue
+        ``offset`` is for streams only: the first position wanted, 0 for the beginning, None for "what is published from
+        now on". The queue
         is declared first if ``queue.redeclare``; else QueueGone is raised when it does not exist.
         """
 
@@ -223,7 +235,9 @@ class Bus(ABC):
 
 
 class Lock(ABC):
-    """An exclusive right that lasts as long as the consuming connection. It is retaken on reconnect, before anything else."""
+    """An exclusive right that lasts as long as the consuming connection. It is retaken on reconnect, before anything
+    else.
+    """
 
     @property
     @abstractmethod

@@ -190,8 +190,9 @@ class MemoryBus(Bus):
         self._broker.enter(self)
         self._connected.set()
         self._down = None
-        for lock in tuple(self._locks.values()):
-            lock.resume()
+        for name, lock in tuple(self._locks.items()):
+            if not lock.resume():
+                del self._locks[name]
         for queue in self._declared.values():
             self._broker.declare(queue, self)
         for consumer in self._consumers:
@@ -257,8 +258,9 @@ class _MemoryLock(Lock):
         """Disconnected."""
         self._held = False
 
-    def resume(self) -> None:
+    def resume(self) -> bool:
         """Connected again: retake it, or it is lost."""
-        self._held = not self._lost.is_set() and self._bus.retake(self._queue)
+        self._held = self._bus.retake(self._queue)
         if not self._held:
             self._lost.set()
+        return self._held

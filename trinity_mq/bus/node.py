@@ -17,6 +17,7 @@ from typing import Self
 
 from trinity_mq.bus._node_files import (
     PLUGIN_LISTENERS,
+    POLL_SECONDS,
     FolderLock,
     NodeError,
     NodeState,
@@ -41,7 +42,6 @@ NOT_INSTALLED = (
     "RabbitMQ is not installed: `apt-get install rabbitmq-server` (Debian, Ubuntu) or `brew install rabbitmq` (macOS), "
     "or start Docker, or set broker.url to a broker that runs elsewhere"
 )
-POLL_SECONDS = 0.05
 READY_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
 
@@ -126,7 +126,7 @@ class PrivateNode:
         if self._server is not None and self._server.poll() is not None:
             await self.kill()  # it died by itself: clear what is left of it
         self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock.take()
+        await self._lock.take()
         try:
             environment = await self._prepare()
             self._epmd = self._spawn(

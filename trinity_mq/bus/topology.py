@@ -104,7 +104,9 @@ class Topology:
         object.__setattr__(self, "prefix", f"tmq.{self.run}.")
 
     def exchange(self, name: str) -> str:
-        """Return the broker name of an exchange: tasks, experiences, batches, results, ready, sync, control, telemetry, dead."""
+        """Return the broker name of an exchange: tasks, experiences, batches, results, ready, sync, control, telemetry,
+        dead.
+        """
         return self.prefix + name
 
     @property
@@ -195,7 +197,9 @@ class Topology:
         return f"{batch_key(batch)}.{ticket}"
 
     def listener(self, agent: str, incarnation: str, exchange: str, *patterns: str) -> Queue:
-        """An exclusive queue of one process on sync, control or telemetry; ``incarnation`` keeps a lingering old one out of the way."""
+        """An exclusive queue of one process on sync, control or telemetry; ``incarnation`` keeps a lingering old one
+        out of the way.
+        """
         return Queue(
             name=f"{self.prefix}{exchange}.{agent}.{incarnation}",
             kind="exclusive",

@@ -160,6 +160,8 @@ class Board:
     def _hear_metrics(self, metrics: Metrics) -> None:
         self._metrics.update(metrics.values)
         for taskset, value in evaluations(metrics.values).items():
+            if self._results.get(taskset) == (metrics.step, value):
+                continue
             self._results[taskset] = (metrics.step, value)
             self._news.append(f"evaluation at step {metrics.step}: {taskset} accuracy {value:.3f}")
 

@@ -14,7 +14,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-from trinity_mq.bus.local import local_broker
 from trinity_mq.bus.node import NodeError
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import SupervisorConfig
@@ -34,6 +33,9 @@ class OwnBroker:
     """
 
     def __init__(self, folder: Path, config: SupervisorConfig, tell: Callable[[str], None]) -> None:
+        # imported here: with a broker given there is none to start
+        from trinity_mq.bus.local import local_broker
+
         self._node = local_broker(folder)
         self._config, self._tell = config, tell
 

@@ -8,12 +8,12 @@ from typing import Any
 
 REWARD = "rollout/reward/mean"
 STALENESS = "sample/staleness/max"
-TOKENS_PER_SECOND = ("rollout/tokens_per_second", "perf/throughput")
+TOKENS_PER_SECOND = ("rollout/tokens_per_second", "perf/tokens_per_second")
 """The first one that is there: tokens sampled, else tokens trained on."""
 LOST: Mapping[str, str] = {
-    "rollout/failed_task_count": "tasks failed",
-    "rollout/partial_groups": "groups incomplete",
-    "sample/dropped_small_groups": "groups too small",
+    "rollout/slices/failed": "slices failed",
+    "rollout/slices/poisoned": "slices poisoned",
+    "rollout/partial_groups": "groups too small",
     "sample/dropped_stale_groups": "groups too old",
     "sample/skipped_step": "steps skipped",
 }
@@ -55,8 +55,9 @@ def distinct(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
-    """Return ``(step, value)`` of one metric where it is known."""
-    return [(line["step"], float(line[name])) for line in lines if isinstance(line.get(name), int | float)]
+    """Return ``(step, value)`` of one metric where it is known; of several agents that report it the last one counts."""
+    found = {line["step"]: float(line[name]) for line in lines if isinstance(line.get(name), int | float)}
+    return list(found.items())
 
 
 def evaluation_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:

@@ -15,7 +15,7 @@ from trinity_mq.bus.retry import retrying
 from trinity_mq.cli.board import Board
 from trinity_mq.cli.broker import OwnBroker
 from trinity_mq.cli.display import Display
-from trinity_mq.cli.follow import depths, follow
+from trinity_mq.cli.follow import MetricsTail, depths, follow
 from trinity_mq.cli.rundir import RunFolder
 from trinity_mq.cli.target import BROKER_VARIABLE, connected
 from trinity_mq.config import Config
@@ -54,6 +54,10 @@ class Session:
         """What failed for good."""
         self.finished = False
         """The explorer said that the run is over."""
+        self._metrics = MetricsTail(folder.path)
+        for message in self._metrics.read():
+            self.board.hear(message, 0.0)
+        self.board.take_news()  # of an earlier start
         self._supervisor: Supervisor | None = None
         self._changed = Notifier()
 
@@ -163,6 +167,8 @@ class Session:
 
     def _draw(self) -> None:
         now = asyncio.get_running_loop().time()
+        for message in self._metrics.read():
+            self.board.hear(message, now)
         self._display.show(self.board.view(now), self.board.take_news(), now)
 
     def _on_event(self, event: ProcessEvent) -> None:

@@ -139,7 +139,8 @@ class SyncConfig(Section):
     def _staleness(self) -> SyncConfig:
         if self.max_staleness is not None and self.max_staleness < self.inherent_staleness:
             raise ValueError(
-                f"max_staleness is {self.max_staleness}, but sync_interval {self.sync_interval} and sync_offset {self.sync_offset} make "
+                f"max_staleness is {self.max_staleness}, but sync_interval {self.sync_interval} and sync_offset "
+                f"{self.sync_offset} make "
                 f"data up to {self.inherent_staleness} steps old: every such batch would be dropped"
             )
         return self

@@ -57,11 +57,13 @@ class AlgorithmConfig(Section):
     def _groups(self) -> AlgorithmConfig:
         if self.repeat_times < 2:
             raise ValueError(
-                f"repeat_times is {self.repeat_times}; {self.algorithm_type} compares the runs of a task and needs at least 2"
+                f"repeat_times is {self.repeat_times}; {self.algorithm_type} compares the runs of a task and needs at "
+                "least 2"
             )
         if self.effective_min_group_runs > self.repeat_times:
             raise ValueError(
-                f"min_group_runs is {self.min_group_runs}, more than repeat_times {self.repeat_times}: every group would be dropped"
+                f"min_group_runs is {self.min_group_runs}, more than repeat_times {self.repeat_times}: every group "
+                "would be dropped"
             )
         return self
 

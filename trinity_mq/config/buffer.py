@@ -20,8 +20,10 @@ class FormatConfig(Section):
 class TasksetConfig(Section):
     """A source of tasks.
 
-    ``file``: JSON lines at ``path``. ``huggingface``: a dataset folder or hub id at ``path`` (extra ``datasets``). ``synthetic``:
-    problems made here from ``path`` (its name, such as ``ops3``) without any file. ``queue``: tasks submitted from outside.
+    ``file``: JSON lines at ``path``. ``huggingface``: a dataset folder or hub id at ``path`` (extra ``datasets``).
+    ``synthetic``:
+    problems made here from ``path`` (its name, such as ``ops3``) without any file. ``queue``: tasks submitted from
+    outside.
     """
 
     name: str = "train"

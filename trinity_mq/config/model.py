@@ -10,7 +10,9 @@ from trinity_mq.config.base import Section
 
 
 class TinyModelConfig(Section):
-    """A small Qwen3 made from these numbers, with random weights and a tokenizer of single characters; nothing is downloaded."""
+    """A small Qwen3 made from these numbers, with random weights and a tokenizer of single characters; nothing is
+    downloaded.
+    """
 
     characters: str = "0123456789+-=,"
     """The vocabulary, besides padding and end of sequence. Text outside of it is refused."""
@@ -44,7 +46,8 @@ class ModelConfig(Section):
     def _one_source(self) -> ModelConfig:
         if (self.model_path is None) == (self.tiny is None):
             raise ValueError(
-                "give either model_path (a folder or hub id) or tiny (a model made from numbers), not both and not neither"
+                "give either model_path (a folder or hub id) or tiny (a model made from numbers), not both and not "
+                "neither"
             )
         if self.max_prompt_tokens + self.max_response_tokens > self.max_model_len:
             raise ValueError(

@@ -62,7 +62,8 @@ class Config(Section):
         if self.explorer.slice_timeout >= CONSUMER_TIMEOUT:
             raise ValueError(
                 f"explorer.max_timeout {self.explorer.max_timeout:g} s x {self.explorer.max_retry_times + 1} tries is "
-                f"{self.explorer.slice_timeout:g} s; the broker takes a slice back after {CONSUMER_TIMEOUT:g} s, so it must be less"
+                f"{self.explorer.slice_timeout:g} s; the broker takes a slice back after {CONSUMER_TIMEOUT:g} s, so it "
+                "must be less"
             )
         if self.explorer.operator_deadline >= CONSUMER_TIMEOUT:
             raise ValueError(f"explorer.operator_deadline must be below the broker's {CONSUMER_TIMEOUT:g} s")
@@ -84,7 +85,8 @@ class Config(Section):
             used.append("explorer.rollout_model.top_p")
         if used and not self.algorithm.allow_truncated_sampling:
             raise ValueError(
-                f"training rollouts use {', '.join(used)}: their logprobs are then not those of the sampled distribution. Remove it, or set "
+                f"training rollouts use {', '.join(used)}: their logprobs are then not those of the sampled "
+                "distribution. Remove it, or set "
                 "algorithm.allow_truncated_sampling=true if that is what you want"
             )
         return self
@@ -94,8 +96,10 @@ class Config(Section):
         held = (self.trainer.save_interval + self.explorer.max_open_batches) * self.estimated_batch_bytes
         if held > self.broker.ready_max_bytes:
             raise ValueError(
-                f"trainer.save_interval {self.trainer.save_interval} + explorer.max_open_batches {self.explorer.max_open_batches} batches may "
-                f"be {held / 2**20:.0f} MiB, over broker.ready_max_bytes {self.broker.ready_max_bytes / 2**20:.0f} MiB: a restarted trainer "
+                f"trainer.save_interval {self.trainer.save_interval} + explorer.max_open_batches "
+                f"{self.explorer.max_open_batches} batches may "
+                f"be {held / 2**20:.0f} MiB, over broker.ready_max_bytes {self.broker.ready_max_bytes / 2**20:.0f} "
+                "MiB: a restarted trainer "
                 "would not find them all. Save more often or keep more"
             )
         return self

@@ -7,7 +7,8 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict
 
 Version = tuple[int, int]
-"""A version of the weights: ``(generation, step)``, compared as a pair. The generation rises at each start of the trainer."""
+"""A version of the weights: ``(generation, step)``, compared as a pair. The generation rises at each start of the
+trainer."""
 
 BatchId = int | str
 """An int (training) or a string that starts with one, such as ``"3/gsm8k"`` (evaluation)."""
@@ -16,7 +17,8 @@ BatchId = int | str
 class Message(BaseModel):
     """A control-plane body.
 
-    Evolution: a field added with a default keeps the version; readers ignore fields they do not know. Anything else gets a
+    Evolution: a field added with a default keeps the version; readers ignore fields they do not know. Anything else
+    gets a
     new version and an upgrade function.
     """
 

@@ -87,7 +87,8 @@ class TaskSlice(Message):
     pinned: Version | None = None
     """Evaluation: the version that must serve it."""
     opened_beat: int = 0
-    """The explorer's beat from which on the ticket is listed as open; a runner may drop a slice whose ticket a later beat lacks."""
+    """The explorer's beat from which on the ticket is listed as open; a runner may drop a slice whose ticket a later
+    beat lacks."""
     explorer: str = ""
     """Id of the scheduling explorer whose beats count for ``opened_beat``."""
 

@@ -29,7 +29,8 @@ MIN_BEAT_GAP = 0.05
 class Agent(ABC):
     """Base of the four daemons.
 
-    A subclass implements :meth:`serve`, which returns when its work is over or soon after :attr:`draining` is set, and fills
+    A subclass implements :meth:`serve`, which returns when its work is over or soon after :attr:`draining` is set, and
+    fills
     :meth:`detail`, which travels in each beat.
     """
 
@@ -120,8 +121,10 @@ class Agent(ABC):
             group.create_task(self.each(beat_feed, self._on_beat, quiet=self.role != "explorer"))
             group.create_task(self.each(control_feed, self._on_control))
 
-    async def with_background(self, main: Awaitable[None], *background: Coroutine[Any, Any, None]) -> None:
-        """Await ``main`` beside ``background`` tasks, which are cancelled when it returns; what one of them raises ends all."""
+    async def with_background(self, main: Awaitable[Any], *background: Coroutine[Any, Any, None]) -> None:
+        """Await ``main`` beside ``background`` tasks, which are cancelled when it returns; what one of them raises ends
+        all.
+        """
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in background]
             await main
@@ -131,7 +134,7 @@ class Agent(ABC):
     async def each(
         self, feed: Any, handle: Callable[[Message, Delivery], Awaitable[None]], *, quiet: bool = False
     ) -> None:
-        """Hand every message of ``feed`` to ``handle`` and acknowledge it; what does not decode is parked with its reason.
+        """Hand every message of ``feed`` to ``handle`` and acknowledge it; what does not decode is parked.
 
         ``quiet``: only log what does not decode; of the many who hear a broadcast one parks it.
         """
@@ -142,7 +145,9 @@ class Agent(ABC):
                 await settle(delivery)
 
     async def opened(self, delivery: Delivery, *, quiet: bool = False) -> Message | None:
-        """Return the control-plane message in ``delivery``, or None after parking and acknowledging one that does not decode."""
+        """Return the control-plane message in ``delivery``, or None after parking and acknowledging one that does not
+        decode.
+        """
         return await opened(self.bus, self.topology, delivery, self.id, quiet=quiet)
 
     async def _on_beat(self, message: Message, delivery: Delivery) -> None:
@@ -163,6 +168,7 @@ class Agent(ABC):
 
     async def on_control(self, event: ControlEvent) -> None:
         """Act on pause and resume, where the agent knows them."""
+        log.info("control_ignored", verb=event.verb)
 
     async def publish(self, exchange: str, key: str, message: Message, *, message_id: str | None = None) -> bool:
         """Publish a control-plane message of this run and wait for its confirm."""

@@ -28,7 +28,8 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     """Run the agent that ``build`` makes until its work is over or it was asked to drain.
 
     Returns:
-        0 when done; ``EXIT_FATAL`` when starting again would meet the same; ``EXIT_RESTART`` when a fresh process can go on;
+        0 when done; ``EXIT_FATAL`` when starting again would meet the same; ``EXIT_RESTART`` when a fresh process can
+        go on;
         1 for what nobody expected (its traceback is in the log).
     """
     parent = os.environ.get(PARENT_VARIABLE)

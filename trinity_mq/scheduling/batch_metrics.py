@@ -7,7 +7,9 @@ from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggr
 
 
 def rollout_metrics(ticket: Ticket) -> dict[str, float]:
-    """Return ``rollout/*`` of a training ticket: its runs' metrics by task, then over tasks, and the counts of outcomes."""
+    """Return ``rollout/*`` of a training ticket: its runs' metrics by task, then over tasks, and the counts of
+    outcomes.
+    """
     tasks = []
     for task_id in range(len(ticket.tasks)):
         runs = [metrics for result in ticket.results_of(task_id) for metrics in result.metrics]
@@ -26,7 +28,8 @@ def rollout_metrics(ticket: Ticket) -> dict[str, float]:
 def eval_metrics(ticket: Ticket, name: str) -> dict[str, float]:
     """Return ``eval/<name>/*`` of an evaluation ticket, with the versions that served it.
 
-    A run that did not finish has no metrics and so counts in ``failed_runs`` only; ``finished_task_count`` says how many tasks the means are over.
+    A run that did not finish has no metrics and so counts in ``failed_runs`` only; ``finished_task_count`` says how
+    many tasks the means are over.
     """
     tasks = []
     results = [piece.result for piece in ticket.slices if piece.result is not None]

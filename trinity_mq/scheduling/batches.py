@@ -1,4 +1,6 @@
-"""The life of training batches on the explorer's side: opened when the pacing allows, closed when complete, followed until consumed."""
+"""The life of training batches on the explorer's side: opened when the pacing allows, closed when complete, followed
+until consumed.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,8 @@ class Batches:
         limit = self._config.explorer.max_consecutive_empty
         if self._state.consecutive_empty >= limit:
             raise FatalError(
-                f"{limit} batches in a row had nothing to train on (explorer.max_consecutive_empty). Look at rollout/slices/* in metrics.jsonl, "
+                f"{limit} batches in a row had nothing to train on (explorer.max_consecutive_empty). Look at "
+                "rollout/slices/* in metrics.jsonl, "
                 "the dead letters and the operators' filters"
             )
 

@@ -72,7 +72,8 @@ class Evaluations:
         names = [name for name in self._sets if f"{label}/{name}" not in self._state.evaluated]
         for attempt in range(1, MAX_TRIES + 1):
             tickets = await self._open(label, names)
-            await self._woken.until(lambda tickets=tickets: all(t.is_complete for t in tickets))  # type: ignore[misc]  # bound at once
+            await self._woken.until(lambda tickets=tickets: all(t.is_complete for t in tickets))  # type: ignore[misc]
+            # bound at once
             lost = any(
                 piece.result is not None and not piece.result.runs for ticket in tickets for piece in ticket.slices
             )
@@ -91,7 +92,9 @@ class Evaluations:
         self._report(label, metrics)
 
     async def _open(self, label: int, names: Sequence[str]) -> list[Ticket]:
-        """Return the tickets of an evaluation: those a restart found open, else fresh ones pinned to the version served now."""
+        """Return the tickets of an evaluation: those a restart found open, else fresh ones pinned to the version served
+        now.
+        """
         known = {ticket.batch: ticket for ticket in self._scheduler.tickets.values()}
         found = [known[f"{label}/{name}"] for name in names if f"{label}/{name}" in known]
         if len(found) == len(names):

@@ -7,7 +7,6 @@ its fork. Slice and outcome cross a pipe as messages and experience bodies; no e
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import multiprocessing
 import os
@@ -60,8 +59,6 @@ class IsolatedPool:
     def __init__(self, max_children: int) -> None:
         self._slots = asyncio.Semaphore(max_children)
         self._children: set[_Child] = set()
-        # At exit multiprocessing waits for children; this runs before it does.
-        atexit.register(self._kill_all)
 
     async def run(self, piece: TaskSlice, config: Config, models: Callable[[], InferenceModel]) -> SliceOutcome:
         """Do a slice as ``WorkflowRunner.run_slice`` does, in a process of its own.
@@ -91,10 +88,6 @@ class IsolatedPool:
 
     async def close(self) -> None:
         """Kill what still runs: each :meth:`run` under way raises ChildDied."""
-        self._kill_all()
-        atexit.unregister(self._kill_all)
-
-    def _kill_all(self) -> None:
         for child in list(self._children):
             child.kill()
 

@@ -21,7 +21,8 @@ def split_to_size(experiences: Sequence[Experience], max_bytes: int) -> list[byt
         return [body]
     if len(experiences) == 1:
         raise MessageTooLarge(
-            f"experience {experiences[0].eid} takes {len(body)} bytes, over broker.max_message_bytes {max_bytes}; raise that limit (the broker "
+            f"experience {experiences[0].eid} takes {len(body)} bytes, over broker.max_message_bytes {max_bytes}; "
+            "raise that limit (the broker "
             "itself allows 16 MiB) or make responses shorter"
         )
     half = len(experiences) // 2

@@ -1,4 +1,4 @@
-"""The Scheduler: cuts tasks into slices, publishes them, follows their outcomes on the results stream, closes batches."""
+"""The Scheduler: cuts tasks into slices, publishes them, follows their outcomes on a stream, closes batches."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ class Scheduler:
         await self._collector.close()
 
     def schedule(self, tasks: Sequence[Task], batch_id: BatchId, *, deliver: Deliver = "caller") -> str | None:
-        """Schedule ``tasks`` under ``batch_id`` (an int, or a string that starts with one); returns the ticket, None for no tasks."""
+        """Schedule ``tasks`` under ``batch_id`` (an int, or a string that starts with one); returns the ticket, None
+        for no tasks.
+        """
         if not tasks:
             return None
         ticket = self.make_ticket([task.to_body() for task in tasks], batch_id, deliver=deliver)
@@ -131,7 +133,8 @@ class Scheduler:
 
         Args:
             batch_id: Unknown ones give ``([], [])``.
-            min_num: Return as soon as so many tasks are done; more than there are is clamped with a warning. None waits for all.
+            min_num: Return as soon as so many tasks are done; more than there are is clamped with a warning. None waits
+            for all.
             timeout: Seconds; None means ``explorer.batch_timeout``.
             clear_timeout_tasks: Forget the tasks that were not done in time; else a later call can have them.
         """
@@ -224,7 +227,9 @@ class Scheduler:
         await self._save()
 
     async def resume(self) -> None:
-        """After a restart and once caught up: keep batch queues alive, publish what was not published, in the order of opening."""
+        """After a restart and once caught up: keep batch queues alive, publish what was not published, in the order of
+        opening.
+        """
         for ticket in list(self.tickets.values()):
             if ticket.manifest is not None:
                 continue
@@ -234,7 +239,9 @@ class Scheduler:
                 await self.open(ticket)
 
     async def close(self, ticket: Ticket, metrics: dict[str, float]) -> BatchClosed:
-        """Close a pipeline ticket: save the manifest, unbind, publish it, answer the submitters. The caller saves without the ticket."""
+        """Close a pipeline ticket: save the manifest, unbind, publish it, answer the submitters. The caller saves
+        without the ticket.
+        """
         if ticket.manifest is None:
             ticket.manifest = ticket.make_manifest().model_copy(update={"metrics": metrics})
             await self._save()

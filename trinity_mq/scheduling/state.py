@@ -78,7 +78,8 @@ class StateFile:
             return ExplorerState.model_validate(msgpack.unpackb(data, strict_map_key=False))
         except (ValueError, ValidationError, msgpack.UnpackException) as error:
             raise FatalError(
-                f"{self._path}: the explorer's state does not decode ({' '.join(str(error).split())[:200]}). Restore the file, or start a "
+                f"{self._path}: the explorer's state does not decode ({' '.join(str(error).split())[:200]}). Restore "
+                "the file, or start a "
                 "run under another name"
             ) from error
 

@@ -1,4 +1,6 @@
-"""One schedule() call as state: which slices it was cut into, what became of each, and the manifest that closes it. No I/O."""
+"""One schedule() call as state: which slices it was cut into, what became of each, and the manifest that closes it. No
+I/O.
+"""
 
 from __future__ import annotations
 

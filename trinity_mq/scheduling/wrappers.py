@@ -63,7 +63,9 @@ class RunnerWrapper:
         return {} if beat is None else {"state": beat.state, **beat.detail}
 
     async def run_with_retry(self, task: TaskWrapper) -> tuple[Status, list[Experience], int | str]:
-        """Have the task done, attempts and back-off included, and return its status, its experiences and this runner's id."""
+        """Have the task done, attempts and back-off included, and return its status, its experiences and this runner's
+        id.
+        """
         body = task.task
         body.repeat_times = task.repeat_times
         batch_id = (

@@ -1,7 +1,9 @@
 """The collective channel: a barrier on a TCPStore, then a bucketed broadcast in a process group of its own.
 
-The group belongs to one epoch (one membership) and is kept between its versions. Each use runs on a daemon thread with a deadline: a
-stuck one is abandoned, never waited for, and whatever failed is not used again. Only a full barrier enters the collective.
+The group belongs to one epoch (one membership) and is kept between its versions. Each use runs on a daemon thread with
+a deadline: a
+stuck one is abandoned, never waited for, and whatever failed is not used again. Only a full barrier enters the
+collective.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trinity_mq.sync.flat import ManifestEntry, fill, plan, split
 
@@ -25,7 +29,7 @@ class CollectiveError(Exception):
 
 
 async def in_daemon_thread(work: Callable[[], T], seconds: float, name: str) -> T:
-    """Run ``work`` on a thread of its own; abandon it after ``seconds`` (the thread is a daemon and keeps nobody from ending).
+    """Run ``work`` on a daemon thread of its own; abandon it after ``seconds``.
 
     Raises:
         CollectiveError: Time ran out, or the work failed.
@@ -63,7 +67,7 @@ async def in_daemon_thread(work: Callable[[], T], seconds: float, name: str) -> 
 class Group:
     """One epoch's process group, seen from one rank."""
 
-    def __init__(self, store: dist.Store, epoch: int, rank: int, world: int, seconds: float) -> None:
+    def __init__(self, store: Store, epoch: int, rank: int, world: int, seconds: float) -> None:
         self.store, self.epoch, self.rank, self.world = store, epoch, rank, world
         self.timeout = timedelta(seconds=seconds)
         self._group: Any = None
@@ -78,7 +82,7 @@ class Group:
         """Send ``flat`` from rank 0 into everybody's ``flat``."""
         if self._group is None:
             self._group = dist.ProcessGroupGloo(
-                dist.PrefixStore(f"pg/{self.epoch}", self.store), self.rank, self.world, self.timeout
+                PrefixStore(f"pg/{self.epoch}", self.store), self.rank, self.world, self.timeout
             )
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self.timeout
@@ -90,14 +94,15 @@ class Sender:
 
     def __init__(self, host: str, bucket_bytes: int, seconds: float) -> None:
         self.host, self.bucket_bytes, self.seconds = host, bucket_bytes, seconds
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._group: Group | None = None
 
     async def rendezvous(self) -> dict[str, Any]:
         """Return where the members meet us; the store is opened at first use."""
-        if self._store is None:
-            self._store = await in_daemon_thread(self._open, self.seconds, "rendezvous")
-        return {"host": self.host, "port": self._store.port, "bucket_bytes": self.bucket_bytes}
+        store = self._store
+        if store is None:
+            self._store = store = await in_daemon_thread(self._open, self.seconds, "rendezvous")
+        return {"host": self.host, "port": store.port, "bucket_bytes": self.bucket_bytes}
 
     async def broadcast(
         self,
@@ -133,8 +138,8 @@ class Sender:
         """Never use the group and the rendezvous again: the next epoch gets new ones."""
         self._group, self._store = None, None
 
-    def _open(self) -> dist.TCPStore:
-        return dist.TCPStore(self.host, 0, None, True, timedelta(seconds=self.seconds), wait_for_workers=False)
+    def _open(self) -> TCPStore:
+        return TCPStore(self.host, 0, None, True, timedelta(seconds=self.seconds), wait_for_workers=False)
 
 
 class Receiver:
@@ -161,7 +166,7 @@ class Receiver:
         def work() -> tuple[Group, dict[str, torch.Tensor]]:
             group = kept
             if group is None:
-                store = dist.TCPStore(*address, None, False, timedelta(seconds=seconds))
+                store = TCPStore(*address, None, False, timedelta(seconds=seconds))
                 group = Group(store, int(spec["epoch"]), int(spec["rank"]), int(spec["world"]), seconds)
             group.barrier(int(spec["attempt"]))
             tensors: dict[str, torch.Tensor] = {}

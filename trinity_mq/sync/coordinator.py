@@ -3,7 +3,8 @@
     prepare ──▶ all ready ──▶ go ──▶ collective ──▶ all applied ──▶ commit
        └────────────┴───────── anything else ────────────┴────────▶ abort, and the next try has a new epoch
 
-A version exists only once it is committed. A member that fails or does not answer costs this try and is left out of the next
+A version exists only once it is committed. A member that fails or does not answer costs this try and is left out of the
+next
 until it joins again; nothing waits without a deadline.
 """
 
@@ -40,7 +41,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class StartCollective:
-    """Meet the members at the barrier and broadcast; report with :meth:`Coordinator.collective_done` or ``collective_failed``."""
+    """Meet the members at the barrier and broadcast; report with :meth:`Coordinator.collective_done` or
+    ``collective_failed``.
+    """
 
     version: Version
     epoch: int
@@ -91,7 +94,8 @@ class Member:
 class Coordinator:
     """One trainer's gate.
 
-    Feed it with the methods below, each given the current time in seconds of one monotonic clock; perform the commands returned, in order.
+    Feed it with the methods below, each given the current time in seconds of one monotonic clock; perform the commands
+    returned, in order.
     Call :meth:`tick` at :attr:`next_deadline`.
     """
 
@@ -158,7 +162,9 @@ class Coordinator:
     # -- a version
 
     def start(self, version: Version, progress: int, prepare: SyncEvent, now: float) -> list[Command]:
-        """Begin a try with the present members. ``prepare`` carries manifest, rendezvous and canary; the rest is filled in here."""
+        """Begin a try with the present members. ``prepare`` carries manifest, rendezvous and canary; the rest is filled
+        in here.
+        """
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a try of version {self._version} is under way")
         if not self.members:

@@ -38,7 +38,7 @@ def count(shape: Sequence[int]) -> int:
 
 
 def plan(manifest: Iterable[ManifestEntry], bucket_bytes: int) -> list[Bucket]:
-    """Cut the manifest into buckets of at most ``bucket_bytes`` (a larger tensor is a bucket of its own), order kept."""
+    """Cut the manifest into buckets of at most ``bucket_bytes`` (a larger tensor has its own), order kept."""
     buckets: list[Bucket] = []
     entries: list[ManifestEntry] = []
     size = 0

@@ -1,10 +1,12 @@
-"""The coordinator on the bus: takes members' events in, performs the machine's commands, runs tries until a version is committed."""
+"""The coordinator on the bus: takes members' events in, performs the machine's commands, runs tries until a version is
+committed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import structlog
@@ -103,7 +105,7 @@ class Gatekeeper:
         """A member does not hold the committed version."""
         return bool(self.machine.stale_members())
 
-    async def run(self, feed: Consumer, each: Callable[..., Awaitable[None]]) -> None:
+    async def run(self, feed: Consumer, each: Callable[..., Coroutine[Any, Any, None]]) -> None:
         """Serve the gate until cancelled; ``each`` is the agent's own loop over a feed."""
         async with asyncio.TaskGroup() as group:
             group.create_task(each(feed, self._heard), name="sync-events")
@@ -111,7 +113,9 @@ class Gatekeeper:
             group.create_task(self._tick(), name="sync-clock")
 
     async def sync(self, version: Version, progress: int) -> None:
-        """Commit ``version`` at every present member, however many tries that takes; waits for a member when there is none."""
+        """Commit ``version`` at every present member, however many tries that takes; waits for a member when there is
+        none.
+        """
         loop = asyncio.get_running_loop()
         started = loop.time()
         while True:

@@ -1,7 +1,8 @@
 """A member's side of the weight-sync gate: a pure state machine for the host of one engine.
 
 idle ──prepare──▶ pausing ──paused──▶ ready ──go──▶ receiving ──received──▶ applied ──commit──▶ idle at the new version
-                    abort or a lapsed lease: untouched → resume the old version; touched → dirty, and ask for the weights again
+                    abort or a lapsed lease: untouched → resume the old version; touched → dirty, and ask for the
+                    weights again
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """The engine holds weights of no committed version: it serves nothing until the next commit; say so in a join at once."""
+    """The engine holds weights of no committed version: it serves nothing until the next commit; say so in a join at
+    once.
+    """
 
 
 Command = Reply | Pause | Receive | Commit | Resume | Rejoin
@@ -78,7 +81,8 @@ class Member:
     """What the engine serves; None before the first commit and while dirty."""
     stage: Stage = Stage.IDLE
     hold_seconds: float = 0.0
-    """Over 0: something must end first (an evaluation of the present version), and how long that may take. Nothing to lose, nothing held."""
+    """Over 0: something must end first (an evaluation of the present version), and how long that may take. Nothing to
+    lose, nothing held."""
     lease_ends: float = float("inf")
     _prepare: SyncEvent | None = None
     _touched: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 import structlog
@@ -87,7 +87,7 @@ class Membership:
         self.engine_ready = False
         self._enqueue(self.machine.lost_engine())
 
-    async def run(self, feed: Consumer, each: Callable[..., Awaitable[None]]) -> None:
+    async def run(self, feed: Consumer, each: Callable[..., Coroutine[Any, Any, None]]) -> None:
         """Serve the gate until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(each(feed, self._heard), name="sync-events")

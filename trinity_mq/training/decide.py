@@ -1,4 +1,6 @@
-"""Which processed set of a ticket counts, and from where a restarted trainer must read. Pure: stream events in, decisions out."""
+"""Which processed set of a ticket counts, and from where a restarted trainer must read. Pure: stream events in,
+decisions out.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class _Sets:
 
 
 class Decider:
-    """Reads the ready stream in order. The first complete ``(ticket, op)``, by its BatchReady, decides its ticket; other sets are freed."""
+    """Reads the ready stream in order. The first complete ``(ticket, op)``, by its BatchReady, decides its ticket;
+    other sets are freed.
+    """
 
     def __init__(self, consumed: Iterable[str] = (), next_offset: int = 0) -> None:
         self.consumed: set[str] = set(consumed)
@@ -85,6 +89,8 @@ class Decider:
         return list(self._held)
 
     def resume_offset(self) -> int:
-        """Return the lowest offset that a restart needs: the first chunk of undecided tickets and unconsumed batches, else the next."""
+        """Return the lowest offset that a restart needs: the first chunk of undecided tickets and unconsumed batches,
+        else the next.
+        """
         firsts = [sets.first_offset for sets in self._open.values()]
         return min([*firsts, *self._held.values()], default=self.next_offset)

@@ -20,7 +20,7 @@ from trinity_mq.training.decide import Decider, Decision
 log = structlog.get_logger(__name__)
 
 MARK_TIMEOUT = 60.0
-"""Seconds without anything new in which our own mark must come by, or the stream is not the one the checkpoint knows."""
+"""Seconds without anything new until a missing own mark means: not the stream the checkpoint knows."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class StreamSource:
         return self._decider.peek(self._consumed_batches + 1) is not None
 
     async def next(self) -> TrainBatch:
-        """Return the next batch once there is one, decoded on a thread; a chunk that does not decode fails its batch."""
+        """Return the next batch once there is one, decoded on a thread; an undecodable chunk fails its batch."""
         await self.changed.until(self.available)
         decision = self._decider.peek(self._consumed_batches + 1)
         assert decision is not None
@@ -133,12 +133,14 @@ class StreamSource:
                     marked = await self._take(delivery, nonce) or marked
             except StreamCut as error:
                 raise FatalError(
-                    f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: it begins at {error.got}. "
+                    f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: it "
+                    f"begins at {error.got}. "
                     "Raise broker.ready_max_bytes, or start under another name"
                 ) from error
             except TimeoutError:
                 raise FatalError(
-                    f"nothing was found on the ready stream from offset {offset} on, not even our own mark: the stream is shorter than the "
+                    f"nothing was found on the ready stream from offset {offset} on, not even our own mark: the stream "
+                    "is shorter than the "
                     "checkpoint says, so this is not the broker (or not the data) it was made with"
                 ) from None
 

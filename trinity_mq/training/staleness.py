@@ -16,7 +16,9 @@ def staleness(experience: Experience, step: int) -> int:
 def drop_stale(
     experiences: Sequence[Experience], step: int, max_staleness: int
 ) -> tuple[list[Experience], dict[str, float]]:
-    """Return the experiences of the groups whose oldest token is at most ``max_staleness`` steps old, and ``sample/*`` metrics."""
+    """Return the experiences of the groups whose oldest token is at most ``max_staleness`` steps old, and ``sample/*``
+    metrics.
+    """
     kept: list[Experience] = []
     groups = group_by(list(experiences), "task").values()
     dropped_groups = 0

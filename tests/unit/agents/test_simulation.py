@@ -1,4 +1,5 @@
-"""The pacing of learning.md section 7: whole runs on MemoryBus in virtual time, with a fake learner, engine and runners."""
+"""The pacing of learning.md section 7: whole runs on MemoryBus in virtual time, with a fake learner, engine and
+runners."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_steps_and_version_come_from_the_trainer_total_from_the_explorer() -> No
 def test_metrics_are_kept_until_newer_ones_come() -> None:
     board = Board("r", 10)
     board.hear(metrics("explorer", 1, **{"rollout/reward/mean": 0.5, "rollout/tokens_per_second": 100.0}), 0.0)
-    board.hear(metrics("trainer", 1, **{"sample/staleness/max": 1.0, "perf/throughput": 5.0}), 0.0)
+    board.hear(metrics("trainer", 1, **{"sample/staleness/max": 1.0, "perf/tokens_per_second": 5.0}), 0.0)
     board.hear(metrics("explorer", 2, **{"rollout/reward/mean": 0.75}), 0.0)
     view = board.view(0.0)
     assert (view.reward, view.staleness, view.tokens_per_second) == (0.75, 1.0, 100.0)
@@ -56,6 +56,7 @@ def test_an_evaluation_is_news_once() -> None:
     board.hear(metrics("explorer", 50, **{"eval/held_out/accuracy/mean@1": 0.25}), 0.0)
     assert board.view(0.0).results == {"held_out": (50, 0.25)}
     assert board.take_news() == ["evaluation at step 50: held_out accuracy 0.250"]
+    board.hear(metrics("explorer", 50, **{"eval/held_out/accuracy/mean@1": 0.25}), 0.0)
     assert board.take_news() == []
 
 

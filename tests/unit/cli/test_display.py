@@ -42,8 +42,8 @@ def drawn(view: View) -> str:
 def test_plain_line_says_it_all() -> None:
     assert plain_line(FULL) == (
         "step 120/300 | reward 0.710 | ops3 accuracy 0.894 (step 100) | tokens/s 8,123 | policy 1.119 | staleness 1 | "
-        "left 1 min 40 s | queues closed 0 tasks.train 12 dead - | agents 1/2 | explorer-0 waits 1 min 15 s for a commit | "
-        "runner-0 waits 11 s for a sign of life"
+        "left 1 min 40 s | queues closed 0 tasks.train 12 dead - | agents 1/2 | "
+        "explorer-0 waits 1 min 15 s for a commit | runner-0 waits 11 s for a sign of life"
     )
 
 

@@ -19,14 +19,14 @@ from trinity_mq.runtime.errors import FatalError, RestartMe
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     """Make every command raise what the test puts here."""
 
-    class Holder(Exception):
+    class HolderError(Exception):
         error: BaseException
 
     def command(_arguments: object) -> int:
-        raise Holder.error
+        raise HolderError.error
 
     monkeypatch.setattr(cli, "_function", lambda _path: command)
-    return Holder
+    return HolderError
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ def test_report_of_a_run(tmp_path: Path) -> None:
     explorer = MetricsWriter(tmp_path, "explorer", "explorer-0", tensorboard=False)
     explorer.write(0, {"eval/held_out/accuracy/mean@1": 0.0})
     for step in range(1, 11):
-        explorer.write(step, {"rollout/reward/mean": step / 10, "rollout/failed_task_count": 1})
+        explorer.write(step, {"rollout/reward/mean": step / 10, "rollout/slices/failed": 1})
         trainer.write(step, {"actor/pg_loss": 0.0, "sample/skipped_step": 0})
     explorer.write(10, {"eval/held_out/accuracy/mean@1": 0.9})
     trainer.close()
@@ -23,7 +23,7 @@ def test_report_of_a_run(tmp_path: Path) -> None:
     assert lines[0] == "run r: 10 steps in 0 s"
     assert lines[1] == "  accuracy    0.000 -> 0.900  ▁█  held_out, steps 0 to 10"
     assert lines[2].startswith("  reward      0.100 -> 1.000  ▁▁▂▃▄▅▆▇")
-    assert lines[3] == "  lost        10 tasks failed"
+    assert lines[3] == "  lost        10 slices failed"
     assert lines[4] == f"  model       {tmp_path}/final  (Hugging Face folder)"
     assert lines[5] == f"  checkpoint  {tmp_path}/checkpoints/0"
     assert f"{tmp_path}/metrics.jsonl" in lines[6]

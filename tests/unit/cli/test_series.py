@@ -43,9 +43,10 @@ def test_curves_leave_out_what_is_not_known() -> None:
 
 def test_lost_counts_only_what_is_there() -> None:
     lines = [
-        {"step": 1, "sample/skipped_step": 1, "rollout/failed_task_count": 0},
+        {"step": 1, "sample/skipped_step": 1, "rollout/slices/failed": 0},
         {"step": 2, "sample/skipped_step": 1.0, "sample/dropped_stale_groups": 3},
     ]
+    lines += [{"step": 2, "sample/dropped_stale_groups": 3}]  # another agent says the same
     assert lost(lines) == {"steps skipped": 2, "groups too old": 3}
     assert lost([]) == {}
 

@@ -31,8 +31,8 @@ def test_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "did you mean 'char_match'",
         ),
         (
-            "model: {tiny: {}}\nbuffer: {taskset: {reward_fn: char_match, reward_fn_args: {x: 1}, storage_type: queue}}",
-            "char_match",
+            "model: {tiny: {}}\nbuffer: {taskset: {storage_type: queue, reward_fn: char_match, reward_fn_args: {x: 1}}}",
+            "reward_fn_args {'x': 1}",
         ),
         ("[]", "holds a list"),
     ],

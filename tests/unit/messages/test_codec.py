@@ -28,7 +28,16 @@ from trinity_mq.messages.batches import Accepted
 MESSAGES: list[Message] = [
     TaskSubmission(task=TaskBody(raw_task={"question": "1+1", "answer": "2"}), submission_id="s"),
     TaskSlice(batch="3/held", ticket="t", task_id=1, task=TaskBody(workflow="w"), pinned=(1, 2), seed=2**62),
-    TaskResult(batch=3, ticket="t", task_id=1, attempt="a", outcome="partial", runs=[0, 2], metrics=[{"a": 1.0}], version_min=(1, 0)),
+    TaskResult(
+        batch=3,
+        ticket="t",
+        task_id=1,
+        attempt="a",
+        outcome="partial",
+        runs=[0, 2],
+        metrics=[{"a": 1.0}],
+        version_min=(1, 0),
+    ),
     BatchClosed(batch=3, ticket="t", accepted=[Accepted(task_id=0, run_base=0, attempt="a", runs=[0], parts=1)]),
     Progress(progress=1, generation=1, step=1, batch=1, ticket="t", outcome="trained"),
     SyncEvent(verb="prepare", sender="t", version=(1, 0), manifest=[("w", "float32", [2, 3])]),

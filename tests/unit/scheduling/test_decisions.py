@@ -37,7 +37,9 @@ def ticket(tasks: int = 2, repeat: int = 4, size: int | None = None) -> Ticket:
     return new_ticket(1, bodies, deliver="pipeline", lane="train", time_left=10.0, max_repeat_times=size)
 
 
-def result(of: Ticket, task: int, base: int = 0, attempt: str = "a", outcome: str = "finished", runs: list[int] | None = None) -> TaskResult:
+def result(
+    of: Ticket, task: int, base: int = 0, attempt: str = "a", outcome: str = "finished", runs: list[int] | None = None
+) -> TaskResult:
     done = [base, base + 1] if runs is None else runs
     return TaskResult.model_validate(
         {
@@ -152,6 +154,8 @@ def test_a_submission_counts_once_and_is_completed_from_the_taskset() -> None:
     assert task.repeat_times == config().algorithm.repeat_times
 
 
-@pytest.mark.parametrize("state", [ExplorerState(), ExplorerState(tickets={"t": ticket()}, pending=[PendingTask(task=TaskBody())])])
+@pytest.mark.parametrize(
+    "state", [ExplorerState(), ExplorerState(tickets={"t": ticket()}, pending=[PendingTask(task=TaskBody())])]
+)
 def test_state_survives_its_own_dump(state: ExplorerState) -> None:
     assert ExplorerState.model_validate(state.model_dump()) == state

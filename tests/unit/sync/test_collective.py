@@ -21,7 +21,8 @@ async def main():
     for line in sys.stdin:
         try:
             tensors = await receiver.receive(json.loads(line))
-            print(json.dumps({name: [str(t.dtype), list(t.shape), t.double().sum().item()] for name, t in tensors.items()}), flush=True)
+            found = {name: [str(t.dtype), list(t.shape), t.double().sum().item()] for name, t in tensors.items()}
+            print(json.dumps(found), flush=True)
         except CollectiveError as error:
             print(json.dumps({"error": str(error)}), flush=True)
 asyncio.run(main())
@@ -41,7 +42,12 @@ def test_buckets_keep_order_names_dtypes_and_values(size: int) -> None:
 
 async def child() -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CHILD, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=Path(__file__).parents[3]
+        sys.executable,
+        "-c",
+        CHILD,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
     )
 
 
@@ -53,7 +59,15 @@ async def test_broadcast_keeps_its_group_and_a_dead_peer_costs_one_deadline() ->
     assert process.stdout is not None
     try:
         for attempt in (1, 2):
-            spec = {**rendezvous, "epoch": 1, "attempt": attempt, "rank": 1, "world": 2, "seconds": 20.0, "manifest": MANIFEST}
+            spec = {
+                **rendezvous,
+                "epoch": 1,
+                "attempt": attempt,
+                "rank": 1,
+                "world": 2,
+                "seconds": 20.0,
+                "manifest": MANIFEST,
+            }
             sender.seconds = 20.0
             process.stdin.write((json.dumps(spec) + "\n").encode())
             await process.stdin.drain()

@@ -1,4 +1,4 @@
-"""The weight-sync gate as two pure machines: the good case, each way out of it, and random losses, repeats and deaths."""
+"""The weight-sync gate as two pure machines: the good case, each way out, random losses, repeats and deaths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def coordinator(*members: str) -> Coordinator:
 
 
 def from_member(verb: str, machine: Coordinator, sender: str, **more: Any) -> SyncEvent:
-    return SyncEvent.model_validate({"verb": verb, "sender": sender, "epoch": machine.epoch, "attempt": machine.attempt, **more})
+    return SyncEvent.model_validate(
+        {"verb": verb, "sender": sender, "epoch": machine.epoch, "attempt": machine.attempt, **more}
+    )
 
 
 def sent(commands: list[Any]) -> list[str]:
@@ -162,7 +164,14 @@ def test_an_ended_lease_is_a_leave() -> None:
 
 def prepare(attempt: int = 1, epoch: int = 1) -> SyncEvent:
     return PREPARE.model_copy(
-        update={"version": (1, attempt), "epoch": epoch, "attempt": attempt, "members": ["m"], "seconds": 10.0, "progress": attempt}
+        update={
+            "version": (1, attempt),
+            "epoch": epoch,
+            "attempt": attempt,
+            "members": ["m"],
+            "seconds": 10.0,
+            "progress": attempt,
+        }
     )
 
 

@@ -1,0 +1,80 @@
+"""The smoke example as a stranger runs it: real broker, real processes, a real model that learns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trinity_mq.testing.runs import LocalRun
+from trinity_mq.training.history import lineage
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ACCURACY = "eval/max3_held_out/accuracy/mean@1"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+async def test_it_learns_and_leaves_behind_what_it_promises(tmp_path: Path) -> None:
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run") as run:
+        code, output = await run.ended(300.0)
+    assert code == 0, output
+    accuracy = dict(run.values(ACCURACY))
+    assert set(accuracy) == {0, 30, 60}
+    assert accuracy[60] >= accuracy[0] + 0.4
+    assert run.values("eval/max3_held_out/version/min")[-1] == (60, 60.0), "the final weights were evaluated"
+    names = {name for line in run.metrics() for name in line}
+    assert {
+        "rollout/reward/mean",
+        "rollout/finished_task_count",
+        "actor/pg_loss",
+        "actor/grad_norm",
+        "time/train_step",
+        "sample/staleness/max",
+        "time/sync_weight",
+    } <= names
+    assert max(age for _, age in run.values("sample/staleness/max")) <= 1
+    assert {"time", "role", "step"} <= set(run.metrics()[0])
+    assert list((tmp_path / "run" / "tensorboard").rglob("events.out.tfevents.*"))
+    for log in (tmp_path / "run" / "logs").glob("*.jsonl"):
+        assert all(json.loads(line)["level"] in {"info", "warning"} for line in log.read_text().splitlines()), (
+            log.read_text()
+        )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    inputs = tokenizer("3,7,2=", return_tensors="pt", add_special_tokens=False)
+    answer = model.generate(input_ids=inputs["input_ids"], max_new_tokens=2, do_sample=False)
+    assert answer.shape[1] > inputs["input_ids"].shape[1]
+    assert "report" in output.lower() or "accuracy" in output.lower()
+    history = lineage(tmp_path / "run" / "history", 1, 60)
+    uids = [uid for entry in history for uid in entry["uids"]]
+    assert len(uids) == len(set(uids)) == 60 * 16 * 8
+    # once finished, the same command only tells
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run") as again:
+        code, output = await again.ended(30.0)
+    assert code == 0
+    assert len(run.metrics()) == len(again.metrics())
+
+
+async def test_ctrl_c_drains_and_the_same_command_resumes(tmp_path: Path) -> None:
+    overrides = ("buffer.total_steps=30", "trainer.save_interval=100")
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", overrides) as run:
+        await run.until_progress(8, 120.0)
+        assert run.process is not None
+        run.process.send_signal(signal.SIGINT)
+        code, output = await run.ended(60.0)
+        assert code == 130, output
+    reached = max(step for step, _ in run.values("trainer/step"))
+    assert reached < 30
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", overrides) as run:
+        code, output = await run.ended(200.0)
+    assert code == 0, output
+    steps = [step for step, _ in run.values("trainer/step")]
+    assert steps == list(range(1, 31)), "drained means saved: nothing was done twice"
+    history = lineage(tmp_path / "run" / "history", 2, 30)
+    assert len({entry["ticket"] for entry in history}) == 30
+    await asyncio.sleep(0)

@@ -1,0 +1,223 @@
+"""``trinity-mq run`` as a process, on a real broker, with stand-ins for the agents."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.cli.rundir import RunFolder
+from trinity_mq.config import load_config
+from trinity_mq.runtime.process import wait_exit
+
+pytestmark = pytest.mark.broker
+
+ROOT = Path(__file__).parents[3]
+STAND_IN = '''
+"""An agent that does nothing but what its script says."""
+import asyncio, os, signal, sys
+from pathlib import Path
+from trinity_mq.bus import Envelope, Topology, create_bus
+from trinity_mq.messages import Beat, encode
+from trinity_mq.runtime.process import die_with_parent
+from trinity_mq.telemetry import MetricsWriter
+
+
+def main(config, agent_id):
+    return asyncio.run(live(config, agent_id, ROLE))
+
+
+async def live(config, agent_id, role):
+    script = config.path / f"{agent_id}.script"
+    if script.exists():
+        print(f"{agent_id} goes by its script", file=sys.stderr)
+        code = int(script.read_text())
+        if code != 78:
+            script.unlink()
+        return code
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+    topology = Topology(config.name)
+    bus = create_bus(config.broker, topology, agent_id)
+    await bus.connect()
+    await bus.declare(*topology.durable)
+
+    async def beat(seq, state, **detail):
+        message = Beat(role=role, id=agent_id, seq=seq, incarnation=str(os.getpid()), lease=10, state=state, detail=detail)
+        await bus.publish(topology.exchange("telemetry"), f"beat.{role}.{agent_id}", Envelope(body=encode(message), kind="beat"))
+
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    await beat(1, "working", total_batches=3, progress=0, committed=[1, 0])
+    die_with_parent(int(os.environ["TRINITY_MQ_PARENT"]))
+    print("up", os.getpid(), flush=True)
+    if role == "explorer" and not (config.path / "go-slow").exists():
+        metrics = MetricsWriter(config.path, role, agent_id, tensorboard=False)
+        for step in range(4):
+            metrics.write(step, {"rollout/reward/mean": step / 3})
+        metrics.write(0, {"eval/held_out/accuracy/mean@1": 0.0})
+        metrics.write(3, {"eval/held_out/accuracy/mean@1": 0.75})
+        metrics.close()
+        await beat(2, "finished")
+    else:
+        await asked.wait()
+        await beat(2, "gone")
+    await bus.close()
+    return 0
+'''
+ROLES = ("explorer", "runner", "operator", "trainer")
+AGENTS = ("explorer-0", "runner-0", "runner-1", "operator-0", "trainer-0")
+
+
+class Bench:
+    """A folder with a configuration and stand-ins, and the command to run them."""
+
+    def __init__(self, folder: Path, run: str, url: str) -> None:
+        self.folder, self.url = folder, url
+        self.config = folder / "c.yaml"
+        self.config.write_text(
+            f"name: {run}\nrun_dir: {folder}/run\nmodel: {{tiny: {{}}}}\nbuffer: {{total_steps: 3}}\n"
+            "supervisor: {grace: 1.0, max_restarts: 2}\n"
+        )
+        package = folder / "stand-ins" / "trinity_agents"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        for role in ROLES:
+            (package / f"{role}.py").write_text(f"ROLE = {role!r}\n{STAND_IN}")
+        self.run_dir = folder / "run"
+        self.run_dir.mkdir()
+
+    def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
+        path = f"{self.folder / 'stand-ins'}:{ROOT}"
+        return subprocess.Popen(
+            [sys.executable, "-m", "trinity_mq.cli.main", *(words or ("run", str(self.config)))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": path, "TRINITY_MQ_BROKER_URL": self.url, **variables},
+        )
+
+    def finish(self, *words: str, **variables: str) -> tuple[int, str, str]:
+        with self.start(*words, **variables) as process:
+            out, err = process.communicate(timeout=50)
+            return process.returncode, out, err
+
+
+@pytest.fixture
+def bench(tmp_path: Path, unique_run: str, broker_url: str) -> Bench:
+    return Bench(tmp_path, unique_run, broker_url)
+
+
+def read_until(process: subprocess.Popen[str], found: Callable[[str], bool]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found(line):
+            return line
+    pytest.fail(f"the command ended first: {process.stderr.read() if process.stderr else ''}")
+
+
+def test_to_the_end_and_once_more(bench: Bench) -> None:
+    code, out, err = bench.finish()
+    assert (code, err) == (0, "")
+    assert "evaluation at step 3: held_out accuracy 0.750" in out
+    assert "accuracy    0.000 -> 0.750" in out
+    for agent in AGENTS:
+        assert "up" in (bench.run_dir / "logs" / f"{agent}.out").read_text()
+    assert not (bench.run_dir / "broker.url").exists()
+
+    code, out, err = bench.finish()
+    assert (code, err) == (0, "")
+    assert "accuracy    0.000 -> 0.750" in out
+    assert "this run has finished" in out
+    assert (bench.run_dir / "logs" / "trainer-0.out").read_text().count("up") == 1
+
+
+def test_ctrl_c_drains_and_the_same_command_resumes(bench: Bench) -> None:
+    (bench.run_dir / "go-slow").touch()
+    with bench.start() as process:
+        read_until(process, lambda line: "agents 5/5" in line)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (130, "")
+    assert "draining; once more to kill at once" in out
+    assert f"resume with the same command: trinity-mq run {bench.config}" in out
+
+    (bench.run_dir / "go-slow").unlink()
+    code, out, err = bench.finish("run", str(bench.config), "explorer.eval_interval=7")
+    assert code == 0
+    assert err == "warning: changed since the last start: explorer.eval_interval: 100 -> 7\n"
+    assert "accuracy    0.000 -> 0.750" in out
+
+
+def test_sigterm_is_143_and_a_second_run_in_the_folder_is_refused(bench: Bench) -> None:
+    (bench.run_dir / "go-slow").touch()
+    with bench.start() as process:
+        read_until(process, lambda line: "agents 5/5" in line)
+        code, _, err = bench.finish()
+        assert code == 2
+        assert f"is in use by process {process.pid}" in err
+        process.terminate()
+        process.communicate(timeout=50)
+    assert process.returncode == 143
+
+
+def test_what_dies_is_started_again(bench: Bench) -> None:
+    (bench.run_dir / "trainer-0.script").write_text("5")
+    code, out, _ = bench.finish()
+    assert code == 0
+    assert "trainer-0 died and starts again in 0.25 s (restart 1)" in out
+    assert "accuracy    0.000 -> 0.750" in out
+
+
+def test_what_fails_for_good_ends_the_run_and_says_why(bench: Bench) -> None:
+    (bench.run_dir / "go-slow").touch()
+    (bench.run_dir / "trainer-0.script").write_text("78")
+    code, out, err = bench.finish()
+    assert code == 78
+    assert err.startswith("trainer-0 failed for good (exit code 78): starting it again does not help; see ")
+    assert "  trainer-0 goes by its script" in err
+    assert "not finished" in out
+
+
+def test_a_wrong_password_is_one_line(bench: Bench) -> None:
+    name, _, address = bench.url.rpartition("@")
+    wrong = f"{name.rpartition(':')[0]}:wrong@{address}"
+    code, out, err = bench.finish(TRINITY_MQ_BROKER_URL=wrong)
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert err.startswith("trinity-mq run: ")
+    assert "Traceback" not in out + err
+
+
+def test_status_while_it_runs(bench: Bench) -> None:
+    (bench.run_dir / "go-slow").touch()
+    with bench.start() as process:
+        read_until(process, lambda line: "agents 5/5" in line)
+        assert RunFolder(load_config(bench.config)).known_broker() == bench.url
+        code, out, err = bench.finish("status", str(bench.config), "--seconds", "0.2", TRINITY_MQ_BROKER_URL="")
+        assert (code, out.splitlines()[0].split()[0]) == (1, load_config(bench.config).name)
+        assert "nobody of run" in err
+        code, out, err = bench.finish("dead", "list", str(bench.config), TRINITY_MQ_BROKER_URL="")
+        assert (code, err) == (0, "")
+        assert "has no dead letters" in out
+        process.kill()
+        process.communicate(timeout=50)
+
+
+async def test_agents_do_not_outlive_a_killed_supervisor(bench: Bench) -> None:
+    (bench.run_dir / "go-slow").touch()
+    process = await asyncio.to_thread(bench.start)
+    with process:
+        await asyncio.to_thread(read_until, process, lambda line: "agents 5/5" in line)
+        process.kill()
+        await asyncio.to_thread(process.communicate, timeout=50)
+    outputs = [(bench.run_dir / "logs" / f"{agent}.out").read_text() for agent in AGENTS]
+    async with asyncio.timeout(20):
+        for output in outputs:
+            await wait_exit(int(output.split()[1]))

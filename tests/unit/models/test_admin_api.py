@@ -1,0 +1,236 @@
+"""What the host may do to an engine, over HTTP, with real weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load
+
+from trinity_mq.models.engines.admin_client import EngineAdmin, ReceiveFailed
+from trinity_mq.models.engines.generation import TextGenerator
+from trinity_mq.models.engines.requests import GenerationRequest
+from trinity_mq.models.engines.server import EngineServer
+from trinity_mq.models.engines.weights import named_weights
+from trinity_mq.models.errors import EngineLost, EngineRefused
+
+AdminOf = Callable[[EngineServer], EngineAdmin]
+CANARY = [3, 4, 5, 6]
+
+
+class Sender:
+    """Stands in for the channel: hands out tensors, or does what a broken channel does."""
+
+    def __init__(self, generator: TextGenerator) -> None:
+        self.tensors = {name: torch.randn_like(tensor) * 0.05 for name, tensor in named_weights(generator.model).items()}
+        self.error: Exception | None = None
+        self.stuck = False
+        self.specs: list[dict[str, Any]] = []
+        self.entered = asyncio.Event()
+
+    async def __call__(self, spec: dict[str, Any]) -> dict[str, torch.Tensor]:
+        self.specs.append(spec)
+        self.entered.set()
+        if self.stuck:
+            await asyncio.Event().wait()
+        if self.error:
+            raise self.error
+        return self.tensors
+
+
+SPEC = {"epoch": 1, "canary": {"tokens": CANARY}}
+
+
+async def test_pause_receive_commit(serving: Any, generator: TextGenerator, admin_of: AdminOf, plain_logprobs: Any) -> None:
+    sender = Sender(generator)
+    async with serving(generator, sender, version=None) as server:
+        admin = admin_of(server)
+        assert (await admin.state())["state"] == "empty"
+        with pytest.raises(EngineRefused, match="not paused"):
+            await admin.post("receive", {"spec": SPEC})
+        with pytest.raises(EngineRefused, match="no weights were received"):
+            await admin.post("commit", {"version": [1, 0]})
+        await admin.post("pause", {"timeout": 5})
+        answer = await admin.post("receive", {"spec": SPEC})
+        assert sender.specs == [SPEC]
+        assert answer["state"]["phase"] == "dirty"
+        wanted = plain_logprobs(generator, CANARY[:1], CANARY[1:], 1.0)
+        assert torch.allclose(torch.tensor(answer["canary"]["logprobs"]), wanted, atol=1e-5, rtol=0)
+        assert torch.equal(named_weights(generator.model)["lm_head.weight"], sender.tensors["lm_head.weight"])
+        state = (await admin.post("commit", {"version": [1, 0], "progress": 4}))["state"]
+        assert (state["state"], state["version"], state["progress"]) == ("current", [1, 0], 4)
+        data = await admin.weight("lm_head.weight")
+        assert torch.equal(load(data)["lm_head.weight"], sender.tensors["lm_head.weight"])
+        with pytest.raises(EngineRefused, match="no weight 'x'"):
+            await admin.weight("x")
+
+
+async def test_held_requests_go_on_with_the_new_weights(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+    async with serving(generator, Sender(generator)) as server, aiohttp.ClientSession() as session:
+        admin = admin_of(server)
+        await admin.post("pause", {})
+        body = {"prompt": "+1=", "return_token_ids": True}
+        asked = asyncio.create_task(session.post(f"{server.url}/v1/completions", json=body))
+        while server.rounds.load == 0:
+            await asyncio.sleep(0.005)  # nothing tells when a request has arrived
+        await admin.post("receive", {"spec": SPEC})
+        assert not asked.done()
+        await admin.post("commit", {"version": [1, 8], "progress": 1})
+        async with await asked as response:
+            assert (await response.json())["choices"][0]["weight_versions"] == [[0, 1, 8]]
+
+
+async def test_a_failed_transfer_leaves_the_old_weights(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+    sender = Sender(generator)
+    async with serving(generator, sender) as server:
+        admin = admin_of(server)
+        await admin.post("pause", {})
+        sender.error = RuntimeError("peer 2 is gone")
+        with pytest.raises(ReceiveFailed, match="RuntimeError: peer 2 is gone") as caught:
+            await admin.post("receive", {"spec": SPEC})
+        assert (caught.value.status, caught.value.touched) == (500, False)
+        sender.error = None
+        sender.tensors.pop("lm_head.weight")
+        with pytest.raises(ReceiveFailed, match="weights are missing") as caught:
+            await admin.post("receive", {"spec": SPEC})
+        assert not caught.value.touched
+        state = (await admin.post("resume", {}))["state"]
+        assert (state["state"], state["version"]) == ("current", [1, 7])
+
+
+async def test_a_transfer_that_fails_half_way_is_dirty(
+    serving: Any, generator: TextGenerator, admin_of: AdminOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(checked: object) -> None:
+        raise RuntimeError("copy failed")
+
+    async with serving(generator, Sender(generator)) as server:
+        admin = admin_of(server)
+        await admin.post("pause", {})
+        with monkeypatch.context() as patch:
+            patch.setattr(generator, "apply", broken)
+            with pytest.raises(ReceiveFailed, match="copy failed") as caught:
+                await admin.post("receive", {"spec": SPEC})
+        assert caught.value.touched
+        with pytest.raises(EngineRefused, match="is dirty"):
+            await admin.post("commit", {"version": [1, 8]})
+        assert (await admin.post("resume", {}))["state"]["state"] == "dirty"
+        await admin.post("pause", {})
+        await admin.post("receive", {"spec": SPEC})
+        assert (await admin.post("commit", {"version": [1, 9]}))["state"]["version"] == [1, 9]
+
+
+async def test_applied_but_not_committed_is_dirty(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+    async with serving(generator, Sender(generator)) as server:
+        admin = admin_of(server)
+        await admin.post("pause", {})
+        await admin.post("receive", {"spec": SPEC})
+        state = (await admin.post("resume", {}))["state"]
+        assert (state["state"], state["version"]) == ("dirty", None)
+
+
+async def test_resume_cuts_a_stuck_transfer_off(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+    sender = Sender(generator)
+    sender.stuck = True
+    async with serving(generator, sender) as server:
+        admin = admin_of(server)
+        await admin.post("pause", {})
+        receiving = asyncio.create_task(admin.post("receive", {"spec": SPEC}))
+        await sender.entered.wait()
+        with pytest.raises(EngineRefused, match="under way"):
+            await admin.post("receive", {"spec": SPEC})
+        state = (await admin.post("resume", {}))["state"]
+        assert (state["state"], state["version"]) == ("current", [1, 7])
+        with pytest.raises(ReceiveFailed, match="cut off") as caught:
+            await receiving
+        assert not caught.value.touched
+
+
+async def test_a_transfer_has_a_deadline(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+    sender = Sender(generator)
+    sender.stuck = True
+    async with serving(generator, sender) as server:
+        admin = admin_of(server)
+        await admin.post("pause", {})
+        with pytest.raises(ReceiveFailed, match="time ran out"):
+            await admin.post("receive", {"spec": SPEC, "timeout": 0.05})
+        assert (await admin.post("resume", {}))["state"]["version"] == [1, 7]
+
+
+async def test_a_host_that_hangs_up_ends_its_transfer(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+    sender = Sender(generator)
+    sender.stuck = True
+    async with serving(generator, sender) as server:
+        admin = admin_of(server)
+        await admin.post("pause", {"lease": 0.2})
+        receiving = asyncio.create_task(admin.post("receive", {"spec": SPEC}))
+        await sender.entered.wait()
+        receiving.cancel()
+        await asyncio.wait({receiving})
+        async with asyncio.timeout(5):
+            await server.state.running.wait()  # the pause's lease runs out once nothing is under way
+        assert (await admin.state())["version"] == [1, 7]
+
+
+async def test_a_pause_that_comes_too_late_is_taken_back(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+    async with serving(generator) as server:
+        admin = admin_of(server)
+        started = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        generate = generator.generate
+
+        def slow(requests: list[GenerationRequest]) -> Any:
+            loop.call_soon_threadsafe(started.set)
+            import time
+
+            time.sleep(0.3)
+            return generate(requests)
+
+        generator.generate = slow  # type: ignore[method-assign, assignment]
+        asked = asyncio.create_task(server.rounds.generate([GenerationRequest([3], 2)], None))
+        await started.wait()
+        with pytest.raises(EngineRefused, match="did not end within") as caught:
+            await admin.post("pause", {"timeout": 0.05})
+        assert caught.value.status == 504
+        assert not server.state.paused
+        await admin.post("pause", {"timeout": 5})
+        assert asked.done() or await asked
+        await admin.post("resume", {})
+
+
+async def test_admin_routes_want_the_token(serving: Any, shared_generator: TextGenerator) -> None:
+    async with serving(shared_generator) as server, aiohttp.ClientSession() as session:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            for method, path in (("GET", "state"), ("POST", "shutdown"), ("POST", "pause"), ("GET", "weight")):
+                async with session.request(method, f"{server.url}/admin/{path}", headers=headers) as response:
+                    assert response.status == 401
+        assert not server.state.paused
+
+
+async def test_bad_bodies_are_refused(serving: Any, shared_generator: TextGenerator, admin_of: AdminOf) -> None:
+    async with serving(shared_generator) as server:
+        admin = admin_of(server)
+        with pytest.raises(EngineRefused, match="seconds: Input should be greater than 0"):
+            await admin.post("lease", {"seconds": 0})
+        with pytest.raises(EngineRefused, match="version"):
+            await admin.post("commit", {"version": [1]})
+
+
+async def test_the_server_ends_when_its_lease_does(serving: Any, shared_generator: TextGenerator, admin_of: AdminOf) -> None:
+    async with serving(shared_generator, lease=0.5) as server:
+        admin = admin_of(server)
+        await admin.post("lease", {"seconds": 0.1})
+        async with asyncio.timeout(5):
+            await server._ended.wait()
+    with pytest.raises(EngineLost):
+        await admin.state()
+
+
+async def test_shutdown_refuses_new_requests_and_ends(serving: Any, shared_generator: TextGenerator, admin_of: AdminOf) -> None:
+    async with serving(shared_generator) as server:
+        admin = admin_of(server)
+        assert (await admin.post("shutdown", {}))["state"]["state"] == "draining"

@@ -1,0 +1,218 @@
+"""The host with real engine processes; weights come from a receiver that makes them from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import torch
+from safetensors.torch import load
+
+from trinity_mq.config import Config
+from trinity_mq.models import EngineFailed, EngineHost, EngineLost, ModelError, ModelWrapper
+from trinity_mq.models.engines.generation import TextGenerator
+from trinity_mq.models.engines.ready import ReadyFile
+
+ENGINE = """
+import torch
+from trinity_agents import engine
+
+async def receive(spec):
+    generator = torch.Generator().manual_seed(spec["seed"])
+    return {name: torch.randn(shape, generator=generator) * 0.05 for name, _, shape in spec["manifest"]}
+
+engine.run(receive)
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    return [sys.executable, str(script)]
+
+
+async def until(host: EngineHost, holds: Callable[[], bool], seconds: float = 40.0) -> None:
+    changed = asyncio.Event()
+    host.on_change = changed.set
+    async with asyncio.timeout(seconds):
+        while not holds():
+            changed.clear()
+            await changed.wait()
+
+
+async def sync(host: EngineHost, generator: TextGenerator, seed: int, version: tuple[int, int]) -> dict[str, Any]:
+    await host.pause()
+    canary = await host.receive({"seed": seed, "manifest": generator.manifest(), "canary": {"tokens": [3, 4, 5]}})
+    await host.commit(version, seed)
+    return canary
+
+
+async def test_an_engines_life(
+    config: Config, tmp_path: Path, command: list[str], shared_generator: TextGenerator
+) -> None:
+    host = EngineHost(config, tmp_path, "e0", command=command)
+    assert not host.snapshot.alive
+    await host.start()
+    assert (host.snapshot.alive, host.snapshot.state, host.snapshot.version) == (True, "empty", None)
+    ready = ReadyFile.read(host.ready_file)
+    assert ready is not None
+    assert host.ready_file.stat().st_mode & 0o777 == 0o600
+    assert os.getsid(ready.pid) == ready.pid != os.getsid(0), "a session of its own"
+    assert host.snapshot.fingerprint == shared_generator.codec.fingerprint()
+    pid = ready.pid
+    async with asyncio.TaskGroup() as group:
+        keeping = group.create_task(host.keep())
+        canary = await sync(host, shared_generator, 1, (1, 0))
+        assert len(canary["logprobs"]) == 2
+        assert (host.snapshot.state, host.snapshot.version, host.snapshot.progress) == ("current", (1, 0), 1)
+        model = ModelWrapper(host.snapshot.model())
+        assert len(await model.chat_async([{"role": "user", "content": "+372="}], n=3)) == 3
+        await model.aclose()
+        data = load(await host.weight("model.norm.weight"))
+        assert data["model.norm.weight"].shape == (64,)
+        # killed at its worst: noticed at once, started again, empty
+        os.kill(pid, signal.SIGKILL)
+        await until(host, lambda: not host.snapshot.alive, 2.0)
+        with pytest.raises(EngineLost):
+            await host.pause()
+        await until(host, lambda: host.snapshot.alive)
+        await until(host, lambda: host.snapshot.restarts == 1, 2.0)
+        assert (host.snapshot.state, host.snapshot.version) == ("empty", None)
+        await sync(host, shared_generator, 2, (1, 1))
+        keeping.cancel()
+    await host.detach()
+    ready = ReadyFile.read(host.ready_file)
+    assert ready is not None
+    assert ready.lives()
+    assert ready.pid != pid
+    # its successor adopts it with the weights it has
+    successor = EngineHost(config, tmp_path, "e0", command=["/bin/false"])
+    await successor.start()
+    assert (successor.snapshot.version, successor.snapshot.state) == ((1, 1), "current")
+    assert successor.snapshot.detail()["url"] == ready.url
+    async with asyncio.TaskGroup() as group:
+        keeping = group.create_task(successor.keep())
+        await asyncio.sleep(0)
+        await successor.stop()
+        await keeping
+    assert not ready.lives()
+    assert not successor.ready_file.exists()
+    assert not successor.snapshot.alive
+
+
+async def test_one_built_from_other_settings_is_replaced_and_a_lease_ends_it(
+    config: Config, tmp_path: Path, command: list[str]
+) -> None:
+    host = EngineHost(config, tmp_path, "e0", command=command)
+    await host.start()
+    await host.detach()
+    old = ReadyFile.read(host.ready_file)
+    assert old is not None
+    rollout = config.explorer.rollout_model.model_copy(update={"max_batch_sequences": 7})
+    explorer = config.explorer.model_copy(update={"rollout_model": rollout})
+    other = EngineHost(config.model_copy(update={"explorer": explorer}), tmp_path, "e0", command=command)
+    await other.start()
+    new = ReadyFile.read(host.ready_file)
+    assert new is not None
+    assert new.pid != old.pid
+    assert not old.lives()
+    await other._command_engine("lease", {"seconds": 0.2})
+    assert other._process is not None
+    assert await asyncio.wait_for(other._process.exited(), 20) == 0
+    await other.detach()
+    assert "lease ran out" in (tmp_path / "logs" / "e0.jsonl").read_text()
+
+
+async def test_sigterm_ends_an_engine_with_code_0(config: Config, tmp_path: Path, command: list[str]) -> None:
+    host = EngineHost(config, tmp_path, "e0", command=command)
+    await host.start()
+    assert host._process is not None
+    os.kill(host._process.ready.pid, signal.SIGTERM)
+    assert await asyncio.wait_for(host._process.exited(), 20) == 0
+    await host.detach()
+
+
+async def test_a_model_that_cannot_be_had_ends_the_host(config: Config, tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    model = config.model.model_copy(update={"tiny": None, "model_path": str(tmp_path / "empty")})
+    host = EngineHost(config.model_copy(update={"model": model}), tmp_path, "e0", command=command)
+    with pytest.raises(ModelError, match="config.json cannot be read"):
+        await host.start()
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [("print('boom'); raise SystemExit(3)", r"ended before it was ready \(exit code 3\); it said:\nboom"),
+     ("print('slow', flush=True); import time; time.sleep(60)", r"not ready within 2 s; it said:\nslow")],
+)  # fmt: skip
+async def test_an_engine_that_does_not_start_is_quoted(config: Config, tmp_path: Path, program: str, says: str) -> None:
+    host = EngineHost(config, tmp_path, "e0", command=[sys.executable, "-c", program], start_timeout=2.0)
+    with pytest.raises(EngineFailed, match=says):
+        await host.start()
+    assert not [child for child in psutil.Process().children() if program in " ".join(child.cmdline())]
+
+
+async def test_a_program_that_is_not_there(config: Config, tmp_path: Path) -> None:
+    host = EngineHost(config, tmp_path, "e0", command=["/no/such/program"])
+    with pytest.raises(EngineFailed, match="cannot be started"):
+        await host.start()
+
+
+async def test_an_engine_that_keeps_dying_is_given_up(
+    config: Config, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = config.supervisor.model_copy(update={"max_restarts": 2})
+    host = EngineHost(config.model_copy(update={"supervisor": supervisor}), tmp_path, "e0", command=command)
+    await host.start()
+    monkeypatch.setattr(host, "_command", [sys.executable, "-c", "raise SystemExit('no memory')"])
+    assert host._process is not None
+    host._process.kill()
+    with pytest.raises(EngineFailed, match="no memory"):
+        await host.keep()
+    await host.detach()
+
+
+async def test_the_config_of_an_engine_holds_no_broker_password(config: Config, tmp_path: Path) -> None:
+    broker = config.broker.model_copy(update={"url": "amqp://me:secret@localhost"})
+    host = EngineHost(config.model_copy(update={"broker": broker}), tmp_path, "e0", command=["/bin/false"])
+    with pytest.raises(EngineFailed):
+        await host.start()
+    settings = tmp_path / "engines" / "e0.config.json"
+    assert "secret" not in settings.read_text()
+    assert settings.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_ready_file_of_another_process_does_not_live(tmp_path: Path) -> None:
+    mine = psutil.Process()
+    fields = {"id": "e0", "pid": mine.pid, "url": "", "token": "", "name": "", "model_path": "", "fingerprint": "", "digest": ""}
+    assert ReadyFile(**fields, create_time=mine.create_time()).lives()
+    assert not ReadyFile(**fields, create_time=mine.create_time() - 60).lives()
+    ReadyFile(**fields, create_time=1.0).write(tmp_path / "ready")
+    assert ReadyFile.read(tmp_path / "ready") == ReadyFile(**fields, create_time=1.0)
+    (tmp_path / "ready").write_text("{}")
+    assert ReadyFile.read(tmp_path / "ready") is None
+    assert ReadyFile.read(tmp_path / "none") is None
+
+
+def test_importing_models_and_the_host_costs_no_torch() -> None:
+    program = (
+        "import sys, trinity_mq.models as m\n"
+        "m.EngineHost, m.InferenceModel, m.ensure_model_folder, m.EngineLost, m.EngineClients\n"
+        "assert not {'torch', 'transformers', 'openai'} & set(sys.modules), 'heavy'\n"
+        "assert set(m.__all__) == set(m._HOMES)\n"
+        "for name in m.__all__: getattr(m, name)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    assert torch is not None

@@ -1,0 +1,277 @@
+"""The wrapper that workflows are handed, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from trinity_mq.experience import Experience
+from trinity_mq.models import (
+    EngineClients,
+    EngineLost,
+    EngineNotReady,
+    EngineRefused,
+    InferenceModel,
+    ModelWrapper,
+    VersionMismatch,
+)
+from trinity_mq.models.engines.generation import TextGenerator
+from trinity_mq.models.engines.server import EngineServer
+from trinity_mq.models.responses import experiences_of
+
+MESSAGES = [{"role": "user", "content": "+372="}]
+Wrap = Callable[..., ModelWrapper]
+
+
+@pytest.fixture
+async def server(serving: Any, shared_generator: TextGenerator) -> AsyncIterator[EngineServer]:
+    async with serving(shared_generator) as server:
+        yield server
+
+
+@pytest.fixture
+def wrap(server: EngineServer, handle_of: Any, clients: EngineClients) -> Wrap:
+    return lambda **options: ModelWrapper(handle_of(server), **{"clients": clients, "max_response_tokens": 6, **options})
+
+
+def same(left: list[Experience], right: list[Experience]) -> bool:
+    return [e.tokens.tolist() for e in left] == [e.tokens.tolist() for e in right]
+
+
+async def test_chat_gives_experiences_with_everything_the_trainer_needs(
+    wrap: Wrap, shared_generator: TextGenerator, plain_logprobs: Any
+) -> None:
+    model = wrap(temperature=0.7, seed=1)
+    experiences = await model.chat_async(MESSAGES, n=16)
+    assert len(experiences) == 16
+    prompt = shared_generator.codec.encode("+372=")
+    for experience in experiences:
+        response = experience.tokens[5:].tolist()
+        assert experience.tokens[:5].tolist() == prompt
+        assert experience.prompt_length == 5
+        assert experience.prompt_text == "+372="
+        assert experience.response_text == shared_generator.codec.decode([[t for t in response if t != 1]])[0]
+        assert experience.experience_type == "single_turn"
+        assert experience.temperature == 0.7
+        assert experience.versions == [(0, 1, 7)]
+        assert experience.reward is None
+        assert experience.truncate_status == (None if response[-1] == 1 else "response_truncated")
+        assert experience.logprobs is not None
+        wanted = plain_logprobs(shared_generator, prompt, response, 0.7)
+        assert torch.allclose(experience.logprobs, wanted, atol=1e-5, rtol=0)
+    assert model.model_version == (1, 7)
+    assert (model.model_name, model.model_path) == ("tiny", "/models/tiny")
+    assert len({experience.eid.uid for experience in experiences}) == 16
+    assert Experience.deserialize_many(Experience.serialize_many(experiences)) == experiences
+
+
+async def test_sync_and_async_say_the_same(wrap: Wrap) -> None:
+    async_chat = await wrap(seed=5).chat_async(MESSAGES, n=3)
+    assert same(async_chat, await asyncio.to_thread(wrap(seed=5).chat, MESSAGES, n=3))
+    async_texts = await wrap(seed=5).generate_async(["+1=", "+22="], n=2)
+    texts = await asyncio.to_thread(wrap(seed=5).generate, ["+1=", "+22="], n=2)
+    assert [e.prompt_text for e in texts] == ["+1=", "+1=", "+22=", "+22="]
+    assert same(async_texts, texts)
+
+
+async def test_a_seeded_run_repeats_itself_call_by_call(wrap: Wrap) -> None:
+    first, second = wrap(seed=5), wrap(seed=5)
+    ones = [await first.chat_async(MESSAGES, n=4) for _ in range(2)]
+    twos = [await second.chat_async(MESSAGES, n=4) for _ in range(2)]
+    assert all(same(one, two) for one, two in zip(ones, twos, strict=True))
+    assert not same(ones[0], ones[1]), "each call has a seed of its own"
+    assert not same(ones[0], await wrap(seed=6).chat_async(MESSAGES, n=4))
+    clones = [first.clone_with_isolated_history(), first.clone_with_isolated_history()]
+    said = [await clone.chat_async(MESSAGES, n=4) for clone in clones]
+    assert not same(said[0], said[1])
+
+
+async def test_parameters_of_a_call_beat_rollout_args_beat_the_wrappers_own(wrap: Wrap) -> None:
+    model = wrap(rollout_args={"max_tokens": 2, "n": 2, "temperature": 0.5})
+    experiences = await model.chat_async(MESSAGES)
+    assert len(experiences) == 2
+    assert max(e.response_length for e in experiences) <= 2
+    assert {e.temperature for e in experiences} == {0.5}
+    [greedy] = await model.chat_async(MESSAGES, n=1, temperature=0)
+    assert greedy.temperature == 1.0, "at temperature 0 the logprobs are those of temperature 1"
+
+
+async def test_a_prompt_too_long_gives_masked_experiences(wrap: Wrap, shared_generator: TextGenerator) -> None:
+    experiences = await wrap(max_prompt_tokens=3, enable_history=True).chat_async(MESSAGES, n=2)
+    assert len(experiences) == 2
+    for experience in experiences:
+        assert experience.tokens.tolist() == shared_generator.codec.encode("+372")
+        assert experience.prompt_length == 3
+        assert experience.truncate_status == "prompt_truncated"
+        assert experience.reward == 0.0
+        assert experience.logprobs is not None
+        assert experience.logprobs.tolist() == [0.0]
+        assert experience.action_mask is not None
+        assert experience.action_mask.tolist() == [False]
+    by_model = await asyncio.to_thread(wrap().chat, [{"role": "user", "content": "1" * 70}])
+    assert [e.prompt_length for e in by_model] == [63]
+
+
+async def test_logprobs(wrap: Wrap, shared_generator: TextGenerator, plain_logprobs: Any) -> None:
+    tokens = [3, 4, 5, 6]
+    model = wrap(temperature=0.7)
+    for temperature, found in (
+        (0.7, await model.logprobs_async(tokens)),
+        (1.0, await model.logprobs_async(tokens, 1.0)),
+        (0.7, await asyncio.to_thread(model.logprobs, torch.tensor(tokens))),
+    ):
+        assert found.dtype == torch.float32
+        wanted = plain_logprobs(shared_generator, tokens[:1], tokens[1:], temperature)
+        assert torch.allclose(found, wanted, atol=1e-5, rtol=0)
+
+
+async def test_convert_messages_to_experience(wrap: Wrap, shared_generator: TextGenerator, plain_logprobs: Any) -> None:
+    conversation = [
+        {"role": "user", "content": "+12="},
+        {"role": "assistant", "content": "22"},
+        {"role": "user", "content": "-12="},
+        {"role": "assistant", "content": "1"},
+    ]
+    model = wrap(temperature=0.7)
+    experience = await model.convert_messages_to_experience_async(conversation)
+    assert experience == _with_eid(experience, await asyncio.to_thread(model.convert_messages_to_experience, conversation))
+    tokens = shared_generator.codec.encode("+12=22-12=1")
+    assert experience.tokens.tolist() == tokens
+    assert experience.prompt_length == 4
+    assert experience.experience_type == "multi_turn"
+    assert experience.action_mask is not None
+    assert experience.action_mask.tolist() == [True, True, False, False, False, False, True]
+    assert experience.logprobs is not None
+    assert torch.allclose(experience.logprobs, plain_logprobs(shared_generator, tokens[:4], tokens[4:], 0.7), atol=1e-5, rtol=0)
+    assert experience.messages == conversation
+    assert experience.versions == [(0, 1, 7)]
+    assert experience.temperature == 0.7
+    assert experience.truncate_status is None
+    long = [*conversation, {"role": "assistant", "content": "1" * 80}]
+    cut = await model.convert_messages_to_experience_async(long)
+    assert cut.truncate_status == "response_truncated"
+    assert len(cut.tokens) == 64
+    with pytest.raises(ValueError, match="no token of the assistant"):
+        await model.convert_messages_to_experience_async(conversation[:1])
+
+
+def _with_eid(source: Experience, target: Experience) -> Experience:
+    target.eid = source.eid
+    return target
+
+
+async def test_history(wrap: Wrap) -> None:
+    model = wrap(enable_history=True)
+    said = await model.chat_async(MESSAGES, n=2)
+    said += await model.generate_async(["+1="])
+    clone = model.clone_with_isolated_history()
+    await clone.chat_async(MESSAGES)
+    assert model.extract_experience_from_history(clear_history=False) == said
+    assert model.extract_experience_from_history() == said
+    assert model.extract_experience_from_history() == []
+    assert len(clone.extract_experience_from_history()) == 1
+    with pytest.raises(ValueError, match="enable_history=true"):
+        wrap().extract_experience_from_history()
+
+
+async def test_openai_clients_are_recorded(wrap: Wrap) -> None:
+    model = wrap(enable_history=True, seed=5, temperature=0.7)
+    wanted = await wrap(seed=5, temperature=0.7).chat_async(MESSAGES, n=3)
+    async with model.get_openai_async_client() as client:
+        completion = await client.chat.completions.create(model=model.model_name, messages=MESSAGES, n=3)  # type: ignore[arg-type]
+        assert [choice.message.content for choice in completion.choices] == [e.response_text for e in wanted]
+        with pytest.raises(openai.BadRequestError, match="stream=true is not supported"):
+            await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+    recorded = model.extract_experience_from_history()
+    for left, right in zip(recorded, wanted, strict=True):
+        assert left == _with_eid(left, right)
+
+    def ask() -> None:
+        with model.get_openai_client() as client:
+            client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=2, temperature=1.0)  # type: ignore[arg-type]
+
+    await asyncio.to_thread(ask)
+    [experience] = model.extract_experience_from_history()
+    assert experience.response_length <= 2
+    assert experience.temperature == 1.0
+
+
+async def test_an_engine_without_weights_is_waited_for(
+    serving: Any, shared_generator: TextGenerator, handle_of: Any, clients: EngineClients
+) -> None:
+    async with serving(shared_generator, version=None) as server:
+        impatient = ModelWrapper(handle_of(server), clients=clients, not_ready_timeout=0.0, enable_history=True)
+        with pytest.raises(EngineNotReady, match="waits for its first weights") as caught:
+            await impatient.chat_async(MESSAGES)
+        assert caught.value.retry_after == 1.0
+        async with impatient.get_openai_async_client() as client:
+            with pytest.raises(EngineNotReady):
+                await client.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+        asked = asyncio.create_task(ModelWrapper(handle_of(server), clients=clients).chat_async(MESSAGES))
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+        server.state.phase, server.state.version = "current", (1, 7)
+        assert len(await asked) == 1
+
+
+async def test_a_lost_engine_is_not_waited_for(clients: EngineClients) -> None:
+    gone = InferenceModel("e0", "http://127.0.0.1:9", "tiny")
+    model = ModelWrapper(gone, clients=clients)
+    with pytest.raises(EngineLost):
+        await model.chat_async(MESSAGES)
+    with pytest.raises(EngineLost):
+        await asyncio.to_thread(model.chat, MESSAGES)
+    async with model.get_openai_async_client() as client:
+        with pytest.raises(EngineLost):
+            await client.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[arg-type]
+
+
+async def test_an_answer_that_takes_too_long_is_a_lost_engine(wrap: Wrap, server: EngineServer) -> None:
+    server.state.pause(60.0)
+    with pytest.raises(EngineLost, match=r"no answer within 0\.1 s"):
+        await wrap(request_timeout=0.1).chat_async(MESSAGES)
+    server.state.resume()
+
+
+async def test_pins_and_refusals(wrap: Wrap) -> None:
+    assert await wrap(pinned=(1, 7)).chat_async(MESSAGES)
+    for ask in (lambda: wrap(pinned=(1, 6)).chat_async(MESSAGES), lambda: asyncio.to_thread(wrap(pinned=(1, 6)).chat, MESSAGES)):
+        with pytest.raises(VersionMismatch) as caught:
+            await ask()
+        assert (caught.value.wanted, caught.value.held) == ((1, 6), (1, 7))
+    with pytest.raises(EngineRefused, match="unknown option 'temprature'") as refused:
+        await wrap().chat_async(MESSAGES, temprature=1)
+    assert refused.value.status == 400
+
+
+def test_sixteen_experiences_from_one_answer_are_cheap() -> None:
+    choices = [
+        {"index": i, "message": {"content": "123"}, "finish_reason": "stop", "token_ids": [5, 6, 7, 1], "token_logprobs": [-1.5] * 4,
+         "weight_versions": [[0, 1, 7]]}
+        for i in range(16)
+    ]  # fmt: skip
+    answer = {"prompt_token_ids": [12, 5, 9, 4, 14], "prompt_text": "+372=", "choices": choices}
+    experiences_of(answer, 1.0)
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        experiences_of(answer, 1.0)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 1e-3
+
+
+def test_a_server_that_knows_no_token_ids_is_named() -> None:
+    with pytest.raises(EngineRefused, match="return_token_ids"):
+        experiences_of({"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}, 1.0)
+
+
+def test_the_handle_travels_in_a_beat() -> None:
+    model = InferenceModel("e0", "http://x", "tiny", "/m", (2, 3))
+    assert InferenceModel.from_dict({**model.to_dict(), "load": 3}) == model
+    assert InferenceModel.from_dict({"id": "e", "url": "u", "name": "n"}).version is None

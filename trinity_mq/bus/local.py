@@ -1,0 +1,24 @@
+"""A broker on this machine, by whatever is there to run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trinity_mq.bus.docker import DockerNode, docker_answers
+from trinity_mq.bus.node import NOT_INSTALLED, NodeError, PrivateNode, find_rabbitmq
+
+
+async def local_broker(base: Path) -> PrivateNode | DockerNode:
+    """Start a broker of our own in ``base`` and return it, ready: the installed RabbitMQ, else Docker.
+
+    Raises:
+        NodeError: Neither is there, or it did not start; the message says what to do.
+    """
+    node: PrivateNode | DockerNode
+    if find_rabbitmq() is not None:
+        node = PrivateNode(base)
+    elif await docker_answers():
+        node = DockerNode(base)
+    else:
+        raise NodeError(NOT_INSTALLED)
+    return await node.__aenter__()

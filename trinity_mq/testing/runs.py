@@ -1,0 +1,126 @@
+"""A whole run as a child process, for tests that watch it, kill parts of it and read what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from trinity_mq.telemetry import METRICS_FILE, read_metrics
+
+LOOK_AGAIN = 0.2
+"""Seconds between looks at a run's files: another process writes them and tells nobody."""
+
+
+class LocalRun:
+    """``trinity-mq run CONFIG`` in a process of its own.
+
+    Args:
+        config: The YAML file.
+        run_dir: The run folder.
+        overrides: Further ``key=value`` words.
+    """
+
+    def __init__(self, config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> None:
+        self.run_dir = run_dir
+        self._command = [
+            sys.executable,
+            "-m",
+            "trinity_mq.cli.main",
+            "run",
+            str(config),
+            f"run_dir={run_dir}",
+            *overrides,
+        ]
+        self.process: asyncio.subprocess.Process | None = None
+        self._output = b""
+
+    async def __aenter__(self) -> Self:
+        """Start it."""
+        self.process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop it if it still runs: drained, and killed if that takes too long."""
+        assert self.process is not None
+        if self.process.returncode is None:
+            self.process.terminate()
+            try:
+                await self.ended(60.0)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+
+    async def ended(self, seconds: float) -> tuple[int, str]:
+        """Return exit code and output once it has ended by itself.
+
+        Raises:
+            TimeoutError: It has not.
+        """
+        assert self.process is not None
+        async with asyncio.timeout(seconds):
+            output, _ = await self.process.communicate()
+        self._output += output or b""
+        assert self.process.returncode is not None
+        return self.process.returncode, self._output.decode(errors="replace")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the metrics written so far."""
+        path = self.run_dir / METRICS_FILE
+        return read_metrics(path) if path.exists() else []
+
+    def values(self, name: str) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one metric, in order of writing."""
+        return [(line["step"], line[name]) for line in self.metrics() if name in line]
+
+    async def until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Return once ``condition`` holds.
+
+        Raises:
+            TimeoutError: It does not within ``seconds``.
+            RuntimeError: The run has ended before.
+        """
+        assert self.process is not None
+        async with asyncio.timeout(seconds):
+            while not condition():
+                if self.process.returncode is not None:
+                    raise RuntimeError(f"the run ended with {self.process.returncode} before what was waited for")
+                await asyncio.sleep(LOOK_AGAIN)
+
+    async def until_progress(self, progress: int, seconds: float) -> None:
+        """Return once the trainer has consumed batch ``progress``."""
+        await self.until(lambda: any(step >= progress for step, _ in self.values("trainer/step")), seconds)
+
+    def pid(self, agent: str) -> int | None:
+        """Return the process id of an agent's latest life, as its log says, or of ``engine``."""
+        if agent == "engine":
+            files = list((self.run_dir / "engines").glob("*.ready.json"))
+            return int(json.loads(files[0].read_text())["pid"]) if files else None
+        log = self.run_dir / "logs" / f"{agent}.jsonl"
+        lines = (
+            [json.loads(line) for line in log.read_text().splitlines() if '"agent_starts"' in line]
+            if log.exists()
+            else []
+        )
+        return int(lines[-1]["pid"]) if lines else None
+
+    def kill(self, agent: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to an agent's process and return its id."""
+        pid = self.pid(agent)
+        if pid is None:
+            raise ValueError(f"no process of {agent} is known")
+        os.kill(pid, number)
+        return pid
