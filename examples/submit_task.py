@@ -26,7 +26,7 @@ async def submit(broker: str, run: str, question: str, answer: str, seconds: flo
         replies = await channel.declare_queue(exclusive=True)
         tasks = await channel.get_exchange(f"tmq.{run}.tasks", ensure=False)
         submission = uuid.uuid4().hex
-        body = {"task": {"raw_task": {"question": question, "answer": answer}, "repeat_times": 4}}
+        body = {"task": {"raw_task": {"question": question, "answer": answer}}}
         message = aio_pika.Message(
             json.dumps(body).encode(),
             content_type="application/json",

@@ -18,6 +18,7 @@ class CuttingProxy:
         self._target = urlsplit(url)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self._refusing = False
         self._replies = asyncio.Event()
         self._replies.set()
@@ -67,10 +68,14 @@ class CuttingProxy:
         self._server.close()
         self.cut()
         await self._server.wait_closed()
-        while self._writers:
-            await asyncio.sleep(0)
+        if self._serving:
+            await asyncio.wait(self._serving)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving = asyncio.current_task()
+        assert serving is not None
+        self._serving.add(serving)
+        serving.add_done_callback(self._serving.discard)
         if self._refusing:
             writer.transport.abort()
             return

@@ -12,9 +12,10 @@ from typing import Any
 
 import structlog
 
-from trinity_mq.bus import Bus, Consumer, Delivery, Envelope, Topology
+from trinity_mq.bus import Bus, Consumer, Delivery, Envelope, MessageTooLarge, Topology
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
+from trinity_mq.experience import EncodeError
 from trinity_mq.messages import DecodeError, Outcome, TaskResult, TaskSlice, decode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost
@@ -132,7 +133,11 @@ class Runner(Agent):
             return
         parts = 0
         if outcome.experiences and piece.deliver != "none":
-            published = await self._publish_parts(piece, attempt, outcome)
+            try:
+                published = await self._publish_parts(piece, attempt, outcome)
+            except (EncodeError, MessageTooLarge) as error:
+                # nothing of it is out: a part is only published when all of them can be encoded
+                outcome, published = SliceOutcome.failure(str(error)), 0
             if published is None:
                 await self._report(piece, self._result(piece, attempt, "late", message="its batch is closed"))
                 await settle(delivery)

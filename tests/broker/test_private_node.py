@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import until
 from trinity_mq.bus._ports import LOOPBACK, accepts, free_ports
 from trinity_mq.bus.base import Envelope
 from trinity_mq.bus.node import NodeError, PrivateNode, find_rabbitmq
@@ -43,10 +44,12 @@ def note(number: int, prefix: str = "") -> Envelope:
     return Envelope(body=str(number).encode(), kind="note", message_id=f"{prefix}{number}")
 
 
-async def until_gone(pid: int) -> None:
-    async with asyncio.timeout(10):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            await asyncio.sleep(0.02)
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def silent(port: int) -> bool:
+    return not await accepts(port)
 
 
 @pytest.mark.timeout(120)
@@ -71,9 +74,7 @@ async def test_crash_and_restart_lose_nothing_confirmed(base: Path, topology: To
 
         assert node.pid is not None
         os.kill(node.pid, signal.SIGKILL)
-        async with asyncio.timeout(10):
-            while bus.usable:
-                await asyncio.sleep(0.02)
+        await until(lambda: not bus.usable and node.pid is None)
         publishing = asyncio.create_task(bus.publish("", topology.dead.name, note(50)))
         await node.start()
         await node.wait_ready()
@@ -115,7 +116,7 @@ async def test_a_folder_in_use_is_refused_and_its_files_are_private(base: Path) 
             assert stat.S_IMODE((base / name).stat().st_mode) == mode, name
         password = json.loads((base / "node.json").read_text())["password"]
         assert len(password) >= 32
-        assert password not in subprocess.run(["ps", "-ef"], capture_output=True, text=True, check=True).stdout
+        assert not any(password in word for word in psutil.Process(node.pid).cmdline())
     finally:
         await node.kill()
     with pytest.raises(NodeError, match="made with user 'tmq'"):
@@ -143,20 +144,20 @@ async def test_a_server_that_dies_shows_its_log(base: Path) -> None:
 
 async def test_a_left_over_epmd_is_ended(base: Path) -> None:
     port = free_ports(1)[0]
-    epmd = subprocess.Popen(["epmd", "-port", str(port), "-address", LOOPBACK])
+    epmd = await asyncio.create_subprocess_exec("epmd", "-port", str(port), "-address", LOOPBACK)
     try:
-        async with asyncio.timeout(5):
-            while not await accepts(port):
-                await asyncio.sleep(0.02)
+        await until(lambda: accepts(port))
         base.mkdir()
         (base / "node.json").write_text(json.dumps({"user": "tmq", "password": "x", "ports": {"epmd": port}}))
         node = PrivateNode(base)
         await node.start()
         await node.kill()
-        assert await asyncio.to_thread(epmd.wait, 5) is not None
+        async with asyncio.timeout(5):
+            await epmd.wait()
     finally:
-        epmd.kill()
-        epmd.wait()
+        if epmd.returncode is None:
+            epmd.kill()
+            await epmd.wait()
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
@@ -178,7 +179,5 @@ time.sleep(60)
     finally:
         parent.kill()
         await parent.wait()
-    await until_gone(pid)
-    async with asyncio.timeout(10):
-        while await accepts(epmd_port):
-            await asyncio.sleep(0.02)
+    await until(lambda: gone(pid))
+    await until(lambda: silent(epmd_port))

@@ -1,4 +1,4 @@
-"""The two worlds in which the contract of a Bus is tested, each with the faults that its own broker can be made to have."""
+"""The two worlds in which the contract of a Bus is tested, each with the faults that its broker can be made to have."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 
 from tests.tcp_proxy import CuttingProxy
+from tests.waiting import until
 from trinity_mq.bus.base import Bus, Envelope
 from trinity_mq.bus.memory import MemoryBroker, MemoryBus
 from trinity_mq.bus.rabbit import RabbitBus
@@ -95,10 +96,13 @@ class RabbitWorld(World):
 
     async def publish_with_lost_confirm(self, bus: Bus, queue: Queue, envelope: Envelope) -> bool:
         witness = await self.bus()
+
+        async def stored() -> bool:
+            return bool(await witness.depth(queue.name))
+
         self.proxies[bus].hold_replies()
         async with asyncio.TaskGroup() as group:
             publishing = group.create_task(bus.publish("", queue.name, envelope))
-            while not await witness.depth(queue.name):
-                await asyncio.sleep(0.01)
+            await until(stored)
             self.proxies[bus].cut()
         return publishing.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -10,12 +11,14 @@ from dataclasses import replace
 import pytest
 
 from tests.contract.bus_worlds import MemoryWorld, RabbitWorld, World
+from tests.waiting import until
 from trinity_mq.bus.base import (
     Bus,
     BusUnavailable,
     Consumer,
     Delivery,
     Envelope,
+    Lock,
     LockHeld,
     MessageTooLarge,
     QueueGone,
@@ -72,9 +75,23 @@ async def assert_silent(consumer: Consumer) -> None:
 
 
 async def wait_depth(bus: Bus, queue: Queue, wanted: int) -> None:
-    async with asyncio.timeout(10):
-        while await bus.depth(queue.name) != wanted:
-            await asyncio.sleep(0.01)
+    async def has_it() -> bool:
+        return await bus.depth(queue.name) == wanted
+
+    await until(has_it)
+
+
+async def take_lock(bus: Bus, name: str) -> Lock:
+    """Take a lock whose holder is just going."""
+    taken: list[Lock] = []
+
+    async def try_it() -> bool:
+        with contextlib.suppress(LockHeld):
+            taken.append(await bus.lock(name))
+        return bool(taken)
+
+    await until(try_it)
+    return taken[0]
 
 
 async def publish_all(bus: Bus, queue: Queue, *bodies: str) -> None:
@@ -285,10 +302,9 @@ class TestWorkQueues:
         assert consumer.get_nowait() is None
         await publish_all(bus, topology.dead, "a", "b")
         assert await texts(consumer, 1) == ["a"]
-        async with asyncio.timeout(10):
-            while (second := consumer.get_nowait()) is None:
-                await asyncio.sleep(0.01)
-        assert second.body == b"b"
+        found: list[Delivery] = []
+        await until(lambda: bool((one := consumer.get_nowait()) and (found.append(one) or True)))
+        assert [one.body for one in found] == [b"b"]
 
     async def test_a_second_answer_is_stale(self, bus: Bus, topology: Topology) -> None:
         await bus.declare(topology.dead)
@@ -375,9 +391,7 @@ class TestQueuesThatComeAndGo:
         world.keep_out(bus)
         await other.delete(topology.tasks_train.name)
         world.let_in(bus)
-        async with asyncio.timeout(10):
-            while not await other.publish(topology.exchange("control"), "restart.a", note("again")):
-                await asyncio.sleep(0.01)
+        await until(lambda: other.publish(topology.exchange("control"), "restart.a", note("again")))
         assert await texts(consumer, 1) == ["again"]
         assert await bus.publish(topology.exchange("tasks"), "train.1", note("x"))
 
@@ -498,10 +512,8 @@ class TestReconnecting:
         bus.on_change(lambda: seen.append(bus.usable))
         assert bus.trouble is None
         world.keep_out(bus)
-        async with asyncio.timeout(10):
-            while bus.usable:
-                await asyncio.sleep(0.01)
-        assert "lost" in (bus.trouble or "") or "connection" in (bus.trouble or "")
+        await until(lambda: not bus.usable)
+        assert "connection" in (bus.trouble or "")
         publishing = asyncio.create_task(bus.publish("", topology.dead.name, note("late")))
         looking = asyncio.create_task(bus.depth(topology.dead.name))
         await asyncio.sleep(0.05)
@@ -560,23 +572,14 @@ class TestLocks:
         first, second = await world.bus(), await world.bus()
         await first.lock("explorer")
         await first.close()
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    lock = await second.lock("explorer")
-                except LockHeld:
-                    await asyncio.sleep(0.01)
-                else:
-                    break
-        assert lock.held
+        assert (await take_lock(second, "explorer")).held
 
     async def test_is_retaken_after_a_reconnect(self, world: World) -> None:
         first, second = await world.bus(), await world.bus()
         lock = await first.lock("explorer")
         world.keep_out(first)
+        await until(lambda: not lock.held)
         async with asyncio.timeout(10):
-            while lock.held:
-                await asyncio.sleep(0.01)
             world.let_in(first)
             await first.wait_usable()
         assert lock.held
@@ -588,14 +591,8 @@ class TestLocks:
         second = await world.bus()
         lock = await first.lock("explorer")
         world.keep_out(first)
+        await take_lock(second, "explorer")
         async with asyncio.timeout(10):
-            while True:
-                try:
-                    await second.lock("explorer")
-                except LockHeld:
-                    await asyncio.sleep(0.01)
-                else:
-                    break
             world.let_in(first)
             await lock.wait_lost()
         assert not lock.held

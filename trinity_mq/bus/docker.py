@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from trinity_mq.bus._node_files import POLL_SECONDS, FolderLock, NodeError, NodeState, write_private
+from trinity_mq.bus._local_node import LocalNode
+from trinity_mq.bus._node_files import POLL_SECONDS, NodeError, NodeState, write_private
 from trinity_mq.bus._ports import LOOPBACK, speaks_amqp
 
 IMAGE_VARIABLE = "TRINITY_MQ_RABBITMQ_IMAGE"
@@ -25,8 +23,6 @@ STOP_SECONDS = 20
 
 async def docker_answers() -> bool:
     """Return whether there is a ``docker`` command and an engine behind it."""
-    if shutil.which("docker") is None:
-        return False
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT):
             await _docker("info")
@@ -35,20 +31,13 @@ async def docker_answers() -> bool:
     return True
 
 
-class DockerNode:
-    """One RabbitMQ container; the same to use as :class:`~trinity_mq.bus.node.PrivateNode`.
+class DockerNode(LocalNode):
+    """A container of our own; takes the arguments of its base class, and an image.
 
-    Its port is published on loopback only. The container is removed when stopped; its data is a volume that belongs to
-    ``base`` and is found again by the next start on it.
+    Its port is published on loopback only. The container is removed when stopped; its data is in a volume whose name is
+    kept in ``base``.
 
     Args:
-        base: Folder for password, port and the name of the volume.
-        name: First part of the container's name.
-        port: Fixed AMQP port, None for a free one.
-        user: Name of the broker's only user.
-        password: None for a random one, kept in ``base``.
-        plugins: Names of RabbitMQ plugins to enable.
-        config: Further lines for ``rabbitmq.conf``.
         image: None for ``TRINITY_MQ_RABBITMQ_IMAGE``, else the official image.
     """
 
@@ -64,25 +53,10 @@ class DockerNode:
         config: str = "",
         image: str | None = None,
     ) -> None:
-        self.base = base.absolute()
+        super().__init__(base, name=name, port=port, user=user, password=password, plugins=plugins, config=config)
         self.image = image or os.environ.get(IMAGE_VARIABLE) or DEFAULT_IMAGE
-        self.plugins, self.config = tuple(plugins), config
-        self._name, self._port, self._user, self._password = name, port, user, password
-        self._lock = FolderLock(self.base / "lock")
-        self._state: NodeState | None = None
         self._container: str | None = None
         self._pid: int | None = None
-
-    @property
-    def url(self) -> str:
-        """``amqp://user:password@host:port/vhost``. Only once started."""
-        state = self._known_state()
-        return f"amqp://{state.user}:{state.password}@{LOOPBACK}:{state.ports['amqp']}/%2F"
-
-    @property
-    def ports(self) -> dict[str, int]:
-        """The published port, as ``amqp``. Only once started."""
-        return dict(self._known_state().ports)
 
     @property
     def pid(self) -> int | None:
@@ -149,29 +123,8 @@ class DockerNode:
         Raises:
             NodeError: It failed; carries its output.
         """
-        # As the server's user: run by root before the server wrote its cookie, it leaves one that the server cannot read.
+        # Not as root: before the server wrote its cookie, that would leave one which the server cannot read.
         return await _docker("exec", "--user", "rabbitmq", self._container or "", "rabbitmqctl", "-q", *arguments)
-
-    async def __aenter__(self) -> Self:
-        """Start and wait until ready."""
-        await self.start()
-        try:
-            await self.wait_ready()
-        except BaseException:
-            await self.kill()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop."""
-        await self.stop()
-
-    def _known_state(self) -> NodeState:
-        if self._state is None:
-            raise NodeError(f"the container of {self.base} was not started")
-        return self._state
 
     def _options(self, state: NodeState) -> list[str]:
         secrets_file, config = self.base / "container.env", self.base / "extra.conf"
@@ -207,9 +160,12 @@ class DockerNode:
 
 
 async def _docker(*arguments: str) -> str:
-    process = await asyncio.create_subprocess_exec(
-        "docker", *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            "docker", *arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    except FileNotFoundError as error:
+        raise NodeError("there is no `docker` command on the path") from error
     try:
         printed = (await process.communicate())[0].decode(errors="replace").strip()
     except asyncio.CancelledError:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trinity_mq.bus._local_node import LocalNode
 from trinity_mq.bus.docker import DockerNode, docker_answers
 from trinity_mq.bus.node import NOT_INSTALLED, NodeError, PrivateNode, find_rabbitmq
 
 
-async def local_broker(base: Path) -> PrivateNode | DockerNode:
+async def local_broker(base: Path) -> LocalNode:
     """Start a broker of our own in ``base`` and return it, ready: the installed RabbitMQ, else Docker.
 
     Raises:
         NodeError: Neither is there, or it did not start; the message says what to do.
     """
-    node: PrivateNode | DockerNode
+    node: LocalNode
     if find_rabbitmq() is not None:
         node = PrivateNode(base)
     elif await docker_answers():
         node = DockerNode(base)
     else:
         raise NodeError(NOT_INSTALLED)
-    return await node.__aenter__()
+    await node.launch()
+    return node

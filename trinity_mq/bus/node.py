@@ -12,13 +12,11 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from trinity_mq.bus._local_node import LocalNode
 from trinity_mq.bus._node_files import (
     PLUGIN_LISTENERS,
     POLL_SECONDS,
-    FolderLock,
     NodeError,
     NodeState,
     failure_excerpt,
@@ -44,6 +42,7 @@ NOT_INSTALLED = (
 )
 READY_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
+EPMD_TIMEOUT = 10.0
 
 
 def find_rabbitmq() -> Path | None:
@@ -61,21 +60,11 @@ def find_rabbitmq() -> Path | None:
     return script if script and (script.parent / "rabbitmq-env").exists() else None
 
 
-class PrivateNode:
-    """One RabbitMQ server of our own.
+class PrivateNode(LocalNode):
+    """A server process of our own, from the RabbitMQ that is installed here; takes the arguments of its base class.
 
-    The folder keeps everything, so that another start on it finds the same data, the same password, and the same ports
-    where they are still free. Where ``setpriv`` exists the server dies with the process that started it, also when that
-    is killed.
-
-    Args:
-        base: Folder of the node; made with mode 0700. Keep it short and on a local disk.
-        name: First part of the Erlang node name.
-        port: Fixed AMQP port, None for a free one.
-        user: Name of the broker's only user.
-        password: None for a random one, kept in ``base``.
-        plugins: Names of RabbitMQ plugins to enable.
-        config: Further lines for ``rabbitmq.conf``.
+    It has its own data, ports, epmd, Erlang cookie and password, all of them in ``base``. Where ``setpriv`` exists it
+    dies with the process that started it, also when that is killed.
     """
 
     def __init__(
@@ -89,25 +78,10 @@ class PrivateNode:
         plugins: Sequence[str] = (),
         config: str = "",
     ) -> None:
-        self.base = base.absolute()
-        self.plugins, self.config = tuple(plugins), config
+        super().__init__(base, name=name, port=port, user=user, password=password, plugins=plugins, config=config)
         self._node = f"{name}@localhost"
-        self._port, self._user, self._password = port, user, password
-        self._lock = FolderLock(self.base / "lock")
-        self._state: NodeState | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._epmd: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """``amqp://user:password@host:port/vhost``. Only once started."""
-        state = self._known_state()
-        return f"amqp://{state.user}:{state.password}@{LOOPBACK}:{state.ports['amqp']}/%2F"
-
-    @property
-    def ports(self) -> dict[str, int]:
-        """Ports by use: ``amqp``, ``dist``, ``epmd``, and one for each plugin that listens. Only once started."""
-        return dict(self._known_state().ports)
 
     @property
     def pid(self) -> int | None:
@@ -171,11 +145,9 @@ class PrivateNode:
     async def kill(self) -> None:
         """SIGKILL to the server and all that it started: a crash. Its data stays."""
         for process in (self._server, self._epmd):
-            if process is None:
-                continue
-            with contextlib.suppress(ProcessLookupError):
+            if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.to_thread(process.wait)
+                await asyncio.to_thread(process.wait)
         self._server = self._epmd = None
         self._lock.free()
 
@@ -197,27 +169,6 @@ class PrivateNode:
         if process.returncode:
             raise NodeError(f"rabbitmqctl {' '.join(arguments)}: exit code {process.returncode}\n{printed.strip()}")
         return printed
-
-    async def __aenter__(self) -> Self:
-        """Start and wait until ready."""
-        await self.start()
-        try:
-            await self.wait_ready()
-        except BaseException:
-            await self.kill()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop."""
-        await self.stop()
-
-    def _known_state(self) -> NodeState:
-        if self._state is None:
-            raise NodeError(f"the RabbitMQ server in {self.base} was not started")
-        return self._state
 
     async def _prepare(self) -> dict[str, str]:
         """Write the folder's files and return the server's environment."""
@@ -251,11 +202,15 @@ class PrivateNode:
     async def _wait_for_epmd(self) -> None:
         """The server would start one of its own, which nobody stops, if ours did not answer yet."""
         port = self._known_state().ports["epmd"]
-        async with asyncio.timeout(10):
-            while not await accepts(port):
-                if self._epmd is not None and self._epmd.poll() is not None:
-                    raise NodeError(f"epmd did not start on port {port}\n{failure_excerpt(self.base)}")
-                await asyncio.sleep(POLL_SECONDS)
+        try:
+            async with asyncio.timeout(EPMD_TIMEOUT):
+                while self._epmd is not None and self._epmd.poll() is None:
+                    if await accepts(port):
+                        return
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise NodeError(f"epmd did not answer on port {port} in {EPMD_TIMEOUT:g} s") from None
+        raise NodeError(f"epmd did not start on port {port}\n{failure_excerpt(self.base)}")
 
     def _spawn(
         self, command: list[str], environment: dict[str, str], pass_fds: Sequence[int] = ()
@@ -266,7 +221,7 @@ class PrivateNode:
             return subprocess.Popen(
                 [guard, "--pdeathsig", "KILL", *command] if guard else command,
                 env=environment, cwd=self.base, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
-                start_new_session=True, pass_fds=pass_fds,
+                start_new_session=True, pass_fds=pass_fds, umask=0o077,
             )  # fmt: skip
 
 

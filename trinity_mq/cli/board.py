@@ -56,6 +56,11 @@ class View:
     seconds_left: float | None = None
 
     @property
+    def alive(self) -> int:
+        """How many agents live."""
+        return sum(agent.alive for agent in self.agents)
+
+    @property
     def waiting(self) -> tuple[AgentRow, ...]:
         """Agents that have waited for something so long that a person may wonder."""
         return tuple(agent for agent in self.agents if agent.waits_for and agent.waits_seconds >= WAIT_SHOWN)

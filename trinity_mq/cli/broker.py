@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+from trinity_mq.bus._local_node import LocalNode
 from trinity_mq.bus.node import NodeError
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import SupervisorConfig
@@ -33,11 +34,7 @@ class OwnBroker:
     """
 
     def __init__(self, folder: Path, config: SupervisorConfig, tell: Callable[[str], None]) -> None:
-        # imported here: with a broker given there is none to start
-        from trinity_mq.bus.local import local_broker
-
-        self._node = local_broker(folder)
-        self._config, self._tell = config, tell
+        self._folder, self._config, self._tell = folder, config, tell
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
@@ -46,27 +43,32 @@ class OwnBroker:
         Raises:
             NodeError: It could not be started, or died too often.
         """
-        await self._node.start()
+        # imported here: with a broker given there is none to start
+        from trinity_mq.bus.local import local_broker
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        node = await local_broker(self._folder)
         try:
             async with asyncio.TaskGroup() as group:
-                keeping = group.create_task(self._keep(), name="keep the broker")
-                yield self._node.url
+                keeping = group.create_task(self._keep(node), name="keep the broker")
+                yield node.url
                 keeping.cancel()
         finally:
-            await self._node.stop()
+            await node.stop()
 
-    async def _keep(self) -> None:
+    async def _keep(self, node: LocalNode) -> None:
         deaths: collections.deque[float] = collections.deque()
         loop = asyncio.get_running_loop()
         while True:
-            await self._node.wait()
+            if node.pid is not None:
+                await wait_exit(node.pid)
             deaths.append(loop.time())
             while deaths[0] <= loop.time() - self._config.restart_window:
                 deaths.popleft()
             if len(deaths) > self._config.max_restarts:
                 raise NodeError(f"the broker died {len(deaths)} times within {self._config.restart_window:g} s")
             self._tell("the broker died and is started again")
-            await self._node.start()
+            await node.launch()
 
 
 def serve(arguments: argparse.Namespace) -> int:

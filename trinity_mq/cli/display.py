@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PLAIN_SECONDS = 5.0
 """Between plain lines while steps are made; three times that while they are not."""
+COMING_SECONDS = 1.0
+"""Between plain lines while agents come and go."""
 
 
 class Display(Protocol):
@@ -39,13 +41,13 @@ class PlainDisplay:
 
     def __init__(self, stream: TextIO, clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
         self._stream, self._clock = stream, clock
-        self._last: tuple[float, int] | None = None
+        self._last: tuple[float, int, int] | None = None
 
     def show(self, view: View, news: list[str], now: float) -> None:
         for text in news:
             self._write(text)
         if self._due(view, now):
-            self._last = (now, view.step)
+            self._last = (now, view.step, view.alive)
             self._write(plain_line(view))
 
     def close(self) -> None:
@@ -54,7 +56,9 @@ class PlainDisplay:
     def _due(self, view: View, now: float) -> bool:
         if self._last is None:
             return bool(view.agents)
-        when, step = self._last
+        when, step, alive = self._last
+        if view.alive != alive:
+            return now - when >= COMING_SECONDS
         return now - when >= (PLAIN_SECONDS if view.step != step else 3 * PLAIN_SECONDS)
 
     def _write(self, text: str) -> None:
@@ -64,10 +68,9 @@ class PlainDisplay:
 
 def plain_line(view: View) -> str:
     """Return the state in one line."""
-    alive = sum(agent.alive for agent in view.agents)
     parts = [f"step {_steps(view)}", *(f"{name} {value}" for name, value in _figures(view))]
     parts.append("queues " + " ".join(f"{name} {_depth(depth)}" for name, depth in view.depths.items()))
-    parts.append(f"agents {alive}/{len(view.agents)}")
+    parts.append(f"agents {view.alive}/{len(view.agents)}")
     parts += [f"{agent.id} waits {duration(agent.waits_seconds)} for {agent.waits_for}" for agent in view.waiting]
     return " | ".join(parts)
 

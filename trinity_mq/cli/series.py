@@ -55,7 +55,7 @@ def distinct(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
-    """Return ``(step, value)`` of one metric where it is known; of several agents that report it the last one counts."""
+    """Return ``(step, value)`` of one metric where it is known; of agents that report it alike the last one counts."""
     found = {line["step"]: float(line[name]) for line in lines if isinstance(line.get(name), int | float)}
     return list(found.items())
 

@@ -173,7 +173,7 @@ class Session:
 
     def _on_event(self, event: ProcessEvent) -> None:
         level = log.warning if event.what in {"died", "failed", "killed"} else log.info
-        level("process", agent=event.name, what=event.what, pid=event.pid, code=event.code, reason=event.reason)
+        level("process", name=event.name, what=event.what, pid=event.pid, code=event.code, reason=event.reason)
         if event.what == "failed":
             self.failures.append(event)
         self.board.happened(event)

@@ -28,7 +28,8 @@ def check_tasksets(config: Config) -> list[str]:
     found = []
     for taskset in (config.buffer.taskset, *config.buffer.eval_tasksets):
         try:
-            create_reward(taskset.reward_fn, taskset.reward_fn_args)
+            if taskset.reward_fn:  # else the workflow brings its own
+                create_reward(taskset.reward_fn, taskset.reward_fn_args)
         except (UnknownNameError, RewardError) as error:
             raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
         if taskset.storage_type == "queue":

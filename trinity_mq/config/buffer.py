@@ -37,7 +37,8 @@ class TasksetConfig(Section):
     format: FormatConfig = Field(default_factory=FormatConfig)
     workflow: str = "async_simple_workflow"
     workflow_args: dict[str, Any] = Field(default_factory=dict)
-    reward_fn: str = "exact_match"
+    reward_fn: str = ""
+    """Registered name or dotted path; empty means the workflow's own."""
     reward_fn_args: dict[str, Any] = Field(default_factory=dict)
     rollout_args: dict[str, Any] = Field(default_factory=dict)
     """Sampling parameters over those of ``explorer.rollout_model``."""

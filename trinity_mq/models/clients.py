@@ -64,7 +64,7 @@ class EngineClients:
         with self._lock:
             if self._client is None:
                 limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_SECONDS)
-                self._client = httpx.Client(limits=limits)
+                self._client = httpx.Client(limits=limits, trust_env=False)  # no proxy leads to an engine
         try:
             response = self._client.post(
                 url, json=dict(body), headers=dict(headers), timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS)

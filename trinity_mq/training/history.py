@@ -107,9 +107,7 @@ def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]
         found = [entry for entry in entries if start < entry["progress"] <= end]
         if [entry["progress"] for entry in found] != list(range(start + 1, end + 1)):
             has = [entry["progress"] for entry in found]
-            raise HistoryError(
-                f"{path} should hold progress {start + 1} to {end}, each once and in order; it has {has}"
-            )
+            raise HistoryError(f"{path} should hold progress {start + 1} to {end}, each once, in order; it has {has}")
         result = found + result
         if not origin:
             return result

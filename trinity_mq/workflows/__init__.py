@@ -11,11 +11,12 @@ from trinity_mq.workflows.step_wise import (
     StepWiseRewardWorkflow,
 )
 from trinity_mq.workflows.task import Task, TaskError
-from trinity_mq.workflows.workflow import MultiTurnWorkflow, Workflow
+from trinity_mq.workflows.workflow import AsyncMultiTurnWorkflow, MultiTurnWorkflow, Workflow
 
 __all__ = [
     "WORKFLOWS",
     "AsyncMathWorkflow",
+    "AsyncMultiTurnWorkflow",
     "AsyncRewardPropagationWorkflow",
     "AsyncSimpleWorkflow",
     "AsyncStepWiseRewardWorkflow",

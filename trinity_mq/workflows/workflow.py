@@ -115,6 +115,12 @@ class MultiTurnWorkflow(Workflow):
         return _judged(experience, reward, info or {}, truncate_status)
 
 
+class AsyncMultiTurnWorkflow(MultiTurnWorkflow):
+    """:class:`MultiTurnWorkflow` on the event loop: write ``run_async`` and await the asynchronous method."""
+
+    is_async = True
+
+
 def _judged(experience: Experience, reward: float, info: Mapping[str, Any], truncate_status: str | None) -> Experience:
     experience.truncate_status = experience.truncate_status or truncate_status
     experience.reward = 0.0 if experience.truncate_status == RESPONSE_TRUNCATED else reward

@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[3]
 STAND_IN = '''
 """An agent that does nothing but what its script says."""
 import asyncio, os, signal, sys
-from pathlib import Path
 from trinity_mq.bus import Envelope, Topology, create_bus
 from trinity_mq.messages import Beat, encode
 from trinity_mq.runtime.process import die_with_parent
@@ -48,12 +47,13 @@ async def live(config, agent_id, role):
     await bus.connect()
     await bus.declare(*topology.durable)
 
-    async def beat(seq, state, **detail):
-        message = Beat(role=role, id=agent_id, seq=seq, incarnation=str(os.getpid()), lease=10, state=state, detail=detail)
-        await bus.publish(topology.exchange("telemetry"), f"beat.{role}.{agent_id}", Envelope(body=encode(message), kind="beat"))
+    async def beat(seq, state):
+        detail = {"total_batches": 3, "progress": 0, "committed": [1, 0]}
+        own = {"role": role, "id": agent_id, "incarnation": str(os.getpid()), "lease": 10.0}
+        body = encode(Beat(seq=seq, state=state, detail=detail, **own))
+        await bus.publish(topology.exchange("telemetry"), f"beat.{role}.{agent_id}", Envelope(body=body, kind="beat"))
 
     assert os.environ["OMP_NUM_THREADS"] == "1"
-    await beat(1, "working", total_batches=3, progress=0, committed=[1, 0])
     die_with_parent(int(os.environ["TRINITY_MQ_PARENT"]))
     print("up", os.getpid(), flush=True)
     if role == "explorer" and not (config.path / "go-slow").exists():
@@ -63,10 +63,14 @@ async def live(config, agent_id, role):
         metrics.write(0, {"eval/held_out/accuracy/mean@1": 0.0})
         metrics.write(3, {"eval/held_out/accuracy/mean@1": 0.75})
         metrics.close()
-        await beat(2, "finished")
+        await beat(1, "finished")
     else:
-        await asked.wait()
-        await beat(2, "gone")
+        seq = 0
+        while not asked.is_set():
+            seq += 1
+            await beat(seq, "working")
+            await asyncio.wait([asyncio.ensure_future(asked.wait())], timeout=0.3)
+        await beat(seq + 1, "gone")
     await bus.close()
     return 0
 '''

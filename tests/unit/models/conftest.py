@@ -59,7 +59,9 @@ def plain_logprobs() -> Callable[..., torch.Tensor]:
     return _plain_logprobs
 
 
-def _plain_logprobs(generator: TextGenerator, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
+def _plain_logprobs(
+    generator: TextGenerator, prompt: list[int], response: list[int], temperature: float
+) -> torch.Tensor:
     ids = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
         logits = generator.model(ids).logits[0].float() / (temperature or 1.0)
@@ -77,7 +79,9 @@ async def _serving(
     generator: Any, receiver: Any = None, *, version: tuple[int, int] | None = VERSION, **settings: Any
 ) -> AsyncIterator[EngineServer]:
     chosen = replace(
-        ServerSettings(engine_id="e0", model_name="tiny", model_path="/models/tiny", token=TOKEN, max_response_tokens=16),
+        ServerSettings(
+            engine_id="e0", model_name="tiny", model_path="/models/tiny", token=TOKEN, max_response_tokens=16
+        ),
         **settings,
     )
     server = EngineServer(generator, chosen, receiver)

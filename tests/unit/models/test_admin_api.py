@@ -26,7 +26,9 @@ class Sender:
     """Stands in for the channel: hands out tensors, or does what a broken channel does."""
 
     def __init__(self, generator: TextGenerator) -> None:
-        self.tensors = {name: torch.randn_like(tensor) * 0.05 for name, tensor in named_weights(generator.model).items()}
+        self.tensors = {
+            name: torch.randn_like(tensor) * 0.05 for name, tensor in named_weights(generator.model).items()
+        }
         self.error: Exception | None = None
         self.stuck = False
         self.specs: list[dict[str, Any]] = []
@@ -45,7 +47,9 @@ class Sender:
 SPEC = {"epoch": 1, "canary": {"tokens": CANARY}}
 
 
-async def test_pause_receive_commit(serving: Any, generator: TextGenerator, admin_of: AdminOf, plain_logprobs: Any) -> None:
+async def test_pause_receive_commit(
+    serving: Any, generator: TextGenerator, admin_of: AdminOf, plain_logprobs: Any
+) -> None:
     sender = Sender(generator)
     async with serving(generator, sender, version=None) as server:
         admin = admin_of(server)
@@ -69,7 +73,9 @@ async def test_pause_receive_commit(serving: Any, generator: TextGenerator, admi
             await admin.weight("x")
 
 
-async def test_held_requests_go_on_with_the_new_weights(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+async def test_held_requests_go_on_with_the_new_weights(
+    serving: Any, generator: TextGenerator, admin_of: AdminOf
+) -> None:
     async with serving(generator, Sender(generator)) as server, aiohttp.ClientSession() as session:
         admin = admin_of(server)
         await admin.post("pause", {})
@@ -84,7 +90,9 @@ async def test_held_requests_go_on_with_the_new_weights(serving: Any, generator:
             assert (await response.json())["choices"][0]["weight_versions"] == [[0, 1, 8]]
 
 
-async def test_a_failed_transfer_leaves_the_old_weights(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+async def test_a_failed_transfer_leaves_the_old_weights(
+    serving: Any, generator: TextGenerator, admin_of: AdminOf
+) -> None:
     sender = Sender(generator)
     async with serving(generator, sender) as server:
         admin = admin_of(server)
@@ -161,7 +169,9 @@ async def test_a_transfer_has_a_deadline(serving: Any, generator: TextGenerator,
         assert (await admin.post("resume", {}))["state"]["version"] == [1, 7]
 
 
-async def test_a_host_that_hangs_up_ends_its_transfer(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+async def test_a_host_that_hangs_up_ends_its_transfer(
+    serving: Any, generator: TextGenerator, admin_of: AdminOf
+) -> None:
     sender = Sender(generator)
     sender.stuck = True
     async with serving(generator, sender) as server:
@@ -176,7 +186,9 @@ async def test_a_host_that_hangs_up_ends_its_transfer(serving: Any, generator: T
         assert (await admin.state())["version"] == [1, 7]
 
 
-async def test_a_pause_that_comes_too_late_is_taken_back(serving: Any, generator: TextGenerator, admin_of: AdminOf) -> None:
+async def test_a_pause_that_comes_too_late_is_taken_back(
+    serving: Any, generator: TextGenerator, admin_of: AdminOf
+) -> None:
     async with serving(generator) as server:
         admin = admin_of(server)
         started = asyncio.Event()
@@ -220,7 +232,9 @@ async def test_bad_bodies_are_refused(serving: Any, shared_generator: TextGenera
             await admin.post("commit", {"version": [1]})
 
 
-async def test_the_server_ends_when_its_lease_does(serving: Any, shared_generator: TextGenerator, admin_of: AdminOf) -> None:
+async def test_the_server_ends_when_its_lease_does(
+    serving: Any, shared_generator: TextGenerator, admin_of: AdminOf
+) -> None:
     async with serving(shared_generator, lease=0.5) as server:
         admin = admin_of(server)
         await admin.post("lease", {"seconds": 0.1})
@@ -230,7 +244,9 @@ async def test_the_server_ends_when_its_lease_does(serving: Any, shared_generato
         await admin.state()
 
 
-async def test_shutdown_refuses_new_requests_and_ends(serving: Any, shared_generator: TextGenerator, admin_of: AdminOf) -> None:
+async def test_shutdown_refuses_new_requests_and_ends(
+    serving: Any, shared_generator: TextGenerator, admin_of: AdminOf
+) -> None:
     async with serving(shared_generator) as server:
         admin = admin_of(server)
         assert (await admin.post("shutdown", {}))["state"]["state"] == "draining"

@@ -117,7 +117,9 @@ def test_stop_strings_end_a_completion_and_are_cut_from_its_text(shared_generato
     assert hits >= 1
 
 
-def test_score_is_the_plain_forward_pass_for_every_token(shared_generator: TextGenerator, plain_logprobs: Reference) -> None:
+def test_score_is_the_plain_forward_pass_for_every_token(
+    shared_generator: TextGenerator, plain_logprobs: Reference
+) -> None:
     sequences = [[3, 4], [5, 6, 7, 8, 9, 10, 11], [2] * 30]
     requests = [ScoreRequest(sequence, temperature) for sequence in sequences for temperature in (1.0, 0.7)]
     for asked, found in zip(requests, shared_generator.score(requests), strict=True):

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from trinity_mq.config import Config
 from trinity_mq.models import EngineFailed, EngineHost, EngineLost, ModelError, ModelWrapper
 from trinity_mq.models.engines.generation import TextGenerator
 from trinity_mq.models.engines.ready import ReadyFile
+
+HostOf = Callable[..., EngineHost]
 
 ENGINE = """
 import torch
@@ -42,6 +44,26 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [sys.executable, str(script)]
 
 
+@pytest.fixture
+async def host_of(tmp_path: Path) -> AsyncIterator[Callable[..., EngineHost]]:
+    hosts: list[EngineHost] = []
+
+    def make(config: Config, command: list[str], **options: Any) -> EngineHost:
+        hosts.append(EngineHost(config, tmp_path, "e0", command=command, **options))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        if host._process is not None:
+            host._process.kill()
+            await host._process.exited()
+        await host.detach()
+
+
+def living_children() -> set[int]:
+    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
+
+
 async def until(host: EngineHost, holds: Callable[[], bool], seconds: float = 40.0) -> None:
     changed = asyncio.Event()
     host.on_change = changed.set
@@ -59,9 +81,9 @@ async def sync(host: EngineHost, generator: TextGenerator, seed: int, version: t
 
 
 async def test_an_engines_life(
-    config: Config, tmp_path: Path, command: list[str], shared_generator: TextGenerator
+    config: Config, host_of: HostOf, tmp_path: Path, command: list[str], shared_generator: TextGenerator
 ) -> None:
-    host = EngineHost(config, tmp_path, "e0", command=command)
+    host = host_of(config, command)
     assert not host.snapshot.alive
     await host.start()
     assert (host.snapshot.alive, host.snapshot.state, host.snapshot.version) == (True, "empty", None)
@@ -97,7 +119,7 @@ async def test_an_engines_life(
     assert ready.lives()
     assert ready.pid != pid
     # its successor adopts it with the weights it has
-    successor = EngineHost(config, tmp_path, "e0", command=["/bin/false"])
+    successor = host_of(config, ["/bin/false"])
     await successor.start()
     assert (successor.snapshot.version, successor.snapshot.state) == ((1, 1), "current")
     assert successor.snapshot.detail()["url"] == ready.url
@@ -112,16 +134,16 @@ async def test_an_engines_life(
 
 
 async def test_one_built_from_other_settings_is_replaced_and_a_lease_ends_it(
-    config: Config, tmp_path: Path, command: list[str]
+    config: Config, host_of: HostOf, tmp_path: Path, command: list[str]
 ) -> None:
-    host = EngineHost(config, tmp_path, "e0", command=command)
+    host = host_of(config, command)
     await host.start()
     await host.detach()
     old = ReadyFile.read(host.ready_file)
     assert old is not None
     rollout = config.explorer.rollout_model.model_copy(update={"max_batch_sequences": 7})
     explorer = config.explorer.model_copy(update={"rollout_model": rollout})
-    other = EngineHost(config.model_copy(update={"explorer": explorer}), tmp_path, "e0", command=command)
+    other = host_of(config.model_copy(update={"explorer": explorer}), command)
     await other.start()
     new = ReadyFile.read(host.ready_file)
     assert new is not None
@@ -130,23 +152,25 @@ async def test_one_built_from_other_settings_is_replaced_and_a_lease_ends_it(
     await other._command_engine("lease", {"seconds": 0.2})
     assert other._process is not None
     assert await asyncio.wait_for(other._process.exited(), 20) == 0
-    await other.detach()
     assert "lease ran out" in (tmp_path / "logs" / "e0.jsonl").read_text()
 
 
-async def test_sigterm_ends_an_engine_with_code_0(config: Config, tmp_path: Path, command: list[str]) -> None:
-    host = EngineHost(config, tmp_path, "e0", command=command)
+async def test_sigterm_ends_an_engine_with_code_0(
+    config: Config, host_of: HostOf, tmp_path: Path, command: list[str]
+) -> None:
+    host = host_of(config, command)
     await host.start()
     assert host._process is not None
     os.kill(host._process.ready.pid, signal.SIGTERM)
     assert await asyncio.wait_for(host._process.exited(), 20) == 0
-    await host.detach()
 
 
-async def test_a_model_that_cannot_be_had_ends_the_host(config: Config, tmp_path: Path, command: list[str]) -> None:
+async def test_a_model_that_cannot_be_had_ends_the_host(
+    config: Config, host_of: HostOf, tmp_path: Path, command: list[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     model = config.model.model_copy(update={"tiny": None, "model_path": str(tmp_path / "empty")})
-    host = EngineHost(config.model_copy(update={"model": model}), tmp_path, "e0", command=command)
+    host = host_of(config.model_copy(update={"model": model}), command)
     with pytest.raises(ModelError, match="config.json cannot be read"):
         await host.start()
 
@@ -156,36 +180,38 @@ async def test_a_model_that_cannot_be_had_ends_the_host(config: Config, tmp_path
     [("print('boom'); raise SystemExit(3)", r"ended before it was ready \(exit code 3\); it said:\nboom"),
      ("print('slow', flush=True); import time; time.sleep(60)", r"not ready within 2 s; it said:\nslow")],
 )  # fmt: skip
-async def test_an_engine_that_does_not_start_is_quoted(config: Config, tmp_path: Path, program: str, says: str) -> None:
-    host = EngineHost(config, tmp_path, "e0", command=[sys.executable, "-c", program], start_timeout=2.0)
+async def test_an_engine_that_does_not_start_is_quoted(
+    config: Config, host_of: HostOf, program: str, says: str
+) -> None:
+    host = host_of(config, [sys.executable, "-c", program], start_timeout=2.0)
+    before = living_children()
     with pytest.raises(EngineFailed, match=says):
         await host.start()
-    assert not [child for child in psutil.Process().children() if program in " ".join(child.cmdline())]
+    assert living_children() <= before
 
 
-async def test_a_program_that_is_not_there(config: Config, tmp_path: Path) -> None:
-    host = EngineHost(config, tmp_path, "e0", command=["/no/such/program"])
+async def test_a_program_that_is_not_there(config: Config, host_of: HostOf, tmp_path: Path) -> None:
+    host = host_of(config, ["/no/such/program"])
     with pytest.raises(EngineFailed, match="cannot be started"):
         await host.start()
 
 
-async def test_an_engine_that_keeps_dying_is_given_up(
-    config: Config, tmp_path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_keeps_dying_is_given_up(config: Config, host_of: HostOf, tmp_path: Path) -> None:
     supervisor = config.supervisor.model_copy(update={"max_restarts": 2})
-    host = EngineHost(config.model_copy(update={"supervisor": supervisor}), tmp_path, "e0", command=command)
-    await host.start()
-    monkeypatch.setattr(host, "_command", [sys.executable, "-c", "raise SystemExit('no memory')"])
-    assert host._process is not None
-    host._process.kill()
+    program = f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); raise SystemExit('no memory')"
+    host = host_of(config.model_copy(update={"supervisor": supervisor}), [sys.executable, "-c", program])
+    for path in (host.ready_file, host.output):
+        path.parent.mkdir()
     with pytest.raises(EngineFailed, match="no memory"):
         await host.keep()
-    await host.detach()
+    assert (tmp_path / "starts").read_text() == "xxx"
 
 
-async def test_the_config_of_an_engine_holds_no_broker_password(config: Config, tmp_path: Path) -> None:
+async def test_the_config_of_an_engine_holds_no_broker_password(
+    config: Config, host_of: HostOf, tmp_path: Path
+) -> None:
     broker = config.broker.model_copy(update={"url": "amqp://me:secret@localhost"})
-    host = EngineHost(config.model_copy(update={"broker": broker}), tmp_path, "e0", command=["/bin/false"])
+    host = host_of(config.model_copy(update={"broker": broker}), ["/bin/false"])
     with pytest.raises(EngineFailed):
         await host.start()
     settings = tmp_path / "engines" / "e0.config.json"
@@ -195,7 +221,16 @@ async def test_the_config_of_an_engine_holds_no_broker_password(config: Config, 
 
 def test_a_ready_file_of_another_process_does_not_live(tmp_path: Path) -> None:
     mine = psutil.Process()
-    fields = {"id": "e0", "pid": mine.pid, "url": "", "token": "", "name": "", "model_path": "", "fingerprint": "", "digest": ""}
+    fields = {
+        "id": "e0",
+        "pid": mine.pid,
+        "url": "",
+        "token": "",
+        "name": "",
+        "model_path": "",
+        "fingerprint": "",
+        "digest": "",
+    }
     assert ReadyFile(**fields, create_time=mine.create_time()).lives()
     assert not ReadyFile(**fields, create_time=mine.create_time() - 60).lives()
     ReadyFile(**fields, create_time=1.0).write(tmp_path / "ready")

@@ -38,7 +38,9 @@ def question(**options: Any) -> dict[str, Any]:
 
 
 async def test_chat_in_openai_form(post: Post, shared_generator: TextGenerator, plain_logprobs: Any) -> None:
-    status, answer = await post("/v1/chat/completions", question(n=3, temperature=0.7, logprobs=True, return_token_ids=True, seed=1))
+    status, answer = await post(
+        "/v1/chat/completions", question(n=3, temperature=0.7, logprobs=True, return_token_ids=True, seed=1)
+    )
     assert status == 200
     assert answer["object"] == "chat.completion"
     assert answer["model"] == "tiny"
@@ -57,7 +59,9 @@ async def test_chat_in_openai_form(post: Post, shared_generator: TextGenerator, 
         content = choice["logprobs"]["content"]
         assert [entry["logprob"] for entry in content] == logprobs
         assert [entry["token"] for entry in content] == [shared_generator.codec.decode([[token]])[0] for token in ids]
-        assert all(bytes(entry["bytes"]).decode() == entry["token"] and entry["top_logprobs"] == [] for entry in content)
+        assert all(
+            bytes(entry["bytes"]).decode() == entry["token"] and entry["top_logprobs"] == [] for entry in content
+        )
         assert choice["weight_versions"] == [[0, 1, 7]]
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": sampled, "total_tokens": 5 + sampled}
 
@@ -73,7 +77,15 @@ async def test_extension_fields_only_when_asked_for(post: Post) -> None:
     ("prompt", "count"), [("+372=", 1), ([12, 5, 9], 1), (["+1=", "+2="], 2), ([[12, 5], [13, 5, 6], [4]], 3)]
 )
 async def test_completions_take_every_form_of_prompt(post: Post, prompt: Any, count: int) -> None:
-    body = {"model": "tiny", "prompt": prompt, "n": 2, "max_tokens": 4, "logprobs": 0, "return_token_ids": True, "seed": 3}
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "n": 2,
+        "max_tokens": 4,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "seed": 3,
+    }
     status, answer = await post("/v1/completions", body)
     assert status == 200
     assert answer["object"] == "text_completion"
@@ -94,9 +106,13 @@ async def test_two_equal_prompts_with_a_seed_are_sampled_differently(post: Post)
 
 
 async def test_stop_and_greedy(post: Post) -> None:
-    _, greedy = await post("/v1/chat/completions", question(temperature=0, max_completion_tokens=6, return_token_ids=True))
+    _, greedy = await post(
+        "/v1/chat/completions", question(temperature=0, max_completion_tokens=6, return_token_ids=True)
+    )
     ids = greedy["choices"][0]["token_ids"]
-    _, again = await post("/v1/chat/completions", question(temperature=0, max_completion_tokens=6, return_token_ids=True, n=2))
+    _, again = await post(
+        "/v1/chat/completions", question(temperature=0, max_completion_tokens=6, return_token_ids=True, n=2)
+    )
     assert [choice["token_ids"] for choice in again["choices"]] == [ids, ids]
     text = greedy["choices"][0]["message"]["content"]
     _, stopped = await post("/v1/chat/completions", question(temperature=0, max_completion_tokens=6, stop=text[0]))
@@ -147,7 +163,15 @@ async def test_what_is_not_served_is_refused_with_a_reason(
 
 
 async def test_neutral_and_ignored_options_are_taken(post: Post) -> None:
-    harmless = {"stream": False, "tools": [], "presence_penalty": 0, "user": "me", "metadata": {"a": "b"}, "stop": None, "top_k": -1}
+    harmless = {
+        "stream": False,
+        "tools": [],
+        "presence_penalty": 0,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "stop": None,
+        "top_k": -1,
+    }
     status, _ = await post("/v1/chat/completions", question(**harmless, response_format={"type": "text"}))
     assert status == 200
 
@@ -169,7 +193,9 @@ async def test_max_tokens_beyond_the_window_ends_with_length(post: Post) -> None
     _, answer = await post("/v1/completions", body)
     lengths = [len(choice["token_ids"]) for choice in answer["choices"]]
     assert max(lengths) == 4
-    assert {c["finish_reason"] for c in answer["choices"] if len(c["token_ids"]) == 4 and c["token_ids"][-1] != 1} == {"length"}
+    assert {c["finish_reason"] for c in answer["choices"] if len(c["token_ids"]) == 4 and c["token_ids"][-1] != 1} == {
+        "length"
+    }
 
 
 async def test_bodies_that_are_no_json_and_routes_that_are_not_there(server: EngineServer) -> None:
@@ -186,7 +212,11 @@ async def test_bodies_that_are_no_json_and_routes_that_are_not_there(server: Eng
 
 async def test_503_until_current(serving: Any, shared_generator: TextGenerator) -> None:
     async with serving(shared_generator, version=None) as server, aiohttp.ClientSession() as session:
-        for path, body in (("chat/completions", question()), ("completions", {"prompt": "1"}), ("logprobs", {"tokens": [3, 4]})):
+        for path, body in (
+            ("chat/completions", question()),
+            ("completions", {"prompt": "1"}),
+            ("logprobs", {"tokens": [3, 4]}),
+        ):
             async with session.post(f"{server.url}/v1/{path}", json=body) as response:
                 assert response.status == 503
                 assert response.headers["Retry-After"] == "1"
@@ -210,7 +240,11 @@ async def test_pins(post: Post) -> None:
 async def test_tokenize_and_logprobs(post: Post, shared_generator: TextGenerator, plain_logprobs: Any) -> None:
     _, cut = await post("/v1/tokenize", {"prompt": "+1="})
     assert cut == {"tokens": [12, 3, 14], "max_model_len": 64}
-    conversation = [{"role": "user", "content": "+12="}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "+"}]
+    conversation = [
+        {"role": "user", "content": "+12="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "+"},
+    ]
     _, cut = await post("/v1/tokenize", {"messages": conversation})
     assert cut["assistant_mask"] == [0, 0, 0, 0, 1, 0]
     _, scored = await post("/v1/logprobs", {"tokens": cut["tokens"], "temperature": 0.7})
@@ -233,6 +267,9 @@ async def test_a_client_that_hangs_up_before_its_round_costs_nothing(server: Eng
         asked.cancel()
         await asyncio.wait({asked})
     server.state.resume()
-    async with aiohttp.ClientSession() as session, session.post(f"{server.url}/v1/chat/completions", json=question()) as response:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{server.url}/v1/chat/completions", json=question()) as response,
+    ):
         assert response.status == 200
     assert server.rounds.counters.sequences == 1

@@ -67,7 +67,9 @@ async def running(
 async def test_requests_that_come_together_share_a_round_off_the_loop() -> None:
     recorder = Recorder()
     async with running(recorder) as (rounds, _):
-        answers = await asyncio.gather(*(rounds.generate([ASK], None) for _ in range(5)), rounds.score([ScoreRequest([1, 2])], None))
+        answers = await asyncio.gather(
+            *(rounds.generate([ASK], None) for _ in range(5)), rounds.score([ScoreRequest([1, 2])], None)
+        )
     assert recorder.rounds == [5]
     assert recorder.threads != {threading.current_thread().name}
     assert [version for [(_, version)] in answers] == [(1, 2)] * 6

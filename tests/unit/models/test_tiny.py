@@ -20,7 +20,9 @@ def test_same_seed_same_bytes_other_seed_other_weights(model_config: ModelConfig
     torch.manual_seed(99)
     before = torch.random.get_rng_state()
     again = ensure_model_folder(model_config, tmp_path / "deep" / "again", 0)
-    assert torch.equal(torch.random.get_rng_state(), before), "making a model must not disturb the caller's random state"
+    assert torch.equal(torch.random.get_rng_state(), before), (
+        "making a model must not disturb the caller's random state"
+    )
     assert content(again) == content(folder)
     other = ensure_model_folder(model_config, tmp_path / "other", 1)
     assert content(other)["model.safetensors"] != content(folder)["model.safetensors"]

@@ -37,7 +37,9 @@ async def server(serving: Any, shared_generator: TextGenerator) -> AsyncIterator
 
 @pytest.fixture
 def wrap(server: EngineServer, handle_of: Any, clients: EngineClients) -> Wrap:
-    return lambda **options: ModelWrapper(handle_of(server), **{"clients": clients, "max_response_tokens": 6, **options})
+    return lambda **options: ModelWrapper(
+        handle_of(server), **{"clients": clients, "max_response_tokens": 6, **options}
+    )
 
 
 def same(left: list[Experience], right: list[Experience]) -> bool:
@@ -140,7 +142,9 @@ async def test_convert_messages_to_experience(wrap: Wrap, shared_generator: Text
     ]
     model = wrap(temperature=0.7)
     experience = await model.convert_messages_to_experience_async(conversation)
-    assert experience == _with_eid(experience, await asyncio.to_thread(model.convert_messages_to_experience, conversation))
+    assert experience == _with_eid(
+        experience, await asyncio.to_thread(model.convert_messages_to_experience, conversation)
+    )
     tokens = shared_generator.codec.encode("+12=22-12=1")
     assert experience.tokens.tolist() == tokens
     assert experience.prompt_length == 4
@@ -148,7 +152,9 @@ async def test_convert_messages_to_experience(wrap: Wrap, shared_generator: Text
     assert experience.action_mask is not None
     assert experience.action_mask.tolist() == [True, True, False, False, False, False, True]
     assert experience.logprobs is not None
-    assert torch.allclose(experience.logprobs, plain_logprobs(shared_generator, tokens[:4], tokens[4:], 0.7), atol=1e-5, rtol=0)
+    assert torch.allclose(
+        experience.logprobs, plain_logprobs(shared_generator, tokens[:4], tokens[4:], 0.7), atol=1e-5, rtol=0
+    )
     assert experience.messages == conversation
     assert experience.versions == [(0, 1, 7)]
     assert experience.temperature == 0.7
@@ -241,7 +247,10 @@ async def test_an_answer_that_takes_too_long_is_a_lost_engine(wrap: Wrap, server
 
 async def test_pins_and_refusals(wrap: Wrap) -> None:
     assert await wrap(pinned=(1, 7)).chat_async(MESSAGES)
-    for ask in (lambda: wrap(pinned=(1, 6)).chat_async(MESSAGES), lambda: asyncio.to_thread(wrap(pinned=(1, 6)).chat, MESSAGES)):
+    for ask in (
+        lambda: wrap(pinned=(1, 6)).chat_async(MESSAGES),
+        lambda: asyncio.to_thread(wrap(pinned=(1, 6)).chat, MESSAGES),
+    ):
         with pytest.raises(VersionMismatch) as caught:
             await ask()
         assert (caught.value.wanted, caught.value.held) == ((1, 6), (1, 7))

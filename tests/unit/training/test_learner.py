@@ -22,7 +22,7 @@ from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerCon
 from trinity_mq.experience import EID, Experience
 from trinity_mq.training import learner as learner_module
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.packing import pack
+from trinity_mq.training.packing import pack, split
 from trinity_mq.training.policy import LearnerError, Policy
 from trinity_mq.training.update import optimizer_step
 
@@ -224,14 +224,16 @@ async def test_metrics_say_what_happened(folder: Path, opened: Opener) -> None:
     assert {"actor/grad_norm", "actor/ppo_kl", "actor/ratio_max", "time/train_step"} <= metrics.keys()
 
 
-async def test_epochs_and_mini_batches_make_optimizer_steps(opened: Opener) -> None:
+async def test_epochs_and_mini_batches_make_optimizer_steps(folder: Path, opened: Opener) -> None:
     learner = await opened(config(epochs=2, mini_batches=3))
-    metrics = await learner.step(batch(1, 7), 1)
+    metrics = await learner.step(batch(1, 7), 4)
     assert metrics["actor/optimizer_steps"] == 6
-    first = await opened(config())
-    only = await first.step(batch(1, 7), 1)
-    whole = "rollout/rollout_vs_train_logprob_diff/max"
-    assert metrics[whole] <= only[whole] + 1e-6, "of the first optimizer step, before any update"
+    plain = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    first = split(batch(1, 7), 3, "0/4/0")[0]
+    with torch.no_grad():
+        difference = torch.cat([(plain_logprobs(plain, one) - one.logprobs).abs() for one in first])
+    found = metrics["rollout/rollout_vs_train_logprob_diff/mean"]
+    assert found == pytest.approx(float(difference.mean()), abs=1e-5), "of the weights before any update"
 
 
 @pytest.mark.parametrize("mini_batches", [1, 2])

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows import RunFailedError, Task, Workflow, execute
+from trinity_mq.workflows import AsyncMultiTurnWorkflow, MultiTurnWorkflow, RunFailedError, Task, Workflow, execute
 from trinity_mq.workflows.threads import in_thread
 
 
@@ -145,3 +145,36 @@ def test_older_names_of_the_flags():
     assert (made.repeatable, made.resettable, made.asynchronous) == (True, False, False)
     with pytest.raises(NotImplementedError, match="can_reset"):
         made.reset(Task())
+
+
+class Converts:
+    """Stands for a model that scores conversations."""
+
+    def __init__(self, status=None):
+        self.status = status
+
+    def convert_messages_to_experience(self, messages):
+        return Experience(
+            tokens=[1, 2, 3], prompt_length=1, action_mask=[True, False], messages=messages, truncate_status=self.status
+        )
+
+    async def convert_messages_to_experience_async(self, messages):
+        return self.convert_messages_to_experience(messages)
+
+
+@pytest.mark.parametrize(
+    ("status", "given", "reward"),
+    [(None, None, 0.5), ("response_truncated", None, 0.0), (None, "response_truncated", 0.0)],
+)
+@pytest.mark.parametrize("kind", [MultiTurnWorkflow, AsyncMultiTurnWorkflow])
+async def test_a_conversation_becomes_one_experience(kind, status, given, reward):
+    workflow = kind(task=Task(), model=Converts(status))
+    arguments = ([{"role": "user", "content": "q"}], 0.5, {"steps": 3, "env": "lake"}, given)
+    for experience in (
+        workflow.process_messages_to_experience(*arguments),
+        await workflow.process_messages_to_experience_async(*arguments),
+    ):
+        assert (experience.reward, experience.truncate_status) == (reward, status or given)
+        assert experience.info == {"steps": 3, "env": "lake"}
+        assert experience.metrics == {"steps": 3}
+        assert experience.experience_type == "multi_turn"

@@ -138,7 +138,7 @@ class EngineHost:
         while not self._closing:
             async for attempt in AsyncRetrying(
                 retry=retry_if_exception_type(EngineFailed),
-                wait=wait_exponential_jitter(initial=0.1, max=15.0, jitter=0.2),
+                wait=wait_exponential_jitter(multiplier=0.1, max=15.0, jitter=0.2),
                 stop=stop_after_attempt(self.config.supervisor.max_restarts + 1),
                 before_sleep=_log_restart,
                 reraise=True,

@@ -1,0 +1,98 @@
+"""What others put on the queues of a run: tasks, whose outcomes come back, and rubbish, which is parked with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import aio_pika
+import pytest
+
+from trinity_mq.experience import Experience
+from trinity_mq.testing.runs import LocalRun
+
+ROOT = Path(__file__).parents[2]
+RUBBISH = b"\xc1 this is no message"
+QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "results", "ready")
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+async def command(*words: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    async with asyncio.timeout(90):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_tasks_come_back_and_rubbish_is_parked(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    async with LocalRun(ROOT / "examples" / "smoke.yaml", run_dir, ("buffer.total_steps=40", "name=outside")) as run:
+        await run.until_progress(3, 120.0)
+        url = (run_dir / "broker.url").read_text().strip()
+        async with await aio_pika.connect(url) as connection:
+            channel = await connection.channel()
+            for queue in QUEUES:
+                await channel.default_exchange.publish(aio_pika.Message(RUBBISH), f"tmq.outside.{queue}")
+            for exchange, key in (("experiences", "1.nobody"), ("sync", "weights.prepare"), ("control", "restart.all")):
+                target = await channel.get_exchange(f"tmq.outside.{exchange}", ensure=False)
+                await target.publish(aio_pika.Message(RUBBISH), key, mandatory=False)
+
+            # one task by the example script, one by the command line, one that wants its experiences
+            script = command("examples/submit_task.py", "--broker", url, "--run", "outside", "--question", "3,7,2=", "--answer", "7")
+            words = json.dumps({"raw_task": {"question": "1,2,3=", "answer": "3"}, "is_eval": True})
+            cli = command("-m", "trinity_mq.cli.main", "submit", "--run", "outside", "--broker", url, words, "--wait", "60")
+            replies = await channel.declare_queue(exclusive=True)
+            wanting = {"task": {"raw_task": {"question": "9,2,3=", "answer": "9"}}, "want_experiences": True}
+            tasks = await channel.get_exchange("tmq.outside.tasks", ensure=False)
+            for _ in range(2):  # published twice: done once
+                await tasks.publish(
+                    aio_pika.Message(
+                        json.dumps(wanting).encode(),
+                        content_type="application/json",
+                        message_id="wanting",
+                        correlation_id="mine",
+                        reply_to=replies.name,
+                    ),
+                    "submit",
+                )
+            (code, out, err), (cli_code, cli_out, cli_err) = await asyncio.gather(script, cli)
+            assert code == 0, err
+            assert json.loads(out)["outcome"] == "finished"
+            assert cli_code == 0, cli_err
+            assert json.loads(cli_out)["outcome"] == "finished"
+            kinds, experiences = [], []
+            async with asyncio.timeout(60), replies.iterator() as answers:
+                async for answer in answers:
+                    async with answer.process():
+                        assert answer.correlation_id == "mine"
+                        kinds.append(answer.headers.get("kind") or answer.content_type)
+                        if answer.content_type == "application/vnd.trinity-mq.experiences":
+                            experiences += Experience.deserialize_many(answer.body)
+                    if len(kinds) == 2:
+                        break
+            assert len(experiences) == 8, "a group of algorithm.repeat_times runs"
+            assert all(experience.reward is not None for experience in experiences)
+            dead = await channel.declare_queue("tmq.outside.dead", passive=True)
+            parked = {}
+            async with asyncio.timeout(30):
+                while len(parked) < len(QUEUES):
+                    letter = await dead.get(fail=False)
+                    if letter is None:
+                        await asyncio.sleep(0.2)
+                        continue
+                    assert letter.body == RUBBISH
+                    parked[str(letter.headers["dead-queue"])] = str(letter.headers["dead-reason"])
+                    await letter.ack()
+            assert {f"tmq.outside.{queue}" for queue in QUEUES} <= set(parked) | {
+                f"tmq.outside.{queue}" for queue in QUEUES if any(name.endswith(queue) for name in parked)
+            }
+            assert all("does not decode" in reason for reason in parked.values())
+        code, output = await run.ended(200.0)
+    assert code == 0, output
+    assert max(step for step, _ in run.values("trainer/step")) == 40, "nothing else stopped"
