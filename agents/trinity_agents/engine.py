@@ -1,4 +1,4 @@
-"""One rollout engine as a process: model structure and tokenizer from the model's folder, weights from the trainer, HTTP out.
+"""One rollout engine as a process: structure and tokenizer from the model's folder, weights from the trainer, HTTP out.
 
 Started by its host (:class:`trinity_mq.models.EngineHost`), which it outlives by a lease.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import secrets
@@ -62,6 +63,8 @@ async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver
     rollout = config.explorer.rollout_model
     folder = ensure_model_folder(config.model, config.path / "model", config.seed)
     generator = TextGenerator.build(config.model, folder, num_threads=rollout.num_threads)
+    gc.collect()
+    gc.freeze()  # all that was imported stays: looking through it again and again would stop rounds for 0.2 s
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
     name = config.model.model_path or f"{config.name}-tiny"
     fingerprint = generator.codec.fingerprint()
@@ -103,7 +106,7 @@ async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver
 
 
 def run(receiver: Receiver | None = None) -> None:
-    """Run :func:`main` and end the process whatever still hangs in it: a transfer cut off may leave threads in native code."""
+    """Run :func:`main` and end the process, whatever threads a cut-off transfer may have left in native code."""
     code = main(receiver=receiver)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -16,7 +16,7 @@ import structlog
 from trinity_mq.bus import Bus, Delivery, LockHeld, Topology
 from trinity_mq.config import Config
 from trinity_mq.data import Taskset, open_taskset
-from trinity_mq.messages import Beat, Message, RunEnd, SyncEvent, TaskBody, TaskSubmission, Version
+from trinity_mq.messages import Beat, RunEnd, SubmissionOutcome, SyncEvent, TaskBody, TaskSubmission, Version
 from trinity_mq.runtime.agent import BEAT_LEASE, Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.mail import envelope, park
@@ -288,7 +288,7 @@ class Exploration:
     async def _end(self) -> None:
         agent, state = self.agent, self.state
         state.ended = True
-        await self.save()
+        await self._turn_down_pending()
         end = envelope(RunEnd(batches=state.opened), message_id="run-end")
         await agent.bus.publish(agent.topology.exchange("ready"), "end", end)
         agent.set_state("working", "the last batches to be consumed")
@@ -299,6 +299,18 @@ class Exploration:
         if not agent.draining.is_set():
             state.finished = True
             await self.save()
+
+    async def _turn_down_pending(self) -> None:
+        """Tell the submitters of tasks that no batch will take; every task ends in an outcome."""
+        reason = "the run has opened its last batch"
+        for one in self.state.pending:
+            if one.submission is not None:
+                told = SubmissionOutcome(
+                    submission_id=one.submission.submission_id, batch="", ticket="", outcome="cancelled", message=reason
+                )
+                await self.scheduler.answer(one.submission, told)
+        self.state.pending.clear()
+        await self.save()
 
     def _has_final_weights(self) -> bool:
         trainer = self.agent.peers.detail("trainer")
@@ -347,13 +359,10 @@ class Exploration:
     async def _submissions(self) -> None:
         agent = self.agent
         async with await agent.bus.consume(agent.topology.submitted, prefetch=64) as feed:
-            await agent.each(feed, self._submitted)
+            await agent.each(feed, self._submitted, expect=TaskSubmission)
 
-    async def _submitted(self, message: Message, delivery: Delivery) -> None:
+    async def _submitted(self, message: TaskSubmission, delivery: Delivery) -> None:
         agent = self.agent
-        if not isinstance(message, TaskSubmission):
-            await park(agent.bus, agent.topology, delivery, f"a {message.kind} does not belong on this queue", agent.id)
-            return
         ref = SubmissionRef(
             submission_id=message.submission_id or delivery.message_id or "",
             reply_to=delivery.reply_to,

@@ -85,14 +85,8 @@ class Operator(Agent):
     async def _work(self, feed: Any) -> None:
         self.set_state("idle", "a closed batch")
         async for delivery in feed:
-            message = await opened(self.bus, self.topology, delivery, self.id)
-            if message is None:
-                continue
+            message = await opened(self.bus, self.topology, delivery, self.id, expect=BatchClosed)
             if not isinstance(message, BatchClosed):
-                await park(
-                    self.bus, self.topology, delivery, f"a {message.kind} does not belong on this queue", self.id
-                )
-                await settle(delivery)
                 continue
             self._ticket = message.ticket
             self.set_state("working")

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from tests.tcp_proxy import CuttingProxy
 from trinity_mq.bus import topology as topology_module
 from trinity_mq.bus._ports import free_ports
+from trinity_mq.bus._rabbit_consumer import RabbitDelivery
 from trinity_mq.bus.base import BusRefused, BusUnavailable, Envelope, StreamCut
 from trinity_mq.bus.node import PrivateNode
 from trinity_mq.bus.rabbit import RabbitBus
@@ -103,7 +104,8 @@ class TestChannels:
         await bus.publish("", topology.dead.name, note("a"))
         consumer = await bus.consume(topology.dead)
         first = await anext(consumer)
-        await first._channel.basic_ack(999, wait=False)  # type: ignore[attr-defined]  # unknown tag: 406 closes the channel
+        assert isinstance(first, RabbitDelivery)
+        await first._channel.basic_ack(999, wait=False)  # an unknown tag: 406 closes the channel
         async with asyncio.timeout(10):
             again = await anext(consumer)
         assert (again.body, again.deliveries_before) == (b"a", 1)
@@ -196,13 +198,16 @@ class TestAlarms:
             async with asyncio.timeout(10):
                 await changed_now.wait()
             assert "memory or disk alarm" in (bus.trouble or "")
-            assert not publishing.done()
+            waiting = asyncio.create_task(bus.publish("", topology.dead.name, note("waiting")))
             await (await anext(consumer)).ack()
             assert await bus.depth(topology.dead.name) == 0
+            assert not publishing.done()
+            assert not waiting.done()
         finally:
             await broker_node.ctl("set_vm_memory_high_watermark", "0.4")
         async with asyncio.timeout(10):
             assert await publishing
-            assert (await anext(consumer)).body == b"during"
+            assert await waiting
+            assert [(await anext(consumer)).body for _ in range(2)] == [b"during", b"waiting"]
             await bus.wait_usable()
         assert changes == [False, True]

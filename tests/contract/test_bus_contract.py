@@ -321,7 +321,7 @@ class TestWorkQueues:
         queue = topology.batch_queue(1, "t1")
         await active.declare(queue)
         await publish_all(active, queue, "a", "b", "c")
-        first = await active.consume(queue)
+        first = await active.consume(queue, prefetch=3)
         assert await texts(first, 3, ack=False) == ["a", "b", "c"]
         second = await waiting.consume(queue)
         await assert_silent(second)

@@ -8,6 +8,8 @@ from trinity_mq.bus._local_node import LocalNode
 from trinity_mq.bus.docker import DockerNode, docker_answers
 from trinity_mq.bus.node import NOT_INSTALLED, NodeError, PrivateNode, find_rabbitmq
 
+__all__ = ["LocalNode", "local_broker"]
+
 
 async def local_broker(base: Path) -> LocalNode:
     """Start a broker of our own in ``base`` and return it, ready: the installed RabbitMQ, else Docker.

@@ -7,7 +7,8 @@ import importlib
 import os
 from typing import cast
 
-from trinity_mq.cli.target import BROKER_VARIABLE, known_broker
+from trinity_mq.bus.connect import URL_VARIABLE
+from trinity_mq.cli.target import known_broker
 from trinity_mq.config import load_config
 
 
@@ -16,7 +17,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     url = known_broker(config)
     if url is not None:
-        os.environ[BROKER_VARIABLE] = url
+        os.environ[URL_VARIABLE] = url
     # by name: the command line must not import the daemons, which import torch
     module = importlib.import_module(f"trinity_agents.{arguments.command}")
     return cast("int", module.main(config, arguments.id or f"{arguments.command}-0"))

@@ -15,12 +15,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from trinity_mq.bus._local_node import LocalNode
+from trinity_mq.bus.local import local_broker
 from trinity_mq.bus.node import NodeError
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.process import wait_exit, write_atomic
 
 STOP_SECONDS = 60.0
+LIVES_SECONDS = 1.0
+"""A broker that lives answers within this."""
 READY_FD = "--ready-fd"
 
 
@@ -43,10 +46,6 @@ class OwnBroker:
         Raises:
             NodeError: It could not be started, or died too often.
         """
-        # imported here: with a broker given there is none to start
-        from trinity_mq.bus.local import local_broker
-
-        self._folder.mkdir(parents=True, exist_ok=True)
         node = await local_broker(self._folder)
         try:
             async with asyncio.TaskGroup() as group:
@@ -57,18 +56,30 @@ class OwnBroker:
             await node.stop()
 
     async def _keep(self, node: LocalNode) -> None:
-        deaths: collections.deque[float] = collections.deque()
-        loop = asyncio.get_running_loop()
+        url, deaths, loop = node.url, collections.deque[float](), asyncio.get_running_loop()
         while True:
             if node.pid is not None:
                 await wait_exit(node.pid)
+            if await _answers(node):
+                return  # in Docker on a machine whose processes we cannot see: its own restart policy is all there is
             deaths.append(loop.time())
             while deaths[0] <= loop.time() - self._config.restart_window:
                 deaths.popleft()
             if len(deaths) > self._config.max_restarts:
                 raise NodeError(f"the broker died {len(deaths)} times within {self._config.restart_window:g} s")
             self._tell("the broker died and is started again")
+            await node.kill()  # clears away what is left of it
             await node.launch()
+            if node.url != url:
+                raise NodeError("the broker died and another program took its port: start the run again")
+
+
+async def _answers(node: LocalNode) -> bool:
+    try:
+        await node.wait_ready(LIVES_SECONDS)
+    except NodeError:
+        return False
+    return True
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -115,7 +126,8 @@ def _spawn(home: BrokerHome) -> str:
         url = pipe.read().decode()  # to its end: the URL, or nothing from one that has failed
     if not url:
         lines = output.read_text(errors="replace").strip().splitlines()
-        raise CommandError(f"the broker did not start: {lines[-1] if lines else f'see {output}'}")
+        told_why = [line for line in lines if line.startswith("trinity-mq")] or lines[-1:] or [f"see {output}"]
+        raise CommandError(f"the broker did not start: {told_why[0]}")
     return url
 
 

@@ -42,6 +42,7 @@ class PlainDisplay:
     def __init__(self, stream: TextIO, clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
         self._stream, self._clock = stream, clock
         self._last: tuple[float, int, int] | None = None
+        self._left = False
 
     def show(self, view: View, news: list[str], now: float) -> None:
         for text in news:
@@ -51,7 +52,7 @@ class PlainDisplay:
             self._write(plain_line(view))
 
     def close(self) -> None:
-        self._stream.flush()
+        self._left = True
 
     def _due(self, view: View, now: float) -> bool:
         if self._last is None:
@@ -62,8 +63,13 @@ class PlainDisplay:
         return now - when >= (PLAIN_SECONDS if view.step != step else 3 * PLAIN_SECONDS)
 
     def _write(self, text: str) -> None:
-        self._stream.write(f"{self._clock()} {text}\n")
-        self._stream.flush()
+        if self._left:
+            return
+        try:
+            self._stream.write(f"{self._clock()} {text}\n")
+            self._stream.flush()
+        except OSError:
+            self._left = True  # nobody reads any more: no reason to end a run
 
 
 def plain_line(view: View) -> str:

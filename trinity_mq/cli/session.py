@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.bus.connect import URL_VARIABLE
 from trinity_mq.bus.retry import retrying
 from trinity_mq.cli.board import Board
 from trinity_mq.cli.broker import OwnBroker
 from trinity_mq.cli.display import Display
 from trinity_mq.cli.follow import MetricsTail, depths, follow
 from trinity_mq.cli.rundir import RunFolder
-from trinity_mq.cli.target import BROKER_VARIABLE, connected
+from trinity_mq.cli.target import connected
 from trinity_mq.config import Config
 from trinity_mq.messages import ControlEvent, DecodeError, decode
 from trinity_mq.runtime.notify import Notifier
@@ -116,8 +117,7 @@ class Session:
     async def _end_when_due(self, supervisor: Supervisor) -> None:
         await self._changed.until(lambda: self.signal is not None or supervisor.phases[EXPLORER] in ENDED)
         if self.signal is not None:
-            # the explorer first: then nothing new is begun
-            await supervisor.drain(EXPLORER)
+            # all at once: the explorer begins nothing new, and keeps the engine up until the runners have finished
             await supervisor.drain()
         elif supervisor.phases[EXPLORER] == "finished":
             self.finished = await self._explorer_finished()
@@ -214,7 +214,7 @@ def agents(config: Config, config_file: Path, url: str) -> list[ProcessSpec]:
 def _environment(url: str, threads: int) -> Mapping[str, str]:
     count = str(threads)
     return {
-        BROKER_VARIABLE: url,
+        URL_VARIABLE: url,
         # without these, every process takes all cores, and they take them from each other
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,

@@ -1,7 +1,7 @@
 """Pooled HTTP connections to engines, one set for a whole process; every answer an engine may give, typed.
 
-aiohttp on the event loop, where a batch of requests costs a tenth of what it does with httpx (32 at once: 10 ms against 90 ms of
-CPU time); httpx for callers in threads.
+aiohttp on the event loop, where a batch of requests costs a tenth of what it does with httpx (32 at once: 10 ms against
+90 ms of CPU time); httpx for callers in threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IDLE_SECONDS = 30.0
 
 
 class EngineClients:
-    """The connections. The synchronous half is safe to share between threads; the other half belongs to one event loop."""
+    """The connections. Threads may share the synchronous half; the other half belongs to one event loop."""
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None

@@ -1,4 +1,4 @@
-"""OpenAI clients of a wrapped model: they wait out an engine without weights, raise our typed errors, and are recorded."""
+"""OpenAI clients of a wrapped model: they wait out an engine without weights, raise our typed errors, are recorded."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def _settings(wrapper: ModelWrapper) -> dict[str, Any]:
 
 
 def _connection(wrapper: ModelWrapper) -> dict[str, Any]:
-    """Return how to connect: an engine is near, no proxy leads to it; and the certificates that plain HTTP does not
-    need would cost 30 ms a client."""
+    """Return how to connect."""
+    # an engine is near: no proxy leads to it, and loading certificates that plain HTTP has no use for takes 30 ms
     return {"trust_env": False, "verify": False} if wrapper.model.url.startswith("http://") else {}
 
 

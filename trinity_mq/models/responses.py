@@ -103,7 +103,7 @@ def conversation_experience(
     first = mask.index(1) if 1 in mask else 0
     if first == 0:
         raise ValueError(
-            f"no token of the assistant among the {len(tokens)} kept, after at least one token of prompt: nothing to train on"
+            f"no token of the assistant among the {len(tokens)} kept, after some prompt: nothing to train on"
         )
     return Experience(
         tokens=list(tokens),

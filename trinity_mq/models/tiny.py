@@ -29,9 +29,9 @@ RECIPE = "recipe.json"
 def ensure_model_folder(config: ModelConfig, folder: Path, seed: int) -> Path:
     """Return a Hugging Face folder with configuration, tokenizer and weights for ``config``.
 
-    ``tiny``: ``folder``, made now if it does not exist: the same bytes for the same configuration and seed, complete or not there,
-    whoever else makes it at the same time. ``model_path``: that folder, or the local snapshot of that hub id; ``folder`` and
-    ``seed`` are not used.
+    ``tiny``: ``folder``, made now if it does not exist: the same bytes for the same configuration and seed, complete
+    or not there, whoever else makes it at the same time. ``model_path``: that folder, or the local snapshot of that hub
+    id; ``folder`` and ``seed`` are not used.
 
     Raises:
         ModelError: The folder cannot be had; one line that says why.
@@ -75,7 +75,8 @@ def _check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
             f"{key} {there.get(key)!r} there, {wanted[key]!r} now" for key in wanted if there.get(key) != wanted[key]
         )
         raise ModelError(
-            f"{folder} holds a model made from other settings ({differ}); remove it, use another run_dir, or undo the change"
+            f"{folder} holds a model made from other settings ({differ}); remove it, use another run_dir, or undo the "
+            "change"
         )
 
 
@@ -130,7 +131,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _character_tokenizer(characters: str) -> Any:
-    """Return a tokenizer of single characters without an unknown token: other text is an error, not a silent stand-in."""
+    """Return a tokenizer of single characters. It has no unknown token: other text is an error, not a stand-in."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     doubled = sorted({character for character in characters if characters.count(character) > 1})
@@ -154,7 +155,8 @@ def _existing(model_path: str) -> Path:
     if not folder.is_dir():
         if folder.is_absolute() or model_path.startswith((".", "~")) or model_path.count("/") > 1:
             raise ModelError(
-                f"model.model_path {model_path}: no such folder; give a Hugging Face folder or a hub id such as Qwen/Qwen3-0.6B"
+                f"model.model_path {model_path}: no such folder; give a Hugging Face folder or a hub id such as "
+                "Qwen/Qwen3-0.6B"
             )
         folder = _snapshot(model_path)
     try:

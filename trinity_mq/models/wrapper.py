@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from trinity_mq.models.errors import EngineNotReady, PromptTooLong
 from trinity_mq.models.history import History
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.responses import conversation_experience, experiences_of, masked_experiences
+from trinity_mq.models.seeds import Seeds
 
 if TYPE_CHECKING:
     import openai
@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 PIN_HEADER = "X-TMQ-Version"
-SEED_BITS = 63
 
 
 class ModelWrapper:
     """One workflow run's view of a model.
 
-    Sampling parameters, weakest first: those given here, ``rollout_args``, those of a call. With a ``seed`` every call gets one of
-    its own, derived from it and the number of the call, so that a run repeats itself as a whole.
+    Sampling parameters, weakest first: those given here, ``rollout_args``, those of a call. With a ``seed`` every call
+    gets one of its own, derived from it and the number of the call, so that a run repeats itself as a whole.
 
     While the engine waits for weights (503), calls wait with it for up to ``not_ready_timeout`` seconds, then raise
     :class:`EngineNotReady`. No answer at all raises :class:`EngineLost` at once: another engine may serve.
@@ -76,9 +75,7 @@ class ModelWrapper:
         self.max_prompt_tokens = max_prompt_tokens
         self._clients = clients or EngineClients()
         self._owns_clients = clients is None
-        self._seed = seed
-        self._calls = itertools.count()
-        self._clones = itertools.count()
+        self._seeds = Seeds(seed)
         self._history = History()
         self._answered_by: Version | None = None
         limits = {} if max_response_tokens is None else {"max_tokens": max_response_tokens}
@@ -128,8 +125,6 @@ class ModelWrapper:
 
     async def generate_async(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
         """Return ``n`` continuations of each prompt, all of the first one first; errors as :meth:`chat`."""
-        import asyncio
-
         bodies = [self._body({"prompt": prompt}, sampling) for prompt in prompts]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._asked_async("/v1/completions", body)) for body in bodies]
@@ -150,9 +145,10 @@ class ModelWrapper:
         tools: Sequence[Mapping[str, Any]] | None = None,
         temperature: float | None = None,
     ) -> Experience:
-        """Return a whole conversation as one experience with the present policy's logprobs; the mask covers what the assistant wrote.
+        """Return a whole conversation as one experience with the present policy's logprobs.
 
-        A conversation over the model's length is cut and marked ``response_truncated``. Errors as :meth:`chat`.
+        The action mask covers what the assistant wrote. A conversation over the model's length is cut and marked
+        ``response_truncated``. Errors as :meth:`chat`.
         """
         asked = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
         cut = self._post("/v1/tokenize", asked)
@@ -203,10 +199,7 @@ class ModelWrapper:
     def clone_with_isolated_history(self) -> ModelWrapper:
         """Return a wrapper of the same model with a history, and seeds, of its own."""
         clone = copy.copy(self)
-        clone._history = History()
-        clone._seed = self._derived("clone", next(self._clones))
-        clone._calls, clone._clones = itertools.count(), itertools.count()
-        clone._owns_clients = False
+        vars(clone).update(_history=History(), _seeds=self._seeds.clone(), _owns_clients=False)
         return clone
 
     async def aclose(self) -> None:
@@ -223,7 +216,7 @@ class ModelWrapper:
 
     def next_seed(self) -> int | None:
         """Return the seed of the next call."""
-        return self._derived("call", next(self._calls))
+        return self._seeds.next()
 
     def sampling_defaults(self) -> dict[str, Any]:
         """Return the sampling parameters of a call that gives none."""
@@ -251,12 +244,6 @@ class ModelWrapper:
             "stop": stop_after_delay(self.not_ready_timeout),
             "reraise": True,
         }
-
-    def _derived(self, purpose: str, number: int) -> int | None:
-        if self._seed is None:
-            return None
-        digest = hashlib.blake2b(f"{self._seed}/{purpose}/{number}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
 
     def _body(self, what: dict[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
         body = {"model": self.model.name, **what, **self._sampling, **sampling, "return_token_ids": True}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import structlog
 
-from trinity_mq.bus import Bus, Delivery, Topology
+from trinity_mq.bus import Bus, Consumer, Delivery, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import Beat, ControlEvent, Message, Role
 from trinity_mq.runtime.errors import RestartMe
@@ -131,24 +131,16 @@ class Agent(ABC):
             for task in tasks:
                 task.cancel()
 
-    async def each(
-        self, feed: Any, handle: Callable[[Message, Delivery], Awaitable[None]], *, quiet: bool = False
-    ) -> None:
+    async def each(self, feed: Consumer, handle: Callable[[Any, Delivery], Awaitable[None]], **how: Any) -> None:
         """Hand every message of ``feed`` to ``handle`` and acknowledge it; what does not decode is parked.
 
-        ``quiet``: only log what does not decode; of the many who hear a broadcast one parks it.
+        ``how`` as for :func:`trinity_mq.runtime.mail.opened`.
         """
         async for delivery in feed:
-            message = await self.opened(delivery, quiet=quiet)
+            message = await opened(self.bus, self.topology, delivery, self.id, **how)
             if message is not None:
                 await handle(message, delivery)
                 await settle(delivery)
-
-    async def opened(self, delivery: Delivery, *, quiet: bool = False) -> Message | None:
-        """Return the control-plane message in ``delivery``, or None after parking and acknowledging one that does not
-        decode.
-        """
-        return await opened(self.bus, self.topology, delivery, self.id, quiet=quiet)
 
     async def _on_beat(self, message: Message, delivery: Delivery) -> None:
         if isinstance(message, Beat):

@@ -8,7 +8,7 @@ import structlog
 
 from trinity_mq.bus import Bus, Delivery, Envelope, Incoming, StaleDelivery, Topology
 from trinity_mq.bus.base import HeaderValue
-from trinity_mq.messages import CONTENT_TYPE, DecodeError, Message, decode_any, encode
+from trinity_mq.messages import CONTENT_TYPE, DecodeError, Message, decode, decode_any, encode
 
 log = structlog.get_logger(__name__)
 
@@ -85,12 +85,23 @@ async def park(bus: Bus, topology: Topology, incoming: Incoming, reason: str, by
     await bus.publish(topology.exchange("dead"), incoming.routing_key or "unknown", copy)
 
 
-async def opened(bus: Bus, topology: Topology, delivery: Delivery, by: str, *, quiet: bool = False) -> Message | None:
+async def opened(
+    bus: Bus,
+    topology: Topology,
+    delivery: Delivery,
+    by: str,
+    *,
+    expect: type[Message] | None = None,
+    quiet: bool = False,
+) -> Message | None:
     """Return the control-plane message in ``delivery``; one that does not decode is parked, acknowledged, and None.
 
-    ``quiet``: only log it; of the many who hear a broadcast one parks it.
+    ``expect``: the only kind that belongs there, and so may be left out of the body. ``quiet``: only log it; of the
+    many who hear a broadcast one parks it.
     """
     try:
+        if expect is not None:
+            return decode(delivery.body, expect, delivery.content_type)
         return decode_any(delivery.body, delivery.content_type)
     except DecodeError as error:
         if quiet:

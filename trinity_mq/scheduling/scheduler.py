@@ -250,15 +250,18 @@ class Scheduler:
         if ticket.deliver == "pipeline":
             await self.announce(ticket.manifest)
         for submission in ticket.submissions:
-            if submission.reply_to:
-                outcome = submission_outcome(ticket, submission)
-                mail = envelope(
-                    outcome, message_id=f"outcome-{submission.submission_id}", correlation_id=submission.correlation_id
-                )
-                if not await self.bus.publish("", submission.reply_to, mail):
-                    log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
+            await self.answer(submission, submission_outcome(ticket, submission))
         del self.tickets[ticket.ticket]
         return ticket.manifest
+
+    async def answer(self, submission: SubmissionRef, outcome: SubmissionOutcome) -> None:
+        """Tell a submitter, if it wants to know, what became of its task."""
+        if submission.reply_to is None:
+            return
+        name = f"outcome-{submission.submission_id}"
+        mail = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
+        if not await self.bus.publish("", submission.reply_to, mail):
+            log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
 
     async def announce(self, manifest: BatchClosed) -> None:
         """Publish a manifest to the operators."""

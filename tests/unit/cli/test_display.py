@@ -99,3 +99,14 @@ def test_terminal_or_not() -> None:
     display.close()
     assert "[news] with brackets" in terminal.getvalue()
     assert "120/300" in terminal.getvalue()
+
+
+def test_a_reader_that_leaves_does_not_end_the_run() -> None:
+    class Left(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
+    display = PlainDisplay(Left())
+    display.show(FULL, ["news"], 0.0)
+    display.show(FULL, ["more news"], 1.0)
+    display.close()

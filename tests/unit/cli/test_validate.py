@@ -31,7 +31,7 @@ def test_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "did you mean 'char_match'",
         ),
         (
-            "model: {tiny: {}}\nbuffer: {taskset: {storage_type: queue, reward_fn: char_match, reward_fn_args: {x: 1}}}",
+            "model: {tiny: {}}\nbuffer: {taskset: {storage_type: queue, reward_fn: gsm8k, reward_fn_args: {x: 1}}}",
             "reward_fn_args {'x': 1}",
         ),
         ("[]", "holds a list"),

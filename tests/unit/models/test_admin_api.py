@@ -81,8 +81,7 @@ async def test_held_requests_go_on_with_the_new_weights(
         await admin.post("pause", {})
         body = {"prompt": "+1=", "return_token_ids": True}
         asked = asyncio.create_task(session.post(f"{server.url}/v1/completions", json=body))
-        while server.rounds.load == 0:
-            await asyncio.sleep(0.005)  # nothing tells when a request has arrived
+        await server.rounds._arrived.wait()
         await admin.post("receive", {"spec": SPEC})
         assert not asked.done()
         await admin.post("commit", {"version": [1, 8], "progress": 1})

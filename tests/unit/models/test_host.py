@@ -20,6 +20,7 @@ from safetensors.torch import load
 from trinity_mq.config import Config
 from trinity_mq.models import EngineFailed, EngineHost, EngineLost, ModelError, ModelWrapper
 from trinity_mq.models.engines.generation import TextGenerator
+from trinity_mq.models.engines.process import EngineProcess
 from trinity_mq.models.engines.ready import ReadyFile
 
 HostOf = Callable[..., EngineHost]
@@ -58,6 +59,10 @@ async def host_of(tmp_path: Path) -> AsyncIterator[Callable[..., EngineHost]]:
             host._process.kill()
             await host._process.exited()
         await host.detach()
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
 def living_children() -> set[int]:
@@ -171,7 +176,7 @@ async def test_a_model_that_cannot_be_had_ends_the_host(
     (tmp_path / "empty").mkdir()
     model = config.model.model_copy(update={"tiny": None, "model_path": str(tmp_path / "empty")})
     host = host_of(config.model_copy(update={"model": model}), command)
-    with pytest.raises(ModelError, match="config.json cannot be read"):
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         await host.start()
 
 
@@ -205,6 +210,23 @@ async def test_an_engine_that_keeps_dying_is_given_up(config: Config, host_of: H
     with pytest.raises(EngineFailed, match="no memory"):
         await host.keep()
     assert (tmp_path / "starts").read_text() == "xxx"
+
+
+async def test_an_engine_that_answers_no_renewal_for_a_whole_lease_is_killed(
+    config: Config, host_of: HostOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = host_of(config, ["/bin/false"])
+    frozen = sleeper()
+    started = psutil.Process(frozen.pid).create_time()
+    texts = {"id": "e0", "token": "", "name": "", "model_path": "", "fingerprint": "", "digest": ""}
+    ready = ReadyFile(**texts, pid=frozen.pid, create_time=started, url="http://127.0.0.1:9")
+    monkeypatch.setattr(host, "_lease", 0.4)
+    async with aiohttp.ClientSession() as session:
+        monkeypatch.setattr(host, "_session", session)
+        host._connect(EngineProcess(ready, frozen))
+        await asyncio.wait_for(host._one_life(), 10)
+    assert frozen.returncode == -signal.SIGKILL
+    assert not host.snapshot.alive
 
 
 async def test_the_config_of_an_engine_holds_no_broker_password(

@@ -262,8 +262,7 @@ async def test_a_client_that_hangs_up_before_its_round_costs_nothing(server: Eng
     server.state.pause(60.0)
     async with aiohttp.ClientSession() as session:
         asked = asyncio.create_task(session.post(f"{server.url}/v1/chat/completions", json=question(n=4)))
-        while server.rounds.load == 0:
-            await asyncio.sleep(0.005)  # nothing tells when a request has arrived
+        await server.rounds._arrived.wait()
         asked.cancel()
         await asyncio.wait({asked})
     server.state.resume()

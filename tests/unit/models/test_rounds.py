@@ -202,5 +202,5 @@ async def test_closing_cuts_off_a_round_that_takes_too_long() -> None:
         await asyncio.to_thread(recorder.started.wait)
         await rounds.close(0.05)
         assert recorder.cancelled
-        with pytest.raises(ApiError):
+        with pytest.raises(ApiError, match="shutting down"):
             await asked

@@ -260,11 +260,8 @@ async def test_pins_and_refusals(wrap: Wrap) -> None:
 
 
 def test_sixteen_experiences_from_one_answer_are_cheap() -> None:
-    choices = [
-        {"index": i, "message": {"content": "123"}, "finish_reason": "stop", "token_ids": [5, 6, 7, 1], "token_logprobs": [-1.5] * 4,
-         "weight_versions": [[0, 1, 7]]}
-        for i in range(16)
-    ]  # fmt: skip
+    sampled = {"token_ids": [5, 6, 7, 1], "token_logprobs": [-1.5] * 4, "weight_versions": [[0, 1, 7]]}
+    choices = [{"index": i, "message": {"content": "123"}, "finish_reason": "stop", **sampled} for i in range(16)]
     answer = {"prompt_token_ids": [12, 5, 9, 4, 14], "prompt_text": "+372=", "choices": choices}
     experiences_of(answer, 1.0)
     times = []

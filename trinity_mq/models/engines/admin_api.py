@@ -1,17 +1,16 @@
-"""The routes of the engine's host: lease, pause, receive, commit, resume, state, weight, shutdown. Behind a bearer token."""
+"""The routes of the engine's host, behind a bearer token: its lease, its state, and the commands of the sync gate."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import structlog
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trinity_mq.models.engines.admin_bodies import CommitBody, LeaseBody, PauseBody, ReceiveBody, parsed
 from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current
 from trinity_mq.models.engines.lease import Lease
 from trinity_mq.models.engines.requests import ScoreRequest
@@ -23,46 +22,6 @@ log = structlog.get_logger(__name__)
 
 Receiver = Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
 """Given the spec of a transfer, returns the tensors by name once all have arrived; touches no model."""
-
-Number = Annotated[int, Field(ge=0)]
-PAUSE_LEASE = 120.0
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class LeaseBody(_Body):
-    """``/admin/lease``."""
-
-    seconds: float = Field(gt=0)
-
-
-class PauseBody(_Body):
-    """``/admin/pause``."""
-
-    timeout: float = Field(default=60.0, gt=0)
-    """Seconds the running round has to end."""
-    lease: float = Field(default=PAUSE_LEASE, gt=0)
-    """Seconds after which the engine goes on by itself if it hears nothing more."""
-
-
-class ReceiveBody(_Body):
-    """``/admin/receive``."""
-
-    spec: dict[str, Any]
-    timeout: float = Field(default=600.0, gt=0)
-    """Seconds for all tensors to arrive."""
-
-
-class CommitBody(_Body):
-    """``/admin/commit``."""
-
-    version: tuple[Number, Number]
-    progress: Number = 0
-
-
-B = TypeVar("B", bound=BaseModel)
 
 
 class AdminApi:
@@ -140,13 +99,13 @@ class AdminApi:
 
     async def lease(self, request: web.Request) -> web.Response:
         """Live on for so many seconds."""
-        body = await _parsed(request, LeaseBody)
+        body = await parsed(request, LeaseBody)
         self._lease.renew(body.seconds)
         return self._answer()
 
     async def pause(self, request: web.Request) -> web.Response:
         """Start no more rounds and return when the running one is over."""
-        body = await _parsed(request, PauseBody)
+        body = await parsed(request, PauseBody)
         self._state.pause(body.lease)
         try:
             async with asyncio.timeout(body.timeout):
@@ -163,7 +122,7 @@ class AdminApi:
 
     async def receive(self, request: web.Request) -> web.Response:
         """Take new weights in; they are served after a commit."""
-        body = await _parsed(request, ReceiveBody)
+        body = await parsed(request, ReceiveBody)
         if not self._state.paused:
             raise ApiError(409, "the engine is not paused; POST /admin/pause first", code="not_paused")
         if self._state.receiving:
@@ -223,7 +182,7 @@ class AdminApi:
 
     async def commit(self, request: web.Request) -> web.Response:
         """Give what was taken in its version, and serve it."""
-        body = await _parsed(request, CommitBody)
+        body = await parsed(request, CommitBody)
         try:
             self._state.commit(body.version, body.progress)
         except StateError as error:
@@ -256,14 +215,3 @@ class AdminApi:
         except WeightsError as error:
             raise ApiError(404, str(error), code="no_such_weight", param="name") from error
         return web.Response(body=data, content_type="application/octet-stream")
-
-
-async def _parsed(request: web.Request, body: type[B]) -> B:
-    try:
-        return body.model_validate(json.loads(await request.read() or b"{}"))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise bad_request(f"{where or 'body'}: {first['msg']}", where or None) from None
-    except ValueError as error:
-        raise bad_request(f"the body is not JSON: {error}") from None

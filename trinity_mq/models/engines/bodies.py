@@ -188,11 +188,12 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
         parts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
         ]
-        if not all(isinstance(part, str) for part in parts):
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) < len(parts):
             raise bad_request(
                 f"{where}.content holds a part that is no text; this engine takes text only", f"{where}.content"
             )
-        content = "".join(parts)
+        content = "".join(texts)
     elif not isinstance(content, str | None):
         raise bad_request(f"{where}.content is a {type(content).__name__}, wanted text", f"{where}.content")
     return {**message, "content": content or ""}

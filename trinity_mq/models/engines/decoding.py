@@ -13,7 +13,8 @@ from trinity_mq.models.engines.requests import FinishReason, GenerationRequest
 from trinity_mq.models.engines.sampling import Uniforms, choose
 
 COMPACT_BELOW = 0.5
-"""Share of unfinished rows at which the finished ones are cut out: cutting copies the cache, carrying them on computes for nothing."""
+"""Share of unfinished rows at which the finished ones are cut out: cutting copies the cache, keeping them computes for
+nothing."""
 
 
 class GenerationCancelled(Exception):
@@ -75,7 +76,7 @@ class _Rows:
 
 
 StopWatch = Callable[[Tensor, Tensor], Tensor]
-"""Given the positions of rows and the tokens they just sampled, says (bool per row) which of them completed a stop string."""
+"""Given the positions of rows and the tokens they just sampled, says (bool per row) which completed a stop string."""
 
 
 @torch.inference_mode()

@@ -151,7 +151,7 @@ def choose_device(wanted: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ModelError(
-            "model.device is cuda, but torch sees no GPU; set model.device=auto or cpu, or install a CUDA build of torch"
+            "model.device is cuda, but torch sees no GPU; set model.device=auto or cpu, or install torch for CUDA"
         )
     return wanted
 
@@ -161,7 +161,7 @@ def _without_end(row: Sampled, stop_ids: frozenset[int]) -> list[int]:
 
 
 def _batches(requests: Sequence[ScoreRequest]) -> list[list[ScoreRequest]]:
-    """Cut ``requests``, order kept, so that each part has at most SCORE_TOKENS padded tokens (or is a single request)."""
+    """Cut ``requests``, order kept, into parts of at most SCORE_TOKENS padded tokens (or of a single request)."""
     parts: list[list[ScoreRequest]] = []
     width = 0
     for request in requests:

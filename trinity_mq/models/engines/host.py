@@ -1,4 +1,7 @@
-"""The host of an engine: starts it or adopts a living one, keeps it alive, passes the sync gate's commands on. No torch here."""
+"""The host of an engine: starts it or adopts a living one, keeps it alive, passes the sync gate's commands on.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from trinity_mq.messages import Version
 from trinity_mq.models.engines.admin_client import EngineAdmin
 from trinity_mq.models.engines.process import ENGINE_COMMAND, EngineProcess
 from trinity_mq.models.engines.ready import ReadyFile, engine_digest
+from trinity_mq.models.engines.snapshot import EngineSnapshot
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
-from trinity_mq.models.inference import InferenceModel, ModelRole
 from trinity_mq.runtime.process import write_atomic
 
 log = structlog.get_logger(__name__)
@@ -40,45 +42,8 @@ MAX_RENEW_INTERVAL = 2.0
 ADOPT_TIMEOUT = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """How an engine was when last heard of."""
-
-    id: str
-    alive: bool = False
-    state: str = "loading"
-    """loading, empty, current, paused, dirty, draining; gone."""
-    url: str = ""
-    name: str = ""
-    model_path: str = ""
-    fingerprint: str = ""
-    version: Version | None = None
-    progress: int = 0
-    load: int = 0
-    """Sequences being generated or waiting."""
-    tokens: int = 0
-    """Sampled since the process started."""
-    restarts: int = 0
-
-    def model(self, role: ModelRole = "rollout") -> InferenceModel:
-        """Return the handle that runners use."""
-        return InferenceModel(self.id, self.url, self.name, self.model_path, self.version, role)
-
-    def detail(self, role: ModelRole = "rollout") -> dict[str, Any]:
-        """Return what the engine's beat carries."""
-        return {
-            **self.model(role).to_dict(),
-            "load": self.load,
-            "state": self.state,
-            "fingerprint": self.fingerprint,
-            "progress": self.progress,
-            "tokens": self.tokens,
-            "restarts": self.restarts,
-        }
-
-
 class EngineHost:
-    """One engine's host. ``start``, then ``keep`` as a task; at the end ``stop``, or ``detach`` to let the engine live on."""
+    """One engine's host: ``start``, then ``keep`` as a task; at the end ``stop``, or ``detach``: it lives on."""
 
     def __init__(
         self,
@@ -173,7 +138,7 @@ class EngineHost:
     # -- the sync gate's commands
 
     async def pause(self, timeout: float = 60.0, lease: float = 120.0) -> None:
-        """Let no round start and wait for the running one; after ``lease`` seconds without more the engine goes on by itself.
+        """Let no round start and wait for the running one; after ``lease`` seconds the engine goes on by itself.
 
         Raises:
             EngineRefused: 504; the round did not end in ``timeout`` seconds, the engine goes on.

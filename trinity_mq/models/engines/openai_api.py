@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from trinity_mq.messages import Version
+from trinity_mq.models.engines.answers import chat_choice, envelope, text_choice
 from trinity_mq.models.engines.api_errors import ApiError, bad_request
 from trinity_mq.models.engines.bodies import (
     ChatBody,
@@ -22,7 +22,7 @@ from trinity_mq.models.engines.bodies import (
     checked_messages,
     parse,
 )
-from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest
+from trinity_mq.models.engines.requests import GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.rounds import Rounds
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.text import TextCodec, TextError
@@ -69,9 +69,9 @@ class OpenAIApi:
         limit = body.max_completion_tokens or body.max_tokens
         [(completions, version)] = await self._rounds.generate([self._request(body, prompt, limit, body.seed)], pin)
         choices = [
-            self._chat_choice(number, completion, body, version) for number, completion in enumerate(completions)
+            chat_choice(number, completion, body, version, self._codec) for number, completion in enumerate(completions)
         ]
-        answer = self._answer("chat.completion", "chatcmpl", choices, [prompt], completions)
+        answer = envelope("chat.completion", "chatcmpl", self._served.name, choices, [prompt], completions)
         if body.return_token_ids:
             answer |= {"prompt_token_ids": prompt, "prompt_text": text}
         return _json(answer, version)
@@ -82,7 +82,7 @@ class OpenAIApi:
         body = parse(await request.read(), CompletionBody)
         if body.logprobs:
             raise bad_request(
-                f"logprobs={body.logprobs} asks for the likeliest tokens, which are not kept; send logprobs=0 for those sampled",
+                f"logprobs={body.logprobs} asks for the likeliest tokens, which are not kept; send logprobs=0",
                 "logprobs",
             )
         prompts = [self._prompt(prompt) for prompt in body.prompts()]
@@ -97,11 +97,12 @@ class OpenAIApi:
         for (text, ids), (completions, version) in zip(prompts, answers, strict=True):
             prompt_fields = {"prompt_token_ids": ids, "prompt_text": text} if body.return_token_ids else {}
             choices += [
-                self._completion_choice(len(choices) + number, completion, body, version) | prompt_fields
+                text_choice(len(choices) + number, completion, body, version, self._codec) | prompt_fields
                 for number, completion in enumerate(completions)
             ]
         flat = [completion for completions, _ in answers for completion in completions]
-        answer = self._answer("text_completion", "cmpl", choices, [ids for _, ids in prompts], flat)
+        asked = [ids for _, ids in prompts]
+        answer = envelope("text_completion", "cmpl", self._served.name, choices, asked, flat)
         return _json(answer, min(version for _, version in answers))
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -197,8 +198,8 @@ class OpenAIApi:
             raise bad_request(f"{param} is empty, wanted at least one token", param)
         if len(tokens) > limit:
             raise bad_request(
-                f"the prompt has {len(tokens)} tokens, {limit} are allowed (model.max_model_len {self._served.max_model_len}, or "
-                "max_prompt_tokens of the request); shorten it or raise the limit",
+                f"the prompt has {len(tokens)} tokens, {limit} are allowed (model.max_model_len is "
+                f"{self._served.max_model_len}; max_prompt_tokens of the request); shorten it or raise the limit",
                 param,
                 "context_length_exceeded",
                 limit=limit,
@@ -208,75 +209,6 @@ class OpenAIApi:
             raise bad_request(
                 f"{param} holds token id {max(tokens)}, the vocabulary has 0 to {self._served.vocabulary - 1}", param
             )
-
-    # -- out
-
-    def _answer(
-        self,
-        kind: str,
-        prefix: str,
-        choices: list[dict[str, Any]],
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Completion],
-    ) -> dict[str, Any]:
-        asked = sum(len(prompt) for prompt in prompts)
-        sampled = sum(len(completion.token_ids) for completion in completions)
-        return {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self._served.name,
-            "choices": choices,
-            "usage": {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled},
-        }
-
-    def _chat_choice(self, index: int, completion: Completion, body: ChatBody, version: Version) -> dict[str, Any]:
-        logprobs = None
-        if body.logprobs:
-            texts = self._codec.decode([[token] for token in completion.token_ids])
-            logprobs = {
-                "content": [
-                    {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                    for text, logprob in zip(texts, completion.logprobs, strict=True)
-                ]
-            }
-        message = {"role": "assistant", "content": completion.text}
-        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": completion.finish_reason}
-        return choice | _extension(completion, body, version)
-
-    def _completion_choice(
-        self, index: int, completion: Completion, body: CompletionBody, version: Version
-    ) -> dict[str, Any]:
-        logprobs = None
-        if body.logprobs is not None:
-            texts = self._codec.decode([[token] for token in completion.token_ids])
-            offsets, end = [], 0
-            for text in texts:
-                offsets.append(end)
-                end += len(text)
-            logprobs = {
-                "tokens": texts,
-                "token_logprobs": completion.logprobs,
-                "top_logprobs": None,
-                "text_offset": offsets,
-            }
-        choice = {
-            "index": index,
-            "text": completion.text,
-            "logprobs": logprobs,
-            "finish_reason": completion.finish_reason,
-        }
-        return choice | _extension(completion, body, version)
-
-
-def _extension(completion: Completion, body: SamplingBody, version: Version) -> dict[str, Any]:
-    if not body.return_token_ids:
-        return {}
-    return {
-        "token_ids": completion.token_ids,
-        "token_logprobs": completion.logprobs,
-        "weight_versions": [[0, *version]],  # no weights change within a round
-    }
 
 
 def _json(answer: dict[str, Any], version: Version) -> web.Response:

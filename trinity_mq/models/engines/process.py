@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from trinity_mq.models.engines.ready import TOKEN_VARIABLE, ReadyFile
 from trinity_mq.models.errors import EngineFailed, ModelError
@@ -47,15 +48,7 @@ class EngineProcess:
         reader, writer = os.pipe()
         try:
             with output.open("ab") as out:
-                child = subprocess.Popen(
-                    [*command, "--ready-file", str(ready_file), "--ready-fd", str(writer)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": str(num_threads)},
-                    start_new_session=True,
-                    pass_fds=(writer,),
-                )
+                child = _start([*command, "--ready-file", str(ready_file)], out, writer, num_threads)
         except OSError as error:
             os.close(reader)
             raise EngineFailed(f"the engine cannot be started: {error}") from error
@@ -98,6 +91,18 @@ class EngineProcess:
         """Let it live on without us."""
         if self._child is not None and self._child.poll() is None:
             _left_alone.append(self._child)
+
+
+def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, num_threads: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*command, "--ready-fd", str(ready_fd)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": str(num_threads)},
+        start_new_session=True,
+        pass_fds=(ready_fd,),
+    )
 
 
 async def _readable(fd: int) -> None:

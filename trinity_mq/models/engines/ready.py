@@ -14,7 +14,8 @@ from trinity_mq.runtime.process import write_atomic
 
 TOKEN_VARIABLE = "TRINITY_MQ_ENGINE_TOKEN"
 CREATE_TIME_TOLERANCE = 2.0
-"""Seconds by which two readings of a process's start may differ: they are computed from the boot time, which the clock corrects."""
+"""Seconds by which two readings of a process's start may differ: they depend on the boot time,
+which the clock corrects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ class Completion:
     token_ids: list[int]
     """The end of sequence included, where it was sampled."""
     logprobs: list[float]
-    """Of each token: ``log_softmax(logits / temperature)`` before truncation; at temperature 0 of the untempered distribution."""
+    """Of each token: ``log_softmax(logits / temperature)`` before truncation; at temperature 0 untempered."""
     text: str
     """Without the end of sequence; other special tokens show."""
     finish_reason: FinishReason

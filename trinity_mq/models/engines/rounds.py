@@ -144,7 +144,7 @@ class Rounds:
             self._generator.cancel()
 
     async def _gathered(self) -> bool:
-        """Wait until a round may start: requests are there, none came for ``max_delay``, no pause. False when closing."""
+        """Wait until a round may start: requests came, none more for ``max_delay``, no pause. False when closing."""
         while not self._closing:
             if not self._pending:
                 self._arrived.clear()
@@ -175,7 +175,7 @@ class Rounds:
                 return
 
     def _take(self) -> list[Job]:
-        """Return the jobs of the next round; those that cannot be served are answered, those nobody waits for dropped."""
+        """Return the jobs of the next round; answer those that cannot be served, drop those nobody waits for."""
         jobs: list[Job] = []
         sequences = 0
         while self._pending:
@@ -201,8 +201,11 @@ class Rounds:
         try:
             results = await self.call(lambda: self._work(jobs))
         except Exception as error:
-            log.exception("round_failed", requests=len(jobs), sequences=self._running_sequences)
-            failure = ApiError(500, f"generation failed: {type(error).__name__}: {error}", code="generation_failed")
+            if self._closing:  # it was cut off
+                failure = stopping()
+            else:
+                log.exception("round_failed", requests=len(jobs), sequences=self._running_sequences)
+                failure = ApiError(500, f"generation failed: {type(error).__name__}: {error}", code="generation_failed")
             for job in jobs:
                 if not job.answer.done():
                     job.answer.set_exception(failure)

@@ -1,4 +1,4 @@
-"""One token for each row of logits: inverse of the cumulative distribution at a uniform number drawn by the row's own request.
+"""One token for each row of logits: the inverse cumulative distribution at a uniform number drawn by the row's request.
 
 The numbers decide the token whatever else is in the batch, so a seeded request repeats itself.
 """
@@ -20,8 +20,8 @@ UNIFORMS_AT_ONCE = 64
 def choose(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Return the chosen token and its logprob for each row.
 
-    The logprob is ``log_softmax(logits / temperature)`` before truncation by top-p, of the untempered distribution where the
-    temperature is 0; there the likeliest token is chosen.
+    The logprob is ``log_softmax(logits / temperature)`` before truncation by top-p. At temperature 0 the likeliest
+    token is chosen, and its logprob is of the untempered distribution.
 
     Args:
         logits: ``[rows, vocabulary]``, any floating dtype.
@@ -36,10 +36,8 @@ def choose(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor)
     if logits.shape[0] <= rows:
         return _choose(logits, temperature, top_p, uniforms)
     parts = [
-        _choose(*part)
-        for part in zip(
-            logits.split(rows), temperature.split(rows), top_p.split(rows), uniforms.split(rows), strict=True
-        )
+        _choose(*(values[start : start + rows] for values in (logits, temperature, top_p, uniforms)))
+        for start in range(0, logits.shape[0], rows)
     ]
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
@@ -69,7 +67,7 @@ def tempered_logprobs(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """Zero all but the fewest likeliest tokens that reach ``top_p`` together (Holtzman et al. 2020, arXiv 1904.09751)."""
+    """Zero all but the fewest likeliest tokens that reach ``top_p`` together (Holtzman et al., arXiv 1904.09751)."""
     ordered, order = probabilities.sort(dim=-1, descending=True)
     before = ordered.cumsum(-1, dtype=torch.float64) - ordered
     kept = torch.where(before < top_p[:, None].double(), ordered, torch.zeros_like(ordered))

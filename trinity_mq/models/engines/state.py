@@ -20,10 +20,10 @@ class StateError(Exception):
 
 
 class EngineState:
-    """Empty until the first weights, current at a committed version, dirty once new weights were touched and not committed.
+    """Empty until the first weights, current at a committed version, dirty once weights were touched and not committed.
 
-    Beside that it may be paused: no round starts, requests wait. A pause has a lease, after which the engine goes on by itself, with
-    its old version if nothing was touched. Must be used on the event loop, except :meth:`touch`.
+    Beside that it may be paused: no round starts, requests wait. A pause has a lease, after which the engine goes on by
+    itself, with its old version if nothing was touched. To be used on the event loop only.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,8 @@ class EngineState:
             held = "none" if self.version is None else ".".join(map(str, self.version))
             return ApiError(
                 409,
-                f"the request is pinned to version {pin[0]}.{pin[1]}, the engine holds {held}; drop X-TMQ-Version or use another engine",
+                f"the request is pinned to version {pin[0]}.{pin[1]}, the engine holds {held}; drop X-TMQ-Version or "
+                "use another engine",
                 code="version_mismatch",
                 param="X-TMQ-Version",
                 extra={"wanted": list(pin), "held": None if self.version is None else list(self.version)},
@@ -107,7 +108,8 @@ class EngineState:
         if not self.applied and not (self.phase == "current" and self.version == version):
             held = f"holds {self.version}" if self.phase == "current" else f"is {self.phase}"
             raise StateError(
-                f"cannot commit version {version}: no weights were received for it and the engine {held}; pause and receive first"
+                f"cannot commit version {version}: no weights were received for it and the engine {held}; "
+                "pause and receive first"
             )
         self.phase, self.version, self.progress = "current", version, progress
         self.resume()

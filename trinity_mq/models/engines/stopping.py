@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 TAIL_SLACK = 16
-"""Tokens looked at beyond one for each character of the longest stop string: tokens may decode to no character at all."""
+"""Tokens looked at beyond one for each character of the longest stop string: some decode to no character at all."""
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 

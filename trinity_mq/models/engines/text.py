@@ -73,8 +73,8 @@ class TextCodec:
             vocabulary = self._tokenizer.get_vocab()
             strange = sorted({character for character in text if character not in vocabulary})
             raise TextError(
-                f"the text {text[:40]!r} holds {''.join(strange)[:40]!r}, which the vocabulary of {len(vocabulary)} tokens does not cover; "
-                f"use other text or add the characters to the model ({error})"
+                f"the text {text[:40]!r} holds {''.join(strange)[:40]!r}, which the vocabulary of {len(vocabulary)} "
+                f"tokens does not cover; use other text or add the characters to the model ({error})"
             ) from error
         return ids
 
@@ -108,7 +108,7 @@ class TextCodec:
     def conversation(self, messages: Messages, tools: Tools = None) -> MaskedTokens:
         """Return the whole conversation as tokens with a mask of what the assistant wrote.
 
-        The mask comes from the template's ``{% generation %}`` marks where it has them, else from rendering each prefix.
+        The mask comes from the template's ``{% generation %}`` marks if it has them, else from rendering each prefix.
 
         Raises:
             TextError: The template rewrites earlier turns, so that no mask is right.
@@ -131,8 +131,9 @@ class TextCodec:
             through = self.encode(self.render(messages[: number + 1], tools, add_generation_prompt=False))
             if whole[: len(before)] != before or whole[: len(through)] != through:
                 raise TextError(
-                    f"the chat template writes the conversation up to message {number} differently once more follows, so which tokens the "
-                    "assistant sampled cannot be told; use a template with {% generation %} marks, or convert one turn at a time"
+                    f"the chat template writes the conversation up to message {number} differently once more follows, "
+                    "so which tokens the assistant sampled cannot be told; use a template with {% generation %} marks, "
+                    "or convert one turn at a time"
                 )
             mask[len(before) : len(through)] = [1] * (len(through) - len(before))
         return MaskedTokens(whole, mask)
@@ -154,7 +155,7 @@ class TextCodec:
 
 
 def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> str:
-    """Return the digest by which trainer and engines know that they use the same tokenizer, chat template and vocabulary.
+    """Return the digest by which trainer and engines know that they use the same tokenizer and chat template.
 
     Raises:
         ModelError: There is no tokenizer that can be loaded.
@@ -174,6 +175,7 @@ def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
         ids.update([found] if isinstance(found, int) else found or [])
     if not ids:
         raise ModelError(
-            f"{folder} names no end-of-sequence token, in its tokenizer or in generation_config.json; responses would never end"
+            f"{folder} names no end-of-sequence token, in its tokenizer or in generation_config.json: responses would "
+            "never end"
         )
     return frozenset(ids)

@@ -39,7 +39,7 @@ def manifest(model: nn.Module) -> list[ManifestEntry]:
 def check(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors to copy, by the model's own names, or raise before anything is touched.
 
-    A name tied to another (an output layer that shares the embeddings) may be given too; its values must then be the same.
+    A name tied to another (an output layer that shares the embeddings) may be given too, with the same values.
 
     Raises:
         WeightsError: A name is missing or unknown, a shape differs, or tied names disagree.

@@ -1,0 +1,53 @@
+"""Names: reversible, within a broker's limits, and never a user's text in a queue's name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_mq.bus.topology import Topology, batch_from_key, batch_key
+
+TOPOLOGY = Topology("run-1")
+
+
+@given(
+    st.one_of(
+        st.integers(), st.tuples(st.integers(0), st.text(min_size=1, max_size=30)).map(lambda p: f"{p[0]}/{p[1]}")
+    )
+)
+def test_batch_keys_are_reversible_topic_words(batch: int | str) -> None:
+    key = batch_key(batch)
+    assert batch_from_key(key) == batch
+    assert not re.search(r"[*#/\s]", key)
+    assert key.isascii()
+
+
+def test_queue_names_hold_only_what_clients_accept() -> None:
+    queues = [
+        *TOPOLOGY.durable,
+        TOPOLOGY.batch_queue("3/ä =%", "0f3e"),
+        TOPOLOGY.listener("a", "1", "sync", "weights.*"),
+    ]
+    for queue in queues:
+        assert re.fullmatch(r"tmq\.run-1\.[a-z0-9.-]+", queue.name), queue.name
+        assert all(binding.exchange in TOPOLOGY.exchanges for binding in queue.bindings)
+
+
+@pytest.mark.parametrize("run", ["", "A", "a b", "a.b", "x" * 41])
+def test_a_run_name_that_does_not_fit_is_refused(run: str) -> None:
+    with pytest.raises(ValueError, match="1 to 40"):
+        Topology(run)
+
+
+def test_what_each_kind_of_queue_declares() -> None:
+    batch = TOPOLOGY.batch_queue(1, "t")
+    assert batch.arguments["x-single-active-consumer"] is True
+    assert batch.arguments["x-delivery-limit"] == 1_000_000
+    assert batch.arguments["x-dead-letter-exchange"] == TOPOLOGY.exchange("dead")
+    assert batch.redeclare is False
+    assert "x-expires" not in TOPOLOGY.ready.arguments
+    assert "x-delivery-limit" not in TOPOLOGY.ready.arguments
+    assert TOPOLOGY.listener("a", "1", "sync").arguments == {}

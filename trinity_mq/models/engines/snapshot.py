@@ -1,0 +1,46 @@
+"""An engine as its host knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_mq.messages import Version
+from trinity_mq.models.inference import InferenceModel, ModelRole
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """How an engine was when last heard of."""
+
+    id: str
+    alive: bool = False
+    state: str = "loading"
+    """loading, empty, current, paused, dirty, draining; gone."""
+    url: str = ""
+    name: str = ""
+    model_path: str = ""
+    fingerprint: str = ""
+    version: Version | None = None
+    progress: int = 0
+    load: int = 0
+    """Sequences being generated or waiting."""
+    tokens: int = 0
+    """Sampled since the process started."""
+    restarts: int = 0
+
+    def model(self, role: ModelRole = "rollout") -> InferenceModel:
+        """Return the handle that runners use."""
+        return InferenceModel(self.id, self.url, self.name, self.model_path, self.version, role)
+
+    def detail(self, role: ModelRole = "rollout") -> dict[str, Any]:
+        """Return what the engine's beat carries."""
+        return {
+            **self.model(role).to_dict(),
+            "load": self.load,
+            "state": self.state,
+            "fingerprint": self.fingerprint,
+            "progress": self.progress,
+            "tokens": self.tokens,
+            "restarts": self.restarts,
+        }
