@@ -40,7 +40,7 @@ make_environment() {
     wanted=$(cat pyproject.toml constraints-cpu.txt | sha256sum | cut -d' ' -f1)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted $PWD" ]; then
         say "dependencies, as pinned in constraints-cpu.txt (minutes, once)"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+        "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
         echo "$wanted $PWD" >"$stamp"
     fi
 }
