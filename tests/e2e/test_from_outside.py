@@ -1,4 +1,4 @@
-"""What others put on the queues of a run: tasks, whose outcomes come back, and rubbish, which is parked with its reason."""
+"""What others put on the queues of a run: tasks, whose outcomes come back, and rubbish, which is parked."""
 
 from __future__ import annotations
 
@@ -44,9 +44,23 @@ async def test_tasks_come_back_and_rubbish_is_parked(tmp_path: Path) -> None:
                 await target.publish(aio_pika.Message(RUBBISH), key, mandatory=False)
 
             # one task by the example script, one by the command line, one that wants its experiences
-            script = command("examples/submit_task.py", "--broker", url, "--run", "outside", "--question", "3,7,2=", "--answer", "7")
+            script = command(
+                "examples/submit_task.py", "--broker", url, "--run", "outside", "--question", "3,7,2=", "--answer", "7"
+            )
             words = json.dumps({"raw_task": {"question": "1,2,3=", "answer": "3"}, "is_eval": True})
-            cli = command("-m", "trinity_mq.cli.main", "submit", "--run", "outside", "--broker", url, "--task", words, "--wait", "60")
+            cli = command(
+                "-m",
+                "trinity_mq.cli.main",
+                "submit",
+                "--run",
+                "outside",
+                "--broker",
+                url,
+                "--task",
+                words,
+                "--wait",
+                "60",
+            )
             replies = await channel.declare_queue(exclusive=True)
             wanting = {"task": {"raw_task": {"question": "9,2,3=", "answer": "9"}}, "want_experiences": True}
             tasks = await channel.get_exchange("tmq.outside.tasks", ensure=False)

@@ -1,4 +1,4 @@
-"""The path of examples/gsm8k.yaml on the real data: chat template, verifier and training steps, with a tiny random model."""
+"""The path of examples/gsm8k.yaml on the real data: chat template, verifier, training steps; a tiny random model."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Board:
         if event.what == "restarting":
             self._news.append(
                 f"{event.name} died and starts again in {event.delay:g} s (restart {event.restarts}); "
-                f"see logs/{event.name}.jsonl"
+                f"see logs/{event.name}.*"
             )
         elif event.what == "killed":
             self._news.append(f"{event.name} did not end in time and was killed")

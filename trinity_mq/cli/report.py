@@ -25,7 +25,7 @@ def make_report(run: str, run_dir: Path) -> str:
     rows.append(("lost", ", ".join(f"{count} {words}" for words, count in lost(lines).items()) or "nothing"))
     rows += _places(run_dir)
     steps = max((line["step"] for line in lines if line["role"] == "trainer"), default=0)
-    head = f"run {run}: {steps} step{'' if steps == 1 else 's'} in {_time(every)}"
+    head = f"run {run}: {steps} step{'' if steps == 1 else 's'}, {_time(every)} from first to last"
     return "\n".join([head, *(f"  {name:<12}{text}" for name, text in rows)])
 
 

@@ -68,6 +68,4 @@ def _obituary(failure: ProcessEvent, logs: Path) -> str:
     lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
     words = "".join(f"\n  {line}" for line in lines[-LAST_WORDS:])
     code = failure.code
-    return (
-        f"{failure.name} failed for good (exit code {code}): {failure.reason}; see {logs / failure.name}.jsonl{words}"
-    )
+    return f"{failure.name} failed for good (exit code {code}): {failure.reason}; see {logs / failure.name}.*{words}"

@@ -142,7 +142,7 @@ def test_process_events_that_matter_are_news() -> None:
     ):
         board.happened(event)
     assert board.take_news() == [
-        "runner-0 died and starts again in 0.5 s (restart 2); see logs/runner-0.jsonl",
+        "runner-0 died and starts again in 0.5 s (restart 2); see logs/runner-0.*",
         "runner-0 did not end in time and was killed",
         "runner-0 failed for good (exit code 78): no",
     ]

@@ -20,7 +20,7 @@ def test_report_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "0").mkdir(parents=True)
     (tmp_path / "final").mkdir()
     lines = make_report("r", tmp_path).splitlines()
-    assert lines[0] == "run r: 10 steps in 0 s"
+    assert lines[0] == "run r: 10 steps, 0 s from first to last"
     assert lines[1] == "  accuracy    0.000 -> 0.900  ▁█  held_out, steps 0 to 10"
     assert lines[2].startswith("  reward      0.100 -> 1.000  ▁▁▂▃▄▅▆▇")
     assert lines[3] == "  lost        10 slices failed"
@@ -39,7 +39,7 @@ def test_report_of_a_run_without_checkpoint(tmp_path: Path) -> None:
     writer.write(1, {"actor/pg_loss": 0.0})
     writer.close()
     text = make_report("r", tmp_path)
-    assert text.startswith("run r: 1 step in")
+    assert text.startswith("run r: 1 step, 0 s")
     assert "lost        nothing" in text
     assert "model       none yet" in text
     assert "checkpoint  none yet" in text

@@ -41,7 +41,8 @@ async def live(config, agent_id, role):
             script.unlink()
         return code
     asked = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+    deaf = (config.path / "deaf").exists()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, (lambda: None) if deaf else asked.set)
     topology = Topology(config.name)
     bus = create_bus(config.broker, topology, agent_id)
     await bus.connect()
@@ -157,6 +158,36 @@ def test_ctrl_c_drains_and_the_same_command_resumes(bench: Bench) -> None:
     assert code == 0
     assert err == "warning: changed since the last start: explorer.eval_interval: 100 -> 7\n"
     assert "accuracy    0.000 -> 0.750" in out
+
+
+def test_a_second_ctrl_c_kills_at_once(bench: Bench) -> None:
+    (bench.run_dir / "go-slow").touch()
+    (bench.run_dir / "deaf").touch()
+    with bench.start("run", str(bench.config), "supervisor.grace=3600") as process:
+        read_until(process, lambda line: "agents 5/5" in line)
+        process.send_signal(signal.SIGINT)
+        read_until(process, lambda line: "draining" in line)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (130, "")
+    assert "killed at once" in out
+
+
+def test_a_broker_that_is_not_there(bench: Bench) -> None:
+    elsewhere = {"TRINITY_MQ_BROKER_URL": "amqp://u:secret@127.0.0.1:1/"}
+    code, _, err = bench.finish("run", str(bench.config), "broker.connect_timeout=0.5", **elsewhere)
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert "secret" not in err
+    with bench.start("run", str(bench.config), "broker.connect_timeout=3600", **elsewhere) as process:
+        read_until(process, lambda line: "on the given broker" in line)
+        deadline = bench.run_dir / "broker.url"
+        while not deadline.exists():  # written when the attempts begin
+            os.sched_yield()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (130, "")
+    assert "resume with the same command" in out
 
 
 def test_sigterm_is_143_and_a_second_run_in_the_folder_is_refused(bench: Bench) -> None:
