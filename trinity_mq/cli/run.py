@@ -43,8 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse.Namespace) -> int:
-    where = "a private RabbitMQ" if url is None else "the given broker"
-    print(f"run {config.name!r} in {folder.path}, on {where}", flush=True)
     display = PlainDisplay(sys.stdout) if arguments.plain else open_display()
     session = Session(config, folder, display, url)
     try:

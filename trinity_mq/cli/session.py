@@ -67,6 +67,9 @@ class Session:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number, task)
+        where = "a private RabbitMQ" if self._url is None else "the given broker"
+        self.board.tell(f"run {self._config.name!r} in {self._folder.path}, on {where}")
+        self._draw()
         try:
             async with self._broker() as url:
                 self._folder.note_broker(url)

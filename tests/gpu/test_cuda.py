@@ -1,0 +1,108 @@
+"""What needs a CUDA device: train steps in float32 and bfloat16 autocast, the engine, and both agreeing with a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trinity_mq.algorithms.advantage import group_relative_advantages
+from trinity_mq.config import Config, load_config
+from trinity_mq.experience import EID, Experience
+from trinity_mq.models import ensure_model_folder
+from trinity_mq.models.engines.generation import TextGenerator
+from trinity_mq.models.engines.requests import GenerationRequest, ScoreRequest
+from trinity_mq.training.learner import TorchLearner
+
+pytestmark = pytest.mark.gpu
+
+CANARY = [2, 3, 4, 5, 6, 7]
+
+
+def config(device: str, dtype: str) -> Config:
+    return load_config(
+        {
+            "model": {
+                "tiny": {"hidden_size": 128},
+                "max_model_len": 32,
+                "max_prompt_tokens": 16,
+                "max_response_tokens": 8,
+                "device": device,
+                "dtype": dtype,
+            },
+            "algorithm": {"repeat_times": 8, "std_level": "batch", "optimizer": {"lr": 2e-3, "lr_warmup_steps": 0}},
+            "seed": 3,
+        }
+    )
+
+
+def rollout(generator: TextGenerator, step: int) -> list[Experience]:
+    """Sample eight groups; the reward is the share of tokens that are 7, which is quickly learned."""
+    prompts = [[2 + (step + i) % 10, 3, 4] for i in range(8)]
+    requests = [GenerationRequest(p, max_tokens=6, n=8, seed=100 * step + i) for i, p in enumerate(prompts)]
+    return [
+        Experience(
+            eid=EID(batch=step, task=task, run=run),
+            tokens=[*prompt, *sample.token_ids],
+            prompt_length=3,
+            logprobs=sample.logprobs,
+            reward=sample.token_ids.count(7) / len(sample.token_ids),
+            temperature=1.0,
+        )
+        for task, (prompt, samples) in enumerate(zip(prompts, generator.generate(requests), strict=True))
+        for run, sample in enumerate(samples)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_training_and_sampling_on_cuda_learn_and_agree(tmp_path: Path, dtype: str) -> None:
+    settings = config("cuda", dtype)
+    folder = ensure_model_folder(settings.model, tmp_path / "model", settings.seed)
+    learner = TorchLearner(settings, folder, 40)
+    await learner.open(None)
+    generator = TextGenerator.build(settings.model, folder, num_threads=1)
+    rewards = []
+    for step in range(1, 41):
+        generator.apply(generator.check(dict(await learner.weights())))
+        own = await learner.canary_logprobs(CANARY)
+        (theirs,) = generator.score([ScoreRequest(CANARY)])
+        assert max(abs(a - b) for a, b in zip(own, theirs, strict=True)) < (1e-4 if dtype == "float32" else 5e-2)
+        experiences = rollout(generator, step)
+        rewards.append(sum(e.reward or 0.0 for e in experiences) / len(experiences))
+        kept, _ = group_relative_advantages(experiences, settings.algorithm)
+        metrics = await learner.step(kept, step)
+        assert metrics["actor/optimizer_steps"] == 1.0
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
+    (tmp_path / "saved").mkdir()
+    await learner.save(tmp_path / "saved")
+    again = TorchLearner(settings, folder, 40)
+    await again.open(tmp_path / "saved")
+    assert await again.canary_logprobs(CANARY) == pytest.approx(await learner.canary_logprobs(CANARY), abs=1e-5)
+    await learner.close()
+    await again.close()
+
+
+async def test_float32_on_cuda_equals_the_cpu(tmp_path: Path) -> None:
+    folder = ensure_model_folder(config("cpu", "float32").model, tmp_path / "model", 3)
+    found = []
+    for device in ("cpu", "cuda"):
+        generator = TextGenerator.build(config(device, "float32").model, folder, num_threads=1)
+        learner = TorchLearner(config(device, "float32"), folder, 10)
+        await learner.open(None)
+        generator.apply(generator.check(dict(await learner.weights())))
+        found.append(generator.score([ScoreRequest(CANARY, 0.7)])[0])
+        await learner.close()
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_nccl_initialises_and_broadcasts_with_one_device() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        flat = torch.arange(1024.0, device="cuda")
+        torch.distributed.broadcast(flat, 0)
+        torch.cuda.synchronize()
+        assert flat.sum().item() == 1023 * 512
+    finally:
+        torch.distributed.destroy_process_group()
