@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from trinity_mq.bus import Envelope, Incoming, Topology, create_bus
+from trinity_mq.cli.dead import row
+from trinity_mq.cli.main import main
+from trinity_mq.config import BrokerConfig
+
+
+def test_a_row_says_where_from_and_why() -> None:
+    headers = {"kind": "task_slice", "dead-queue": "tmq.r.tasks.train", "dead-reason": "does not decode", "batch": 3}
+    letter = Incoming(body=b"12345", exchange="e", routing_key="k", queue="dead", message_id="m", headers=headers)
+    assert row(letter) == ("tmq.r.tasks.train", "task_slice", "does not decode", "3", "5", "m")
+
+
+def test_what_the_broker_itself_dead_lettered() -> None:
+    headers = {"x-first-death-queue": "q", "x-first-death-reason": "rejected"}
+    letter = Incoming(body=b"", exchange="e", routing_key="k", queue="dead", headers=headers)
+    assert row(letter) == ("q", "-", "rejected", "-", "0", "-")
+
+
+@pytest.mark.broker
+def test_listing_leaves_them_where_they_are(
+    broker_url: str, unique_run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def publish() -> None:
+        topology = Topology(unique_run)
+        bus = create_bus(BrokerConfig(url=broker_url), topology, "test")
+        await bus.connect()
+        await bus.declare(topology.dead)
+        for n in range(3):
+            letter = Envelope(
+                body=b"x", kind="odd", message_id=f"m{n}", headers={"kind": "odd", "dead-reason": "because"}
+            )
+            await bus.publish(topology.exchange("dead"), "odd", letter)
+        await bus.close()
+
+    words = ["dead", "list", "--run", unique_run, "--broker", broker_url]
+    assert main(words) == 0
+    assert "has no dead letters" in capsys.readouterr().out
+    asyncio.run(publish())
+    for _ in range(2):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert [name for name in ("m0", "m1", "m2", "because") if name not in out] == []
+    assert main([*words, "--limit", "2"]) == 0
+    assert "2 of 3 shown" in capsys.readouterr().out
