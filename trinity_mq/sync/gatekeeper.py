@@ -29,8 +29,8 @@ from trinity_mq.sync.coordinator import (
 log = structlog.get_logger(__name__)
 
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest allowed difference of a canary token's logprob between trainer and engine, by dtype of the weights. In bfloat16
-0.07 was seen between two sound sides of a sharply trained tiny model."""
+"""Largest allowed difference of a canary token's logprob between trainer and engine, by dtype of the weights. In
+bfloat16 0.07 was seen between two sound sides of a sharply trained tiny model."""
 
 
 class Channel(Protocol):
