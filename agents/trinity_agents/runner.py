@@ -7,31 +7,36 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import random
 import uuid
 from typing import Any
 
 import structlog
+from pydantic import ValidationError
 
-from trinity_mq.bus import Bus, Consumer, Delivery, Envelope, MessageTooLarge, Topology
+from trinity_mq.bus import Bus, Consumer, Delivery, MessageTooLarge, Topology
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.experience import EncodeError
-from trinity_mq.messages import DecodeError, Outcome, TaskResult, TaskSlice, decode
+from trinity_mq.messages import TaskResult, TaskSlice, Version
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.errors import EngineLost
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.mail import EXPERIENCES, envelope, park, settle
+from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.mail import envelope, give_back, opened, park, settle
 from trinity_mq.runtime.serve import run_daemon
-from trinity_mq.scheduling.isolated import ChildDied, IsolatedPool
-from trinity_mq.scheduling.parts import split_to_size
+from trinity_mq.scheduling.engine_choice import choose_engine
+from trinity_mq.scheduling.isolated import GRACE, START_LIMIT, ChildDied, IsolatedPool
+from trinity_mq.scheduling.parts import end_of, part_mail, slice_result, split_to_size
 from trinity_mq.scheduling.workflow_runner import SliceOutcome, WorkflowRunner
 
 log = structlog.get_logger(__name__)
 
 SliceKey = tuple[str, int, int]
 REMEMBERED = 10_000
-"""Slices whose result is out although their acknowledgement was void."""
+"""Slices whose result is out: an acknowledgement may be lost without our hearing of it."""
+ISOLATED_MARGIN = START_LIMIT + 2 * GRACE
+"""Seconds over a slice's own time that a process of its own may take."""
+RETURNED_PAUSE = 0.2
+"""Seconds between tries of a part that came back although its queue exists, unless a beat comes first."""
 
 
 class Runner(Agent):
@@ -39,12 +44,21 @@ class Runner(Agent):
 
     role = "runner"
 
-    def __init__(self, config: Config, *, bus: Bus, topology: Topology, agent_id: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        bus: Bus,
+        topology: Topology,
+        agent_id: str,
+        workflows: WorkflowRunner | None = None,
+        isolated: IsolatedPool | None = None,
+    ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
-        self._workflows = WorkflowRunner(config, None, runner_id=agent_id)
-        self._isolated = IsolatedPool(config.runner.max_isolated)
+        self._workflows = workflows or WorkflowRunner(config, None, runner_id=agent_id)
+        self._isolated = isolated or IsolatedPool(config.runner.max_isolated)
         self._running: dict[SliceKey, asyncio.Event] = {}
-        self._reported: dict[SliceKey, str] = {}
+        self._reported: dict[SliceKey, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._done = 0
 
@@ -83,28 +97,26 @@ class Runner(Agent):
             task.add_done_callback(self._tasks.discard)
 
     async def _handle(self, delivery: Delivery) -> None:
-        try:
-            piece = decode(delivery.body, TaskSlice, delivery.content_type)
-        except DecodeError as error:
-            await park(self.bus, self.topology, delivery, f"does not decode: {error}", self.id)
-            await settle(delivery)
+        piece = await opened(self.bus, self.topology, delivery, self.id, expect=TaskSlice)
+        if not isinstance(piece, TaskSlice):
             return
         key = (piece.ticket, piece.task_id, piece.run_base)
-        if key in self._running:
+        while key in self._running:
             # our own work under a void delivery: the new one is its acknowledgement
             await self._running[key].wait()
         if key in self._reported:
+            log.info("slice_known", ticket=piece.ticket, task=piece.task_id)
             await settle(delivery)
-            del self._reported[key]
             return
         self._running[key] = over = asyncio.Event()
-        self.set_state("working")
+        if self.state != "draining":
+            self.set_state("working")
         try:
             await self._slice(delivery, piece)
         finally:
             del self._running[key]
             over.set()
-            if not self._running:
+            if not self._running and self.state == "working":
                 self.set_state("idle", "a slice")
             self.woken.notify()
 
@@ -112,14 +124,13 @@ class Runner(Agent):
         attempt = uuid.uuid4().hex
         limit = self.config.broker.delivery_limit
         if delivery.deliveries_before >= limit:
+            lives = delivery.deliveries_before
             await self._poison(
-                delivery,
-                piece,
-                attempt,
-                f"{delivery.deliveries_before} runners did not survive this slice (limit {limit})",
+                delivery, piece, attempt, f"{lives} runners did not survive this slice (limit {limit})"
             )
             return
         if self._is_forgotten(piece):
+            log.info("slice_forgotten", ticket=piece.ticket, task=piece.task_id)
             await settle(delivery)
             return
         started = asyncio.get_running_loop().time()
@@ -128,66 +139,64 @@ class Runner(Agent):
         except ChildDied as error:
             if delivery.deliveries_before + 1 < limit:
                 log.warning("slice_killed_its_process", ticket=piece.ticket, task=piece.task_id, reason=str(error))
-                await delivery.requeue()
+                await give_back(delivery)
             else:
                 await self._poison(delivery, piece, attempt, f"it killed its process {limit} times, last: {error}")
             return
-        parts = 0
-        if outcome.experiences and piece.deliver != "none":
-            try:
-                published = await self._publish_parts(piece, attempt, outcome)
-            except (EncodeError, MessageTooLarge) as error:
-                # nothing of it is out: a part is only published when all of them can be encoded
-                outcome, published = SliceOutcome.failure(str(error)), 0
-            if published is None:
-                await self._report(piece, self._result(piece, attempt, "late", message="its batch is closed"))
-                await settle(delivery)
-                return
-            parts = published
-        state: Outcome = (
-            "finished" if len(outcome.runs) == piece.repeat_times else "partial" if outcome.runs else "failed"
-        )
-        result = self._result(
-            piece,
-            attempt,
-            state,
-            runs=list(outcome.runs),
-            parts=parts,
-            metrics=outcome.metrics,
-            message=outcome.message,
-            seconds=asyncio.get_running_loop().time() - started,
-            version_min=outcome.version_min,
-            version_max=outcome.version_max,
-        )
+        seconds = asyncio.get_running_loop().time() - started
+        bodies, result = await self._prepared(piece, attempt, outcome, seconds)
+        if not await self._publish_parts(piece, attempt, bodies, outcome.version_min):
+            result = slice_result(piece, attempt, self.id, "late", message="its batch is closed", seconds=seconds)
         await self._report(piece, result)
         self._done += 1
-        if not await settle(delivery):
-            # the broker delivers it again; while we live we know that it is done
-            self._reported[piece.ticket, piece.task_id, piece.run_base] = attempt
-            while len(self._reported) > REMEMBERED:
-                del self._reported[next(iter(self._reported))]
+        await settle(delivery)
 
     async def _run(self, delivery: Delivery, piece: TaskSlice) -> SliceOutcome:
         if delivery.deliveries_before == 0:
             return await self._workflows.run_slice(piece, self._engine)
         # it has come back before: what it kills now is a child
         log.info("isolated", ticket=piece.ticket, task=piece.task_id, deliveries=delivery.deliveries_before)
-        return await self._isolated.run(piece, self.config, self._engine)
+        try:
+            # the wait for a free process is the slice's time too: the broker takes back what is held for too long
+            async with asyncio.timeout(piece.slice_timeout + ISOLATED_MARGIN):
+                return await self._isolated.run(piece, self.config, self._engine)
+        except TimeoutError:
+            return SliceOutcome.failure(
+                f"not done within the {piece.slice_timeout:g} s of the slice, the wait for one of "
+                f"{self.config.runner.max_isolated} isolated processes (runner.max_isolated) included"
+            )
+
+    async def _prepared(
+        self, piece: TaskSlice, attempt: str, outcome: SliceOutcome, seconds: float
+    ) -> tuple[list[bytes], TaskResult]:
+        """Return the experience parts and the result. Nothing is out before all of it is known to be fit to travel."""
+        try:
+            bodies: list[bytes] = []
+            if piece.deliver != "none":
+                bodies = await asyncio.to_thread(split_to_size, outcome.experiences, self.bus.max_message_bytes)
+            result = slice_result(
+                piece,
+                attempt,
+                self.id,
+                end_of(piece, outcome),
+                outcome=outcome,
+                parts=len(bodies),
+                seconds=seconds,
+            )
+        except (EncodeError, MessageTooLarge, ValidationError) as error:
+            log.warning("slice_unfit", ticket=piece.ticket, task=piece.task_id, reason=str(error))
+            return [], slice_result(piece, attempt, self.id, "failed", message=str(error), seconds=seconds)
+        return bodies, result
 
     async def _poison(self, delivery: Delivery, piece: TaskSlice, attempt: str, reason: str) -> None:
         """End a slice that nobody survives: its outcome, then a copy for people to look at, then the ack."""
-        await self._report(piece, self._result(piece, attempt, "poisoned", message=reason))
+        await self._report(piece, slice_result(piece, attempt, self.id, "poisoned", message=reason))
         await park(self.bus, self.topology, delivery, reason, self.id)
         await settle(delivery)
 
     def _engine(self) -> InferenceModel:
         """Return the engine to use now: the least loaded living one."""
-        engines = [beat for beat in self.peers.alive("engine") if beat.detail.get("role") == "rollout"]
-        if not engines:
-            raise EngineLost("no living rollout engine is known")
-        least = min(beat.detail.get("load", 0) for beat in engines)
-        chosen = random.choice([beat for beat in engines if beat.detail.get("load", 0) == least])
-        return InferenceModel.from_dict(chosen.detail)
+        return choose_engine(self.peers.alive("engine"))
 
     def _is_forgotten(self, piece: TaskSlice) -> bool:
         """Say whether its explorer, at a time when it must have known of the ticket, did not list it: nobody waits for
@@ -196,59 +205,31 @@ class Runner(Agent):
         beat = self.peers.latest(piece.explorer) if piece.explorer else None
         return beat is not None and beat.seq >= piece.opened_beat and piece.ticket not in beat.detail.get("open", ())
 
-    async def _publish_parts(self, piece: TaskSlice, attempt: str, outcome: SliceOutcome) -> int | None:
-        """Publish the experiences, confirmed; None when their batch queue is gone."""
-        bodies = await asyncio.to_thread(split_to_size, outcome.experiences, self.bus.max_message_bytes)
+    async def _publish_parts(
+        self, piece: TaskSlice, attempt: str, bodies: list[bytes], oldest: Version | None
+    ) -> bool:
+        """Publish the experiences, confirmed; False when their batch is closed."""
         queue = self.topology.batch_queue(piece.batch, piece.ticket)
         key = self.topology.batch_routing_key(piece.batch, piece.ticket)
+        exchange = self.topology.exchange("experiences")
         loop = asyncio.get_running_loop()
         give_up = loop.time() + piece.slice_timeout
         for part, body in enumerate(bodies):
-            headers: dict[str, Any] = {
-                "kind": "experience_part",
-                "version": 1,
-                "batch": piece.batch,
-                "ticket": piece.ticket,
-                "attempt": attempt,
-                "part": part,
-                "parts": len(bodies),
-            }
-            if outcome.version_min:
-                headers["policy_version"] = f"{outcome.version_min[0]}.{outcome.version_min[1]}"
-            mail = Envelope(
-                body=body,
-                kind="experience_part",
-                message_id=f"{attempt}-{part}",
-                content_type=EXPERIENCES,
-                headers=headers,
-            )
-            while not await self.bus.publish(self.topology.exchange("experiences"), key, mail):
+            mail = part_mail(piece, attempt, part, len(bodies), body, oldest)
+            while not await self.bus.publish(exchange, key, mail):
                 if await self.bus.depth(queue.name) is None or self._is_forgotten(piece) or loop.time() > give_up:
-                    return None
-                await asyncio.sleep(
-                    0.2
-                )  # it exists unbound: about to be closed, and then missing from the explorer's next beat
-        return len(bodies)
-
-    def _result(self, piece: TaskSlice, attempt: str, outcome: Outcome, **fields: Any) -> TaskResult:
-        return TaskResult(
-            batch=piece.batch,
-            ticket=piece.ticket,
-            task_id=piece.task_id,
-            run_base=piece.run_base,
-            repeat_times=piece.repeat_times,
-            attempt=attempt,
-            outcome=outcome,
-            runner=self.id,
-            **fields,
-        )
+                    return False
+                # it exists unbound: about to be closed, and then missing from the explorer's next beat
+                await self.woken.wait(RETURNED_PAUSE)
+        return True
 
     async def _report(self, piece: TaskSlice, result: TaskResult) -> None:
-        await self.bus.publish(
-            self.topology.exchange("results"),
-            batch_key(piece.batch),
-            envelope(result, message_id=f"result-{result.attempt}"),
-        )
+        mail = envelope(result, message_id=f"result-{result.attempt}")
+        if not await self.bus.publish(self.topology.exchange("results"), batch_key(piece.batch), mail):
+            raise RestartMe(f"{self.topology.results.name} does not exist any more; a start declares it again")
+        self._reported[piece.ticket, piece.task_id, piece.run_base] = None
+        while len(self._reported) > REMEMBERED:
+            del self._reported[next(iter(self._reported))]
 
     async def _finish_or_give_back(self) -> None:
         """Wait for what runs; what is not done in ``drain_timeout`` goes back to the queue for another runner."""

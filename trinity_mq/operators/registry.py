@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from trinity_mq.config import OperatorConfig
 from trinity_mq.operators.base import AuxiliaryModels, ExperienceOperator, ExperienceOperatorV1, WrappedOperator
 from trinity_mq.rewards.lookup import lookup
+from trinity_mq.runtime.errors import FatalError
 
 OPERATORS: Mapping[str, str] = {
     "invalid_reward_filter": "trinity_mq.operators.filters:InvalidRewardFilter",
@@ -20,7 +21,7 @@ OPERATORS: Mapping[str, str] = {
 ENTRY_GROUP = "trinity_mq.operators"
 
 
-class OperatorConfigError(ValueError):
+class OperatorConfigError(FatalError, ValueError):
     """An operator cannot be made from its configuration."""
 
 

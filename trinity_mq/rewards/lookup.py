@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from trinity_mq.runtime.errors import FatalError
 
-class UnknownNameError(ValueError):
+
+class UnknownNameError(FatalError, ValueError):
     """A name means nothing here; the message lists near misses, or says why a dotted path cannot be imported."""
 
 

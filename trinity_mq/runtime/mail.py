@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import time
 
 import structlog
@@ -52,7 +54,10 @@ def envelope(
 
 
 async def park(bus: Bus, topology: Topology, incoming: Incoming, reason: str, by: str) -> None:
-    """Publish a copy of a body to ``dead`` with its reason; the original is the caller's to acknowledge afterwards."""
+    """Publish a copy of a body to ``dead`` with its reason; the original is the caller's to acknowledge afterwards.
+
+    A body too large for us to publish is rejected instead: the broker moves it, and the reason is in our log only.
+    """
     log.warning(
         "dead_letter",
         queue=incoming.queue,
@@ -60,6 +65,10 @@ async def park(bus: Bus, topology: Topology, incoming: Incoming, reason: str, by
         message_id=incoming.message_id,
         deliveries=incoming.deliveries_before,
     )
+    if len(incoming.body) > bus.max_message_bytes and isinstance(incoming, Delivery):
+        with contextlib.suppress(StaleDelivery):  # void: it comes again, and so do we
+            await incoming.reject()
+        return
     kept = {
         key: value
         for key, value in incoming.headers.items()
@@ -76,13 +85,21 @@ async def park(bus: Bus, topology: Topology, incoming: Incoming, reason: str, by
     copy = Envelope(
         body=incoming.body,
         kind=incoming.kind or "unknown",
-        message_id=f"dead-{incoming.queue}-{incoming.message_id or incoming.offset}",
+        message_id=f"dead-{incoming.queue}-{_identity(incoming)}",
         content_type=incoming.content_type or "application/octet-stream",
         headers=headers,
         correlation_id=incoming.correlation_id,
         reply_to=incoming.reply_to,
     )
-    await bus.publish(topology.exchange("dead"), incoming.routing_key or "unknown", copy)
+    while not await bus.publish(topology.exchange("dead"), incoming.routing_key or "unknown", copy):
+        await bus.declare(topology.dead)  # somebody deleted it; what is acknowledged next must not be lost
+
+
+def _identity(incoming: Incoming) -> str:
+    """Return what tells this body from others: senders outside may leave the message id out."""
+    if incoming.message_id:
+        return incoming.message_id
+    return hashlib.sha256(incoming.body).hexdigest()[:32] if incoming.offset is None else str(incoming.offset)
 
 
 async def opened(
@@ -119,3 +136,9 @@ async def settle(delivery: Delivery) -> bool:
     except StaleDelivery:
         return False
     return True
+
+
+async def give_back(delivery: Delivery) -> None:
+    """Requeue, one delivery more on its count; a void one the broker has taken back by itself."""
+    with contextlib.suppress(StaleDelivery):
+        await delivery.requeue()

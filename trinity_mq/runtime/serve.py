@@ -5,23 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable
 
 import structlog
 
-from trinity_mq.bus import Bus, BusRefused, BusUnavailable, StreamCut, Topology, create_bus
+from trinity_mq.bus import AddressError, Bus, BusRefused, BusUnavailable, StreamCut, Topology, create_bus
 from trinity_mq.config import Config
 from trinity_mq.messages import Role
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RESTART, FatalError, RestartMe
 from trinity_mq.runtime.process import die_with_parent
+from trinity_mq.runtime.supervisor import PARENT_VARIABLE
 from trinity_mq.telemetry import setup_logging
 
 log = structlog.get_logger(__name__)
-
-PARENT_VARIABLE = "TRINITY_MQ_PARENT"
-"""Process id of the supervisor that this process must not outlive."""
 
 
 def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, Topology], Agent]) -> int:
@@ -42,7 +39,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
         return 130
     except BaseException as error:
         cause = first_leaf(error)
-        if isinstance(cause, FatalError | BusRefused | StreamCut):
+        if isinstance(cause, FatalError | AddressError | BusRefused | StreamCut):
             return _end(agent_id, cause, EXIT_FATAL)
         if isinstance(cause, RestartMe | BusUnavailable):
             return _end(agent_id, cause, EXIT_RESTART)
@@ -54,9 +51,8 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
 
 
 def _end(agent_id: str, error: BaseException, code: int) -> int:
-    log.error("agent_ends", agent=agent_id, reason=str(error), code=code)
     named = str(error) if code != 1 else f"{type(error).__name__}: {error}"
-    print(f"{agent_id}: {named}", file=sys.stderr, flush=True)  # noqa: T201  # the one line a person sees
+    log.error("agent_ends", agent=agent_id, reason=named, code=code)  # also the one line on stderr
     return code
 
 

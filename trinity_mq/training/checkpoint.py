@@ -16,13 +16,14 @@ from uuid import uuid4
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.training.threads import run_to_end
 
 STATE_FILE = "trainer.json"
 log = structlog.get_logger(__name__)
 
 
-class CheckpointError(Exception):
+class CheckpointError(FatalError):
     """A checkpoint or counter could not be written or read; the message says which, why and what to do."""
 
 

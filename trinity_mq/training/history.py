@@ -10,9 +10,10 @@ from typing import Any
 
 from trinity_mq.messages.base import BatchId
 from trinity_mq.messages.batches import StepOutcome
+from trinity_mq.runtime.errors import FatalError
 
 
-class HistoryError(Exception):
+class HistoryError(FatalError):
     """The history cannot be written, or does not lead where it should; the message says where it breaks."""
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trinity_mq.algorithms.losses import token_logprobs
 from trinity_mq.config.model import ModelConfig
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.training.packing import MicroBatch
 
 TOKENIZER_FILES = (
@@ -27,7 +28,7 @@ TOKENIZER_FILES = (
 """Copied as they are: a tokenizer that is loaded and saved again may come back as another one."""
 
 
-class LearnerError(Exception):
+class LearnerError(FatalError):
     """The learner cannot do what is asked; the message says what to change."""
 
 
