@@ -6,39 +6,52 @@ Waits for: manifests on ``closed``, then for every part that the manifest lists.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
 from trinity_mq.algorithms.registry import ALGORITHMS
-from trinity_mq.bus import Bus, Delivery, Envelope, QueueGone, Topology
-from trinity_mq.bus.base import HeaderValue
+from trinity_mq.bus import Bus, BusUnavailable, Consumer, Delivery, Envelope, MessageTooLarge, QueueGone, Topology
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
-from trinity_mq.experience import DecodeError, Experience
 from trinity_mq.messages import BatchClosed, BatchReady
 from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, create_operators, run_chain
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.mail import EXPERIENCES, envelope, opened, park, settle
+from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.mail import envelope, give_back, opened, park, settle
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.scheduling.collector import UNBOUND_BEFORE_DELETE
-from trinity_mq.scheduling.parts import split_to_size
+from trinity_mq.scheduling.parts import PartKey, chunk_mail, decode_parts, split_to_size, wanted_mails
 from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
 
 IDLE_CHECK = 2.0
 """Seconds without a part until we ask whether the batch queue still exists."""
-
-
-PartKey = tuple[str, int]
-"""``(attempt, part)``."""
+FIRST_PAUSE = 1.0
+"""Seconds before the chain gets a second try at a batch, doubled each time: what it asks may be down for a while."""
+LONGEST_PAUSE = 30.0
 
 
 class BatchUnusable(Exception):
     """This batch cannot be processed, by us or anybody; it fails as a batch, not as an operator."""
+
+
+@dataclass(frozen=True)
+class Processed:
+    """What the chain made of a batch."""
+
+    bodies: list[bytes]
+    """Of the chunks."""
+    experiences: int
+    metrics: dict[str, float]
+    bad: list[tuple[Delivery, str]]
+    """Parts that do not decode, and why."""
 
 
 class Operator(Agent):
@@ -49,11 +62,11 @@ class Operator(Agent):
     def __init__(
         self, config: Config, *, bus: Bus, topology: Topology, agent_id: str, metrics: MetricsWriter | None = None
     ) -> None:
-        super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
-        self._metrics = metrics
+        super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self._chain: list[ExperienceOperatorV1] = []
         self._ticket: str | None = None
-        self._deletions: asyncio.Queue[tuple[float, str]] = asyncio.Queue()
+        self._stopped = asyncio.Event()
+        """No further manifest comes to us."""
 
     def detail(self) -> dict[str, Any]:
         """Return the ticket at work: the explorer's deadline for it does not run meanwhile."""
@@ -64,95 +77,103 @@ class Operator(Agent):
         self._chain = create_operators(self.config.operator.operators)
         if ALGORITHMS[self.config.algorithm.algorithm_type].where == "operator":
             self._chain.append(AdvantageOperator(self.config.algorithm))
-        for operator in self._chain:
-            await operator.prepare()
-        try:
-            async with await self.bus.consume(self.topology.closed, prefetch=1) as feed:
-                await self.with_background(self._until_over(), self._work(feed), self._delete_when_due())
-        finally:
+        async with contextlib.AsyncExitStack() as stack:
+            if self._metrics is not None:
+                stack.callback(self._metrics.close)
             for operator in self._chain:
-                await operator.close()
+                stack.push_async_callback(operator.close)
+                await operator.prepare()
+            feed = await stack.enter_async_context(await self.bus.consume(self.topology.closed, prefetch=1))
+            deletions = await stack.enter_async_context(asyncio.TaskGroup())
+            work = deletions.create_task(self._work(feed, deletions))
+            await self.woken.until(
+                lambda: self.draining.is_set() or self.peers.detail("explorer").get("finished", False)
+            )
+            await feed.stop()
+            self._stopped.set()
+            await asyncio.wait([work], timeout=self.config.runner.drain_timeout)
+            if work.cancel():
+                log.info("batch_given_back", ticket=self._ticket)
 
-    async def _until_over(self) -> None:
-        """Return when asked to drain (after the batch at work) or when the run is over."""
-        await self.woken.until(lambda: self.draining.is_set() or self.peers.detail("explorer").get("finished", False))
-        try:
-            async with asyncio.timeout(self.config.runner.drain_timeout):
-                await self.woken.until(lambda: self._ticket is None)
-        except TimeoutError:
-            log.info("batch_given_back", ticket=self._ticket)
-
-    async def _work(self, feed: Any) -> None:
+    async def _work(self, feed: Consumer, deletions: asyncio.TaskGroup) -> None:
         self.set_state("idle", "a closed batch")
         async for delivery in feed:
-            message = await opened(self.bus, self.topology, delivery, self.id, expect=BatchClosed)
-            if not isinstance(message, BatchClosed):
+            manifest = await opened(self.bus, self.topology, delivery, self.id, expect=BatchClosed)
+            if not isinstance(manifest, BatchClosed):
                 continue
-            self._ticket = message.ticket
+            self._ticket = manifest.ticket
             self.set_state("working")
             self.beat_soon()
             try:
-                await self._batch(delivery, message)
+                if await self._batch(delivery, manifest):
+                    deletions.create_task(self._delete(manifest))
             finally:
                 self._ticket = None
                 self.set_state("idle", "a closed batch")
                 self.beat_soon()
-                self.woken.notify()
 
-    async def _batch(self, delivery: Delivery, manifest: BatchClosed) -> None:
+    async def _batch(self, delivery: Delivery, manifest: BatchClosed) -> bool:
+        """Do a batch, up to the acknowledgement; True when its queue has served its purpose."""
         limit = self.config.broker.delivery_limit
         if delivery.deliveries_before >= limit:
             lives = delivery.deliveries_before
             reason = f"{lives} operators did not survive this batch (limit {limit}); its queue is kept for replay"
-            await self._tell(manifest, state="failed", reason=reason)
-            await park(self.bus, self.topology, delivery, reason, self.id)
-            await settle(delivery)
-            return
+            await self._fail(delivery, manifest, reason)
+            return False
         try:
             parts = await self._drain(manifest)
-            await self._send_wanted(manifest, parts)
-            experiences = await self._decoded(list(parts.values()))
-            started = asyncio.get_running_loop().time()
-            experiences, metrics = await run_chain(self._chain, experiences)
-            metrics["time/operators"] = asyncio.get_running_loop().time() - started
         except QueueGone:
-            await self._tell(
-                manifest, state="gone", reason="the batch queue does not exist: another operator has processed it"
-            )
+            reason = "the batch queue does not exist: another operator has processed it"
+            await self._tell(manifest, state="gone", reason=reason)
             await settle(delivery)
-            return
+            return False
         except BatchUnusable as error:
-            await self._tell(manifest, state="failed", reason=str(error))
-            await park(self.bus, self.topology, delivery, str(error), self.id)
-            await settle(delivery)
-            return
+            await self._fail(delivery, manifest, str(error))
+            return False
+        await self._send_wanted(manifest, parts)
+        try:
+            processed = await self._processed(parts.values())
         except Exception as error:
             # an operator's bug costs its batch a try, never the daemon; the count ends it
             log.exception("batch_failed", ticket=manifest.ticket, attempt=delivery.deliveries_before + 1)
-            if delivery.deliveries_before + 1 >= limit:
-                reason = f"the operator chain failed {limit} times, last with {type(error).__name__}: {error}"
-                await self._tell(manifest, state="failed", reason=reason)
-                await park(self.bus, self.topology, delivery, reason, self.id)
-                await settle(delivery)
-            else:
-                await delivery.requeue()
-            return
-        await self._publish(manifest, experiences, metrics)
+            await self._try_again(delivery, manifest, error)
+            return False
+        for part, reason in processed.bad:
+            await park(self.bus, self.topology, part, reason, self.id)
+        await self._publish(manifest, processed)
         await settle(delivery)
-        due = asyncio.get_running_loop().time() + UNBOUND_BEFORE_DELETE
-        self._deletions.put_nowait((due, self.topology.batch_queue(manifest.batch, manifest.ticket).name))
+        if isinstance(manifest.batch, int):
+            self.report(manifest.batch, processed.metrics)
+        return True
 
-    async def _drain(self, manifest: BatchClosed) -> dict[PartKey, bytes]:
-        """Return the bodies that the manifest lists, in its order. Nothing is acknowledged: what we hold comes back if
+    async def _fail(self, delivery: Delivery, manifest: BatchClosed, reason: str) -> None:
+        """Let the trainer skip the batch, keep a copy of its manifest for people to look at, then acknowledge."""
+        await self._tell(manifest, state="failed", reason=reason)
+        await park(self.bus, self.topology, delivery, reason, self.id)
+        await settle(delivery)
+
+    async def _try_again(self, delivery: Delivery, manifest: BatchClosed, error: Exception) -> None:
+        limit = self.config.broker.delivery_limit
+        if delivery.deliveries_before + 1 >= limit:
+            reason = f"the operator chain failed {limit} times, last with {type(error).__name__}: {error}"
+            await self._fail(delivery, manifest, reason)
+            return
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**delivery.deliveries_before)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause * random.uniform(0.5, 1.0)):
+                await self._stopped.wait()
+        await give_back(delivery)
+
+    async def _drain(self, manifest: BatchClosed) -> dict[PartKey, Delivery]:
+        """Return the parts that the manifest lists, in its order. Nothing is acknowledged: what we hold comes back if
         we die.
         """
         wanted = [(accepted.attempt, part) for accepted in manifest.accepted for part in range(accepted.parts)]
         if not wanted:
             return {}
-        found: dict[PartKey, bytes] = {}
-        missing, size = set(wanted), 0
-        loop, deadline = asyncio.get_running_loop(), self.config.explorer.operator_deadline
-        heard = loop.time()
+        found: dict[PartKey, Delivery] = {}
+        missing, size, idle = set(wanted), 0, 0.0
+        limit, deadline = self.config.broker.max_batch_bytes, self.config.explorer.operator_deadline
         queue = self.topology.batch_queue(manifest.batch, manifest.ticket)
         async with await self.bus.consume(queue, prefetch=0) as feed:
             while missing:
@@ -160,134 +181,98 @@ class Operator(Agent):
                     async with asyncio.timeout(IDLE_CHECK):
                         delivery = await anext(feed)
                 except TimeoutError:
-                    if await self.bus.depth(queue.name) is None:
-                        raise QueueGone(queue.name) from None
-                    if loop.time() - heard > deadline and self.bus.usable:
+                    self.set_state("working", f"{len(missing)} parts of batch {manifest.batch}")
+                    idle += await self._idled(manifest, queue.name)
+                    if idle >= deadline:
                         raise BatchUnusable(
                             f"{len(missing)} of {len(wanted)} parts did not come in {deadline:g} s"
                         ) from None
-                    self.set_state("working", f"{len(missing)} parts of batch {manifest.batch}")
                     continue
+                self.set_state("working")
+                idle = 0.0
                 attempt, part = delivery.headers.get("attempt"), delivery.headers.get("part")
                 if not isinstance(attempt, str) or not isinstance(part, int):
-                    await park(
-                        self.bus,
-                        self.topology,
-                        delivery,
-                        "an experience part needs the headers attempt and part",
-                        self.id,
-                    )
+                    reason = "an experience part needs the headers attempt and part"
+                    await park(self.bus, self.topology, delivery, reason, self.id)
                     await settle(delivery)
-                    continue
-                key = (attempt, part)
-                heard = loop.time()
-                if key in missing:
-                    missing.discard(key)
-                    found[key] = delivery.body
+                elif (attempt, part) in missing:
+                    missing.discard((attempt, part))
+                    found[attempt, part] = delivery
                     size += len(delivery.body)
-                if size > self.config.broker.max_batch_bytes:
-                    raise BatchUnusable(
-                        f"batch {manifest.batch} is over broker.max_batch_bytes {self.config.broker.max_batch_bytes}"
-                    )
-        self.set_state("working")
+                if size > limit:
+                    raise BatchUnusable(f"batch {manifest.batch} is over broker.max_batch_bytes {limit}")
         return {key: found[key] for key in wanted}
 
-    async def _send_wanted(self, manifest: BatchClosed, parts: dict[PartKey, bytes]) -> None:
+    async def _idled(self, manifest: BatchClosed, queue: str) -> float:
+        """Return how much of an idle check counts: nothing while a part cannot come to us.
+
+        Raises:
+            QueueGone: None will come.
+        """
+        if not self.bus.usable:
+            return 0.0
+        if await self.bus.depth(queue) is None:
+            raise QueueGone(queue)
+        others = (beat for beat in self.peers.alive("operator") if beat.id != self.id)
+        # one that has the same batch and waits for nothing is the queue's single active consumer
+        held = any(beat.detail.get("ticket") == manifest.ticket and beat.waits_for is None for beat in others)
+        return 0.0 if held else IDLE_CHECK
+
+    async def _send_wanted(self, manifest: BatchClosed, parts: Mapping[PartKey, Delivery]) -> None:
         """Send submitters the experience parts they asked for, as they are; at least once."""
-        for wanted in manifest.wanted:
-            for accepted in manifest.accepted:
-                if accepted.task_id != wanted.task_id:
-                    continue
-                for part in range(accepted.parts):
-                    mail = Envelope(
-                        body=parts[accepted.attempt, part],
-                        kind="experience_part",
-                        message_id=f"wanted-{accepted.attempt}-{part}",
-                        content_type=EXPERIENCES,
-                        headers={
-                            "ticket": manifest.ticket,
-                            "attempt": accepted.attempt,
-                            "part": part,
-                            "parts": accepted.parts,
-                        },
-                        correlation_id=wanted.correlation_id,
-                    )
-                    if not await self.bus.publish("", wanted.reply_to, mail):
-                        log.info("submitter_gone", reply_to=wanted.reply_to)
+        for reply_to, mail in wanted_mails(manifest, {key: part.body for key, part in parts.items()}):
+            try:
+                if not await self.bus.publish("", reply_to, mail):
+                    log.info("submitter_gone", reply_to=reply_to)
+            except MessageTooLarge as error:
+                log.warning("submitter_not_served", reply_to=reply_to, reason=str(error))
 
-    async def _decoded(self, bodies: Sequence[bytes]) -> list[Experience]:
-        def decode() -> tuple[list[Experience], list[tuple[bytes, str]]]:
-            good: list[Experience] = []
-            bad: list[tuple[bytes, str]] = []
-            for body in bodies:
-                try:
-                    good += Experience.deserialize_many(body)
-                except DecodeError as error:
-                    bad.append((body, str(error)))
-            return good, bad
+    async def _processed(self, parts: Iterable[Delivery]) -> Processed:
+        """Return what the chain makes of the parts."""
+        loop, limit = asyncio.get_running_loop(), self.config.operator.timeout
+        experiences, bad = await asyncio.to_thread(decode_parts, parts)
+        started = loop.time()
+        try:
+            async with asyncio.timeout(limit):
+                left, metrics = await run_chain(self._chain, experiences)
+        except TimeoutError:
+            raise TimeoutError(f"not done within {limit:g} s (operator.timeout)") from None
+        metrics["time/operators"] = loop.time() - started
+        bodies = await asyncio.to_thread(split_to_size, left, self.bus.max_message_bytes)
+        return Processed(bodies, len(left), metrics, bad)
 
-        good, bad = await asyncio.to_thread(decode)
-        for body, reason in bad:
-            log.warning("part_lost", reason=reason)
-            headers = {
-                "dead-reason": f"does not decode: {reason}",
-                "dead-by": self.id,
-                "dead-queue": f"batch.{self._ticket}",
-            }
-            copy = Envelope(body=body, kind="experience_part", content_type=EXPERIENCES, headers=headers)
-            await self.bus.publish(self.topology.exchange("dead"), "experience_part", copy)
-        return good
-
-    async def _publish(self, manifest: BatchClosed, experiences: list[Experience], metrics: dict[str, float]) -> None:
+    async def _publish(self, manifest: BatchClosed, processed: Processed) -> None:
+        """Publish the set, and once all of it is confirmed the BatchReady that decides its ticket."""
         op = uuid.uuid4().hex
-        key = batch_key(manifest.batch)
-        bodies = await asyncio.to_thread(split_to_size, experiences, self.bus.max_message_bytes)
         async with asyncio.TaskGroup() as group:
-            for n, body in enumerate(bodies):
-                headers: dict[str, HeaderValue] = {
-                    "kind": "experience_chunk",
-                    "version": 1,
-                    "batch": manifest.batch,
-                    "ticket": manifest.ticket,
-                    "op": op,
-                    "n": n,
-                }
-                chunk = Envelope(
-                    body=body,
-                    kind="experience_chunk",
-                    message_id=f"{manifest.ticket}-{op}-{n}",
-                    content_type=EXPERIENCES,
-                    headers=headers,
-                )
-                group.create_task(self.bus.publish(self.topology.exchange("ready"), key, chunk))
+            for n, body in enumerate(processed.bodies):
+                group.create_task(self._to_ready(manifest, chunk_mail(manifest, op, n, body)))
         await self._tell(
             manifest,
             op=op,
-            state="ready" if experiences else "empty",
-            chunks=len(bodies),
-            experiences=len(experiences),
-            metrics={**manifest.metrics, **metrics},
+            state="ready" if processed.experiences else "empty",
+            chunks=len(processed.bodies),
+            experiences=processed.experiences,
+            metrics={**manifest.metrics, **processed.metrics},
         )
-        if self._metrics is not None and isinstance(manifest.batch, int):
-            self._metrics.write(
-                manifest.batch, {"experience_pipeline/experience_count": float(len(experiences)), **metrics}
-            )
 
     async def _tell(self, manifest: BatchClosed, *, op: str | None = None, **fields: Any) -> None:
         op = op or uuid.uuid4().hex
         ready = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, **fields)
-        await self.bus.publish(
-            self.topology.exchange("ready"),
-            batch_key(manifest.batch),
-            envelope(ready, message_id=f"ready-{manifest.ticket}-{op}"),
-        )
+        await self._to_ready(manifest, envelope(ready, message_id=f"ready-{manifest.ticket}-{op}"))
 
-    async def _delete_when_due(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due, name = await self._deletions.get()
-            await asyncio.sleep(max(0.0, due - loop.time()))
+    async def _to_ready(self, manifest: BatchClosed, mail: Envelope) -> None:
+        if not await self.bus.publish(self.topology.exchange("ready"), batch_key(manifest.batch), mail):
+            # confirmed, yet nobody has it: what follows would delete the only copy
+            raise RestartMe(f"{self.topology.ready.name} does not exist any more; a start declares it again")
+
+    async def _delete(self, manifest: BatchClosed) -> None:
+        await asyncio.sleep(UNBOUND_BEFORE_DELETE)
+        name = self.topology.batch_queue(manifest.batch, manifest.ticket).name
+        try:
             await self.bus.delete(name)
+        except BusUnavailable as error:
+            log.warning("batch_queue_left", queue=name, reason=f"{error}; it expires by itself")
 
 
 def main(config: Config, agent_id: str = "operator-0") -> int:

@@ -109,8 +109,7 @@ class Runner(Agent):
             await settle(delivery)
             return
         self._running[key] = over = asyncio.Event()
-        if self.state != "draining":
-            self.set_state("working")
+        self.set_state("working")
         try:
             await self._slice(delivery, piece)
         finally:
@@ -125,9 +124,7 @@ class Runner(Agent):
         limit = self.config.broker.delivery_limit
         if delivery.deliveries_before >= limit:
             lives = delivery.deliveries_before
-            await self._poison(
-                delivery, piece, attempt, f"{lives} runners did not survive this slice (limit {limit})"
-            )
+            await self._poison(delivery, piece, attempt, f"{lives} runners did not survive this slice (limit {limit})")
             return
         if self._is_forgotten(piece):
             log.info("slice_forgotten", ticket=piece.ticket, task=piece.task_id)
@@ -205,9 +202,7 @@ class Runner(Agent):
         beat = self.peers.latest(piece.explorer) if piece.explorer else None
         return beat is not None and beat.seq >= piece.opened_beat and piece.ticket not in beat.detail.get("open", ())
 
-    async def _publish_parts(
-        self, piece: TaskSlice, attempt: str, bodies: list[bytes], oldest: Version | None
-    ) -> bool:
+    async def _publish_parts(self, piece: TaskSlice, attempt: str, bodies: list[bytes], oldest: Version | None) -> bool:
         """Publish the experiences, confirmed; False when their batch is closed."""
         queue = self.topology.batch_queue(piece.batch, piece.ticket)
         key = self.topology.batch_routing_key(piece.batch, piece.ticket)

@@ -15,12 +15,13 @@ from typing import Any
 
 import structlog
 
-from trinity_mq.bus import Bus, Envelope, LockHeld, Topology
+from trinity_mq.bus import Bus, Envelope, Lock, LockHeld, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import Progress, SyncEvent
 from trinity_mq.models import ensure_model_folder, fingerprint
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.locks import ensure_held
 from trinity_mq.runtime.mail import envelope
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.scheduling.pacing import sync_due
@@ -46,6 +47,9 @@ class Trainer(Agent):
     """Steps the optimizer in batch order."""
 
     role = "trainer"
+    store: CheckpointStore
+    """The checkpoints; opened, and cleared of what a dead trainer left half done, once the lock is ours."""
+    _attempts: StepAttempts
 
     def __init__(
         self,
@@ -60,14 +64,13 @@ class Trainer(Agent):
         metrics: MetricsWriter | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
+        super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self.folder = folder or config.path
-        self.learner, self._metrics = learner, metrics
+        self.learner = learner
         self.generation = self.step = self.progress = 0
         self.finished = False
         self.source = StreamSource(bus, topology, agent_id)
-        self.store = CheckpointStore(self.folder / "checkpoints", config.trainer.max_checkpoints_to_keep)
-        self._attempts = StepAttempts(self.folder / "checkpoints")
+        self._lock: Lock | None = None
         self._history: History | None = None
         self._saved_progress = 0
         self._in_hand: str | None = None
@@ -91,6 +94,11 @@ class Trainer(Agent):
     def detail(self) -> dict[str, Any]:
         """Return the counters that pace the others."""
         machine = self.gate.machine
+        if not self.generation:
+            # while we wait: whoever asks for the trainer's level must not find an empty one in our beat
+            others = [beat.detail for beat in self.peers.alive("trainer") if beat.id != self.id]
+            if others:
+                return others[0]
         return {
             "generation": self.generation,
             "step": self.step,
@@ -105,14 +113,14 @@ class Trainer(Agent):
 
     async def serve(self) -> None:
         """Train until the run is over or drained."""
-        lock = await self._lock()
+        lock = self._lock = await self._take_lock()
         if lock is None:
             return
-        await self._restore()
         verbs = ("join", "leave", "ready", "wait", "applied", "failed")
         ears = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
         await self.bus.declare(ears)
         try:
+            await self._restore()
             async with await self.bus.consume(ears) as feed:
                 await self.with_background(
                     self._train(),
@@ -128,8 +136,9 @@ class Trainer(Agent):
 
     # -- start
 
-    async def _lock(self) -> Any:
-        while not self.draining.is_set():
+    async def _take_lock(self) -> Lock | None:
+        """Return the run's lock; None when asked to drain or when the run has ended without us."""
+        while not (self.draining.is_set() or self._is_run_over):
             try:
                 return await self.bus.lock(self.topology.lock("trainer"))
             except LockHeld:
@@ -137,12 +146,15 @@ class Trainer(Agent):
                 await self.woken.wait(LOCK_RETRY)
         return None
 
-    async def _stop_without_lock(self, lock: Any) -> None:
+    async def _stop_without_lock(self, lock: Lock) -> None:
         await lock.wait_lost()
         raise RestartMe("another trainer of this run has taken over while we were disconnected")
 
     async def _restore(self) -> None:
         self.set_state("starting", "the model")
+        folder = self.folder / "checkpoints"
+        self.store = CheckpointStore(folder, self.config.trainer.max_checkpoints_to_keep)
+        self._attempts = StepAttempts(folder)
         checkpoint = self.store.latest()
         self.generation = self.store.next_generation()
         await self.learner.open(checkpoint.path if checkpoint else None)
@@ -185,7 +197,7 @@ class Trainer(Agent):
             elif self.source.ended is not None and self.progress >= self.source.ended:
                 if not self.finished:
                     await self._finish()
-                elif self.peers.detail("explorer").get("finished", False):
+                elif self._is_run_over:
                     return
                 else:
                     self.set_state("idle", "the explorer to end the run")
@@ -196,6 +208,11 @@ class Trainer(Agent):
                 self.set_state("idle", f"batch {self.progress + 1}")
                 await self.woken.wait()
         await self._save()
+
+    @property
+    def _is_run_over(self) -> bool:
+        """The explorer has done the last evaluation."""
+        return any(beat.detail.get("finished", False) for beat in self.peers.alive("explorer"))
 
     def _sync_is_due(self) -> bool:
         """A multiple of the interval was reached, or the end, and the engines do not know it yet."""
@@ -211,9 +228,10 @@ class Trainer(Agent):
             return
         self.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
         started = asyncio.get_running_loop().time()
-        if await self._unless_draining(self.gate.sync(self.version, self.progress)) and self._metrics:
+        if await self._unless_draining(self.gate.sync(self.version, self.progress)):
             spent = asyncio.get_running_loop().time() - started
-            self._metrics.write(self.progress, {"time/sync_weight": spent, "sync/aborts": float(self.gate.aborts)})
+            self.report(self.progress, {"time/sync_weight": spent, "sync/aborts": float(self.gate.aborts)})
+        await self.gate.settled()
         self.beat_soon()
 
     async def _unless_draining(self, work: Awaitable[None]) -> bool:
@@ -265,11 +283,8 @@ class Trainer(Agent):
         await self.bus.publish(self.topology.exchange("results"), "progress", mail)
         metrics["sample/skipped_step"] = float(outcome != "trained")
         metrics["time/batch"] = loop.time() - started
-        if self._metrics is not None:
-            self._metrics.write(
-                self.progress,
-                {"trainer/generation": float(self.generation), "trainer/step": float(self.step), **metrics},
-            )
+        counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
+        self.report(self.progress, counters | metrics)
         self.beat_soon()
         due = self.progress - self._saved_progress >= self.config.trainer.save_interval
         if due or self.source.bytes_since_save > self.config.broker.ready_max_bytes / 4:
@@ -299,10 +314,9 @@ class Trainer(Agent):
                 "dead-queue": self.topology.ready.name,
                 "ticket": batch.ticket,
             }
-            await self.bus.publish(
-                self.topology.exchange("dead"), "ready", Envelope(body=body, kind="progress", headers=headers)
-            )
-            self._attempts.finish([batch.ticket])
+            letter = Envelope(body=body, kind="progress", message_id=f"skipped-{batch.ticket}", headers=headers)
+            await self.bus.publish(self.topology.exchange("dead"), "ready", letter)
+            # its starts stay on record: a restart from an older checkpoint meets it again, and must skip it again
             return "skipped", reason, {}
         kept, metrics = drop_stale(batch.experiences, self.step, self.config.synchronizer.effective_max_staleness)
         batch.experiences = kept
@@ -329,10 +343,10 @@ class Trainer(Agent):
             fingerprint=self.config.name,
         )
         started = asyncio.get_running_loop().time()
+        await ensure_held(self.bus, self._lock)
         await self.store.save(self.learner.save, state)
         self._saved_progress, self.source.bytes_since_save = self.progress, 0
-        if self._metrics is not None:
-            self._metrics.write(self.progress, {"time/save_checkpoint": asyncio.get_running_loop().time() - started})
+        self.report(self.progress, {"time/save_checkpoint": asyncio.get_running_loop().time() - started})
 
     async def _finish(self) -> None:
         """All batches are consumed and the engines hold the final weights: save them for good."""

@@ -15,10 +15,19 @@ from trinity_mq.telemetry import METRICS_FILE
 
 
 async def follow(
-    bus: Bus, topology: Topology, board: Board, who: str, on_change: Callable[[], None] = lambda: None
+    bus: Bus,
+    topology: Topology,
+    board: Board,
+    who: str,
+    on_change: Callable[[], None] = lambda: None,
+    *,
+    pattern: str = "#",
 ) -> None:
-    """Tell the board of all telemetry from now on, until cancelled; ``on_change`` is called after each message."""
-    queue = topology.listener(who, uuid.uuid4().hex[:12], "telemetry", "#")
+    """Tell the board of the telemetry under ``pattern`` from now on, until cancelled.
+
+    ``on_change`` is called after each message.
+    """
+    queue = topology.listener(who, uuid.uuid4().hex[:12], "telemetry", pattern)
     await bus.declare(queue)
     async with await bus.consume(queue) as feed:
         async for delivery in feed:

@@ -141,7 +141,8 @@ class Session:
     async def _follow(self, bus: Bus, topology: Topology) -> None:
         async for attempt in retrying(BusUnavailable):
             with attempt:
-                await follow(bus, topology, self.board, "supervisor", self._changed.notify)
+                # the metrics are read from their file, which also holds those of before a restart
+                await follow(bus, topology, self.board, "supervisor", self._changed.notify, pattern="beat.#")
 
     async def _depths(self, bus: Bus, topology: Topology) -> None:
         while True:

@@ -89,6 +89,8 @@ class OperatorsConfig(Section):
     num_operators: int = Field(default=1, ge=1)
     operators: tuple[OperatorConfig, ...] = ()
     """The chain, before the algorithm's advantage function."""
+    timeout: float = Field(default=1200.0, gt=0)
+    """Seconds for the chain on one batch; below the broker's limit for holding a delivery."""
 
 
 class TrainerConfig(Section):

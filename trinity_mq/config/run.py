@@ -65,8 +65,15 @@ class Config(Section):
                 f"{self.explorer.slice_timeout:g} s; the broker takes a slice back after {CONSUMER_TIMEOUT:g} s, so it "
                 "must be less"
             )
-        if self.explorer.operator_deadline >= CONSUMER_TIMEOUT:
-            raise ValueError(f"explorer.operator_deadline must be below the broker's {CONSUMER_TIMEOUT:g} s")
+        for name, seconds in (
+            ("explorer.operator_deadline", self.explorer.operator_deadline),
+            ("operator.timeout", self.operator.timeout),
+        ):
+            if seconds >= CONSUMER_TIMEOUT:
+                raise ValueError(
+                    f"{name} is {seconds:g} s; the broker takes a batch back after {CONSUMER_TIMEOUT:g} s, "
+                    "so it must be less"
+                )
         return self
 
     @model_validator(mode="after")

@@ -12,11 +12,12 @@ import structlog
 
 from trinity_mq.bus import Bus, Consumer, Delivery, Topology
 from trinity_mq.config import Config
-from trinity_mq.messages import Beat, ControlEvent, Message, Role
+from trinity_mq.messages import Beat, ControlEvent, Message, Metrics, Role
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.mail import envelope, opened, settle
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
+from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
 
@@ -36,8 +37,12 @@ class Agent(ABC):
 
     role: ClassVar[Role]
 
-    def __init__(self, config: Config, *, bus: Bus, topology: Topology, agent_id: str) -> None:
+    def __init__(
+        self, config: Config, *, bus: Bus, topology: Topology, agent_id: str, metrics: MetricsWriter | None = None
+    ) -> None:
         self.config, self.bus, self.topology, self.id = config, bus, topology, agent_id
+        self._metrics = metrics
+        self._unsent: asyncio.Queue[Metrics] = asyncio.Queue()
         self.incarnation = uuid.uuid4().hex[:12]
         self.peers = Peers()
         self.draining = asyncio.Event()
@@ -60,6 +65,12 @@ class Agent(ABC):
     def extra_beats(self) -> list[Beat]:
         """Return beats sent on behalf of processes that this agent hosts."""
         return []
+
+    def report(self, step: int, values: dict[str, float]) -> None:
+        """Write the metrics of ``step`` down, and tell whoever listens."""
+        if self._metrics is not None:
+            self._metrics.write(step, values)
+        self._unsent.put_nowait(Metrics(role=self.role, id=self.id, step=step, values=values))
 
     def set_state(self, state: str, waits_for: str | None = None) -> None:
         """Say what the agent does and what it waits for; a change makes a beat."""
@@ -88,7 +99,9 @@ class Agent(ABC):
             self.bus.on_change(self._bus_changed)
             # heard before told: an answer to our first beat must not be missed
             heard = asyncio.Event()
-            await self.with_background(self._serve_once(heard), self._listen(heard), self._beat_forever(heard))
+            await self.with_background(
+                self._serve_once(heard), self._listen(heard), self._beat_forever(heard), self._send_metrics()
+            )
             self.state, self._waits_for = "gone" if self.draining.is_set() else "finished", None
             await self._beat_once()
         finally:
@@ -165,6 +178,11 @@ class Agent(ABC):
     async def publish(self, exchange: str, key: str, message: Message, *, message_id: str | None = None) -> bool:
         """Publish a control-plane message of this run and wait for its confirm."""
         return await self.bus.publish(self.topology.exchange(exchange), key, envelope(message, message_id=message_id))
+
+    async def _send_metrics(self) -> None:
+        while True:
+            metrics = await self._unsent.get()
+            await self.publish("telemetry", f"metrics.{self.role}.{self.id}", metrics)
 
     async def _beat_forever(self, heard: asyncio.Event) -> None:
         await heard.wait()

@@ -1,8 +1,12 @@
-"""What a closed ticket says in numbers. Pure."""
+"""What a ticket says in numbers, as a whole and task by task. Pure."""
 
 from __future__ import annotations
 
-from trinity_mq.scheduling.tickets import Ticket
+from collections.abc import Sequence
+
+from trinity_mq.messages import SubmissionOutcome, TaskResult
+from trinity_mq.scheduling.status import Status
+from trinity_mq.scheduling.tickets import SubmissionRef, Ticket
 from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
 
 
@@ -47,3 +51,38 @@ def eval_metrics(ticket: Ticket, name: str) -> dict[str, float]:
         metrics[f"eval/{name}/version/min"] = float(min(lows)[1])
         metrics[f"eval/{name}/version/max"] = float(max(highs)[1])
     return metrics
+
+
+def task_status(results: Sequence[TaskResult]) -> Status:
+    """Return the status of a task from the outcomes of its slices."""
+    runs = [metrics for result in results for metrics in result.metrics]
+    completed = sum(len(result.runs) for result in results)
+    total = sum(result.repeat_times for result in results)
+    names = sorted({name for metrics in runs for name in metrics})
+    mean = {name: sum(m[name] for m in runs if name in m) / sum(name in m for m in runs) for name in names}
+    message = next((result.message for result in results if result.message), None)
+    return Status(
+        ok=completed == total, metric=mean, message=message, completed_runs=completed, total_runs=total, metrics=runs
+    )
+
+
+def submission_outcome(ticket: Ticket, submission: SubmissionRef) -> SubmissionOutcome:
+    """Return what a submitter is told of its task."""
+    results = ticket.results_of(submission.task_id)
+    status = task_status(results)
+    decisive = next((r.outcome for r in results if r.outcome != "finished"), "finished") if results else "cancelled"
+    if decisive != "finished" and status.completed_runs:
+        decisive = "partial"
+    return SubmissionOutcome(
+        submission_id=submission.submission_id,
+        batch=ticket.batch,
+        ticket=ticket.ticket,
+        outcome=decisive,
+        completed_runs=status.completed_runs,
+        total_runs=status.total_runs,
+        metrics=status.metric,
+        message=status.message,
+        experiences=sum(r.parts for r in results)
+        if submission.want_experiences and ticket.deliver == "pipeline"
+        else 0,
+    )

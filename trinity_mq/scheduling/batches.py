@@ -27,6 +27,8 @@ from trinity_mq.scheduling.tickets import Ticket
 
 log = structlog.get_logger(__name__)
 
+NO_TASKS = "tasks to be submitted"
+
 
 class Batches:
     """Opens, closes and follows training batches; all decisions are taken from ``state`` and the counters."""
@@ -105,10 +107,11 @@ class Batches:
             return "a trainer"
         if not may_open(batch, self.counters, self._config.synchronizer):
             return f"weights of progress {wanted} (committed: {self.counters.committed_progress})"
-        if len(train) + len(self._state.following.tickets) >= self._config.explorer.max_open_batches:
+        under_way = {ticket.ticket for ticket in train} | set(self._state.following.tickets)
+        if len(under_way) >= self._config.explorer.max_open_batches:
             return f"one of {self._config.explorer.max_open_batches} open batches to be consumed"
         if not self._intake.has_tasks:
-            return "tasks to be submitted"
+            return NO_TASKS
         return None
 
     async def open(self) -> None:
@@ -150,7 +153,10 @@ class Batches:
         is_batch = ticket.deliver == "pipeline"
         fresh = ticket.manifest is None
         metrics = rollout_metrics(ticket)
+        manifest = ticket.manifest or ticket.make_manifest().model_copy(update={"metrics": metrics})
         if is_batch and fresh:
+            # before it is published: its Progress may come while we still answer submitters, or died doing so
+            self._state.following.add(manifest)
             self._give_back(ticket)
             self._state.closed += 1
             if (
@@ -158,10 +164,8 @@ class Batches:
                 and self._state.closed != self._intake.total_batches
             ):
                 self._evaluations.request(self._state.closed)
-        manifest = await self._scheduler.close(ticket, metrics)
+        await self._scheduler.close(ticket, manifest)
         self._state.given_back.pop(ticket.ticket, None)
-        if is_batch:
-            self._state.following.add(manifest)
         await self._save()
         if is_batch and isinstance(ticket.batch, int):
             self._report(ticket.batch, metrics)
@@ -192,8 +196,10 @@ class Batches:
         if not self._peers.alive("trainer"):
             return
         explorer = self._config.explorer
-        in_hand = {beat.detail.get("ticket") for beat in self._peers.alive("operator")}
-        in_hand |= set(self._peers.detail("trainer").get("in_hand", ()))
+        operators = [beat.detail.get("ticket") for beat in self._peers.alive("operator")]
+        in_hand = {*operators, *self._peers.detail("trainer").get("in_hand", ())}
+        if operators and all(operators):
+            in_hand |= set(self._state.following.tickets)  # they wait their turn: every operator is at work
         remedies = self._state.following.tick(
             seconds,
             {one for one in in_hand if one},
@@ -211,6 +217,11 @@ class Batches:
                 exchange = self._scheduler.topology.exchange("ready")
                 mail = envelope(tomb, message_id=f"tomb-{manifest.ticket}-{op}")
                 await self._scheduler.bus.publish(exchange, batch_key(manifest.batch), mail)
+
+    @property
+    def has_submitted(self) -> bool:
+        """An evaluation that was submitted is open."""
+        return any(ticket.deliver == "none" and ticket.submissions for ticket in self._scheduler.tickets.values())
 
     @property
     def are_all_consumed(self) -> bool:

@@ -40,6 +40,9 @@ class Evaluations:
         self._config, self._state, self._scheduler, self._membership = config, state, scheduler, membership
         self._sets, self._save, self._report, self._woken = sets, save, report, woken
         self.running: int | None = None
+        if state.due:
+            # from the first moment: a version committed before we have caught up would be the wrong one
+            membership.hold(config.explorer.eval_timeout)
 
     def request(self, label: int) -> None:
         """Have the sets evaluated; from now on the engine keeps its version until that is done. The caller saves."""
@@ -55,8 +58,6 @@ class Evaluations:
     async def run(self) -> None:
         """Serve requests until cancelled."""
         await self._scheduler.caught_up()
-        if self._state.due:
-            self._membership.hold(self._config.explorer.eval_timeout)
         while True:
             await self._woken.until(lambda: bool(self._state.due))
             self.running = self._state.due[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskBody, TaskSubmission
@@ -21,6 +22,9 @@ class TaskSupply(Protocol):
 
     def state(self) -> dict[str, object]:
         """Return the position."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to a position."""
 
 
 class Intake:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from trinity_mq.bus import Bus, Topology
+from trinity_mq.bus import Bus, Consumer, Delivery, Topology
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.messages import (
@@ -25,8 +26,11 @@ from trinity_mq.messages import (
     TaskResult,
     TaskSlice,
 )
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.mail import envelope, opened
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.streams import next_or_quiet
+from trinity_mq.scheduling.batch_metrics import submission_outcome, task_status
 from trinity_mq.scheduling.collector import Collector
 from trinity_mq.scheduling.seeds import stable_seed
 from trinity_mq.scheduling.status import Status
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
     from trinity_mq.workflows import Task
 
 log = structlog.get_logger(__name__)
+
+MARK_TIMEOUT = 60.0
+"""Seconds on a usable bus without anything new until a missing own mark means: not the stream that our offset is of."""
 
 
 async def _nothing() -> None:
@@ -77,14 +84,17 @@ class Scheduler:
         self.results_offset = results_offset
         """Next offset to read on the results stream; None before the first start."""
         self.on_progress: Callable[[Progress], None] = lambda progress: None
-        self.on_result: Callable[[Ticket, TaskResult], None] = lambda ticket, result: None
         self.changed = Notifier()
         self.late_results = 0
         self._owner, self._save, self._next_beat = owner, save, next_beat
         self._caught_up = asyncio.Event()
-        self._to_open: asyncio.Queue[Ticket] = asyncio.Queue()
-        self._collector = Collector(bus, self.topology, config)
+        self._to_open: list[Ticket] = []
+        self._claimed: set[str] = set()
+        """Tickets whose results are for one caller only."""
+        self._collector = Collector(bus, self.topology, config, owner)
         self._returned: dict[str, set[int]] = {}
+        self._completed = 0
+        """Tasks that have got their last outcome."""
         self._task: asyncio.Task[None] | None = None
 
     # -- documented interface
@@ -94,7 +104,7 @@ class Scheduler:
         if self._task is None or self._task.done():
             await self.bus.declare(*self.topology.durable)
             self._caught_up.clear()
-            self._task = asyncio.get_running_loop().create_task(self.run(), name="scheduler")
+            self._task = asyncio.get_running_loop().create_task(self._serve(), name="scheduler")
             await self._or_failure(self._caught_up.wait())
 
     async def stop(self) -> None:
@@ -113,10 +123,7 @@ class Scheduler:
         """
         if not tasks:
             return None
-        ticket = self.make_ticket([task.to_body() for task in tasks], batch_id, deliver=deliver)
-        self.tickets[ticket.ticket] = ticket
-        self._to_open.put_nowait(ticket)
-        return ticket.ticket
+        return self._schedule(self.make_ticket([task.to_body() for task in tasks], batch_id, deliver=deliver))
 
     def has_step(self, batch_id: BatchId) -> bool:
         """Say whether anything of the batch is scheduled, running, or waits to be fetched."""
@@ -138,24 +145,49 @@ class Scheduler:
             timeout: Seconds; None means ``explorer.batch_timeout``.
             clear_timeout_tasks: Forget the tasks that were not done in time; else a later call can have them.
         """
-        tickets = [ticket for ticket in self.tickets.values() if ticket.batch == batch_id]
+        tickets = [t for t in self.tickets.values() if t.batch == batch_id and t.ticket not in self._claimed]
+        return await self._results_of(tickets, min_num, timeout, clear_timeout_tasks)
+
+    async def run_one(
+        self, task: Task, batch_id: BatchId, *, run_id_base: int = 0
+    ) -> tuple[list[Status], list[Experience]]:
+        """Have one task done and return its status and experiences to this caller alone, whatever else is scheduled
+        under ``batch_id``. Its runs are numbered from ``run_id_base`` on.
+        """
+        ticket = self.make_ticket([task.to_body()], batch_id, deliver="caller", first_run=run_id_base)
+        self._claimed.add(self._schedule(ticket))
+        try:
+            return await self._results_of([ticket], None, None, True)
+        finally:
+            self._claimed.discard(ticket.ticket)
+
+    async def _results_of(
+        self, tickets: Sequence[Ticket], min_num: int | None, timeout: float | None, clear_timeout_tasks: bool
+    ) -> tuple[list[Status], list[Experience]]:
         if not tickets:
             return [], []
         left = sum(len(ticket.tasks) - len(self._returned.get(ticket.ticket, ())) for ticket in tickets)
         wanted = left if min_num is None else min_num
         if wanted > left:
-            log.warning("min_num_clamped", batch=batch_id, min_num=min_num, tasks=left)
+            log.warning("min_num_clamped", batch=tickets[0].batch, min_num=min_num, tasks=left)
             wanted = left
         in_time = await self._wait_for(lambda: sum(len(self._fresh(t)) for t in tickets) >= wanted, timeout)
         statuses: list[Status] = []
         experiences: list[Experience] = []
         for ticket in tickets:
             for task_id in self._fresh(ticket):
+                returned = self._returned.setdefault(ticket.ticket, set())
+                if task_id in returned:
+                    continue  # another caller of this batch took it meanwhile
+                returned.add(task_id)
                 results = ticket.results_of(task_id)
-                statuses.append(task_status(results))
                 if ticket.deliver == "caller":
-                    experiences += await self._collector.take(ticket, results)
-                self._returned.setdefault(ticket.ticket, set()).add(task_id)
+                    try:
+                        experiences += await self._collector.take(ticket, results)
+                    except BaseException:
+                        returned.discard(task_id)
+                        raise
+                statuses.append(task_status(results))
             done = len(self._returned.get(ticket.ticket, ())) == len(ticket.tasks)
             if done or (clear_timeout_tasks and not in_time):
                 await self._forget(ticket)
@@ -167,16 +199,15 @@ class Scheduler:
         Raises:
             TimeoutError: No task completed within ``timeout`` seconds; the timer starts anew at each completion.
         """
-
-        def left() -> int:
-            return sum(len(ticket.tasks) - len(ticket.finished_tasks) for ticket in self.tickets.values())
-
-        while (before := left()) > 0:
-            if not await self._wait_for(lambda before=before: left() < before, timeout):  # type: ignore[misc]  # bound at once
+        seconds = self._seconds(timeout)
+        while (left := self._tasks_left()) > 0:
+            before = self._completed
+            moved = functools.partial(self._has_moved, before)
+            if not await self._wait_for(moved, seconds):
                 if clear_timeout_tasks:
                     for ticket in [t for t in self.tickets.values() if not t.is_complete]:
                         await self._forget(ticket)
-                raise TimeoutError(f"no task was completed within {timeout:g} s; {before} were left")
+                raise TimeoutError(f"no task was completed within {seconds:g} s; {left} were left")
 
     # -- what the explorer uses
 
@@ -185,6 +216,7 @@ class Scheduler:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow(), name="results")
             group.create_task(self._open_scheduled(), name="open")
+            group.create_task(self._collector.run(), name="delete")
 
     async def caught_up(self) -> None:
         """Return once everything published before this start has been read."""
@@ -230,29 +262,30 @@ class Scheduler:
         """After a restart and once caught up: keep batch queues alive, publish what was not published, in the order of
         opening.
         """
+        await self.keep_queues()
         for ticket in list(self.tickets.values()):
-            if ticket.manifest is not None:
-                continue
-            if ticket.deliver != "none":
-                await self.bus.declare(self.topology.batch_queue(ticket.batch, ticket.ticket))
-            if not ticket.published:
+            if not ticket.published and ticket.manifest is None and ticket.ticket in self.tickets:
                 await self.open(ticket)
 
-    async def close(self, ticket: Ticket, metrics: dict[str, float]) -> BatchClosed:
-        """Close a pipeline ticket: save the manifest, unbind, publish it, answer the submitters. The caller saves
-        without the ticket.
+    async def keep_queues(self) -> None:
+        """Declare the batch queues of open tickets anew: that starts their ``x-expires`` anew, publishing does not."""
+        for ticket in list(self.tickets.values()):
+            if ticket.published and ticket.manifest is None and ticket.deliver != "none":
+                await self.bus.declare(self.topology.batch_queue(ticket.batch, ticket.ticket))
+
+    async def close(self, ticket: Ticket, manifest: BatchClosed) -> None:
+        """Close a ticket: save its manifest (once saved it stays), unbind, publish it, answer the submitters. The
+        caller saves without the ticket.
         """
-        if ticket.manifest is None:
-            ticket.manifest = ticket.make_manifest().model_copy(update={"metrics": metrics})
-            await self._save()
+        ticket.manifest = manifest
+        await self._save()
         if ticket.deliver != "none":
             await self.bus.unbind(self.topology.batch_queue(ticket.batch, ticket.ticket))
         if ticket.deliver == "pipeline":
-            await self.announce(ticket.manifest)
+            await self.announce(manifest)
         for submission in ticket.submissions:
             await self.answer(submission, submission_outcome(ticket, submission))
-        del self.tickets[ticket.ticket]
-        return ticket.manifest
+        self.tickets.pop(ticket.ticket, None)
 
     async def answer(self, submission: SubmissionRef, outcome: SubmissionOutcome) -> None:
         """Tell a submitter, if it wants to know, what became of its task."""
@@ -270,12 +303,33 @@ class Scheduler:
 
     # -- inside
 
+    async def _serve(self) -> None:
+        """:meth:`run`, waking who waits when it ends: they tell why."""
+        try:
+            await self.run()
+        finally:
+            self.changed.notify()
+
+    def _schedule(self, ticket: Ticket) -> str:
+        self.tickets[ticket.ticket] = ticket
+        self._to_open.append(ticket)
+        self.changed.notify()
+        return ticket.ticket
+
+    def _has_moved(self, before: int) -> bool:
+        return self._completed > before or not self._tasks_left()
+
+    def _tasks_left(self) -> int:
+        return sum(len(ticket.tasks) - len(ticket.finished_tasks) for ticket in self.tickets.values())
+
     async def _open_scheduled(self) -> None:
         await self._caught_up.wait()
         while True:
-            ticket = await self._to_open.get()
+            await self.changed.until(lambda: bool(self._to_open))
+            ticket = self._to_open[0]
             if ticket.ticket in self.tickets and not ticket.published:
                 await self.open(ticket)
+            self._to_open.remove(ticket)  # not before: stopped in between, the next start opens it
 
     async def _publish_slice(self, ticket: Ticket, piece: SliceState) -> None:
         explorer = self.config.explorer
@@ -304,7 +358,8 @@ class Scheduler:
         mark = envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
         async with await self.bus.consume(self.topology.results, offset=self.results_offset) as feed:
             await self.bus.publish(self.topology.exchange("results"), "mark", mark)
-            async for delivery in feed:
+            while True:
+                delivery = await self._next(feed)
                 message = await opened(self.bus, self.topology, delivery, self._owner)
                 if isinstance(message, Mark) and message.nonce == nonce:
                     self._caught_up.set()
@@ -314,13 +369,30 @@ class Scheduler:
                     self.results_offset = delivery.offset + 1
                 self.changed.notify()
 
+    async def _next(self, feed: Consumer) -> Delivery:
+        """Return the next delivery.
+
+        Raises:
+            FatalError: The stream is shorter than our offset says; a reader at an offset beyond the end waits for ever.
+        """
+        if self._caught_up.is_set():
+            return await anext(feed)
+        delivery = await next_or_quiet(self.bus, feed, MARK_TIMEOUT)
+        if delivery is None:
+            raise FatalError(
+                f"nothing was found on the results stream from offset {self.results_offset} on, not even our own mark: "
+                "the stream is shorter than the saved state says, so this is not the broker (or not the data) it was "
+                "made with. Bring that back, or start under another name"
+            )
+        return delivery
+
     def _take(self, message: Message) -> None:
         if isinstance(message, TaskResult):
             ticket = self.tickets.get(message.ticket)
             if ticket is None or ticket.manifest is not None or message.outcome == "late":
                 self.late_results += 1
             elif ticket.record(message):
-                self.on_result(ticket, message)
+                self._completed += message.task_id in ticket.finished_tasks
         elif isinstance(message, Progress):
             self.on_progress(message)
 
@@ -329,15 +401,19 @@ class Scheduler:
         return [task_id for task_id in ticket.finished_tasks if task_id not in returned]
 
     async def _forget(self, ticket: Ticket) -> None:
-        self.tickets.pop(ticket.ticket, None)
+        if self.tickets.pop(ticket.ticket, None) is None:
+            return  # another caller of this batch was first
         self._returned.pop(ticket.ticket, None)
         if ticket.deliver == "caller":
             await self._collector.forget(ticket)
         await self._save()
 
+    def _seconds(self, timeout: float | None) -> float:
+        return self.config.explorer.batch_timeout if timeout is None else timeout
+
     async def _wait_for(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
         try:
-            async with asyncio.timeout(self.config.explorer.batch_timeout if timeout is None else timeout):
+            async with asyncio.timeout(self._seconds(timeout)):
                 await self._or_failure(self.changed.until(predicate))
         except TimeoutError:
             return False
@@ -345,52 +421,19 @@ class Scheduler:
 
     async def _or_failure(self, waiting: Any) -> None:
         """Await ``waiting``, but raise at once what ended the background task."""
-        if self._task is None:
+        task = self._task
+        if task is None:
             await waiting
             return
         waiter = asyncio.ensure_future(waiting)
         try:
-            await asyncio.wait([waiter, self._task], return_when=asyncio.FIRST_COMPLETED)
-            if not waiter.done() and self._task.done():
-                self._task.result()
-                raise RuntimeError("the scheduler was stopped while somebody waited for it")
+            await asyncio.wait([waiter, task], return_when=asyncio.FIRST_COMPLETED)
+            if not waiter.done() and task.done():
+                if not task.cancelled():
+                    task.result()
+                raise RuntimeError("the scheduler was stopped while somebody waited for it; call start() again")
         finally:
             waiter.cancel()
             await asyncio.wait([waiter])
         if not waiter.cancelled():
             waiter.result()
-
-
-def task_status(results: Sequence[TaskResult]) -> Status:
-    """Return the status of a task from the outcomes of its slices."""
-    runs = [metrics for result in results for metrics in result.metrics]
-    completed = sum(len(result.runs) for result in results)
-    total = sum(result.repeat_times for result in results)
-    names = sorted({name for metrics in runs for name in metrics})
-    mean = {name: sum(m[name] for m in runs if name in m) / sum(name in m for m in runs) for name in names}
-    message = next((result.message for result in results if result.message), None)
-    return Status(
-        ok=completed == total, metric=mean, message=message, completed_runs=completed, total_runs=total, metrics=runs
-    )
-
-
-def submission_outcome(ticket: Ticket, submission: SubmissionRef) -> SubmissionOutcome:
-    """Return what a submitter is told of its task."""
-    results = ticket.results_of(submission.task_id)
-    status = task_status(results)
-    decisive = next((r.outcome for r in results if r.outcome != "finished"), "finished") if results else "cancelled"
-    if decisive != "finished" and status.completed_runs:
-        decisive = "partial"
-    return SubmissionOutcome(
-        submission_id=submission.submission_id,
-        batch=ticket.batch,
-        ticket=ticket.ticket,
-        outcome=decisive,
-        completed_runs=status.completed_runs,
-        total_runs=status.total_runs,
-        metrics=status.metric,
-        message=status.message,
-        experiences=sum(r.parts for r in results)
-        if submission.want_experiences and ticket.deliver == "pipeline"
-        else 0,
-    )

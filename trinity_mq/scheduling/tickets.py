@@ -125,13 +125,14 @@ class Ticket(BaseModel):
         )
 
 
-def cut(tasks: Sequence[TaskBody], max_repeat_times: int | None) -> list[SliceState]:
-    """Cut tasks into slices of at most ``max_repeat_times`` runs, run ids counted on within a task."""
+def cut(tasks: Sequence[TaskBody], max_repeat_times: int | None, first_run: int = 0) -> list[SliceState]:
+    """Cut tasks into slices of at most ``max_repeat_times`` runs, run ids from ``first_run`` on in each task."""
     slices = []
     for task_id, task in enumerate(tasks):
         size = max_repeat_times or task.repeat_times
         for base in range(0, task.repeat_times, size):
-            slices.append(SliceState(task_id=task_id, run_base=base, repeat_times=min(size, task.repeat_times - base)))
+            runs = min(size, task.repeat_times - base)
+            slices.append(SliceState(task_id=task_id, run_base=first_run + base, repeat_times=runs))
     return slices
 
 
@@ -144,6 +145,7 @@ def new_ticket(
     time_left: float,
     seed: int = 0,
     max_repeat_times: int | None = None,
+    first_run: int = 0,
     min_num: int | None = None,
     pinned: Version | None = None,
     submissions: Sequence[SubmissionRef] = (),
@@ -155,7 +157,7 @@ def new_ticket(
         lane=lane,
         deliver=deliver,
         tasks=list(tasks),
-        slices=cut(tasks, max_repeat_times),
+        slices=cut(tasks, max_repeat_times, first_run),
         seed=seed,
         pinned=pinned,
         time_left=time_left,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_mq.config import Config
@@ -66,18 +66,11 @@ class RunnerWrapper:
         """Have the task done, attempts and back-off included, and return its status, its experiences and this runner's
         id.
         """
-        body = task.task
-        body.repeat_times = task.repeat_times
-        batch_id = (
-            f"{task.batch_id}/one-{task.run_id_base}" if self._scheduler.has_step(task.batch_id) else task.batch_id
-        )
-        self._scheduler.schedule([body], batch_id)
-        statuses, experiences = await self._scheduler.get_results(batch_id)
+        body = replace(task.task, repeat_times=task.repeat_times)  # the caller's own task stays as it is
+        statuses, experiences = await self._scheduler.run_one(body, task.batch_id, run_id_base=task.run_id_base)
         if not statuses:
             message = f"the task was not done within {self.config.explorer.batch_timeout:g} s"
             return Status(ok=False, metric={}, message=message, total_runs=task.repeat_times), [], self.runner_id
-        for experience in experiences:
-            experience.eid.run += task.run_id_base
         return statuses[0], experiences, self.runner_id
 
     async def restart_runner(self, reason: str = "asked by the explorer") -> None:

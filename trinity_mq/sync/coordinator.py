@@ -240,6 +240,10 @@ class Coordinator:
             return []
         return self._fail(f"{event.sender}: {event.reason or 'failed'}", (event.sender,))
 
+    def cancel(self, reason: str) -> list[Command]:
+        """Give the try under way up; nobody is to blame."""
+        return [] if self.phase is Phase.IDLE else self._fail(reason, ())
+
     def tick(self, now: float) -> list[Command]:
         """Time has passed."""
         gone = [name for name, member in self.members.items() if member.lease_ends <= now]
@@ -291,7 +295,9 @@ class Coordinator:
         return self._prepare.model_copy(update={"verb": "go", "manifest": [], "canary": {}})
 
     def _is_ours(self, event: SyncEvent) -> bool:
-        return (event.epoch, event.attempt) == (self.epoch, self.attempt) and event.sender in self._taking_part
+        # the version tells an answer to another life of this trainer apart: its generation rises with each start
+        ours = (self._version, self.epoch, self.attempt)
+        return (event.version, event.epoch, event.attempt) == ours and event.sender in self._taking_part
 
     def _missing(self) -> tuple[str, ...]:
         answered = self._ready if self.phase is Phase.PREPARING else self._applied

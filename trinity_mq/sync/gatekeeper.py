@@ -5,6 +5,7 @@ committed.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
@@ -31,6 +32,11 @@ log = structlog.get_logger(__name__)
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest allowed difference of a canary token's logprob between trainer and engine, by dtype of the weights. In
 bfloat16 0.07 was seen between two sound sides of a sharply trained tiny model."""
+
+
+RETRY_PAUSE = 0.5
+"""Seconds after a failed try, times the failures of this version so far."""
+LONGEST_PAUSE = 10.0
 
 
 class Channel(Protocol):
@@ -119,7 +125,7 @@ class Gatekeeper:
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
-        while True:
+        for failures in itertools.count(1):
             while not self.has_members:
                 await self.changed.wait()
             self._own_canary = await self._weights.canary_logprobs(self._canary)
@@ -134,19 +140,31 @@ class Gatekeeper:
                 continue
             self._outcome = loop.create_future()
             self._enqueue(self.machine.start(version, progress, prepare, loop.time()))
-            outcome = await self._outcome
-            self._outcome = None
+            try:
+                outcome = await self._outcome
+            except asyncio.CancelledError:
+                # members must not stand still until their leases end
+                self._enqueue(self.machine.cancel("the trainer has given this try up"))
+                raise
+            finally:
+                self._outcome = None
             if isinstance(outcome, Committed):
                 self.syncs += 1
                 self.last_seconds = loop.time() - started
                 return
             self.aborts += 1
             log.warning("sync_aborted", version=version, reason=outcome.reason, lost=outcome.lost)
+            # time for those who failed to join again, and no busy loop where every try fails at once
+            await asyncio.sleep(min(LONGEST_PAUSE, RETRY_PAUSE * failures))
+
+    async def settled(self) -> None:
+        """Return when every command is performed, such as telling the members of a try given up."""
+        await self._commands.join()
 
     async def confirm_unchanged(self, progress: int) -> None:
         """Commit the new progress with the weights everybody has."""
         self._enqueue(self.machine.unchanged(progress))
-        await self._commands.join()
+        await self.settled()
 
     # -- inside
 

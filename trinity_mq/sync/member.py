@@ -172,7 +172,11 @@ class Member:
 
     def abort(self, event: SyncEvent) -> list[Command]:
         """The try is over."""
-        if self._held is not None and (event.epoch, event.attempt) == (self._held.epoch, self._held.attempt):
+        if self._held is not None and (event.version, event.epoch, event.attempt) == (
+            self._held.version,
+            self._held.epoch,
+            self._held.attempt,
+        ):
             self._held = None
         if self._prepare is None or not self._same_try(event):
             return []
@@ -198,11 +202,11 @@ class Member:
     # -- inside
 
     def _same_try(self, event: SyncEvent) -> bool:
-        return self._prepare is not None and (event.sender, event.epoch, event.attempt) == (
-            self._prepare.sender,
-            self._prepare.epoch,
-            self._prepare.attempt,
-        )
+        def of(one: SyncEvent) -> tuple[object, ...]:
+            # with the version: a restarted trainer counts epochs and attempts anew under the same name
+            return (one.sender, one.version, one.epoch, one.attempt)
+
+        return self._prepare is not None and of(event) == of(self._prepare)
 
     def _extend(self, event: SyncEvent, now: float) -> None:
         # longer than the coordinator's own deadline, so that it decides first

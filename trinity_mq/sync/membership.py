@@ -57,6 +57,7 @@ class Membership:
         """Notified when stage or version may have changed."""
         self._engine, self._publish, self._committed = engine, publish, committed
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
+        self._unperformed = 0
         self._join_now = asyncio.Event()
 
     @property
@@ -74,8 +75,8 @@ class Membership:
 
     @property
     def idle(self) -> bool:
-        """No try is under way here."""
-        return self.machine.stage is Stage.IDLE
+        """No try is under way here, and the engine has heard of the last one's end."""
+        return self.machine.stage is Stage.IDLE and not self._unperformed
 
     def engine_up(self, version: Version | None, fingerprint: str | None) -> None:
         """The engine answers and holds ``version`` (None: nothing that counts)."""
@@ -102,6 +103,7 @@ class Membership:
     # -- inside
 
     def _enqueue(self, commands: list[Command]) -> None:
+        self._unperformed += len(commands)
         for command in commands:
             self._commands.put_nowait(command)
         self.changed.notify()
@@ -137,6 +139,7 @@ class Membership:
                 self._join_now.set()
             else:
                 await self._serve(command)
+            self._unperformed -= 1
             self.changed.notify()
 
     async def _serve(self, command: Commit | Resume) -> None:

@@ -18,7 +18,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import TaskResult, TaskSlice, Version, decode
 from trinity_mq.models.engines.snapshot import EngineSnapshot
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.mail import EXPERIENCES, envelope
+from trinity_mq.runtime.mail import EXPERIENCES, envelope, settle
 
 
 class FakeEngine:
@@ -167,7 +167,7 @@ class FakeRunner:
         )
         await self.bus.publish(self.topology.exchange("results"), batch_key(piece.batch), envelope(result))
         self.done.append(piece)
-        await delivery.ack()
+        await settle(delivery)
 
 
 def one_experience(piece: TaskSlice, run: int, version: Version) -> Experience:

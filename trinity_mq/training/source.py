@@ -15,12 +15,13 @@ from trinity_mq.messages import BatchReady, Mark, RunEnd
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.mail import EXPERIENCES, envelope, opened, park
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.streams import next_or_quiet
 from trinity_mq.training.decide import Decider, Decision
 
 log = structlog.get_logger(__name__)
 
 MARK_TIMEOUT = 60.0
-"""Seconds without anything new until a missing own mark means: not the stream the checkpoint knows."""
+"""Seconds on a usable bus without anything new until a missing own mark means: not the stream the checkpoint knows."""
 
 
 @dataclass(slots=True)
@@ -128,8 +129,13 @@ class StreamSource:
             marked = False
             try:
                 while True:
-                    async with asyncio.timeout(None if marked else MARK_TIMEOUT):
-                        delivery = await anext(feed)
+                    delivery = await (anext(feed) if marked else next_or_quiet(self._bus, feed, MARK_TIMEOUT))
+                    if delivery is None:
+                        raise FatalError(
+                            f"nothing was found on the ready stream from offset {offset} on, not even our own mark: "
+                            "the stream is shorter than the checkpoint says, so this is not the broker (or not the "
+                            "data) it was made with. Bring that back, or start under another name"
+                        )
                     marked = await self._take(delivery, nonce) or marked
             except StreamCut as error:
                 raise FatalError(
@@ -137,12 +143,6 @@ class StreamSource:
                     f"begins at {error.got}. "
                     "Raise broker.ready_max_bytes, or start under another name"
                 ) from error
-            except TimeoutError:
-                raise FatalError(
-                    f"nothing was found on the ready stream from offset {offset} on, not even our own mark: the stream "
-                    "is shorter than the "
-                    "checkpoint says, so this is not the broker (or not the data) it was made with"
-                ) from None
 
     async def _take(self, delivery: Delivery, nonce: str) -> bool:
         """Take in one delivery; True for our own mark."""

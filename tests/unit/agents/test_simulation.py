@@ -5,136 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trinity_agents.explorer import Explorer
+from tests.unit.agents.simulation import Simulation
 from trinity_agents.operator import Operator
-from trinity_agents.trainer import Trainer
-from trinity_mq.bus import Topology
-from trinity_mq.bus.memory import MemoryBroker, MemoryBus
-from trinity_mq.config import Config, load_config
-from trinity_mq.messages import TaskBody, TaskSlice
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner, FakeRunner, FakeRunnerAgent
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.history import lineage
-
-
-class Tasks:
-    """A taskset without end."""
-
-    def __init__(self) -> None:
-        self.given = 0
-
-    def __len__(self) -> int:
-        return 1000
-
-    def next_batch(self, size: int) -> list[TaskBody]:
-        self.given += size
-        return [TaskBody(workflow="none", repeat_times=2) for _ in range(size)]
-
-    def state(self) -> dict[str, object]:
-        return {"given": self.given}
-
-
-@dataclass
-class Simulation:
-    """One run's parts; every agent has a connection of its own to one broker."""
-
-    folder: Path
-    overrides: tuple[str, ...] = ()
-    batches: int = 6
-    step_seconds: float = 1.0
-    runner_seconds: Callable[[TaskSlice], float] = lambda piece: 0.1
-    spoil: Callable[[TaskSlice], str | None] = lambda piece: None
-    broker: MemoryBroker = field(default_factory=MemoryBroker)
-    engine: FakeEngine = field(default_factory=FakeEngine)
-    reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    operators: int = 1
-    explorer: Explorer | None = None
-    trainers: list[Trainer] = field(default_factory=list)
-    learners: list[FakeLearner] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.config: Config = load_config(
-            {
-                "name": "sim",
-                "model": {"tiny": {}},
-                "algorithm": {"repeat_times": 2},
-                "buffer": {"batch_size": 2, "total_steps": self.batches},
-                "explorer": {"eval_interval": 2},
-                "monitor": {"tensorboard": False},
-            },
-            self.overrides,
-        )
-        self.topology = Topology("sim")
-
-    def bus(self) -> MemoryBus:
-        return MemoryBus(self.broker, self.topology, config=self.config.broker)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        self.reports.append((step, values))
-
-    def make_trainer(self) -> Trainer:
-        learner = FakeLearner(self.step_seconds)
-        self.learners.append(learner)
-        trainer = Trainer(
-            self.config,
-            bus=self.bus(),
-            topology=self.topology,
-            agent_id="trainer-0",
-            learner=learner,
-            channel=FakeChannel(),
-            folder=self.folder,
-            metrics=self,  # type: ignore[arg-type]
-        )
-        self.trainers.append(trainer)
-        return trainer
-
-    def make_explorer(self) -> Explorer:
-        self.explorer = Explorer(
-            self.config,
-            bus=self.bus(),
-            topology=self.topology,
-            engine=self.engine,
-            folder=self.folder,
-            taskset=Tasks(),
-            eval_sets={"held": [TaskBody(workflow="none", is_eval=True)]},
-            metrics=self,  # type: ignore[arg-type]
-        )
-        return self.explorer
-
-    async def runner(self, bus: Any, topology: Topology) -> None:
-        work = FakeRunner(bus, topology, lambda: self.engine.snapshot.version, self.runner_seconds, self.spoil)
-        await work.run()
-
-    def make_runner(self) -> FakeRunnerAgent:
-        return FakeRunnerAgent(
-            self.config, bus=self.bus(), topology=self.topology, agent_id="runner-0", work=self.runner
-        )
-
-    def make_operator(self, number: int = 0) -> Operator:
-        return Operator(self.config, bus=self.bus(), topology=self.topology, agent_id=f"operator-{number}")
-
-    async def run(self, *, trainer: Callable[[], Any] | None = None, runners: Callable[[], Any] | None = None) -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.make_explorer().run())
-            group.create_task((runners or self.make_runner)().run() if runners is None else runners())
-            for number in range(self.operators):
-                group.create_task(self.make_operator(number).run())
-            group.create_task(self.make_trainer().run() if trainer is None else trainer())
-
-    @property
-    def trainer(self) -> Trainer:
-        return self.trainers[-1]
-
-    def values(self, name: str) -> list[tuple[int, float]]:
-        return [(step, values[name]) for step, values in self.reports if name in values]
 
 
 def expected_commits(batches: int, interval: int) -> list[int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,6 +116,9 @@ class Endless:
 
     def state(self) -> dict[str, object]:
         return {"epoch": self.given // self.size, "cursor": self.given % self.size}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.given = state["epoch"] * self.size + state["cursor"]
 
 
 def config(**buffer: object) -> Config:

@@ -31,7 +31,14 @@ def coordinator(*members: str) -> Coordinator:
 
 def from_member(verb: str, machine: Coordinator, sender: str, **more: Any) -> SyncEvent:
     return SyncEvent.model_validate(
-        {"verb": verb, "sender": sender, "epoch": machine.epoch, "attempt": machine.attempt, **more}
+        {
+            "verb": verb,
+            "sender": sender,
+            "version": machine._version,
+            "epoch": machine.epoch,
+            "attempt": machine.attempt,
+            **more,
+        }
     )
 
 

@@ -1,0 +1,228 @@
+"""A broker in memory, connections that take note of what goes over them, and peers to say something on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from trinity_mq.bus import Envelope, Topology
+from trinity_mq.bus.base import BusError, Delivery
+from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.config import load_config
+from trinity_mq.experience import EID, Experience
+from trinity_mq.messages import Beat, Message, TaskBody, TaskSlice, decode, decode_any
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.mail import envelope
+from trinity_mq.scheduling.status import SliceOutcome
+
+CONFIRM = 0.01
+"""Seconds a confirm takes."""
+
+
+class World:
+    def __init__(self, *overrides: str) -> None:
+        self.config = load_config(
+            {"name": "w", "model": {"tiny": {}}, "monitor": {"tensorboard": False}, "buffer": {"batch_size": 2}},
+            overrides,
+        )
+        self.topology = Topology("w")
+        self.broker = MemoryBroker()
+        self.wire: list[str] = []
+        """``sent``, ``confirmed`` or ``returned`` and a kind, ``acked`` and a queue, ``deleted`` and a queue; in the
+        order in which it happened."""
+        self.times: list[float] = []
+        """When, for each entry of :attr:`wire`."""
+        self.kill_after: tuple[int, asyncio.Task[Any]] | None = None
+        """Entries of :attr:`wire` after which a task is ended at its next step."""
+        self.outside = NotingBus(self, noted=False)
+        self.seq = 100
+
+    def note(self, what: str) -> None:
+        self.wire.append(what.replace(self.topology.prefix, ""))
+        self.times.append(asyncio.get_running_loop().time())
+        if self.kill_after is not None and len(self.wire) == self.kill_after[0]:
+            self.kill_after[1].cancel()
+
+    def bus(self) -> NotingBus:
+        return NotingBus(self)
+
+    @asynccontextmanager
+    async def living(self, *agents: Agent) -> AsyncIterator[None]:
+        """Run agents; at the end drain them and see them end."""
+        await self.ready()
+        tasks = [asyncio.create_task(agent.run()) for agent in agents]
+        try:
+            await asyncio.sleep(0.2)
+            yield
+            for agent in agents:
+                agent.drain()
+            await asyncio.gather(*tasks)
+        finally:
+            await kill(*tasks)
+
+    async def ready(self) -> None:
+        if not self.outside.usable:
+            await self.outside.connect()
+            await self.outside.declare(*self.topology.durable)
+
+    async def beat(
+        self, role: Any, name: str, seq: int | None = None, /, state: str = "working", **detail: Any
+    ) -> None:
+        self.seq += 1
+        found = Beat(
+            role=role,
+            id=name,
+            seq=self.seq if seq is None else seq,
+            incarnation="x",
+            lease=detail.pop("lease", 10.0),
+            state=state,
+            waits_for=detail.pop("waits_for", None),
+            detail=detail,
+        )
+        await self.outside.publish(self.topology.exchange("telemetry"), f"beat.{role}.{name}", envelope(found))
+        await asyncio.sleep(0.01)
+
+    async def put(self, queue: str, body: bytes, **how: Any) -> None:
+        """Publish straight to a queue, as anybody could."""
+        mail = Envelope(body=body, **{"kind": "unknown", "headers": {}, **how})
+        assert await self.outside.publish("", self.topology.prefix + queue, mail)
+
+    def count(self, queue: str) -> int | None:
+        """Messages ready, None where there is no such queue."""
+        found = self.broker.queues.get(self.topology.prefix + queue)
+        return None if found is None else found.depth
+
+    def stored(self, queue: str) -> list[Any]:
+        """What a queue holds, without taking it."""
+        found: Any = self.broker.queues[self.topology.prefix + queue]
+        return list(found._messages if hasattr(found, "_messages") else found._ready)
+
+    def stream(self, name: str) -> list[Message]:
+        """The control-plane messages of a stream."""
+        return [
+            decode_any(each.body)
+            for each in self.stored(name)
+            if not str(each.headers["kind"]).startswith("experience")
+        ]
+
+    def reasons(self) -> list[str]:
+        """Why each body in ``dead`` is there."""
+        return [str(each.headers.get("dead-reason")) for each in self.stored("dead")]
+
+    def held_back(self, queue: str, deliveries: int) -> None:
+        """Let what waits in a queue look as if it had come back so often."""
+        work: Any = self.broker.queues[self.topology.prefix + queue]
+        work._ready = type(work._ready)(replace(each, returns=deliveries) for each in work._ready)
+
+
+class NotingBus(MemoryBus):
+    """Confirms take their time, and everything is noted."""
+
+    def __init__(self, world: World, noted: bool = True) -> None:
+        super().__init__(world.broker, world.topology, config=world.config.broker)
+        self.world, self.noted = world, noted
+
+    async def publish(self, exchange: str, routing_key: str, envelope: Envelope, **how: Any) -> bool:
+        quiet = not self.noted or envelope.kind in {"beat", "metrics"}
+        if not quiet:
+            self.world.note(f"sent {envelope.kind}")
+        routed = await super().publish(exchange, routing_key, envelope, **how)
+        await asyncio.sleep(CONFIRM)
+        if not quiet:
+            self.world.note(f"{'confirmed' if routed else 'returned'} {envelope.kind}")
+        return routed
+
+    async def delete(self, name: str) -> None:
+        self.world.note(f"deleted {name}")
+        await super().delete(name)
+
+    async def consume(self, queue: Any, **how: Any) -> Any:
+        consumer = await super().consume(queue, **how)
+        if self.noted and queue.kind == "quorum":
+            hand_over = consumer._hand_over
+            consumer._hand_over = lambda item: noted(self.world, hand_over(item))
+        return consumer
+
+
+def noted(world: World, delivery: Delivery) -> Delivery:
+    ack = delivery.ack
+
+    async def acked() -> None:
+        try:
+            await ack()
+        except BusError:
+            world.note(f"void {delivery.queue}")
+            raise
+        world.note(f"acked {delivery.queue}")
+
+    delivery.ack = acked  # type: ignore[method-assign]
+    return delivery
+
+
+async def kill(*tasks: asyncio.Task[Any]) -> None:
+    """End agents as SIGKILL would: nothing they do afterwards counts but losing their connection."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+def experience(task: int = 0, run: int = 0, length: int = 4, **fields: Any) -> Experience:
+    return Experience(
+        **{
+            "eid": EID(batch=1, task=task, run=run),
+            "tokens": torch.arange(length, dtype=torch.int32),
+            "prompt_length": 2,
+            "logprobs": torch.zeros(length - 2),
+            "reward": float(run % 2),
+            "versions": [(0, 1, 3)],
+            "temperature": 1.0,
+            **fields,
+        }
+    )
+
+
+def a_slice(ticket: str = "t1", task: int = 0, runs: int = 2, **fields: Any) -> TaskSlice:
+    limits = {"max_timeout": 100.0, "slice_timeout": 300.0}
+    return TaskSlice(
+        **{
+            "batch": 1,
+            "ticket": ticket,
+            "task_id": task,
+            "repeat_times": runs,
+            "task": TaskBody(workflow="none"),
+            "explorer": "explorer-0",
+            **limits,
+            **fields,
+        }
+    )
+
+
+def an_outcome(piece: TaskSlice, **fields: Any) -> SliceOutcome:
+    runs = list(range(piece.run_base, piece.run_base + piece.repeat_times))
+    return SliceOutcome(
+        **{
+            "experiences": [experience(piece.task_id, run) for run in runs],
+            "runs": runs,
+            "metrics": [{"reward": 1.0} for _ in runs],
+            "version_min": (1, 3),
+            "version_max": (1, 3),
+            **fields,
+        }
+    )
+
+
+async def send_slice(world: World, piece: TaskSlice) -> None:
+    """Publish a slice as its explorer would, its batch queue declared."""
+    await world.ready()
+    if piece.deliver != "none":
+        await world.outside.declare(world.topology.batch_queue(piece.batch, piece.ticket))
+    mail = envelope(piece, message_id=f"{piece.ticket}-{piece.task_id}-{piece.run_base}")
+    await world.outside.publish(world.topology.exchange("tasks"), f"{piece.lane}.1", mail)
+
+
+__all__ = ["World", "a_slice", "an_outcome", "decode", "experience", "kill", "send_slice"]

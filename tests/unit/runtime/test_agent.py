@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from trinity_mq.bus import Envelope, Topology
+from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.config import load_config
+from trinity_mq.messages import Beat, ControlEvent, decode
+from trinity_mq.runtime.agent import BEAT_INTERVAL, Agent
+from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.mail import envelope
+from trinity_mq.testing.virtual_time import run_virtually
+
+CONFIG = load_config({"name": "w", "model": {"tiny": {}}, "monitor": {"tensorboard": False}})
+TOPOLOGY = Topology("w")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+class Idler(Agent):
+    """Waits until it is drained."""
+
+    role = "runner"
+
+    def __init__(self, broker: MemoryBroker, name: str = "runner-0") -> None:
+        bus = MemoryBus(broker, TOPOLOGY, config=CONFIG.broker)
+        super().__init__(CONFIG, bus=bus, topology=TOPOLOGY, agent_id=name)
+        self.heard: list[str] = []
+        self.level = 0
+
+    def detail(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    async def serve(self) -> None:
+        self.set_state("idle", "work")
+        await self.draining.wait()
+
+    async def on_control(self, event: ControlEvent) -> None:
+        self.heard.append(event.verb)
+
+
+class Outside:
+    """Hears every beat."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self.bus = MemoryBus(broker, TOPOLOGY, config=CONFIG.broker)
+        self.beats: list[tuple[float, Beat]] = []
+
+    async def listen(self) -> None:
+        await self.bus.connect()
+        ears = TOPOLOGY.listener("outside", "x", "telemetry", "beat.#")
+        await self.bus.declare(*TOPOLOGY.durable, ears)
+        async for delivery in await self.bus.consume(ears):
+            self.beats.append((asyncio.get_running_loop().time(), decode(delivery.body, Beat)))
+            await delivery.ack()
+
+    async def tell(self, verb: Any, target: str, key: str | None = None) -> None:
+        event = ControlEvent(verb=verb, target=target)
+        key = key or f"{verb}.{target}"
+        await self.bus.publish(TOPOLOGY.exchange("control"), key, envelope(event))
+        await asyncio.sleep(0.2)
+
+
+def simulate(script: Any, agents: int = 1) -> tuple[Outside, list[Idler]]:
+    broker = MemoryBroker()
+    outside = Outside(broker)
+    idlers = [Idler(broker, f"runner-{n}") for n in range(agents)]
+
+    async def main() -> None:
+        listening = asyncio.create_task(outside.listen())
+        await asyncio.sleep(0.1)
+        tasks = [asyncio.create_task(idler.run()) for idler in idlers]
+        await asyncio.sleep(0.4)
+        await script(outside, *idlers)
+        for idler in idlers:
+            idler.drain()
+        await asyncio.sleep(1)
+        listening.cancel()
+        await asyncio.gather(*tasks)
+
+    run_virtually(main())
+    return outside, idlers
+
+
+def test_it_beats_every_interval_and_on_change_with_rising_numbers_and_says_goodbye() -> None:
+    async def script(outside: Outside, idler: Idler) -> None:
+        await asyncio.sleep(20)
+        idler.level = 7
+        idler.beat_soon()
+        await asyncio.sleep(0.1)
+
+    outside, (idler,) = simulate(script)
+    beats = [beat for _, beat in outside.beats]
+    assert [beat.seq for beat in beats] == list(range(1, len(beats) + 1))
+    times = [time for time, _ in outside.beats]
+    assert max(b - a for a, b in itertools.pairwise(times)) < BEAT_INTERVAL + 0.1
+    assert 10 < len(beats) < 18
+    changed = next(time for time, beat in outside.beats if beat.detail == {"level": 7})
+    assert changed < 20.6
+    assert (beats[-1].state, beats[-1].waits_for) == ("gone", None)
+    waiting = [beat for beat in beats if beat.waits_for == "work"]
+    assert waiting[-1].waits_seconds > 19
+    assert {beat.incarnation for beat in beats} == {idler.incarnation}
+
+
+def test_a_burst_of_changes_makes_few_beats() -> None:
+    async def script(outside: Outside, idler: Idler) -> None:
+        before = len(outside.beats)
+        for n in range(100):
+            idler.set_state("working", str(n))
+            await asyncio.sleep(0.001)
+        assert len(outside.beats) - before <= 4
+
+    simulate(script)
+
+
+def test_agents_hear_of_each_other_from_the_first_beat_on() -> None:
+    async def script(outside: Outside, *idlers: Idler) -> None:
+        for idler in idlers:
+            assert [beat.id for beat in idler.peers.alive("runner")] == ["runner-0", "runner-1"]
+
+    simulate(script, agents=2)
+
+
+@pytest.mark.parametrize(
+    ("target", "heard"), [("runner-0", [True, False]), ("runner", [True, True]), ("all", [True, True])]
+)
+def test_a_command_reaches_whom_it_names(target: str, heard: list[bool]) -> None:
+    async def script(outside: Outside, *idlers: Idler) -> None:
+        await outside.tell("pause", target)
+        await outside.tell("pause", "trainer", key=f"pause.{target}")  # its body names another
+        assert [bool(idler.heard) for idler in idlers] == heard
+        assert all(idler.heard in ([], ["pause"]) for idler in idlers)
+
+    simulate(script, agents=2)
+
+
+def test_told_to_drain_it_ends() -> None:
+    async def script(outside: Outside, idler: Idler) -> None:
+        await outside.tell("drain", "runner-0")
+        await asyncio.sleep(0.5)
+        assert idler.state == "gone"
+
+    simulate(script)
+
+
+def test_told_to_restart_it_ends_so_that_it_is_started_again() -> None:
+    async def script(outside: Outside, idler: Idler) -> None:
+        await outside.tell("restart", "runner-0")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        simulate(script)
+    assert caught.value.subgroup(RestartMe) is not None
+
+
+def test_a_command_or_beat_that_does_not_decode_changes_nothing() -> None:
+    async def script(outside: Outside, idler: Idler) -> None:
+        for exchange, key in (("control", "x.all"), ("telemetry", "beat.odd.x")):
+            await outside.bus.publish(TOPOLOGY.exchange(exchange), key, Envelope(body=b"\xc1", kind="odd"))
+        await asyncio.sleep(0.2)
+        await outside.tell("pause", "all")
+        assert idler.heard == ["pause"]
+        # a command is parked by its one addressee; a beat, which everybody hears, by the explorer alone
+        assert await outside.bus.depth(TOPOLOGY.dead.name) == 1
+
+    simulate(script)
+
+
+def test_after_an_outage_it_beats_again_and_believes_its_peers_anew() -> None:
+    async def script(outside: Outside, idler: Idler) -> None:
+        beat = Beat(role="engine", id="e", seq=1, incarnation="x", lease=10.0, state="working")
+        await outside.bus.publish(TOPOLOGY.exchange("telemetry"), "beat.engine.e", envelope(beat))
+        await asyncio.sleep(1)
+        idler.bus._broker.drop(idler.bus, delay=60)
+        await asyncio.sleep(50)
+        assert idler.peers.alive("engine") == []
+        before = len(outside.beats)
+        await asyncio.sleep(10.2)
+        assert [beat.id for beat in idler.peers.alive("engine")] == ["e"]
+        assert len(outside.beats) > before
+
+    simulate(script)
+
+
+def test_what_fails_beside_it_ends_it() -> None:
+    class Failing(Idler):
+        async def serve(self) -> None:
+            async def fails() -> None:
+                await asyncio.sleep(1)
+                raise ArithmeticError("beside")
+
+            await self.with_background(asyncio.Event().wait(), fails())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(Failing(MemoryBroker()).run())
+    assert caught.value.subgroup(ArithmeticError) is not None

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from trinity_mq.messages import Beat
+from trinity_mq.runtime.peers import Peers
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+def beat(name: str = "runner-0", seq: int = 1, incarnation: str = "a", **fields: Any) -> Beat:
+    return Beat(
+        **{
+            "role": "runner",
+            "id": name,
+            "seq": seq,
+            "incarnation": incarnation,
+            "lease": 10.0,
+            "state": "idle",
+            **fields,
+        }
+    )
+
+
+def test_a_peer_lives_as_long_as_its_lease() -> None:
+    async def main() -> None:
+        peers = Peers()
+        peers.hear(beat())
+        peers.hear(beat("runner-1", lease=3.0))
+        peers.hear(beat("engine-0", role="engine"))
+        assert [each.id for each in peers.alive("runner")] == ["runner-0", "runner-1"]
+        await asyncio.sleep(3)
+        assert [each.id for each in peers.alive("runner")] == ["runner-0"]
+        await asyncio.sleep(6.9)
+        peers.hear(beat(seq=2))
+        await asyncio.sleep(9.9)
+        assert [each.seq for each in peers.alive("runner")] == [2]
+        await asyncio.sleep(0.1)
+        assert peers.alive("runner") == []
+
+    run_virtually(main())
+
+
+def test_one_that_is_gone_does_not_live_but_is_remembered() -> None:
+    async def main() -> None:
+        peers = Peers()
+        peers.hear(beat(detail={"open": ["t"]}))
+        peers.hear(beat(seq=2, state="gone", detail={"open": []}))
+        assert peers.alive("runner") == []
+        assert peers.detail("runner") == {}
+        latest = peers.latest("runner-0")
+        assert latest is not None
+        assert latest.detail == {"open": []}
+        assert peers.latest("nobody") is None
+
+    run_virtually(main())
+
+
+def test_beats_that_overtook_each_other_count_by_number_within_a_life() -> None:
+    async def main() -> None:
+        peers = Peers()
+        woken = 0
+
+        async def count() -> None:
+            nonlocal woken
+            while await peers.changed.wait(1.0):
+                woken += 1
+
+        counting = asyncio.create_task(count())
+        for seq, incarnation, kept in ((5, "a", 5), (4, "a", 5), (5, "a", 5), (6, "a", 6), (1, "b", 1)):
+            await asyncio.sleep(0.1)
+            peers.hear(beat(seq=seq, incarnation=incarnation))
+            assert [each.seq for each in peers.alive("runner")] == [kept]
+        await counting
+        assert woken == 3
+
+    run_virtually(main())
+
+
+def test_an_old_beat_does_not_extend_a_lease() -> None:
+    async def main() -> None:
+        peers = Peers()
+        peers.hear(beat(seq=5))
+        await asyncio.sleep(9)
+        peers.hear(beat(seq=5))
+        await asyncio.sleep(2)
+        assert peers.alive("runner") == []
+
+    run_virtually(main())
+
+
+def test_after_deafness_every_lease_starts_anew() -> None:
+    async def main() -> None:
+        peers = Peers()
+        peers.hear(beat(detail={"running": 1}))
+        await asyncio.sleep(60)
+        assert peers.alive("runner") == []
+        peers.refresh()
+        assert peers.detail("runner") == {"running": 1}
+        await asyncio.sleep(10)
+        assert peers.detail("runner") == {}
+
+    run_virtually(main())
