@@ -6,6 +6,7 @@ evaluation.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,11 +100,17 @@ class Explorer(Agent):
         state.incarnations += 1
         self.beat_seq = state.incarnations << 32  # beats of a later life always count as later
         self.exploration = Exploration(self, self.engine, state, self._file, self._taskset, self._eval_sets, lock=lock)
+        if state.finished:
+            self.set_state("finished")
+            await asyncio.sleep(BEAT_LEASE)  # those that were started beside us must hear that there is nothing to do
+            return
         try:
             await self.engine.start()
             background = await self.exploration.background()
             await self.with_background(self.explore(), self._stop_without_lock(lock), *background)
             await self.exploration.membership.leave()
+            if state.finished:
+                await self._see_off()
         finally:
             # a drained or finished run needs no engine; one whose explorer failed is adopted by the next
             await (self.engine.stop() if self.draining.is_set() or state.finished else self.engine.detach())
@@ -153,6 +160,16 @@ class Explorer(Agent):
 
         weight: Tensor = load(await self.engine.weight(name))[name]
         return weight
+
+    async def _see_off(self) -> None:
+        """Keep saying that the run is over until no trainer is left that might not have heard it, such as one that is
+        being restarted.
+        """
+        try:
+            async with asyncio.timeout(2 * BEAT_LEASE):
+                await self.woken.until(lambda: all(beat.state == "finished" for beat in self.peers.alive("trainer")))
+        except TimeoutError:
+            log.warning("trainer_left_behind")
 
     async def _lock(self) -> Lock | None:
         """Return the run's lock; None when asked to drain or when the run has ended without us."""

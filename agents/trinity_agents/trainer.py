@@ -191,14 +191,12 @@ class Trainer(Agent):
     # -- the loop
 
     async def _train(self) -> None:
-        while not self.draining.is_set():
+        while not (self.draining.is_set() or self._is_run_over):
             if self.gate.someone_is_behind or self._sync_is_due():
                 await self._sync()
             elif self.source.ended is not None and self.progress >= self.source.ended:
                 if not self.finished:
                     await self._finish()
-                elif self._is_run_over:
-                    return
                 else:
                     self.set_state("idle", "the explorer to end the run")
                     await self.woken.wait()
@@ -228,15 +226,16 @@ class Trainer(Agent):
             return
         self.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
         started = asyncio.get_running_loop().time()
-        if await self._unless_draining(self.gate.sync(self.version, self.progress)):
+        if await self._unless_over(self.gate.sync(self.version, self.progress)):
             spent = asyncio.get_running_loop().time() - started
             self.report(self.progress, {"time/sync_weight": spent, "sync/aborts": float(self.gate.aborts)})
         await self.gate.settled()
         self.beat_soon()
 
-    async def _unless_draining(self, work: Awaitable[None]) -> bool:
-        """Await ``work``, but give it up when asked to drain; True when it was done."""
-        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self.draining.wait())]
+    async def _unless_over(self, work: Awaitable[None]) -> bool:
+        """Await ``work``, but give it up when asked to drain or when the run is over; True when it was done."""
+        over = self.woken.until(lambda: self.draining.is_set() or self._is_run_over)
+        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(over)]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
@@ -344,6 +343,10 @@ class Trainer(Agent):
         )
         started = asyncio.get_running_loop().time()
         await ensure_held(self.bus, self._lock)
+        if (self.folder / "history" / f"{self.generation + 1}.jsonl").exists():
+            raise RestartMe(
+                "another trainer has gone on with this run and is gone again; this one starts anew from there"
+            )
         await self.store.save(self.learner.save, state)
         self._saved_progress, self.source.bytes_since_save = self.progress, 0
         self.report(self.progress, {"time/save_checkpoint": asyncio.get_running_loop().time() - started})

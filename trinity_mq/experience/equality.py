@@ -37,6 +37,8 @@ def same(left: Any, right: Any) -> bool:
 def _same_tensors(left: Tensor, right: Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
+    if left.numel() == 0:
+        return True
     left, right = left.detach().cpu(), right.detach().cpu()
     if left.dtype not in _COMPARABLE:
         # 8-bit floats and wide unsigned integers have no comparison: bits decide.

@@ -86,7 +86,9 @@ class TailWriter:
         try:
             here = [member if member.is_cpu else member.cpu() for member in members]
             flat = torch.stack(here) if scalar else torch.cat(here) if len(here) > 1 else here[0]
-            data = flat.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            row = flat.detach().contiguous().reshape(-1)
+            # torch refuses to view nothing as bytes where numpy gave it a stride of 0
+            data = (row.view(torch.uint8) if row.numel() else torch.empty(0, dtype=torch.uint8)).numpy()
         except RuntimeError as error:
             raise EncodeError(f"{where} is a {short(members[0])}, which cannot be read: {error}") from error
         lengths = [1 if scalar else member.shape[0] for member in members]

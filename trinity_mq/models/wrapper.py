@@ -75,6 +75,7 @@ class ModelWrapper:
         self.max_prompt_tokens = max_prompt_tokens
         self._clients = clients or EngineClients()
         self._owns_clients = clients is None
+        self._openai: list[openai.OpenAI | openai.AsyncOpenAI] = []
         self._seeds = Seeds(seed)
         self._history = History()
         self._answered_by: Version | None = None
@@ -176,13 +177,17 @@ class ModelWrapper:
         """
         from trinity_mq.models.openai_clients import recorded_client
 
-        return recorded_client(self)
+        client = recorded_client(self)
+        self._openai.append(client)
+        return client
 
     def get_openai_async_client(self) -> openai.AsyncOpenAI:
         """Return an asynchronous client; see :meth:`get_openai_client`."""
         from trinity_mq.models.openai_clients import recorded_async_client
 
-        return recorded_async_client(self)
+        client = recorded_async_client(self)
+        self._openai.append(client)
+        return client
 
     # -- history
 
@@ -199,11 +204,16 @@ class ModelWrapper:
     def clone_with_isolated_history(self) -> ModelWrapper:
         """Return a wrapper of the same model with a history, and seeds, of its own."""
         clone = copy.copy(self)
-        vars(clone).update(_history=History(), _seeds=self._seeds.clone(), _owns_clients=False)
+        vars(clone).update(_history=History(), _seeds=self._seeds.clone(), _owns_clients=False, _openai=[])
         return clone
 
     async def aclose(self) -> None:
-        """Close the connections, unless they are shared."""
+        """Close the OpenAI clients handed out, and the connections unless they are shared."""
+        handed_out, self._openai = self._openai, []
+        for client in handed_out:
+            closing = await asyncio.to_thread(client.close)
+            if closing is not None:
+                await closing
         if self._owns_clients:
             await self._clients.aclose()
 

@@ -175,6 +175,9 @@ class Unit:
                     f"{job.kind.__name__} took longer than max_timeout, {job.limits.attempt:g} s"
                 ) from None
             raise
+        finally:
+            for one in (model, *auxiliary_models):
+                await one.aclose()
         return experiences, loop.time() - start
 
     def _by_run(self, block: Sequence[int], experiences: list[Experience]) -> dict[int, list[Experience]]:

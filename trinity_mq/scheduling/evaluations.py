@@ -57,7 +57,7 @@ class Evaluations:
 
     async def run(self) -> None:
         """Serve requests until cancelled."""
-        await self._scheduler.caught_up()
+        await self._scheduler.resumed()
         while True:
             await self._woken.until(lambda: bool(self._state.due))
             self.running = self._state.due[0]

@@ -222,7 +222,7 @@ class Exploration:
     # -- beside it
 
     async def _close(self) -> None:
-        await self.scheduler.caught_up()
+        await self.scheduler.resumed()
         while True:
             await self.agent.woken.until(self.batches.needs_attention)
             self.batches.check()
@@ -261,6 +261,7 @@ class Exploration:
 
     async def _submissions(self) -> None:
         agent = self.agent
+        await self.scheduler.resumed()
         async with await agent.bus.consume(agent.topology.submitted, prefetch=64) as feed:
             await agent.each(feed, self._submitted, expect=TaskSubmission)
 

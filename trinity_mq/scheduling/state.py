@@ -10,7 +10,7 @@ import msgpack
 from pydantic import BaseModel, Field, ValidationError
 
 from trinity_mq.messages import TaskBody
-from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.scheduling.closed import ClosedTickets
 from trinity_mq.scheduling.tickets import SubmissionRef, Ticket
@@ -61,6 +61,8 @@ class StateFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = asyncio.Lock()
+        self._known: tuple[int, int] | None = None
+        """The file as we read or wrote it last; None: there was none."""
 
     def load(self) -> ExplorerState:
         """Return the saved state, a fresh one when there is none.
@@ -68,6 +70,7 @@ class StateFile:
         Raises:
             FatalError: The file is there but cannot be used; starting from nothing would do the run's work again.
         """
+        self._known = self._identity()
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
@@ -84,11 +87,27 @@ class StateFile:
             ) from error
 
     async def save(self, state: ExplorerState) -> None:
-        """Write ``state`` as it is now; on return it is on disk."""
+        """Write ``state`` as it is now; on return it is on disk.
+
+        Raises:
+            RestartMe: Another explorer wrote the file since: it had the lock while we were cut off, and is gone again.
+        """
         async with self._lock:
             data: bytes = msgpack.packb(state.model_dump(mode="python"))
             await asyncio.to_thread(self._write, data)
 
     def _write(self, data: bytes) -> None:
+        if self._identity() != self._known:
+            raise RestartMe(
+                f"{self._path}: another explorer has gone on with this run; this one starts anew from there"
+            )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self._path, data)
+        self._known = self._identity()
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, wait
 from typing import Any, TypeVar
+from unittest import mock
 
 T = TypeVar("T")
+_wrap_future = asyncio.wrap_future
 
 
 class StandsStill(Exception):
@@ -65,5 +67,14 @@ def run_virtually(main: Coroutine[Any, Any, T], *, limit: float = 1e6) -> T:
         async with asyncio.timeout(limit):
             return await main
 
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+    with (
+        mock.patch.object(asyncio, "wrap_future", _wrap_finished),
+        asyncio.Runner(loop_factory=VirtualTimeLoop) as runner,
+    ):
         return runner.run(limited())
+
+
+def _wrap_finished(future: Future[T], *, loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Future[T]:
+    """Wrap a pool's future once it is done: while a thread works the virtual clock would run away."""
+    wait([future])
+    return _wrap_future(future, loop=loop)

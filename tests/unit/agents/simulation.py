@@ -228,3 +228,10 @@ async def killed(task: asyncio.Task[Any]) -> bool:
     task.cancel()
     await asyncio.wait([task])
     return not over
+
+
+async def until(condition: Callable[[], bool], step: float = 0.01) -> None:
+    """Look every ``step`` virtual seconds, for 300 at most."""
+    async with asyncio.timeout(300.0):
+        while not condition():  # noqa: ASYNC110  # nobody tells a test, and in virtual time looking costs nothing
+            await asyncio.sleep(step)

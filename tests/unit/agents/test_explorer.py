@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation, killed
+from tests.unit.agents.simulation import Simulation, killed, until
 from trinity_agents.explorer import Explorer
 from trinity_mq.bus import Queue
 from trinity_mq.bus.memory import MemoryBus
@@ -39,12 +39,6 @@ def check_history(sim: Simulation, batches: int) -> None:
         manifests[manifest.ticket].add(manifest.model_dump_json())
     assert all(len(versions) == 1 for versions in manifests.values())
     assert len(manifests) == batches
-
-
-async def until(condition: Callable[[], bool], step: float = 0.01) -> None:
-    """Look every ``step`` virtual seconds."""
-    while not condition():
-        await asyncio.sleep(step)
 
 
 def restarted(sim: Simulation, when: Callable[[], Any], pause: float = 1.0) -> Callable[[], Any]:
@@ -97,7 +91,7 @@ def test_a_progress_that_comes_while_submitters_are_answered_counts(
     async def slowly(self: Any, *rest: Any) -> None:
         await asyncio.sleep(60.0)
 
-    monkeypatch.setattr("trinity_mq.scheduling.scheduler.Scheduler.answer", slowly)
+    monkeypatch.setattr("trinity_mq.scheduling.dispatch.Dispatch.answer", slowly)
     run_virtually(sim.run(beside=scene), limit=300)
     assert len(sim.published(BatchClosed)) == 1
 
@@ -236,8 +230,8 @@ def test_an_explorer_whose_lock_was_taken_writes_no_state(tmp_path: Path) -> Non
         await asyncio.sleep(20.0)
         assert second.exploration is not None
         before = sim.state()
+        assert first.exploration is not None
         with pytest.raises(RestartMe):
-            assert first.exploration is not None
             await first.exploration.save()
         assert sim.state().incarnations == before.incarnations == 2
         with pytest.raises(ExceptionGroup) as caught:

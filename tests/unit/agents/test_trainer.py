@@ -11,22 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation, killed
+from tests.unit.agents.simulation import Simulation, killed, until
 from trinity_mq.bus import Bus
 from trinity_mq.bus.memory import MemoryBus
 from trinity_mq.messages import BatchReady, Progress, RunEnd, SyncEvent
 from trinity_mq.models.engines.admin_client import ReceiveFailed
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.mail import envelope
-from trinity_mq.testing.fakes import FakeEngine, FakeLearner
+from trinity_mq.testing.fakes import FakeEngine, FakeLearner, FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.history import lineage
-
-
-async def until(condition: Callable[[], bool], step: float = 0.01) -> None:
-    """Look every ``step`` virtual seconds."""
-    while not condition():
-        await asyncio.sleep(step)
 
 
 def outcomes(sim: Simulation) -> dict[Any, str]:
@@ -48,7 +42,8 @@ async def restarting(sim: Simulation, learner: Callable[[], FakeLearner], lives:
         try:
             await sim.make_trainer(learner=learner()).run()
         except ExceptionGroup as group:
-            assert life < lives - 1, group
+            if life == lives - 1:
+                raise group from None
             await asyncio.sleep(0.5)
         else:
             return
@@ -104,13 +99,9 @@ def test_a_skipped_batch_is_skipped_again_after_a_restart_from_before_it(tmp_pat
 
 
 def test_batches_from_too_old_weights_are_dropped_whole_and_are_progress(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=5)
-    sim.engine.snapshot = replace(sim.engine.snapshot)
-    current = sim.runner
+    sim = Simulation(tmp_path, ("explorer.max_consecutive_empty=100",), batches=5)
 
     async def runner(bus: Any, topology: Any) -> None:
-        from trinity_mq.testing.fakes import FakeRunner
-
         def version() -> tuple[int, int] | None:
             now = sim.engine.snapshot.version
             return (1, 0) if now == (1, 2) else now
@@ -118,7 +109,6 @@ def test_batches_from_too_old_weights_are_dropped_whole_and_are_progress(tmp_pat
         await FakeRunner(bus, topology, version, sim.runner_seconds, sim.spoil).run()
 
     sim.runner = runner  # type: ignore[method-assign]
-    assert current is not runner
     run_virtually(sim.run(), limit=1000)
     told = sim.published(Progress)
     assert [one.outcome for one in told] == ["trained", "trained", "dropped", "dropped", "dropped"]
@@ -160,11 +150,11 @@ def test_a_body_that_does_not_decode_on_the_stream_is_parked_and_nothing_stops(t
 
 
 def test_a_stream_cut_behind_the_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, ("trainer.save_interval=1",), batches=4)
+    sim = Simulation(tmp_path, ("trainer.save_interval=1", "synchronizer.sync_offset=3"), batches=4)
 
     async def trainer() -> None:
         first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await until(lambda: (tmp_path / "checkpoints" / "progress-000001" / "trainer.json").exists() or _saved(sim, 1))
+        await until(lambda: _checkpoints(tmp_path) == [1])
         await killed(first)
         await asyncio.sleep(5.0)
         stream = sim.stream()
@@ -204,7 +194,7 @@ def test_checkpoints_come_also_by_what_was_read(tmp_path: Path) -> None:
     assert _checkpoints(tmp_path) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("after", [2.0, 3.3, 4.7])
+@pytest.mark.parametrize("after", [1.5, 2.0, 3.3])
 def test_a_resumed_trainer_decides_the_same(tmp_path: Path, after: float) -> None:
     sim = Simulation(tmp_path, ("trainer.save_interval=3",), batches=5, step_seconds=0.6, operators=2)
 
@@ -255,7 +245,7 @@ def test_a_trainer_that_waits_touches_nothing_of_the_other_and_takes_over(tmp_pa
 
 
 def test_a_trainer_whose_lock_was_taken_saves_nothing(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=50)
+    sim = Simulation(tmp_path, ("trainer.save_interval=200",), batches=500)
 
     async def trainers() -> None:
         loop = asyncio.get_running_loop()
@@ -271,6 +261,29 @@ def test_a_trainer_whose_lock_was_taken_saves_nothing(tmp_path: Path) -> None:
             await task
         leaf(caught.value, RestartMe)
         await killed(other)
+        raise _Over
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(trainer=trainers), limit=300)
+    leaf(caught.value, _Over)
+
+
+def test_a_trainer_that_gets_its_lock_back_after_another_had_it_saves_nothing(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=200",), batches=500)
+
+    async def trainers() -> None:
+        loop = asyncio.get_running_loop()
+        first = sim.make_trainer("trainer-0")
+        task = loop.create_task(first.run())
+        await until(lambda: first.progress == 2)
+        sim.broker.drop(first.bus, delay=10.0)  # type: ignore[arg-type]
+        other = loop.create_task(sim.make_trainer("trainer-1").run())
+        await until(lambda: sim.trainer.progress == 3)
+        await killed(other)
+        await until(lambda: first.bus.usable)
+        with pytest.raises(RestartMe, match="another trainer has gone on"):
+            await first._save()
+        await killed(task)
         raise _Over
 
     with pytest.raises(ExceptionGroup) as caught:
@@ -366,7 +379,7 @@ class TroubledEngine(FakeEngine):
             await asyncio.Event().wait()
         if self.trouble.kind == "canary":
             return {"logprobs": [-9.0] * (len(spec["canary"]["tokens"]) - 1)}
-        raise ReceiveFailed("no weights came", touched=self.trouble.kind == "touched")
+        raise ReceiveFailed("no weights came", 500, "receive", touched=self.trouble.kind == "touched")
 
 
 @pytest.mark.parametrize("kind", ["hangs", "touched", "untouched", "canary"])
@@ -439,7 +452,7 @@ def test_a_finished_trainer_stays_and_serves_an_engine_that_comes_back_empty(tmp
     assert sim.labels() == [0, 2]
 
 
-@pytest.mark.parametrize("after", [0.0, 0.15, 0.3, 1.2, 1.4, 3.0, 6.0])
+@pytest.mark.parametrize("after", [0.0, 0.15, 0.3, 1.2, 1.4, 2.0, 3.0])
 def test_killed_during_its_end(tmp_path: Path, after: float) -> None:
     sim = Simulation(tmp_path, batches=2, runner_seconds=lambda piece: 4.0 if piece.batch == "2/held" else 0.1)
 
@@ -460,10 +473,6 @@ def test_killed_during_its_end(tmp_path: Path, after: float) -> None:
 
 def _up(sim: Simulation) -> bool:
     return bool(sim.explorers) and sim.explorer.exploration is not None
-
-
-def _saved(sim: Simulation, progress: int) -> bool:
-    return progress in _checkpoints(sim.folder)
 
 
 def _checkpoints(folder: Path) -> list[int]:

@@ -263,3 +263,10 @@ class TestLayout:
         assert first.tokens.tolist() == kept
         second.tokens.zero_()
         assert first.tokens.tolist() == kept
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "bool"])
+def test_an_empty_array_of_numpy_travels(dtype):
+    one = Experience(tokens=[1, 2], prompt_length=1, info={"none": np.array([], dtype=dtype)})
+    (back,) = Experience.deserialize_many(Experience.serialize_many([one]))
+    assert back == one

@@ -1,0 +1,231 @@
+"""The gate's two drivers, Gatekeeper and Membership, together on a bus in memory and in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from trinity_mq.config import SyncConfig
+from trinity_mq.messages import SyncEvent, Version
+from trinity_mq.sync.gatekeeper import Gatekeeper
+from trinity_mq.sync.membership import Membership
+from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+class Wire:
+    """Carries every event to the other side; ``lose`` says which do not arrive."""
+
+    def __init__(self) -> None:
+        self.to_members: list[asyncio.Queue[SyncEvent]] = []
+        self.to_trainer: asyncio.Queue[SyncEvent] = asyncio.Queue()
+        self.said: list[SyncEvent] = []
+        self.lose: Callable[[SyncEvent], bool] = lambda event: False
+
+    async def from_trainer(self, event: SyncEvent) -> None:
+        self.said.append(event)
+        if not self.lose(event):
+            for queue in self.to_members:
+                queue.put_nowait(event)
+
+    async def from_member(self, event: SyncEvent) -> None:
+        self.said.append(event)
+        if not self.lose(event):
+            self.to_trainer.put_nowait(event)
+
+    def verbs(self, *wanted: str) -> list[str]:
+        return [event.verb for event in self.said if event.verb in wanted]
+
+
+async def each(feed: asyncio.Queue[SyncEvent], handle: Callable[[Any, Any], Awaitable[None]]) -> None:
+    while True:
+        await handle(await feed.get(), None)
+
+
+class Gate:
+    """One trainer, some engines."""
+
+    def __init__(self, engines: int = 1, timeout: float = 5.0) -> None:
+        self.wire, self.engines = Wire(), [FakeEngine(f"e{n}") for n in range(engines)]
+        self.channel = FakeChannel()
+        self.keeper = Gatekeeper(
+            name="trainer-0",
+            config=SyncConfig(sync_timeout=timeout),
+            dtype="float32",
+            max_wait=100.0,
+            weights=FakeLearner(),
+            channel=self.channel,
+            canary=(2, 3, 4),
+            publish=self.wire.from_trainer,
+        )
+        self.committed: Version | None = None
+        self.commits: list[tuple[Version | None, int]] = []
+        self.members = [self._member(n, engine) for n, engine in enumerate(self.engines)]
+
+    def _member(self, n: int, engine: FakeEngine) -> Membership:
+        member = Membership(
+            name=f"m{n}",
+            lease=15.0,
+            engine=engine,
+            publish=self.wire.from_member,
+            committed=lambda: self.keeper.machine.committed,
+        )
+        member.on_commit = lambda version, progress: self.commits.append((version, progress))
+        member.engine_up(None, None)
+        return member
+
+    def play(self, act: Callable[[], Awaitable[Any]], limit: float = 500) -> Any:
+        async def main() -> Any:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.keeper.run(self.wire.to_trainer, each))]  # type: ignore[arg-type]
+                for member in self.members:
+                    feed: asyncio.Queue[SyncEvent] = asyncio.Queue()
+                    self.wire.to_members.append(feed)
+                    tasks.append(group.create_task(member.run(feed, each)))  # type: ignore[arg-type]
+                result = await act()
+                for task in tasks:
+                    task.cancel()
+            return result
+
+        return run_virtually(main(), limit=limit)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_version_is_committed_at_every_member_and_unchanged_weights_cost_no_transfer() -> None:
+    gate = Gate(2)
+
+    async def act() -> None:
+        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
+        await gate.keeper.sync((1, 0), 0)
+        await gate.keeper.confirm_unchanged(4)
+        await asyncio.sleep(1.0)
+
+    gate.play(act)
+    assert [engine.served for engine in gate.engines] == [[(1, 0)], [(1, 0)]]
+    assert gate.commits.count((None, 4)) == 2
+    assert gate.wire.verbs("prepare", "commit") == ["prepare", "commit", "commit"]
+
+
+def test_a_sync_begins_when_the_first_member_joins() -> None:
+    gate = Gate()
+    gate.members[0].engine_ready = False
+
+    async def act() -> float:
+        syncing = asyncio.ensure_future(gate.keeper.sync((1, 0), 0))
+        await asyncio.sleep(50.0)
+        assert not syncing.done()
+        gate.members[0].engine_up(None, None)
+        await syncing
+        return now()
+
+    assert gate.play(act) < 52.0
+
+
+@pytest.mark.parametrize("verb", ["prepare", "ready", "go", "applied", "commit", "join"])
+def test_one_lost_event_of_any_kind_costs_at_most_a_try(verb: str) -> None:
+    gate, lost = Gate(), []
+
+    def lose(event: SyncEvent) -> bool:
+        if event.verb == verb and not lost:
+            lost.append(event)
+            return True
+        return False
+
+    gate.wire.lose = lose
+
+    async def act() -> None:
+        await gate.keeper.sync((1, 0), 0)
+        await gate.members[0].changed.until(lambda: gate.members[0].version == (1, 0) and gate.members[0].idle)
+
+    gate.play(act, limit=60)
+    assert lost
+    assert gate.engines[0].served == [(1, 0)]
+
+
+def test_a_try_given_up_lets_the_members_go_at_once() -> None:
+    gate = Gate(timeout=60.0)
+    gate.engines[0].receive_seconds = 40.0
+
+    async def act() -> float:
+        syncing = asyncio.ensure_future(gate.keeper.sync((1, 0), 0))
+        await gate.keeper.changed.until(lambda: gate.keeper.phase == "entering")
+        await asyncio.sleep(1.0)
+        syncing.cancel()
+        await asyncio.wait([syncing])
+        await gate.keeper.settled()
+        started = now()
+        await gate.members[0].changed.until(lambda: gate.members[0].idle)
+        return now() - started
+
+    assert gate.play(act) < 0.5
+    assert gate.keeper.idle
+
+
+def test_a_member_is_idle_only_when_its_engine_has_heard_of_the_end() -> None:
+    """Else a look at the engine in between finds weights of no version and asks for them again."""
+    gate = Gate()
+    commit = gate.engines[0].commit
+    seen: list[bool] = []
+
+    async def slow(version: Version, progress: int) -> None:
+        await asyncio.sleep(2.0)
+        seen.append(gate.members[0].idle)
+        await commit(version, progress)
+
+    gate.engines[0].commit = slow  # type: ignore[method-assign]
+
+    async def act() -> None:
+        await gate.keeper.sync((1, 0), 0)
+        await gate.members[0].changed.until(lambda: gate.members[0].idle)
+        assert gate.engines[0].served == [(1, 0)]
+
+    gate.play(act)
+    assert seen == [False]
+
+
+def test_an_engine_that_refuses_to_commit_is_synced_again() -> None:
+    gate = Gate()
+    commit, refused = gate.engines[0].commit, []
+
+    async def refuses_once(version: Version, progress: int) -> None:
+        if not refused:
+            refused.append(version)
+            raise RuntimeError("nothing was received")
+        await commit(version, progress)
+
+    gate.engines[0].commit = refuses_once  # type: ignore[method-assign]
+
+    async def act() -> None:
+        await gate.keeper.sync((1, 0), 0)
+        await asyncio.sleep(10.0)
+        assert gate.keeper.someone_is_behind
+        await gate.keeper.sync((1, 0), 0)
+        await gate.members[0].changed.until(lambda: gate.members[0].idle)
+
+    gate.play(act)
+    assert gate.engines[0].served == [(1, 0)]
+
+
+def test_answers_to_another_life_of_the_trainer_do_not_count() -> None:
+    gate = Gate()
+
+    async def act() -> None:
+        await gate.keeper.changed.until(lambda: gate.keeper.has_members)
+        gate.engines[0].receive_seconds = 3.0
+        syncing = asyncio.ensure_future(gate.keeper.sync((2, 5), 5))
+        await gate.keeper.changed.until(lambda: gate.keeper.phase == "entering")
+        for verb in ("ready", "applied", "failed"):
+            old = SyncEvent.model_validate(
+                {"verb": verb, "sender": "m0", "version": (1, 5), "epoch": 1, "attempt": 1, "reason": "old"}
+            )
+            gate.wire.to_trainer.put_nowait(old)
+        await syncing
+
+    gate.play(act)
+    assert gate.keeper.aborts == 0

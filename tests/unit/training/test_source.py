@@ -1,0 +1,193 @@
+"""The source of train batches, on a stream in memory and in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from trinity_mq.bus import Envelope, StreamCut, Topology
+from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.experience import EID, Experience
+from trinity_mq.messages import BatchReady, RunEnd
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.mail import EXPERIENCES, envelope
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.training.source import MARK_TIMEOUT, StreamSource
+
+Act = Callable[["Stream"], Coroutine[Any, Any, Any]]
+
+
+class Stream:
+    """A ready stream and a source that reads it."""
+
+    def __init__(self) -> None:
+        self.topology, self.broker = Topology("src"), MemoryBroker()
+        self.bus = MemoryBus(self.broker, self.topology, config=BrokerConfig())
+        self.source = StreamSource(self.bus, self.topology, "trainer-0")
+
+    async def put(self, key: str, mail: Envelope) -> None:
+        await self.bus.publish(self.topology.exchange("ready"), key, mail)
+
+    async def chunk(self, ticket: str, op: str, n: int, body: bytes | None = None) -> None:
+        experience = Experience(
+            eid=EID(batch=1, task=0, run=n), tokens=torch.tensor([3, 4]), prompt_length=1, logprobs=torch.zeros(1)
+        )
+        headers: dict[str, str | int | float | bool] = {"ticket": ticket, "op": op, "n": n}
+        body = Experience.serialize_many([experience]) if body is None else body
+        await self.put(ticket, Envelope(body=body, kind="experience_chunk", content_type=EXPERIENCES, headers=headers))
+
+    async def ready(self, batch: int, ticket: str, op: str, chunks: int, state: Any = "ready") -> None:
+        body = BatchReady(batch=batch, ticket=ticket, op=op, chunks=chunks, state=state)
+        await self.put(str(batch), envelope(body))
+
+    async def whole(self, batch: int) -> None:
+        await self.chunk(f"t{batch}", "o", 0)
+        await self.ready(batch, f"t{batch}", "o", 1)
+
+
+def play(act: Act, stream: Stream | None = None, limit: float = 2000) -> Any:
+    async def main() -> Any:
+        one = stream or Stream()
+        await one.bus.connect()
+        await one.bus.declare(*one.topology.durable)
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(one.source.run())
+            result = await act(one)
+            reading.cancel()
+        return result
+
+    return run_virtually(main(), limit=limit)
+
+
+def test_batches_come_in_their_order_whatever_the_streams_is() -> None:
+    async def act(stream: Stream) -> list[int]:
+        for batch in (3, 1, 2):
+            await stream.whole(batch)
+        got = []
+        for _ in range(3):
+            batch = await stream.source.next()
+            got.append(batch.batch)
+            assert len(batch.experiences) == 1
+            stream.source.consumed()
+        return got
+
+    assert play(act) == [1, 2, 3]
+
+
+def test_a_batch_whose_chunk_does_not_decode_fails_alone() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.chunk("t1", "o", 0, b"TMQX nonsense")
+        await stream.ready(1, "t1", "o", 1)
+        await stream.whole(2)
+        first = await stream.source.next()
+        assert (first.state, first.experiences) == ("failed", [])
+        assert "does not decode" in str(first.reason)
+        stream.source.consumed()
+        assert (await stream.source.next()).state == "ready"
+
+    play(act)
+
+
+def test_nothing_left_in_a_batch_makes_it_empty() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.ready(1, "t1", "o", 0)
+        assert (await stream.source.next()).state == "empty"
+
+    play(act)
+
+
+def test_a_chunk_without_its_headers_is_parked_and_counts_for_nobody() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.put("x", Envelope(body=b"TMQX", kind="experience_chunk", content_type=EXPERIENCES))
+        await stream.put("x", Envelope(body=b"\xc1", kind="unknown"))
+        await stream.whole(1)
+        assert (await stream.source.next()).state == "ready"
+        assert await stream.bus.depth(stream.topology.dead.name) == 2
+
+    play(act)
+
+
+def test_the_state_names_the_first_offset_that_a_restart_needs_and_leads_there() -> None:
+    first = Stream()
+
+    async def act(stream: Stream) -> dict[str, Any]:
+        await stream.source.changed.wait()  # our own mark, offset 0
+        await stream.whole(1)  # 1, 2
+        await stream.whole(3)  # 3, 4
+        await stream.chunk("t2", "dead", 0)  # 5, of an operator that died
+        await stream.put("end", envelope(RunEnd(batches=3)))  # 6
+        await stream.source.next()
+        stream.source.consumed()
+        await stream.source.changed.until(lambda: stream.source.ended is not None)
+        return stream.source.state()
+
+    state = play(act, first)
+    assert state == {"consumed": ["t1"], "batches": 1, "offset": 3, "ended": 3}
+    again = StreamSource(first.bus, first.topology, "trainer-0")
+    again.restore(state)
+    assert again.ended == 3
+    assert again._decider.next_offset == 3
+
+
+def test_bytes_read_are_counted() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.whole(1)
+        await stream.source.next()
+        assert stream.source.bytes_since_save > 50
+
+    play(act)
+
+
+def test_a_stream_shorter_than_the_offset_is_an_error_after_a_while() -> None:
+    stream = Stream()
+    stream.source.restore({"consumed": [], "batches": 0, "offset": 50, "ended": None})
+    with pytest.raises(ExceptionGroup) as caught:
+        play(lambda _: asyncio.sleep(1000), stream)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, FatalError)
+    assert "offset 50" in str(error)
+    assert "another name" in str(error)
+
+
+def test_an_outage_while_it_waits_for_its_mark_is_not_taken_for_a_shorter_stream() -> None:
+    stream = Stream()
+
+    async def act(one: Stream) -> None:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        one.broker.drop(one.bus, delay=3 * MARK_TIMEOUT)
+        await asyncio.sleep(3 * MARK_TIMEOUT + 5)
+        await one.whole(1)
+        assert (await one.source.next()).batch == 1
+
+    stream.broker.block()  # the mark itself cannot be published for a while
+
+    async def later(one: Stream) -> None:
+        await asyncio.sleep(2 * MARK_TIMEOUT)
+        one.broker.unblock()
+        await act(one)
+
+    play(later, stream)
+
+
+def test_retention_that_cut_the_offset_is_one_clear_error() -> None:
+    stream = Stream()
+
+    async def prepare() -> None:
+        await stream.bus.connect()
+        await stream.bus.declare(*stream.topology.durable)
+        for batch in range(1, 4):
+            await stream.whole(batch)
+        queue = stream.broker.queues[stream.topology.ready.name]
+        queue._messages.popleft()  # type: ignore[attr-defined]
+        queue._first += 1  # type: ignore[attr-defined]
+        with pytest.raises(FatalError, match=r"offset 0, but retention has cut it: it begins at 1") as caught:
+            await stream.source.run()
+        assert isinstance(caught.value.__cause__, StreamCut)
+
+    run_virtually(prepare(), limit=100)
