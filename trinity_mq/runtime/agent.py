@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import structlog
 
-from trinity_mq.bus import Bus, Consumer, Delivery, Topology
+from trinity_mq.bus import Bus, BusUnavailable, Consumer, Delivery, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import Beat, ControlEvent, Message, Metrics, Role
 from trinity_mq.runtime.errors import RestartMe
@@ -116,6 +116,7 @@ class Agent(ABC):
             self.peers.refresh()
             self.beat_soon()
         elif self.state not in {"gone", "finished"}:
+            self.peers.deafen()
             log.warning("bus_unusable", agent=self.id, trouble=self.bus.trouble)
         self.woken.notify()
 
@@ -211,5 +212,8 @@ class Agent(ABC):
             waits_seconds=now - self._waits_since if self._waits_for else 0.0,
             detail=self.detail(),
         )
-        for one in (beat, *self.extra_beats()):
-            await self.publish("telemetry", f"beat.{one.role}.{one.id}", one)
+        try:
+            for one in (beat, *self.extra_beats()):
+                await self.publish("telemetry", f"beat.{one.role}.{one.id}", one)
+        except BusUnavailable as error:
+            log.warning("beat_not_sent", agent=self.id, reason=str(error))  # a lost beat costs one beat

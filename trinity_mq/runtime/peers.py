@@ -24,6 +24,7 @@ class Peers:
 
     def __init__(self) -> None:
         self._peers: dict[str, Peer] = {}
+        self._deaf_since: float | None = None
         self.changed = Notifier()
 
     def hear(self, beat: Beat) -> None:
@@ -34,16 +35,22 @@ class Peers:
         self._peers[beat.id] = Peer(beat, asyncio.get_running_loop().time())
         self.changed.notify()
 
+    def deafen(self) -> None:
+        """We hear nobody from now on: leases stand still until :meth:`refresh`."""
+        if self._deaf_since is None:
+            self._deaf_since = asyncio.get_running_loop().time()
+
     def refresh(self) -> None:
         """Start all leases anew: we were deaf and cannot know."""
         now = asyncio.get_running_loop().time()
+        self._deaf_since = None
         for peer in self._peers.values():
             peer.heard = now
         self.changed.notify()
 
     def alive(self, role: Role) -> list[Beat]:
         """Return the beats of the living agents of a role, oldest id first."""
-        now = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time() if self._deaf_since is None else self._deaf_since
         return [
             peer.beat
             for _, peer in sorted(self._peers.items())

@@ -176,18 +176,20 @@ def test_a_command_or_beat_that_does_not_decode_changes_nothing() -> None:
     simulate(script)
 
 
-def test_after_an_outage_it_beats_again_and_believes_its_peers_anew() -> None:
+def test_leases_stand_still_in_an_outage_and_start_anew_after_it() -> None:
     async def script(outside: Outside, idler: Idler) -> None:
         beat = Beat(role="engine", id="e", seq=1, incarnation="x", lease=10.0, state="working")
         await outside.bus.publish(TOPOLOGY.exchange("telemetry"), "beat.engine.e", envelope(beat))
         await asyncio.sleep(1)
         idler.bus._broker.drop(idler.bus, delay=60)
         await asyncio.sleep(50)
-        assert idler.peers.alive("engine") == []
+        assert [beat.id for beat in idler.peers.alive("engine")] == ["e"], "we are deaf and cannot know"
         before = len(outside.beats)
         await asyncio.sleep(10.2)
         assert [beat.id for beat in idler.peers.alive("engine")] == ["e"]
         assert len(outside.beats) > before
+        await asyncio.sleep(10.2)
+        assert idler.peers.alive("engine") == [], "heard again, and it says nothing"
 
     simulate(script)
 

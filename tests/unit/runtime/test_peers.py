@@ -101,3 +101,17 @@ def test_after_deafness_every_lease_starts_anew() -> None:
         assert peers.detail("runner") == {}
 
     run_virtually(main())
+
+
+def test_leases_stand_still_while_we_are_deaf() -> None:
+    async def main() -> None:
+        peers = Peers()
+        peers.hear(beat())
+        peers.deafen()
+        await asyncio.sleep(60)
+        assert [one.id for one in peers.alive("runner")] == ["runner-0"]
+        peers.refresh()
+        await asyncio.sleep(11)
+        assert peers.alive("runner") == []
+
+    run_virtually(main())
