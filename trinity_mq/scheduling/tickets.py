@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pydantic import BaseModel, Field
 
@@ -49,8 +49,6 @@ class Ticket(BaseModel):
     published: bool = False
     time_left: float
     """Seconds of the batch's own clock, which runs only while the batch can move."""
-    min_num: int | None = None
-    """Tasks after which it may be closed; None: all."""
     submissions: list[SubmissionRef] = Field(default_factory=list)
     manifest: BatchClosed | None = None
     """Once saved it never changes."""
@@ -98,12 +96,6 @@ class Ticket(BaseModel):
         """Return the outcomes of a task's slices, in order of their runs."""
         return [piece.result for piece in self.slices if piece.task_id == task_id and piece.result is not None]
 
-    def unfinished(self) -> Iterator[TaskBody]:
-        """Yield the tasks without a single finished run."""
-        for task_id, task in enumerate(self.tasks):
-            if not any(result.runs for result in self.results_of(task_id)):
-                yield task
-
     def make_manifest(self) -> BatchClosed:
         """Return the manifest of the outcomes so far."""
         results = [piece.result for piece in self.slices if piece.result is not None]
@@ -146,7 +138,6 @@ def new_ticket(
     seed: int = 0,
     max_repeat_times: int | None = None,
     first_run: int = 0,
-    min_num: int | None = None,
     pinned: Version | None = None,
     submissions: Sequence[SubmissionRef] = (),
 ) -> Ticket:
@@ -161,6 +152,5 @@ def new_ticket(
         seed=seed,
         pinned=pinned,
         time_left=time_left,
-        min_num=min_num,
         submissions=list(submissions),
     )

@@ -446,6 +446,7 @@ def test_submitted_evaluations_have_outcomes_and_train_nothing(tmp_path: Path) -
 
 def test_what_no_batch_takes_any_more_is_told_so_also_when_it_comes_late(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=1, step_seconds=30.0)
+    sim.runner_seconds = lambda piece: 60.0 if "submitted" in str(piece.batch) else 0.1
 
     async def scene() -> None:
         client = await sim.client()

@@ -425,6 +425,7 @@ def test_a_restarted_trainer_and_a_member_of_its_predecessors_try_understand_eac
         first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
         await until(lambda: sim.trainer.gate.phase == "entering")
         await asyncio.sleep(2.0)
+        sim.broker.drop(sim.trainer.bus, delay=None)  # type: ignore[arg-type]  # no last words
         await killed(first)
         await sim.make_trainer().run()
 

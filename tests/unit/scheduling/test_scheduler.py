@@ -408,20 +408,18 @@ def test_run_with_retry_gives_each_caller_its_own_also_in_a_batch_that_is_under_
         runners = [RunnerWrapper(n, None, [], scheduler.config, scheduler=scheduler) for n in range(3)]
         task = Task(repeat_times=16, raw_task={"n": 5})
         scheduler.schedule(tasks(2), 4)
-        done = await asyncio.gather(
-            *(
-                one.run_with_retry(TaskWrapper(task, 4, run_id_base=4 * n, repeat_times=4))
-                for n, one in enumerate(runners)
-            )
-        )
+        wrapped = [TaskWrapper(task, 4, run_id_base=4 * n, repeat_times=4) for n in range(3)]
+        under_way = [asyncio.ensure_future(one.run_with_retry(w)) for one, w in zip(runners, wrapped, strict=True)]
+        await asyncio.sleep(0.5)
+        statuses, _ = await scheduler.get_results(4)
+        assert len(statuses) == 2, "what others run is nobody else's result"
+        done = await asyncio.gather(*under_way)
         for n, (status, experiences, runner) in enumerate(done):
             assert isinstance(status, Status)
             assert (status.ok, status.completed_runs, runner) == (True, 4, n)
             assert [one.eid.run for one in experiences] == [4 * n + k for k in range(4)]
             assert {one.eid.batch for one in experiences} == {4}
         assert task.repeat_times == 16, "the caller's task is not changed"
-        statuses, _ = await scheduler.get_results(4)
-        assert len(statuses) == 2, "what others run is nobody else's result"
 
     play(Stage(seconds=lambda piece: 1.0), scene)
 
