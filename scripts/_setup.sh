@@ -57,3 +57,20 @@ make_broker() {
     say "rabbitmq-server"
     apt_install rabbitmq-server
 }
+
+# What the tests of the clients in other languages (schemas/clients) need; without it those tests are skipped.
+make_clients() {
+    local go_sources=/usr/share/gocode/src/github.com wanted=()
+    command -v go >/dev/null || wanted+=(golang-go)
+    [ -d $go_sources/klauspost/compress ] || wanted+=(golang-github-klauspost-compress-dev)
+    [ -d $go_sources/rabbitmq/amqp091-go ] || wanted+=(golang-github-rabbitmq-amqp091-go-dev)
+    [ -d $go_sources/vmihailenco/msgpack/v5 ] || wanted+=(golang-github-vmihailenco-msgpack.v5-dev)
+    { command -v node && command -v npm; } >/dev/null || wanted+=(nodejs npm)
+    [ ${#wanted[@]} != 0 ] || return 0
+    if may_install; then
+        say "tools of the clients' tests: ${wanted[*]}"
+        # a subshell: what cannot be installed is no reason to give up the other tests
+        (apt_install "${wanted[@]}") && return
+    fi
+    say "not there: ${wanted[*]}; tests of the clients that need them are skipped"
+}

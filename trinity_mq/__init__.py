@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trinity_mq.experience import EID as EID
     from trinity_mq.experience import CustomField as CustomField
     from trinity_mq.experience import Experience as Experience
+    from trinity_mq.experience import ExperienceBatch as ExperienceBatch
     from trinity_mq.experience import from_hf_datasets as from_hf_datasets
     from trinity_mq.experience import gather_action_masks as gather_action_masks
     from trinity_mq.experience import gather_attention_masks as gather_attention_masks
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from trinity_mq.experience import to_hf_datasets as to_hf_datasets
     from trinity_mq.models import InferenceModel as InferenceModel
     from trinity_mq.models import ModelWrapper as ModelWrapper
+    from trinity_mq.operators import ColumnOperator as ColumnOperator
     from trinity_mq.operators import ExperienceOperator as ExperienceOperator
     from trinity_mq.operators import ExperienceOperatorV1 as ExperienceOperatorV1
     from trinity_mq.operators import create_operators as create_operators
@@ -50,12 +52,12 @@ __version__ = "0.1.0"
 _NAMES: Mapping[str, str] = {
     "config": "Config load_config",
     "experience": (
-        "EID CustomField Experience from_hf_datasets gather_action_masks gather_attention_masks "
+        "EID CustomField Experience ExperienceBatch from_hf_datasets gather_action_masks gather_attention_masks "
         "gather_multi_modal_inputs gather_response_attrs gather_token_ids group_by "
         "split_dpo_experience_to_single_turn to_hf_datasets"
     ),
     "models": "InferenceModel ModelWrapper",
-    "operators": "ExperienceOperator ExperienceOperatorV1 create_operators",
+    "operators": "ColumnOperator ExperienceOperator ExperienceOperatorV1 create_operators",
     "scheduling": "RunnerWrapper Scheduler Status TaskWrapper WorkflowRunner sort_batch_id",
     "workflows": (
         "WORKFLOWS AsyncMultiTurnWorkflow AsyncRewardPropagationWorkflow AsyncStepWiseRewardWorkflow MultiTurnWorkflow "

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,12 @@ from trinity_mq.config import Config
 from trinity_mq.messages import BatchClosed, BatchReady
 from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, create_operators, run_chain
 from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.blobs import PARTS, open_store, patiently
 from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.mail import envelope, give_back, opened, park, settle
+from trinity_mq.runtime.mail import REFERENCE, envelope, give_back, opened, park, settle
+from trinity_mq.runtime.references import carried_bytes
 from trinity_mq.runtime.serve import run_daemon
+from trinity_mq.scheduling.batch_blobs import Content, Sweep, chunk_name, delete_blobs, stored
 from trinity_mq.scheduling.collector import UNBOUND_BEFORE_DELETE
 from trinity_mq.scheduling.parts import PartKey, chunk_mail, decode_parts, split_to_size, wanted_mails
 from trinity_mq.telemetry import MetricsWriter
@@ -46,8 +50,9 @@ class BatchUnusable(Exception):
 class Processed:
     """What the chain made of a batch."""
 
-    bodies: list[bytes]
-    """Of the chunks."""
+    op: str
+    """Names this processing."""
+    chunks: list[Content]
     experiences: int
     metrics: dict[str, float]
     bad: list[tuple[Delivery, str]]
@@ -65,6 +70,9 @@ class Operator(Agent):
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self._chain: list[ExperienceOperatorV1] = []
         self._ticket: str | None = None
+        self._store = open_store(config.broker, topology.run)
+        self._lent: set[str] = set()
+        """Tickets of which submitters were sent references: their blobs are left to the sweep, an hour later."""
         self._stopped = asyncio.Event()
         """No further manifest comes to us."""
 
@@ -86,6 +94,9 @@ class Operator(Agent):
             feed = await stack.enter_async_context(await self.bus.consume(self.topology.closed, prefetch=1))
             deletions = await stack.enter_async_context(asyncio.TaskGroup())
             work = deletions.create_task(self._work(feed, deletions))
+            if self._store is not None:
+                sweep = deletions.create_task(Sweep(self.bus, self.topology, self._store).run())
+                stack.callback(sweep.cancel)
             await self.woken.until(
                 lambda: self.draining.is_set() or self.peers.detail("explorer").get("finished", False)
             )
@@ -123,16 +134,17 @@ class Operator(Agent):
         try:
             parts = await self._drain(manifest)
         except QueueGone:
-            reason = "the batch queue does not exist: another operator has processed it"
-            await self._tell(manifest, state="gone", reason=reason)
-            await settle(delivery)
+            await self._gone(delivery, manifest)
             return False
         except BatchUnusable as error:
             await self._fail(delivery, manifest, str(error))
             return False
         await self._send_wanted(manifest, parts)
         try:
-            processed = await self._processed(parts.values())
+            processed = await self._processed(manifest, parts.values())
+        except QueueGone:
+            await self._gone(delivery, manifest)
+            return False
         except Exception as error:
             # an operator's bug costs its batch a try, never the daemon; the count ends it
             log.exception("batch_failed", ticket=manifest.ticket, attempt=delivery.deliveries_before + 1)
@@ -145,6 +157,11 @@ class Operator(Agent):
         if isinstance(manifest.batch, int):
             self.report(manifest.batch, processed.metrics)
         return True
+
+    async def _gone(self, delivery: Delivery, manifest: BatchClosed) -> None:
+        reason = "the batch queue does not exist: another operator has processed it"
+        await self._tell(manifest, state="gone", reason=reason)
+        await settle(delivery)
 
     async def _fail(self, delivery: Delivery, manifest: BatchClosed, reason: str) -> None:
         """Let the trainer skip the batch, keep a copy of its manifest for people to look at, then acknowledge."""
@@ -198,7 +215,7 @@ class Operator(Agent):
                 elif (attempt, part) in missing:
                     missing.discard((attempt, part))
                     found[attempt, part] = delivery
-                    size += len(delivery.body)
+                    size += carried_bytes(self._store, delivery.body, delivery.content_type)
                 if size > limit:
                     raise BatchUnusable(f"batch {manifest.batch} is over broker.max_batch_bytes {limit}")
         return {key: found[key] for key in wanted}
@@ -220,38 +237,52 @@ class Operator(Agent):
 
     async def _send_wanted(self, manifest: BatchClosed, parts: Mapping[PartKey, Delivery]) -> None:
         """Send submitters the experience parts they asked for, as they are; at least once."""
-        for reply_to, mail in wanted_mails(manifest, {key: part.body for key, part in parts.items()}):
+        for reply_to, mail in wanted_mails(manifest, parts):
             try:
                 if not await self.bus.publish("", reply_to, mail):
                     log.info("submitter_gone", reply_to=reply_to)
+                elif mail.content_type == REFERENCE:
+                    self._lent.add(manifest.ticket)
             except MessageTooLarge as error:
                 log.warning("submitter_not_served", reply_to=reply_to, reason=str(error))
 
-    async def _processed(self, parts: Iterable[Delivery]) -> Processed:
-        """Return what the chain makes of the parts."""
-        loop, limit = asyncio.get_running_loop(), self.config.operator.timeout
-        experiences, bad = await asyncio.to_thread(decode_parts, parts)
-        started = loop.time()
+    async def _processed(self, manifest: BatchClosed, parts: Collection[Delivery]) -> Processed:
+        """Return what the chain makes of the parts, its chunks stored where they are too large.
+
+        Raises:
+            QueueGone: Another operator has processed the batch meanwhile, and taken what the parts refer to with it.
+            StoreUnavailable: What they refer to cannot be read now, or a chunk not be stored.
+        """
+        loop, broker, op = asyncio.get_running_loop(), self.config.broker, uuid.uuid4().hex
+        is_stored = any(part.content_type == REFERENCE for part in parts)
+        experiences, bad = await (patiently if is_stored else asyncio.to_thread)(decode_parts, parts, self._store)
+        if bad and await self.bus.depth(self.topology.batch_queue(manifest.batch, manifest.ticket).name) is None:
+            raise QueueGone(manifest.ticket)
+        started, limit = loop.time(), self.config.operator.timeout
         try:
             async with asyncio.timeout(limit):
                 left, metrics = await run_chain(self._chain, experiences)
         except TimeoutError:
             raise TimeoutError(f"not done within {limit:g} s (operator.timeout)") from None
         metrics["time/operators"] = loop.time() - started
-        bodies = await asyncio.to_thread(split_to_size, left, self.bus.max_message_bytes)
-        return Processed(bodies, len(left), metrics, bad)
+        split = functools.partial(split_to_size, compression=broker.compression, store=self._store)
+        bodies = await asyncio.to_thread(split, left, self.bus.max_message_bytes)
+        chunks = await stored(
+            self._store, bodies, self.bus.max_message_bytes, lambda n: chunk_name(manifest.ticket, op, n)
+        )
+        metrics["experience_pipeline/chunks_by_reference"] = float(sum(not isinstance(one, bytes) for one in chunks))
+        return Processed(op, chunks, len(left), metrics, bad)
 
     async def _publish(self, manifest: BatchClosed, processed: Processed) -> None:
         """Publish the set, and once all of it is confirmed the BatchReady that decides its ticket."""
-        op = uuid.uuid4().hex
         async with asyncio.TaskGroup() as group:
-            for n, body in enumerate(processed.bodies):
-                group.create_task(self._to_ready(manifest, chunk_mail(manifest, op, n, body)))
+            for n, content in enumerate(processed.chunks):
+                group.create_task(self._to_ready(manifest, chunk_mail(manifest, processed.op, n, content)))
         await self._tell(
             manifest,
-            op=op,
+            op=processed.op,
             state="ready" if processed.experiences else "empty",
-            chunks=len(processed.bodies),
+            chunks=len(processed.chunks),
             experiences=processed.experiences,
             metrics={**manifest.metrics, **processed.metrics},
         )
@@ -273,6 +304,11 @@ class Operator(Agent):
             await self.bus.delete(name)
         except BusUnavailable as error:
             log.warning("batch_queue_left", queue=name, reason=f"{error}; it expires by itself")
+            return
+        if manifest.ticket in self._lent:
+            self._lent.discard(manifest.ticket)
+        else:
+            await delete_blobs(self._store, f"{PARTS}/{manifest.ticket}")
 
 
 def main(config: Config, agent_id: str = "operator-0") -> int:

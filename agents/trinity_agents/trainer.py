@@ -1,8 +1,7 @@
 """The trainer: processed batches in, train steps, checkpoints out; leads the weight sync.
 
 Waits for: the next batch on ``ready``, a member to give weights to, and at the end the explorer's last evaluation. One
-closed batch is
-one unit of progress, whatever is left in it.
+closed batch is one unit of progress, whatever is left in it.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from trinity_mq.config import Config
 from trinity_mq.messages import Progress, SyncEvent
 from trinity_mq.models import ensure_model_folder, fingerprint
 from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.blobs import open_store
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.locks import ensure_held
 from trinity_mq.runtime.mail import envelope
@@ -29,6 +29,7 @@ from trinity_mq.sync.collective import Sender
 from trinity_mq.sync.gatekeeper import Channel, Gatekeeper
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.training.checkpoint import CheckpointStore, StepAttempts, TrainerState
+from trinity_mq.training.chunk_blobs import ChunkBlobs
 from trinity_mq.training.history import History
 from trinity_mq.training.learner import MODEL_FOLDER, Learner, TorchLearner
 from trinity_mq.training.source import StreamSource, TrainBatch
@@ -69,7 +70,9 @@ class Trainer(Agent):
         self.learner = learner
         self.generation = self.step = self.progress = 0
         self.finished = False
-        self.source = StreamSource(bus, topology, agent_id)
+        blobs = open_store(config.broker, topology.run)
+        self.source = StreamSource(bus, topology, agent_id, blobs)
+        self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
         self._lock: Lock | None = None
         self._history: History | None = None
         self._saved_progress = 0
@@ -105,6 +108,7 @@ class Trainer(Agent):
             "progress": self.progress,
             "committed": machine.committed,
             "committed_progress": machine.committed_progress,
+            "epoch": machine.epoch,
             "phase": self.gate.phase,
             "members": sorted(machine.members),
             "in_hand": [*self.source.waiting, *([self._in_hand] if self._in_hand else [])],
@@ -164,13 +168,8 @@ class Trainer(Agent):
             self.step, self.progress = state.step, state.progress
             self.source.restore(state.source)
             resumed = (state.generation, state.progress)
-            log.info(
-                "resumed",
-                checkpoint=checkpoint.path.name,
-                generation=self.generation,
-                step=self.step,
-                progress=self.progress,
-            )
+            found = {"generation": self.generation, "step": self.step, "progress": self.progress}
+            log.info("resumed", checkpoint=checkpoint.path.name, **found)
         self._saved_progress = self.progress
         self._history = History(self.folder / "history", self.generation, resumed)
 
@@ -265,7 +264,7 @@ class Trainer(Agent):
             ticket=batch.ticket,
             op=batch.op,
             outcome=outcome,
-            uids=[experience.eid.uid for experience in batch.experiences] if outcome == "trained" else [],
+            uids=batch.experiences.ids("uid") if outcome == "trained" else [],
         )
         dropped = int(metrics.get("sample/dropped_stale_experiences", 0))
         told = Progress(
@@ -349,6 +348,7 @@ class Trainer(Agent):
             )
         await self.store.save(self.learner.save, state)
         self._saved_progress, self.source.bytes_since_save = self.progress, 0
+        await self._blobs.saved(state.source["consumed"])
         self.report(self.progress, {"time/save_checkpoint": asyncio.get_running_loop().time() - started})
 
     async def _finish(self) -> None:
@@ -361,6 +361,7 @@ class Trainer(Agent):
         model = checkpoint.path / MODEL_FOLDER
         if model.exists():
             await asyncio.to_thread(publish_final, model, self.folder / "final")
+        await self._blobs.saved(checkpoint.state.source["consumed"], last=True)
         self.finished = True
         self.beat_soon()
 

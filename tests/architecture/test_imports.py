@@ -20,11 +20,11 @@ HEAVY = ("torch", "transformers", "vllm", "tensorboard", "openai")
 
 PUBLIC = {
     "trinity_mq.experience": (
-        "EID CustomField Experience split_dpo_experience_to_single_turn gather_token_ids gather_action_masks "
-        "gather_attention_masks gather_response_attrs gather_multi_modal_inputs group_by to_hf_datasets "
-        "from_hf_datasets"
+        "EID CustomField Experience ExperienceBatch split_dpo_experience_to_single_turn gather_token_ids "
+        "gather_action_masks gather_attention_masks gather_response_attrs gather_multi_modal_inputs group_by "
+        "to_hf_datasets from_hf_datasets"
     ),
-    "trinity_mq.operators": "ExperienceOperator ExperienceOperatorV1 create_operators",
+    "trinity_mq.operators": "ColumnOperator ExperienceOperator ExperienceOperatorV1 create_operators",
     "trinity_mq.scheduling": "Scheduler TaskWrapper RunnerWrapper sort_batch_id WorkflowRunner Status",
     "trinity_mq.workflows": (
         "Task Workflow MultiTurnWorkflow StepWiseRewardWorkflow RewardPropagationWorkflow AsyncMultiTurnWorkflow "

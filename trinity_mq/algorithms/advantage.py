@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from trinity_mq.config.algorithm import AlgorithmConfig
-from trinity_mq.experience import Experience
+from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience.access import E, chosen, ids, values
+from trinity_mq.experience.ragged import Ragged
 
 Group = dict[str, float]
 """Run id to reward."""
 
 
-def group_relative_advantages(
-    experiences: list[Experience], config: AlgorithmConfig
-) -> tuple[list[Experience], dict[str, float]]:
+def group_relative_advantages(experiences: E, config: AlgorithmConfig) -> tuple[E, dict[str, float]]:
     """Give every run the distance of its reward from the mean of its group (GRPO, arXiv 2402.03300, equation 3).
 
     A group is the runs of one task (``eid.tid``). Statistics are over runs (``eid.rid``), not experiences: the reward
@@ -33,18 +33,19 @@ def group_relative_advantages(
     ``config.effective_min_group_runs`` runs left.
 
     Args:
-        experiences: A whole batch, in any order.
+        experiences: A whole batch, in any order; a list of objects or a batch of columns.
         config: Group size and scale.
 
     Returns:
-        The experiences that stay, in the order given, ``advantages`` set on these same objects as float32
-        ``[response]`` (the run's number where the action mask is True, else 0); and the metrics.
+        The experiences that stay, in the order given and the form given, with ``advantages`` (objects: these same ones)
+        as float32 ``[response]``: the run's number where the action mask is True, else 0; and the metrics.
         ``group_advantages/*`` are over the groups that stay and absent if none does.
 
     Raises:
         ValueError: An experience without action mask (dpo).
     """
-    groups, missing = _groups(experiences)
+    tids, rids = ids(experiences, "tid"), ids(experiences, "rid")
+    groups, missing = _groups(tids, rids, values(experiences, "eid.step"), values(experiences, "reward"))
     kept = {tid: group for tid, group in groups.items() if len(group) >= config.effective_min_group_runs}
     distances = [_centre(group) for group in kept.values()]
     centred = {rid: value for group in distances for rid, value in group.items()}
@@ -54,19 +55,9 @@ def group_relative_advantages(
         scale = dict.fromkeys(centred, _deviation(centred.values()) + config.std_epsilon)
     elif config.std_level == "group":
         scale = {rid: deviations[tid] + config.std_epsilon for tid, group in kept.items() for rid in group}
-    result = []
-    for experience in experiences:
-        rid = experience.eid.rid
-        if rid in centred:
-            mask = experience.action_mask
-            if mask is None:
-                raise ValueError(
-                    f"experience {experience.eid.uid} ({experience.experience_type}) has no action_mask, wanted bool "
-                    "[response]: group-relative advantages are for single_turn and multi_turn experiences"
-                )
-            experience.advantages = mask.to(torch.float32) * (centred[rid] / scale[rid])
-            result.append(experience)
-    return result, {
+    staying = [number for number, rid in enumerate(rids) if rid in centred]
+    scores = [centred[rids[number]] / scale[rids[number]] for number in staying]
+    return with_advantages(chosen(experiences, staying), scores), {
         "rollout/missing_rewards": float(missing),
         "rollout/partial_groups": float(len(groups) - len(kept)),
         "rollout/zero_variance_groups": float(sum(not any(group.values()) for group in distances)),
@@ -75,19 +66,49 @@ def group_relative_advantages(
     }
 
 
-def _groups(experiences: list[Experience]) -> tuple[dict[str, Group], int]:
+def with_advantages(experiences: E, scores: Sequence[float]) -> E:
+    """Return the experiences with each one's score as advantage of all its tokens that the action mask chooses, else 0.
+
+    Raises:
+        ValueError: An experience without action mask (dpo).
+    """
+    if isinstance(experiences, ExperienceBatch):
+        lengths = experiences.lengths("action_mask")
+        if (lengths < 0).any():
+            raise ValueError(_unmasked(experiences[int((lengths < 0).argmax())]))
+        if not len(experiences):
+            return experiences
+        spread = torch.from_numpy(np.repeat(np.array(scores, dtype=np.float32), lengths))
+        flat = experiences.dense("action_mask").to(torch.float32) * spread
+        return experiences.replace(advantages=Ragged.packed(flat, lengths))
+    for experience, score in zip(experiences, scores, strict=True):
+        if experience.action_mask is None:
+            raise ValueError(_unmasked(experience))
+        experience.advantages = experience.action_mask.to(torch.float32) * score
+    return experiences
+
+
+def _unmasked(experience: Experience) -> str:
+    return (
+        f"experience {experience.eid.uid} ({experience.experience_type}) has no action_mask, wanted bool [response]: "
+        "group-relative advantages are for single_turn and multi_turn experiences"
+    )
+
+
+def _groups(
+    tids: Sequence[str], rids: Sequence[str], steps: Sequence[int], rewards: Sequence[float | None]
+) -> tuple[dict[str, Group], int]:
     """Return the finite rewards by task and run, and how many runs have none; a task may be left with no run."""
-    last: dict[str, Experience] = {}
-    for experience in experiences:
-        known = last.get(experience.eid.rid)
-        if known is None or experience.eid.step >= known.eid.step:
-            last[experience.eid.rid] = experience
+    last: dict[str, int] = {}
+    for number, rid in enumerate(rids):
+        if rid not in last or steps[number] >= steps[last[rid]]:
+            last[rid] = number
     groups: dict[str, Group] = {}
     missing = 0
-    for rid, experience in last.items():
-        group = groups.setdefault(experience.eid.tid, {})
-        if experience.reward is not None and math.isfinite(experience.reward):
-            group[rid] = experience.reward
+    for rid, number in last.items():
+        group, reward = groups.setdefault(tids[number], {}), rewards[number]
+        if reward is not None and math.isfinite(reward):
+            group[rid] = reward
         else:
             missing += 1
     return groups, missing

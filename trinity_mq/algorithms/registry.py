@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from trinity_mq.algorithms.advantage import group_relative_advantages
 from trinity_mq.algorithms.losses import LossTerms, clipped_policy_loss
 from trinity_mq.config.algorithm import AlgorithmConfig
-from trinity_mq.experience import Experience
+from trinity_mq.experience.access import E
 
-AdvantageFunction = Callable[[list[Experience], AlgorithmConfig], tuple[list[Experience], dict[str, float]]]
-"""A batch in; what stays of it with ``advantages`` set, and metrics out."""
 LossFunction = Callable[[Tensor, Tensor, Tensor, AlgorithmConfig], LossTerms]
 """Logprobs, old logprobs and advantages, each ``[tokens]``, in; a sum over tokens out."""
+
+
+class AdvantageFunction(Protocol):
+    """A batch in; what stays of it, in the same form, with ``advantages`` set, and metrics out."""
+
+    def __call__(self, experiences: E, config: AlgorithmConfig) -> tuple[E, dict[str, float]]:
+        """Return experiences with advantages, and metrics."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,11 @@ class Keeper:
         """The consuming connection stands."""
         return self._rebuilt.is_set() and not self._closed
 
+    async def stands(self) -> None:
+        """Return once the consuming connection stands: without it our locks may be another's, and we must not act."""
+        if not self._rebuilt.is_set():
+            await self._rebuilt.wait()
+
     async def start(self) -> None:
         """Connect. Raises BusRefused at once, BusUnavailable after the connect timeout."""
         seconds = self._config.connect_timeout

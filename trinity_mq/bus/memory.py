@@ -124,7 +124,12 @@ class MemoryBus(Bus):
         )
         try:
             async with asyncio.timeout(seconds):
-                return await retrying(_ConfirmLostError, wait=wait_fixed(REPEAT_PAUSE))(self._publish_once, message)
+                try:
+                    return await self._publish_once(message)
+                except _ConfirmLostError:
+                    again = retrying(_ConfirmLostError, wait=wait_fixed(REPEAT_PAUSE))
+                    await asyncio.sleep(REPEAT_PAUSE)
+                    return await again(self._publish_once, message)
         except TimeoutError:
             what = f"{envelope.kind} {envelope.message_id}"
             raise BusUnavailable(f"{what} was not confirmed in {seconds:g} s: {self.trouble or 'no reply'}") from None

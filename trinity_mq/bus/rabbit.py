@@ -90,6 +90,7 @@ class RabbitBus(Bus):
         seconds = self._config.publish_timeout if timeout is None else timeout
         try:
             async with asyncio.timeout(seconds):
+                await self._keeper.stands()
                 return await self._keeper.publisher.publish(exchange, routing_key, envelope)
         except TimeoutError:
             what = f"{envelope.kind} {envelope.message_id}"

@@ -105,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_dead(commands)
     _add_broker(commands)
+    _add_convert(commands)
+    _add_schema(commands)
     return parser
 
 
@@ -189,7 +191,7 @@ def _add_dead(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_broker(commands: _Commands[argparse.ArgumentParser]) -> None:
-    broker = _add(commands, "broker", "", "a private RabbitMQ node in a folder")
+    broker = _add(commands, "broker", "", "a private RabbitMQ node in a folder, and what runs leave on a broker")
     actions = broker.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, words in (
         ("start", "start one in the background and print its URL"),
@@ -201,6 +203,43 @@ def _add_broker(commands: _Commands[argparse.ArgumentParser]) -> None:
         command.add_argument("folder", metavar="FOLDER", help="keeps the node's data, ports and password")
         if action == "serve":
             command.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
+    clean = _add(
+        actions, "clean", "trinity_mq.cli.clean:clean", "delete the queues and blobs of a run that is over for good"
+    )
+    clean.add_argument("target", metavar="RUN", help="the run's name, or its YAML file")
+    clean.add_argument(
+        "--broker",
+        metavar="URL",
+        help="amqp://user:password@host:port/vhost (default: the run's, else TRINITY_MQ_BROKER_URL)",
+    )
+    clean.add_argument(
+        "--blob-store", metavar="URL", help="where its blobs are (default: broker.blob_store of the file)"
+    )
+
+
+def _add_schema(commands: _Commands[argparse.ArgumentParser]) -> None:
+    schema = _add(
+        commands, "schema", "trinity_mq.cli.schema:schema", "write the JSON Schemas of what travels besides experiences"
+    )
+    schema.add_argument("--out", metavar="FOLDER", default="schemas", help="where to (default: schemas)")
+    schema.add_argument("--check", action="store_true", help="write nothing; 1 where a file is not what it would be")
+
+
+def _add_convert(commands: _Commands[argparse.ArgumentParser]) -> None:
+    convert = _add(
+        commands,
+        "convert-experiences",
+        "trinity_mq.cli.convert:convert",
+        "turn files of experiences that Trinity wrote (TRXP, pickles) into .tmqx; runs nothing that is in them",
+    )
+    convert.add_argument("inputs", metavar="IN", nargs="+", help="files, which stay as they are")
+    convert.add_argument(
+        "--out", metavar="FOLDER_OR_FILE", required=True, help="where to: one file if it ends in .tmqx, else a folder"
+    )
+    convert.add_argument("--compression", choices=("none", "zstd"), default="none", help="of the new files")
+    convert.add_argument(
+        "--strict", action="store_true", help="stop at the first experience that cannot be converted, not skip it"
+    )
 
 
 class _Version(argparse.Action):

@@ -19,7 +19,7 @@ LOST: Mapping[str, str] = {
 }
 """Counts of what was not learnt from, and how a person calls it."""
 
-_EVALUATION = re.compile(r"eval/(?P<taskset>.+)/(?P<key>[^/]+)/mean@\d+")
+_EVALUATION = re.compile(r"eval/(?P<taskset>.+)/(?P<key>[^/]+)/mean@\d+(?:/mean)?")
 
 Point = tuple[int, float]
 

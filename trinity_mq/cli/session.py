@@ -201,6 +201,8 @@ class Session:
 def agents(config: Config, config_file: Path, url: str) -> list[ProcessSpec]:
     """Return the processes of a run."""
     threads = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
+    # here and not only in the runner itself, for what is read when its libraries are loaded
+    own = dict(config.runner.env)
     names = [("explorer", EXPLORER), ("trainer", "trainer-0")]
     names += [("operator", f"operator-{n}") for n in range(config.operator.num_operators)]
     names += [("runner", f"runner-{n}") for n in range(config.runner.num_runners)]
@@ -209,7 +211,7 @@ def agents(config: Config, config_file: Path, url: str) -> list[ProcessSpec]:
             name=name,
             role=role,
             argv=(sys.executable, "-m", "trinity_mq.cli.main", role, str(config_file), "--id", name),
-            env=_environment(url, threads.get(role, 1)),
+            env={**_environment(url, threads.get(role, 1)), **(own if role == "runner" else {})},
         )
         for role, name in names
     ]

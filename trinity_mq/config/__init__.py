@@ -1,9 +1,11 @@
 """What a run is: pydantic sections and their loading. Describes and builds nothing."""
 
 from trinity_mq.config.agents import (
+    DynamicTimeoutConfig,
     ExplorerConfig,
     MonitorConfig,
     OperatorsConfig,
+    OverRolloutConfig,
     RolloutModelConfig,
     RunnerConfig,
     SupervisorConfig,
@@ -23,6 +25,7 @@ __all__ = [
     "BufferConfig",
     "Config",
     "ConfigError",
+    "DynamicTimeoutConfig",
     "ExplorerConfig",
     "FormatConfig",
     "ModelConfig",
@@ -30,6 +33,7 @@ __all__ = [
     "OperatorConfig",
     "OperatorsConfig",
     "OptimizerConfig",
+    "OverRolloutConfig",
     "RolloutModelConfig",
     "RunnerConfig",
     "SupervisorConfig",

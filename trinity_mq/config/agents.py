@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from trinity_mq.config.algorithm import OperatorConfig
 from trinity_mq.config.base import Section
 
+ConcurrentMode = Literal["sequential", "asynchronous", "multi-threading"]
+
 
 class RolloutModelConfig(Section):
     """The engine that samples, and the sampling parameters of training rollouts."""
@@ -26,6 +28,27 @@ class RolloutModelConfig(Section):
     """Seconds an engine outlives a host that is gone: long enough for the host's restart."""
     host: str = "127.0.0.1"
     enable_history: bool = False
+
+
+class DynamicTimeoutConfig(Section):
+    """A limit for slices that follows what slices take."""
+
+    enable: bool = False
+    ratio: float = Field(default=3.0, gt=1)
+    """Times the mean seconds of a slice; never more than the limits that are set."""
+    warmup_min_steps: int = Field(default=1, ge=1)
+    """Training batches complete before it is used."""
+
+
+class OverRolloutConfig(Section):
+    """Closing a batch without its slowest tasks."""
+
+    ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a batch's tasks that need not be done. 0: all are waited for."""
+    wait_after_min: float = Field(default=30.0, ge=0)
+    """Seconds that the rest still has once enough tasks are done."""
+    return_partial_tasks: bool = False
+    """Finished runs of tasks that were cut off count; else such tasks are as if they had not been run."""
 
 
 class ExplorerConfig(Section):
@@ -53,6 +76,10 @@ class ExplorerConfig(Section):
     """Seconds of holding after which the run ends with an error, its state saved."""
     unfinished: Literal["requeue", "drop"] = "requeue"
     """Tasks without a finished run when their batch closes: give them back once, or drop them."""
+    dynamic_timeout: DynamicTimeoutConfig = Field(default_factory=DynamicTimeoutConfig)
+    over_rollout: OverRolloutConfig = Field(default_factory=OverRolloutConfig)
+    cancel_grace: float = Field(default=2.0, ge=0)
+    """Seconds in which finished runs of slices that were cut off still count, where they are to be kept."""
     rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)
 
     @model_validator(mode="after")
@@ -76,11 +103,37 @@ class RunnerConfig(Section):
     num_runners: int = Field(default=2, ge=1)
     """Runner processes that ``trinity-mq run`` starts."""
     concurrency: int = Field(default=16, ge=1)
-    """Slices one runner works on at a time; its prefetch."""
+    """Slices of training one runner works on at a time; its prefetch."""
+    eval_concurrency: int | None = Field(default=None, ge=1)
+    """Slices of evaluations one runner works on at a time, beside those of training. None: as many."""
+    concurrent_mode: ConcurrentMode = "asynchronous"
+    """How the runs of a slice are done where a workflow does one at a time. ``sequential``: one after the other, by one
+    instance if the workflow can be reset. ``asynchronous``: all at once, each by an instance of its own.
+    ``multi-threading``: the same, asynchronous workflows too each in a thread, on an event loop and connections of its
+    own."""
+    blocking: Literal["thread", "process"] = "thread"
+    """Where synchronous workflows run. ``thread``: in the runner; one that never returns is given up, but its thread
+    cannot be ended from outside. ``process``: in a process for each slice, killed when its time is over."""
+    max_stuck: int = Field(default=16, ge=0)
+    """Workflows given up that run on all the same, beyond which the runner gives back what it holds and is started
+    again."""
+    max_block: float = Field(default=30.0, gt=0)
+    """Seconds a workflow may hold the event loop; a runner that stands still for longer ends its process."""
+    recycle_after: int | None = Field(default=None, ge=1)
+    """Slices after which a runner is started again, so that what workflows leak does not add up. None: never."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the runners, set before any workflow is imported."""
+    memory_limit: int | None = Field(default=None, ge=2**20)
+    """Bytes that the process of a slice may allocate beyond what it starts with. None: no limit."""
     max_isolated: int = Field(default=2, ge=1)
     """Redelivered slices that run in child processes at a time."""
     drain_timeout: float = Field(default=20.0, gt=0)
     """Seconds a draining runner has to finish before it gives slices back."""
+
+    @property
+    def eval_slots(self) -> int:
+        """``eval_concurrency`` with its default filled in."""
+        return self.concurrency if self.eval_concurrency is None else self.eval_concurrency
 
 
 class OperatorsConfig(Section):
@@ -152,6 +205,9 @@ class MonitorConfig(Section):
     """What is written down."""
 
     tensorboard: bool = True
+    detailed_stats: bool = False
+    """Evaluations: ``/mean``, ``/max``, ``/min`` and ``/std`` over the tasks of a set for every metric, instead of the
+    mean alone."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 

@@ -1,6 +1,7 @@
 """What a sampled sequence is, what identifies it, how it travels and how many of them become tensors."""
 
-from trinity_mq.experience.codec import CONTENT_TYPE, decode, encode
+from trinity_mq.experience.batch import ExperienceBatch, decode, encode
+from trinity_mq.experience.codec import CONTENT_TYPE
 from trinity_mq.experience.eid import EID
 from trinity_mq.experience.errors import DecodeError, EncodeError
 from trinity_mq.experience.experience import CustomField, Experience
@@ -22,6 +23,7 @@ __all__ = [
     "DecodeError",
     "EncodeError",
     "Experience",
+    "ExperienceBatch",
     "ExperienceError",
     "decode",
     "encode",

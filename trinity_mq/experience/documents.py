@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from trinity_mq.experience.errors import DecodeError, EncodeError
 from trinity_mq.experience.fields import short
-from trinity_mq.experience.msgpack_scan import MAX_NESTING, QUICK_ARRAY_LENGTH, measure, scan
+from trinity_mq.experience.ragged import Indexes
+from trinity_mq.messages.msgpack_scan import MAX_NESTING, QUICK_ARRAY_LENGTH, container_bytes, measure, scan
 
 MAX_CONTAINERS = 1 << 18
 """Lists and maps in all documents of a body: each costs a reader far more memory than its one byte."""
@@ -21,7 +23,10 @@ TENSOR, ARRAY = 1, 2
 """msgpack extension types: the number (u32, little-endian) of a tensor in the tail, handed out as tensor or array."""
 
 _ATOMS = frozenset({str, int, float, bool, type(None), bytes, msgpack.Timestamp})
+_LEAVES = _ATOMS | {Tensor, np.ndarray}
 _NUMBER_BYTES = 4
+_MAP_OF_FEW, _ITEMS_OF_FEW, _NO_ITEMS = 0x80, 0x0F, 0xF0
+"""First byte of a map of up to 15 items, and where in it their number is and is not."""
 
 
 class DocumentWriter:
@@ -31,6 +36,28 @@ class DocumentWriter:
         self.tensors: list[Tensor] = []
         self._containers = 0
         self._packer = msgpack.Packer(use_bin_type=True)
+
+    def write_all(self, values: Sequence[Any], name: str) -> list[bytes | None]:
+        """Return each value as one msgpack document, None for None.
+
+        Raises:
+            EncodeError: As :meth:`write`.
+        """
+        present = [value for value in values if value is not None]
+        if present and _flat(present):
+            # maps of plain values, as most are, need no walk
+            try:
+                documents = list(map(self._packer.pack, present))
+            except (ValueError, OverflowError, TypeError):
+                self._packer.reset()  # done again below, for an error that says where
+            else:
+                self._count(_bound(documents), name)
+                given = iter(documents)
+                return [None if value is None else next(given) for value in values]
+        return [
+            None if value is None else self.write(value, f"experience {number}: {name}")
+            for number, value in enumerate(values)
+        ]
 
     def write(self, value: Any, where: str) -> bytes:
         """Return ``value`` as one msgpack document.
@@ -45,15 +72,20 @@ class DocumentWriter:
             self._packer.reset()
             raise EncodeError(_blame(plain, where) or f"{where}: {error}") from error
         try:
-            self._containers += measure(document)
+            self._count(measure(document), where)
         except ValueError as error:
+            if isinstance(error, EncodeError):
+                raise
             raise EncodeError(f"{where}: {error}") from error
+        return document
+
+    def _count(self, containers: int, where: str) -> None:
+        self._containers += containers
         if self._containers > MAX_CONTAINERS:
             raise EncodeError(
                 f"{where}: more than {MAX_CONTAINERS} lists and maps in one body; keep numbers in tensors, or send "
                 "fewer experiences at once"
             )
-        return document
 
     def _plain(self, value: Any, where: str, depth: int) -> Any:
         """Return ``value`` in types that msgpack packs; the value itself where nothing has to change."""
@@ -103,6 +135,50 @@ class DocumentReader:
         self._tensors = tensors
         self._containers = 0
 
+    def read_all(self, data: bytes, starts: Indexes, ends: Indexes) -> list[Any]:
+        """Return the values in the documents that ``data`` is made of without gaps, the first one at 0.
+
+        Raises:
+            DecodeError: As :meth:`read`.
+        """
+        if not len(starts) or (starts == ends).any():
+            return [self.read(data[start:end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        first = np.frombuffer(data, dtype=np.uint8)[starts]
+        if not (first & _NO_ITEMS != _MAP_OF_FEW).any() and container_bytes(data) <= MAX_CONTAINERS - self._containers:
+            values = self._flat_maps(data, ends)
+            # a repeated key shows in the size
+            if values is not None and list(map(len, values)) == (first & _ITEMS_OF_FEW).tolist():
+                self._containers += len(values)
+                return values
+        return [self.read(data[start:end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+    def _flat_maps(self, data: bytes, ends: Indexes) -> list[Any] | None:
+        """Return the maps in ``data`` if they hold no lists and maps, as most do; else None."""
+        unpacker = msgpack.Unpacker(
+            raw=False,
+            strict_map_key=True,
+            ext_hook=self._extension,
+            max_array_len=0,
+            max_map_len=_ITEMS_OF_FEW,
+            max_buffer_size=len(data),
+        )
+        unpacker.feed(data)
+        unpack, tell = unpacker.unpack, unpacker.tell
+        values = []
+        try:
+            for end in ends.tolist():
+                values.append(unpack())
+                if tell() != end:
+                    return None
+        except (ValueError, TypeError, msgpack.UnpackException):
+            return None  # read again one by one, for an error that says which
+        return values if _kinds(values) <= _LEAVES else None
+
+    def _count(self, containers: int) -> None:
+        self._containers += containers
+        if self._containers > MAX_CONTAINERS:
+            raise DecodeError(f"more than {MAX_CONTAINERS} lists and maps in one body")
+
     def read(self, document: bytes) -> Any:
         """Return the value in one msgpack document.
 
@@ -110,22 +186,23 @@ class DocumentReader:
             DecodeError: It is not exactly one document, nests too deep or holds too much.
         """
         try:
-            self._containers += measure(document)
-            if self._containers > MAX_CONTAINERS:
-                raise DecodeError(f"more than {MAX_CONTAINERS} lists and maps in one body")
+            self._count(measure(document))
             try:
                 return self._unpack(document, QUICK_ARRAY_LENGTH)
             except ValueError:
                 scan(document)  # claims no more than it has, so what an array claims may be believed
                 return self._unpack(document, len(document))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            if isinstance(error, DecodeError):
-                raise
-            raise DecodeError(f"no msgpack document: {error or type(error).__name__}") from error
+            raise _undecodable(error) from error
 
     def _unpack(self, document: bytes, max_array: int) -> Any:
         return msgpack.unpackb(
-            document, raw=False, strict_map_key=True, ext_hook=self._extension, max_array_len=max_array
+            document,
+            raw=False,
+            strict_map_key=True,
+            ext_hook=self._extension,
+            object_pairs_hook=distinct,
+            max_array_len=max_array,
         )
 
     def _extension(self, code: int, data: bytes) -> Tensor | np.ndarray[Any, Any]:
@@ -142,6 +219,42 @@ class DocumentReader:
         except TypeError as error:
             raise DecodeError(f"an array of {tensor.dtype}: {error}") from error
         return array
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return ``pairs`` as a dict; a name that comes twice is an error."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise DecodeError(f"a name comes twice among {len(pairs)}")
+    return result
+
+
+def _flat(values: Sequence[Any]) -> bool:
+    """Return whether all values are dicts of plain values by text."""
+    return (
+        set(map(type, values)) <= {dict}
+        and set(map(type, chain.from_iterable(values))) <= {str}
+        and _kinds(values) <= _ATOMS
+    )
+
+
+def _kinds(maps: Sequence[dict[str, Any]]) -> set[type]:
+    """Return the types of what dicts hold."""
+    return set(map(type, chain.from_iterable(map(dict.values, maps))))
+
+
+def _bound(documents: list[bytes]) -> int:
+    """Return what :func:`measure` gives for all documents together; each is a map."""
+    total = container_bytes(b"".join(documents))
+    return total if total == len(documents) else sum(map(measure, documents))
+
+
+def _undecodable(error: Exception) -> DecodeError:
+    return (
+        error
+        if isinstance(error, DecodeError)
+        else DecodeError(f"no msgpack document: {error or type(error).__name__}")
+    )
 
 
 def _key(key: Any, where: str) -> str:

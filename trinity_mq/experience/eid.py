@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
+import os
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
+_lot = random.Random()  # of our own: whoever seeds the module's for repeatable runs must not repeat our ids
+os.register_at_fork(after_in_child=_lot.seed)
+
 
 def _new_suffix() -> str:
-    return secrets.token_hex(6)
+    return f"{_lot.getrandbits(48):012x}"
 
 
 def _escaped(part: int | str) -> str:

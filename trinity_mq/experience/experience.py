@@ -243,13 +243,13 @@ class Experience:
         return self.serialize_many([self])
 
     @classmethod
-    def deserialize(cls, data: bytes | memoryview) -> Experience:
-        """Return the one experience in ``data``.
+    def deserialize(cls, data: bytes | memoryview, *, allow_legacy: bool = False) -> Experience:
+        """Return the one experience in ``data``; arguments as :meth:`deserialize_many`.
 
         Raises:
             DecodeError: Not an experience body, or not exactly one experience.
         """
-        experiences = cls.deserialize_many(data)
+        experiences = cls.deserialize_many(data, allow_legacy=allow_legacy)
         if len(experiences) != 1:
             raise DecodeError(
                 f"the body holds {len(experiences)} experiences, wanted exactly one; read it with "
@@ -264,20 +264,34 @@ class Experience:
         Raises:
             EncodeError: A field does not fit the format.
         """
-        from trinity_mq.experience.codec import encode
+        from trinity_mq.experience.batch import encode
 
         return encode(experiences)
 
     @classmethod
-    def deserialize_many(cls, data: bytes | memoryview) -> list[Experience]:
+    def deserialize_many(cls, data: bytes | memoryview, *, allow_legacy: bool = False) -> list[Experience]:
         """Return the experiences in ``data``.
+
+        Args:
+            data: An experience body.
+            allow_legacy: Read bodies that Trinity wrote (``TRXP``, bare pickles) too. Nothing in them is run, yet they
+                carry no checksum and cost more to refuse: for data whose origin you know.
 
         Raises:
             DecodeError: Not an experience body.
         """
-        from trinity_mq.experience.codec import decode
+        from trinity_mq.experience.batch import decode
+        from trinity_mq.experience.legacy import legacy_form, read_legacy
 
-        return decode(data)
+        form = legacy_form(data)
+        if form is None:
+            return decode(data)
+        if not allow_legacy:
+            raise DecodeError(
+                f"a legacy body ({form}), wanted an experience body; if you know where it comes from, pass "
+                "allow_legacy=True, or convert it once with `trinity-mq convert-experiences`"
+            )
+        return read_legacy(data)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a person reads, without tensors; optional fields only where they are set."""

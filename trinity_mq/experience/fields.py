@@ -23,6 +23,9 @@ MASK_DTYPES = frozenset({torch.bool})
 EXPERT_DTYPES = frozenset({torch.uint8})
 
 
+_INTS, _NUMBERS, _BOOLS = frozenset({int}), frozenset({int, float}), frozenset({bool})
+
+
 class ExperienceError(ValueError):
     """A field of an experience breaks a rule; the message names the field, what it holds and the rule."""
 
@@ -47,11 +50,21 @@ def _as_tensor(field: str, value: TensorInput, wanted: str) -> Tensor:
     if isinstance(value, str | bytes):
         raise ExperienceError(f"{field} is {short(value)}, wanted {wanted} as list, tuple, array or tensor")
     try:
-        if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        if isinstance(value, list | tuple) and any(issubclass(kind, Tensor) for kind in set(map(type, value))):
             value = [item.item() if isinstance(item, Tensor) else item for item in value]
         return torch.tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ExperienceError(f"{field} is {short(value)}, wanted {wanted}: {error}") from error
+
+
+def _plain(value: TensorInput, kinds: frozenset[type], dtype: type[np.generic]) -> Tensor | None:
+    """Return a list or tuple of Python numbers of these ``kinds`` as ``dtype``; None for anything else."""
+    if isinstance(value, list | tuple) and value and set(map(type, value)) <= kinds:
+        try:
+            return torch.from_numpy(np.array(value, dtype=dtype))
+        except (OverflowError, ValueError, TypeError):
+            return None  # told apart, and worded, below
+    return None
 
 
 def _one_dimensional(field: str, tensor: Tensor, wanted: str) -> Tensor:
@@ -82,6 +95,9 @@ def token_ids(field: str, value: TensorInput) -> Tensor:
     """
     if isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == 1:
         return value
+    plain = _plain(value, _INTS, np.int32)
+    if plain is not None:
+        return plain
     wanted = "integer token ids"
     return _one_dimensional(field, _integers(field, value, torch.int32, wanted), wanted)
 
@@ -94,6 +110,9 @@ def floats(field: str, value: TensorInput) -> Tensor:
     """
     if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES and value.dim() == 1:
         return value
+    plain = _plain(value, _NUMBERS, np.float32)
+    if plain is not None:
+        return plain
     wanted = "numbers"
     tensor = _one_dimensional(field, _as_tensor(field, value, wanted), wanted)
     if tensor.dtype == torch.bool or tensor.is_complex():
@@ -110,6 +129,9 @@ def mask(field: str, value: TensorInput) -> Tensor:
     """
     if isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 1:
         return value
+    plain = _plain(value, _BOOLS, np.bool_)
+    if plain is not None:
+        return plain
     wanted = "booleans, or 0 and 1"
     tensor = _one_dimensional(field, _as_tensor(field, value, wanted), wanted)
     result = tensor != 0

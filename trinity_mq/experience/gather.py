@@ -1,17 +1,24 @@
 """Experiences to padded rectangles: prompts padded on the left, responses on the right.
 
 All responses begin in one column: with ``P = max_prompt_length`` and ``R = max_response_length`` a row is
-``[pad ... prompt | response ... pad]``.
+``[pad ... prompt | response ... pad]``. Everything here takes a list of experiences or an :class:`ExperienceBatch`,
+whose columns are used as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import sub
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from trinity_mq.experience.batch import ExperienceBatch
 from trinity_mq.experience.experience import Experience
+from trinity_mq.experience.fields import TENSOR_FIELDS
+from trinity_mq.experience.ragged import column_items
 
 
 def gather_token_ids(
@@ -22,11 +29,13 @@ def gather_token_ids(
     Raises:
         ValueError: No experiences, or a prompt or response is longer than its maximum.
     """
-    covered = gather_attention_masks(experiences, max_prompt_length, max_response_length)
-    flat = torch.cat([experience.tokens for experience in experiences])
-    result = flat.new_full(covered.shape, pad_token_id)
-    result[covered] = flat
-    return result
+    prompts, sizes = _checked_sizes(experiences, max_prompt_length, max_response_length)
+    if isinstance(experiences, ExperienceBatch):
+        rows = _present(column_items(experiences.column("tokens"), len(experiences)))
+    else:
+        rows = [experience.tokens for experience in experiences]
+    starts = [max_prompt_length - prompt for prompt in prompts]
+    return _laid_out(rows, starts, sizes, max_prompt_length + max_response_length, pad_token_id)
 
 
 def gather_attention_masks(
@@ -37,24 +46,39 @@ def gather_attention_masks(
     Raises:
         ValueError: As :func:`gather_token_ids`.
     """
+    prompts, sizes = _checked_sizes(experiences, max_prompt_length, max_response_length)
+    device = torch.device("cpu") if isinstance(experiences, ExperienceBatch) else experiences[0].tokens.device
+    columns = torch.arange(max_prompt_length + max_response_length, device=device)
+    first = max_prompt_length - torch.tensor(prompts, device=device)[:, None]
+    return (columns >= first) & (columns < first + torch.tensor(sizes, device=device)[:, None])
+
+
+def _checked_sizes(
+    experiences: Sequence[Experience], max_prompt_length: int, max_response_length: int
+) -> tuple[list[int], list[int]]:
+    """Return prompt length and tokens of each experience, all of which fit."""
     _some(experiences)
-    for number, experience in enumerate(experiences):
-        prompt = experience.prompt_length
-        response = experience.tokens.shape[0] - prompt
-        if prompt > max_prompt_length or response > max_response_length:
-            what, length, limit = (
-                ("prompt", prompt, max_prompt_length)
-                if prompt > max_prompt_length
-                else ("response", response, max_response_length)
-            )
-            raise ValueError(
-                f"experience {number} ({experience.eid.uid}) has a {what} of {length} tokens, wanted at most "
-                f"max_{what}_length = {limit}; raise it, or drop or truncate such experiences"
-            )
-    device = experiences[0].tokens.device
-    starts = torch.tensor([max_prompt_length - item.prompt_length for item in experiences], device=device)
-    sizes = torch.tensor([item.tokens.shape[0] for item in experiences], device=device)
-    return _between(starts, starts + sizes, max_prompt_length + max_response_length)
+    if isinstance(experiences, ExperienceBatch):
+        prompts, sizes = experiences.prompt_lengths().tolist(), experiences.lengths("tokens").tolist()
+    else:
+        prompts = [experience.prompt_length for experience in experiences]
+        sizes = [experience.tokens.shape[0] for experience in experiences]
+    if max(prompts) > max_prompt_length or max(map(sub, sizes, prompts)) > max_response_length:
+        _refuse_longest(experiences, prompts, sizes, max_prompt_length, max_response_length)
+    return prompts, sizes
+
+
+def _refuse_longest(
+    experiences: Sequence[Experience], prompts: list[int], sizes: list[int], max_prompt: int, max_response: int
+) -> NoReturn:
+    for number, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
+        for what, length, limit in (("prompt", prompt, max_prompt), ("response", size - prompt, max_response)):
+            if length > limit:
+                raise ValueError(
+                    f"experience {number} ({experiences[number].eid.uid}) has a {what} of {length} tokens, wanted at "
+                    f"most max_{what}_length = {limit}; raise it, or drop or truncate such experiences"
+                )
+    raise AssertionError("called although all fit")
 
 
 def gather_action_masks(experiences: Sequence[Experience], max_response_length: int) -> Tensor:
@@ -77,25 +101,28 @@ def gather_response_attrs(
         ValueError: No experiences, no such field, one of them has none, or one is longer than R.
     """
     _some(experiences)
-    columns: list[Tensor] = []
-    for number, experience in enumerate(experiences):
-        value = getattr(experience, attr_name, None)
-        if not isinstance(value, Tensor) or value.dim() != 1:
-            raise ValueError(
-                f"experience {number} ({experience.eid.uid}, {experience.experience_type}) has no {attr_name}, wanted "
-                "one value per response token"
-            )
-        if value.shape[0] > max_response_length:
-            raise ValueError(
-                f"experience {number} ({experience.eid.uid}) has {value.shape[0]} values in {attr_name}, wanted at "
-                f"most max_response_length = {max_response_length}; raise it, or drop or truncate such experiences"
-            )
-        columns.append(value)
-    flat = torch.cat(columns)
-    sizes = torch.tensor([column.shape[0] for column in columns], device=flat.device)
-    result = flat.new_full((len(columns), max_response_length), pad_value)
-    result[_between(torch.zeros_like(sizes), sizes, max_response_length)] = flat
-    return result
+    if isinstance(experiences, ExperienceBatch):
+        known = TENSOR_FIELDS.get(attr_name, (None, None, 0))[2] == 1
+        found: list[Any] = column_items(experiences.column(attr_name), len(experiences)) if known else [None]
+    else:
+        found = [getattr(experience, attr_name, None) for experience in experiences]
+    sizes = [item.shape[0] if isinstance(item, Tensor) and item.dim() == 1 else -1 for item in found]
+    if min(sizes) < 0 or max(sizes) > max_response_length:
+        number = next(n for n, size in enumerate(sizes) if size < 0 or size > max_response_length)
+        raise ValueError(_misfit(experiences[number], number, attr_name, sizes[number], max_response_length))
+    return _laid_out(_present(found), [0] * len(sizes), sizes, max_response_length, pad_value)
+
+
+def _misfit(experience: Experience, number: int, name: str, size: int, limit: int) -> str:
+    if size < 0:
+        return (
+            f"experience {number} ({experience.eid.uid}, {experience.experience_type}) has no {name}, wanted one value "
+            "per response token"
+        )
+    return (
+        f"experience {number} ({experience.eid.uid}) has {size} values in {name}, wanted at most max_response_length = "
+        f"{limit}; raise it, or drop or truncate such experiences"
+    )
 
 
 def gather_multi_modal_inputs(experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
@@ -105,14 +132,20 @@ def gather_multi_modal_inputs(experiences: Sequence[Experience]) -> dict[str, li
         ValueError: No experiences, or not all have the same inputs.
     """
     _some(experiences)
+    if isinstance(experiences, ExperienceBatch):
+        columns = {key: column_items(column, len(experiences)) for key, column in experiences.columns()[2].items()}
+        found = {key: [item for item in column if item is not None] for key, column in columns.items()}
+        if all(len(items) == len(experiences) for items in found.values()):
+            return found
     inputs = [experience.multi_modal_inputs or {} for experience in experiences]
+    keys = inputs[0].keys()
     for number, item in enumerate(inputs):
-        if item.keys() != inputs[0].keys():
+        if item.keys() != keys:
             raise ValueError(
                 f"experience {number} ({experiences[number].eid.uid}) has multi_modal_inputs {sorted(item)}, wanted "
-                f"{sorted(inputs[0])} as in the first"
+                f"{sorted(keys)} as in the first"
             )
-    return {key: [item[key] for item in inputs] for key in inputs[0]}
+    return {key: [item[key] for item in inputs] for key in keys}
 
 
 def _some(experiences: Sequence[Experience]) -> None:
@@ -120,7 +153,23 @@ def _some(experiences: Sequence[Experience]) -> None:
         raise ValueError("got no experiences, wanted at least one: an empty batch has no dtype and no width; skip it")
 
 
-def _between(starts: Tensor, ends: Tensor, width: int) -> Tensor:
-    """Return bool ``[rows, width]``, True in the columns from each row's start up to its end."""
-    columns = torch.arange(width, device=starts.device)
-    return (columns >= starts[:, None]) & (columns < ends[:, None])
+def _present(items: Sequence[Any]) -> list[Tensor]:
+    return [item for item in items if isinstance(item, Tensor)]
+
+
+def _laid_out(rows: Sequence[Tensor], starts: Sequence[int], sizes: Sequence[int], width: int, padding: int) -> Tensor:
+    """Return ``[rows, width]``: each row from its start on, padding around it.
+
+    Rows and the gaps between them follow each other in memory, so it is one concatenation.
+    """
+    gaps, left = [], 0
+    for start, size in zip(starts, sizes, strict=True):
+        gaps.append(left + start)
+        left = width - start - size
+    gaps.append(left)
+    dtype = reduce(torch.promote_types, {row.dtype for row in rows})
+    fill = torch.full((sum(gaps),), padding, dtype=dtype, device=rows[0].device)
+    # "unsafe" for autograd only, which has no part in this
+    blanks = torch.unsafe_split_with_sizes(fill, gaps)
+    pieces = [piece for pair in zip(blanks, rows, strict=False) for piece in pair]
+    return torch.cat([*pieces, blanks[-1]]).view(len(rows), width).detach()

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
+from trinity_mq.experience.access import Experiences, ids
+from trinity_mq.experience.batch import ExperienceBatch
 from trinity_mq.experience.eid import EID
 from trinity_mq.experience.experience import Experience
 from trinity_mq.experience.rules import DPO, SINGLE_TURN
 
+IdType = Literal["task", "run", "step"]
+
 _ID_PROPERTIES = {"task": "tid", "run": "rid", "step": "sid"}
 
 
-def group_by(experiences: Sequence[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:
+@overload
+def group_by(experiences: ExperienceBatch, id_type: IdType) -> dict[str, ExperienceBatch]: ...
+@overload
+def group_by(experiences: list[Experience], id_type: IdType) -> dict[str, list[Experience]]: ...
+def group_by(experiences: Experiences, id_type: IdType) -> dict[str, list[Experience]] | dict[str, ExperienceBatch]:
     """Group experiences by ``tid`` (task), ``rid`` (run) or ``sid`` (step), in the order in which the ids appear.
+
+    The groups of an :class:`ExperienceBatch` are batches.
 
     Raises:
         ValueError: Another ``id_type``.
     """
     if id_type not in _ID_PROPERTIES:
         raise ValueError(f"Unknown id_type: {id_type}; wanted one of {', '.join(_ID_PROPERTIES)}")
-    groups: dict[str, list[Experience]] = {}
-    for experience in experiences:
-        groups.setdefault(getattr(experience.eid, _ID_PROPERTIES[id_type]), []).append(experience)
-    return groups
+    members: dict[str, list[int]] = {}
+    for number, name in enumerate(ids(experiences, _ID_PROPERTIES[id_type])):
+        members.setdefault(name, []).append(number)
+    if isinstance(experiences, ExperienceBatch):
+        return {name: experiences.select(numbers) for name, numbers in members.items()}
+    return {name: [experiences[number] for number in numbers] for name, numbers in members.items()}
 
 
 def split_dpo_experience_to_single_turn(experiences: Sequence[Experience]) -> list[Experience]:

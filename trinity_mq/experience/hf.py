@@ -10,53 +10,62 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from trinity_mq.experience.eid import EID
 from trinity_mq.experience.experience import FIELD_NAMES, Experience
+from trinity_mq.experience.fields import TENSOR_FIELDS
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 ENCODED = "experience"
 """The column with the encoded body."""
 
-_PLAIN = (
-    "experience_type",
-    "prompt_length",
-    "reward",
-    "temperature",
-    "truncate_status",
-    "prompt_text",
-    "response_text",
-    "taskset",
-    "index",
-)
-_TENSORS = (
-    "tokens",
-    "logprobs",
-    "action_mask",
-    "token_level_reward",
-    "advantages",
-    "returns",
-    "teacher_logprobs",
-    "chosen",
-    "rejected",
-)
+_IDS = {"batch": "string", "task": "string", "run": "int64", "step": "int64"}
+_PLAIN = {
+    "experience_type": "string",
+    "prompt_length": "int64",
+    "reward": "float64",
+    "temperature": "float64",
+    "truncate_status": "string",
+    "prompt_text": "string",
+    "response_text": "string",
+    "taskset": "string",
+    "index": "int64",
+}
+_TENSORS = {
+    "tokens": "int32",
+    "logprobs": "float32",  # holds bfloat16 and float16 exactly
+    "action_mask": "bool",
+    "token_level_reward": "float32",
+    "advantages": "float32",
+    "returns": "float32",
+    "teacher_logprobs": "float32",
+    "chosen": "int32",
+    "rejected": "int32",
+}
 
 
-def to_hf_datasets(experiences: list[Experience]) -> Dataset:
+def to_hf_datasets(experiences: Sequence[Experience]) -> Dataset:
     """Return a dataset with one row per experience; :func:`from_hf_datasets` gives back equal ones.
+
+    The columns and their types are always the same, whatever is None, so that such datasets can be concatenated.
 
     Raises:
         ImportError: ``datasets`` is not installed.
         EncodeError: An experience does not fit the wire format.
     """
-    return _datasets().Dataset.from_list([to_record(experience) for experience in experiences])
+    datasets = _datasets()
+    kinds = {name: datasets.Value(kind) for name, kind in (_IDS | _PLAIN).items()}
+    kinds |= {name: datasets.List(datasets.Value(kind)) for name, kind in _TENSORS.items()}
+    kinds[ENCODED] = datasets.Value("large_binary")  # binary ends at 2 GiB a column
+    records = [to_record(experience) for experience in experiences]
+    columns = {name: [record[name] for record in records] for name in kinds}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
 
 
-def from_hf_datasets(dataset: Dataset) -> list[Experience]:
+def from_hf_datasets(dataset: Dataset | IterableDataset | Iterable[Mapping[str, Any]]) -> list[Experience]:
     """Return the experiences of a dataset made by :func:`to_hf_datasets`, with what was edited in its plain columns.
 
     Raises:
@@ -64,8 +73,9 @@ def from_hf_datasets(dataset: Dataset) -> list[Experience]:
         DecodeError: It is damaged.
         ExperienceError: An edit breaks a rule.
     """
-    rows: Iterable[Mapping[str, Any]] = dataset
-    return [from_record(row) for row in rows]
+    # A dataset formatted for torch, numpy or pandas would hand out their types, and NaN or "" where there was None.
+    plain = dataset.with_format(None) if hasattr(dataset, "with_format") else dataset
+    return [from_record(row) for row in plain]
 
 
 def to_record(experience: Experience) -> dict[str, Any]:
@@ -94,16 +104,17 @@ def from_record(record: Mapping[str, Any]) -> Experience:
     base = Experience.deserialize(record[ENCODED])
     values: dict[str, Any] = {name: getattr(base, name) for name in FIELD_NAMES}
     values |= {name: record[name] for name in _PLAIN if name in record}
-    for name in _TENSORS:
-        if name in record:
-            values[name] = _like(values[name], record[name])
+    values |= {name: _tensor(name, record[name], values[name]) for name in _TENSORS if name in record}
     values["eid"] = _edited(base.eid, record)
     return Experience(**values)
 
 
-def _like(known: Tensor | None, value: Sequence[Any] | None) -> Any:
-    """Return ``value`` in the dtype the encoded body had it in."""
-    return value if value is None or known is None else torch.tensor(value, dtype=known.dtype)
+def _tensor(name: str, value: Sequence[Any] | None, known: Tensor | None) -> Tensor | None:
+    """Return ``value`` as the field ``name`` holds it, floats in the dtype that the encoded body has them in."""
+    if value is None:
+        return None
+    tensor = TENSOR_FIELDS[name][0](name, value)
+    return tensor if known is None else tensor.to(known.dtype)
 
 
 def _edited(eid: EID, record: Mapping[str, Any]) -> EID:

@@ -23,5 +23,13 @@ VERSIONS = "versions"
 CUSTOM_FIELDS = "custom_fields"
 MULTI_MODAL = "multi_modal_inputs"
 
+PLAIN_COLUMNS = (*TEXT_COLUMNS, *INT_COLUMNS, *FLOAT_COLUMNS, *DOCUMENT_COLUMNS, VERSIONS, CUSTOM_FIELDS)
+"""Fields whose columns are lists of values."""
+OWN_DOCUMENTS: dict[str, type] = {"info": dict, "metrics": dict, CUSTOM_FIELDS: list}
+"""Fields that every experience has one of; an empty one travels as none."""
+
 DOCUMENT_TENSORS = "documents"
 """Field of the tail's entries for tensors found in documents; their items are those tensors in the order found."""
+
+MAX_EXPERIENCES = 1 << 16
+"""Experiences in one body: each costs a reader about two kilobytes, however few bytes it takes."""

@@ -1,12 +1,9 @@
-"""The rules that tie the fields of an experience together: one experience at a time, and whole columns at once."""
+"""The rules that tie the fields of an experience together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from trinity_mq.experience.fields import RESPONSE_FIELDS, ExperienceError, short, whole
 
@@ -21,8 +18,6 @@ TRUNCATE_STATUSES = (None, PROMPT_TRUNCATED, RESPONSE_TRUNCATED)
 
 Versions = list[tuple[int, int, int]]
 """Rows ``(first token in the response, generation, step)``: from that token on, that policy version sampled."""
-
-Lengths = npt.NDArray[np.int64]
 
 
 def check_lengths(kind: str, truncate_status: str | None, prompt_length: int, lengths: Mapping[str, int]) -> None:
@@ -83,52 +78,6 @@ def _check_dpo(prompt_length: int, lengths: Mapping[str, int]) -> None:
                 f"{name} has {lengths[name]} values, wanted None: a dpo experience has two responses, chosen and "
                 "rejected; split_dpo_experience_to_single_turn gives one experience for each"
             )
-
-
-def first_bad(
-    kinds: Sequence[str], statuses: Sequence[str | None], prompts: Lengths, lengths: Mapping[str, Lengths]
-) -> int | None:
-    """Return the index of the first experience that breaks a rule of :func:`check_lengths`, all at once.
-
-    Args:
-        kinds: Type of each.
-        statuses: Truncate status of each.
-        prompts: Prompt length of each.
-        lengths: First dimension of each tensor field, -1 where absent; a field absent from all may be left out.
-    """
-    absent = np.full(len(kinds), -1, dtype=np.int64)
-    tokens, mask = lengths["tokens"], lengths.get("action_mask", absent)
-    dpo = np.fromiter((kind == DPO for kind in kinds), dtype=np.bool_, count=len(kinds))
-    cut = np.fromiter((status == PROMPT_TRUNCATED for status in statuses), dtype=np.bool_, count=len(kinds))
-    response = np.where(cut, mask, tokens - prompts)
-    bad = (prompts < 1) | (tokens < 1) | (~dpo & ((mask < 0) | (~cut & (response < 1))))
-    if dpo.any():
-        chosen, rejected = lengths.get("chosen", absent), lengths.get("rejected", absent)
-        bad |= dpo & ((prompts != tokens) | (chosen < 1) | (rejected < 1))
-    for name in RESPONSE_FIELDS:
-        if name in lengths:
-            bad |= (lengths[name] >= 0) & (dpo | (lengths[name] != response))
-    if "routed_experts" in lengths:
-        bad |= (lengths["routed_experts"] >= 0) & (lengths["routed_experts"] != tokens - 1)
-    return int(bad.argmax()) if bad.any() else None
-
-
-def check_batch(
-    kinds: Sequence[str], statuses: Sequence[str | None], prompts: Sequence[int], lengths: Mapping[str, Lengths]
-) -> None:
-    """Check many experiences at once; arguments as :func:`first_bad`.
-
-    Raises:
-        ExperienceError: As :func:`check_lengths`, with the index of the first bad experience.
-    """
-    index = first_bad(kinds, statuses, np.array(prompts, dtype=np.int64), lengths)
-    if index is None:
-        return
-    present = {name: int(column[index]) for name, column in lengths.items() if column[index] >= 0}
-    try:
-        check_lengths(kinds[index], statuses[index], prompts[index], {"tokens": 0, **present})
-    except ExperienceError as error:
-        raise ExperienceError(f"experience {index}: {error}") from error
 
 
 def check_versions(value: Any, response: int | None) -> Versions | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,10 @@ import torch
 from torch import Tensor
 
 from trinity_mq.experience.columns import INT32, pack_lengths, unpack_array
+from trinity_mq.experience.documents import distinct
 from trinity_mq.experience.errors import DecodeError, EncodeError
 from trinity_mq.experience.fields import short
+from trinity_mq.experience.ragged import Column, Ragged
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -57,52 +58,34 @@ class TailWriter:
         self._flat: dict[str, tuple[torch.dtype, list[int], np.ndarray[Any, Any]]] = {}
         self._count = 0
 
-    def add(self, field: str, tensors: Sequence[Tensor | None], key: str | None = None) -> None:
-        """Add a column of tensors, None where absent; those of one dtype and trailing shape share an entry.
+    def add(self, field: str, column: Column, key: str | None = None) -> None:
+        """Add a column of tensors; each part of it is an entry.
 
         Raises:
-            EncodeError: A tensor is of a dtype or layout that does not travel.
+            EncodeError: A tensor is of a dtype that does not travel.
         """
-        groups: dict[Any, tuple[list[Tensor], list[int]]] = {}
-        for number, tensor in enumerate(tensors):
-            if tensor is None:
-                continue
-            dims = tensor.dim()
-            kind = (tensor.dtype, None if dims == 1 else tensor.shape[1:] if dims else dims)
-            members, numbers = groups.setdefault(kind, ([], []))
-            members.append(tensor)
-            numbers.append(number)
-        for members, numbers in groups.values():
-            self._add_group(field, key, members, numbers, len(tensors))
+        for part in column:
+            self._add(field, key, part)
 
-    def _add_group(self, field: str, key: str | None, members: list[Tensor], numbers: list[int], count: int) -> None:
+    def _add(self, field: str, key: str | None, part: Ragged) -> None:
         where = field if key is None else f"{field}[{key!r}]"
-        if members[0].dtype not in _NAMES:
-            raise EncodeError(f"{where} is a {short(members[0])}, wanted one of {', '.join(map(str, _NAMES))}")
-        self._count += len(members)
+        if part.flat.dtype not in _NAMES:
+            raise EncodeError(f"{where} is a {short(part.flat)}, wanted one of {', '.join(map(str, _NAMES))}")
+        self._count += int((part.lengths >= 0).sum())
         if self._count > MAX_TENSORS:
             raise EncodeError(f"more than {MAX_TENSORS} tensors in one body; send fewer experiences at once")
-        scalar = members[0].dim() == 0
         try:
-            here = [member if member.is_cpu else member.cpu() for member in members]
-            flat = torch.stack(here) if scalar else torch.cat(here) if len(here) > 1 else here[0]
-            row = flat.detach().contiguous().reshape(-1)
+            flat = part.dense().contiguous()
+            row = flat.reshape(-1)
             # torch refuses to view nothing as bytes where numpy gave it a stride of 0
             data = (row.view(torch.uint8) if row.numel() else torch.empty(0, dtype=torch.uint8)).numpy()
         except RuntimeError as error:
-            raise EncodeError(f"{where} is a {short(members[0])}, which cannot be read: {error}") from error
-        lengths = [1 if scalar else member.shape[0] for member in members]
-        if len(members) < count:
-            sparse = np.full(count, -1, dtype=np.int64)
-            sparse[numbers] = lengths
-            packed = pack_lengths(sparse)
-        else:
-            packed = pack_lengths(lengths)
+            raise EncodeError(f"{where} is a {short(part.flat)}, which cannot be read: {error}") from error
         name = base = field if key is None else f"{field}/{key}"
         while name in self.entries:
             name = f"{base}#{len(self.entries)}"
-        entry: dict[str, Any] = {"field": field, "lengths": packed}
-        self.entries[name] = entry | ({} if key is None else {"key": key}) | ({"scalar": True} if scalar else {})
+        entry: dict[str, Any] = {"field": field, "lengths": pack_lengths(part.lengths)}
+        self.entries[name] = entry | ({} if key is None else {"key": key}) | ({"scalar": True} if part.scalar else {})
         self._flat[name] = (flat.dtype, list(flat.shape), data)
 
     def buffers(self) -> list[Any]:
@@ -118,8 +101,8 @@ class TailWriter:
         return [_SIZE.pack(len(text)), text, *(data for _, (_, _, data) in ordered)]
 
 
-def read_tail(blob: bytearray) -> dict[str, Tensor]:
-    """Return the entries of a safetensors blob as views into it.
+def read_tail(blob: memoryview) -> dict[str, Tensor]:
+    """Return the entries of a safetensors blob as views into it: nobody may write to them.
 
     Raises:
         DecodeError: Not a safetensors blob whose entries cover its data exactly.
@@ -133,29 +116,41 @@ def read_tail(blob: bytearray) -> dict[str, Tensor]:
             f"tail: a header of {size} bytes in {len(blob)}, wanted at most {MAX_HEADER_BYTES}, aligned to 8"
         )
     try:
-        header = json.loads(blob[_SIZE.size : start], object_pairs_hook=distinct)
+        header = json.loads(bytes(blob[_SIZE.size : start]), object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise DecodeError(f"tail: the safetensors header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise DecodeError(f"tail: the safetensors header is {short(header)}, wanted a map")
+    data = _as_tensor(blob[start:])
     tensors: dict[str, Tensor] = {}
-    covered = start
+    covered = 0
     for name, entry in header.items():
-        tensors[name], covered = _entry(name, entry, blob, start, covered)
-    if covered != len(blob):
-        raise DecodeError(f"tail: {len(blob) - covered} bytes belong to no tensor")
+        tensors[name], covered = _entry(name, entry, data, covered)
+    if covered != len(data):
+        raise DecodeError(f"tail: {len(data) - covered} bytes belong to no tensor")
     return tensors
 
 
-def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return ``pairs`` as a dict; a name that comes twice is an error."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise DecodeError(f"a name comes twice among {len(pairs)}")
-    return result
+class _Lent:
+    """Hands memory that is not to be written to on to numpy, which else passes that on to torch, which warns."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = np.frombuffer(data, dtype=np.uint8)  # kept: the memory is alive for as long as this is
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {**self._data.__array_interface__, "data": (self._data.ctypes.data, False)}
 
 
-def _entry(name: str, entry: Any, blob: bytearray, start: int, covered: int) -> tuple[Tensor, int]:
+def _as_tensor(data: memoryview) -> Tensor:
+    """Return bytes as uint8 ``[bytes]``, a view where they lie at an address that every dtype can be read from."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8)
+    row = np.asarray(_Lent(data))
+    return torch.from_numpy(row if row.ctypes.data % 8 == 0 else row.copy())
+
+
+def _entry(name: str, entry: Any, data: Tensor, covered: int) -> tuple[Tensor, int]:
     """Return the tensor of one header entry, which begins where the one before ended, and its end."""
     fields = entry if isinstance(entry, dict) else {}
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields.get("dtype"), str) else None
@@ -163,18 +158,19 @@ def _entry(name: str, entry: Any, blob: bytearray, start: int, covered: int) -> 
     if dtype is None or shape is None or len(shape) > MAX_DIMENSIONS or offsets is None or len(offsets) != 2:
         raise DecodeError(f"tail: entry {name!r} is {short(entry)}, wanted dtype, shape and data_offsets")
     count = math.prod(shape)
-    begin, end = start + offsets[0], start + offsets[1]
-    if begin != covered or end > len(blob) or end - begin != count * dtype.itemsize or begin % dtype.itemsize:
+    begin, end = offsets
+    if begin != covered or end > len(data) or end - begin != count * dtype.itemsize or begin % dtype.itemsize:
         raise DecodeError(
-            f"tail: entry {name!r} is {short(entry)}, which does not fit {len(blob) - covered} bytes left"
+            f"tail: entry {name!r} is {short(entry)}, which does not fit {len(data) - covered} bytes left"
         )
     if count == 0:
         if max(shape) >= 1 << 31:
             raise DecodeError(f"tail: entry {name!r} has shape {shape} without data")
         return torch.empty(shape, dtype=dtype), end
-    if dtype is torch.bool and np.frombuffer(blob, np.uint8, count, begin).max() > 1:
+    part = data[begin:end]
+    if dtype is torch.bool and part.numpy().max() > 1:
         raise DecodeError(f"tail: entry {name!r} holds booleans other than 0 and 1")
-    return torch.frombuffer(blob, dtype=dtype, count=count, offset=begin).view(shape), end
+    return part.view(dtype).view(shape), end
 
 
 def _naturals(value: Any) -> list[int] | None:
@@ -183,8 +179,8 @@ def _naturals(value: Any) -> list[int] | None:
     return value if fits else None
 
 
-def split(name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -> tuple[list[Tensor | None], Any]:
-    """Return the tensors an entry is made of, one per item or None, and their lengths (-1 for None).
+def part_of(name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -> Ragged:
+    """Return the part of a column that an entry is.
 
     Args:
         name: Of the entry, for errors.
@@ -196,17 +192,11 @@ def split(name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -> 
         DecodeError: The lengths do not make up the tensor.
     """
     lengths = unpack_array(entry.get("lengths"), INT32, count, f"lengths of {name}").astype(np.int64)
-    present = lengths[lengths >= 0]
-    if flat.dim() < 1 or (lengths < -1).any() or int(present.sum()) != flat.shape[0]:
+    least = int(lengths.min()) if len(lengths) else 0
+    present = lengths if least >= 0 else np.maximum(lengths, 0)
+    if flat.dim() < 1 or least < -1 or int(present.sum()) != flat.shape[0]:
         raise DecodeError(f"lengths of {name} do not add up to shape {tuple(flat.shape)}")
-    pieces: Sequence[Tensor] = torch.split(flat, present.tolist()) if len(present) else ()
-    if entry.get("scalar"):
-        if flat.dim() != 1 or (present != 1).any():
-            raise DecodeError(f"{name} is marked scalar with lengths other than 1")
-        pieces = flat.unbind()
-    if len(pieces) == len(lengths):
-        return list(pieces), lengths
-    result: list[Tensor | None] = [None] * len(lengths)
-    for number, piece in zip(np.flatnonzero(lengths >= 0).tolist(), pieces, strict=True):
-        result[number] = piece
-    return result, lengths
+    scalar = bool(entry.get("scalar"))
+    if scalar and (flat.dim() != 1 or (np.abs(lengths) != 1).any()):
+        raise DecodeError(f"{name} is marked scalar with lengths other than 1")
+    return Ragged.packed(flat, lengths, scalar)

@@ -1,7 +1,16 @@
 """What travels besides experiences: tasks, batches, sync and control events, telemetry."""
 
 from trinity_mq.messages.base import BatchId, Message, Version
-from trinity_mq.messages.batches import Accepted, BatchClosed, BatchReady, Mark, Progress, RunEnd, Wanted
+from trinity_mq.messages.batches import (
+    Accepted,
+    BatchClosed,
+    BatchReady,
+    ExperienceReference,
+    Mark,
+    Progress,
+    RunEnd,
+    Wanted,
+)
 from trinity_mq.messages.codec import CONTENT_TYPE, JSON_CONTENT_TYPE, DecodeError, decode, decode_any, encode
 from trinity_mq.messages.sync import SyncEvent, SyncVerb
 from trinity_mq.messages.tasks import (
@@ -27,6 +36,7 @@ __all__ = [
     "ControlEvent",
     "DecodeError",
     "Deliver",
+    "ExperienceReference",
     "Lane",
     "Mark",
     "Message",

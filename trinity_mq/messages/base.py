@@ -18,11 +18,10 @@ class Message(BaseModel):
     """A control-plane body.
 
     Evolution: a field added with a default keeps the version; readers ignore fields they do not know. Anything else
-    gets a
-    new version and an upgrade function.
+    gets a new version and a function in :data:`trinity_mq.messages.codec.UPGRADES`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     kind: ClassVar[str]
     version_number: ClassVar[int] = 1

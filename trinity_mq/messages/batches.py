@@ -66,6 +66,23 @@ class BatchReady(Message):
     reason: str | None = None
 
 
+class ExperienceReference(Message):
+    """Stands for an experience part or chunk whose one experience is over the size limit of messages: the body lies in
+    the blob store. Content type ``application/vnd.trinity-mq.reference``; headers and message id are those of the body.
+    """
+
+    kind: ClassVar[str] = "experience_reference"
+
+    url: str
+    """Under ``broker.blob_store``; a reader opens no other."""
+    bytes: int = Field(ge=1)
+    """Size of the experience body."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of the experience body, in hexadecimal."""
+    experiences: int = Field(default=1, ge=1)
+    """How many are in it."""
+
+
 class Mark(Message):
     """A reader's own mark on a stream: what came before it has been read when it arrives."""
 

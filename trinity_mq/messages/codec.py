@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgpack
 from pydantic import ValidationError
 
 from trinity_mq.messages.base import Message
-from trinity_mq.messages.batches import BatchClosed, BatchReady, Mark, Progress, RunEnd
+from trinity_mq.messages.batches import BatchClosed, BatchReady, ExperienceReference, Mark, Progress, RunEnd
+from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS, MAX_NESTING, QUICK_ARRAY_LENGTH, measure, scan
 from trinity_mq.messages.sync import SyncEvent
 from trinity_mq.messages.tasks import SubmissionOutcome, TaskResult, TaskSlice, TaskSubmission
 from trinity_mq.messages.telemetry import Beat, ControlEvent, Metrics
 
 CONTENT_TYPE = "application/msgpack"
 JSON_CONTENT_TYPE = "application/json"
-MAX_NESTING = 64
 
 M = TypeVar("M", bound=Message)
 
@@ -30,6 +30,7 @@ CATALOGUE: Mapping[tuple[str, int], type[Message]] = {
         TaskResult,
         BatchClosed,
         BatchReady,
+        ExperienceReference,
         Mark,
         Progress,
         RunEnd,
@@ -39,7 +40,10 @@ CATALOGUE: Mapping[tuple[str, int], type[Message]] = {
         ControlEvent,
     )
 }
-"""Every body that travels by itself, by kind and version."""
+"""Every body that travels by itself, by kind and version, each kind in its newest version."""
+
+UPGRADES: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""By kind and old version: what makes the fields of a body of that version those of the next one."""
 
 
 class DecodeError(ValueError):
@@ -56,58 +60,118 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes, expect: type[M], content_type: str | None = CONTENT_TYPE) -> M:
-    """Return the message in ``body``.
+    """Return the message in ``body``; a body of an older version is upgraded.
+
+    Args:
+        body: As it came.
+        expect: The only class that belongs there; its kind may be left out of the body, and so may version 1.
+        content_type: JSON where it says so, else msgpack.
 
     Raises:
-        DecodeError: The bytes are no map, are of another kind or version, or a field is wrong.
+        DecodeError: The bytes are no map, are of another kind or a newer version, or a field is wrong.
     """
     fields = _fields(body, content_type)
-    kind = fields.pop("kind", expect.kind)
-    version = fields.pop("version_number", expect.version_number)
-    if (kind, version) != (expect.kind, expect.version_number):
-        raise DecodeError(
-            f"body is {kind!r} version {version!r}, wanted {expect.kind!r} version {expect.version_number}"
-        )
-    try:
-        return expect.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "(body)"
-        raise DecodeError(
-            f"{expect.kind}: field {where}: {first['msg']}, got {_short(first['input'])}"
-            + (f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else "")
-        ) from error
+    kind = fields.get("kind", expect.kind)
+    if kind != expect.kind:
+        raise DecodeError(f"body is a {_short(kind)}, wanted a {expect.kind!r}")
+    return _message(fields, expect)
 
 
 def decode_any(body: bytes, content_type: str | None = CONTENT_TYPE) -> Message:
-    """Return the message in ``body``, its class chosen by its own ``kind`` and ``version_number``.
+    """Return the message in ``body``, its class chosen by its own ``kind``.
 
     Raises:
         DecodeError: As :func:`decode`, or the kind is not in the catalogue.
     """
     fields = _fields(body, content_type)
-    key = (fields.get("kind"), fields.get("version_number", 1))
-    cls = CATALOGUE.get(key) if isinstance(key[0], str) and isinstance(key[1], int) else None  # type: ignore[arg-type]
+    found = fields.get("kind")
+    cls = next((cls for (kind, _), cls in CATALOGUE.items() if kind == found), None)
     if cls is None:
         known = ", ".join(sorted({kind for kind, _ in CATALOGUE}))
-        raise DecodeError(f"unknown kind {key[0]!r} version {key[1]!r}; known kinds: {known}")
-    return decode(body, cls, content_type)
+        raise DecodeError(f"unknown kind {_short(found)}; known kinds: {known}")
+    return _message(fields, cls)
+
+
+def _message(fields: dict[str, Any], cls: type[M]) -> M:
+    version = fields.get("version_number", 1)
+    if type(version) is not int or not 1 <= version <= cls.version_number:
+        raise DecodeError(
+            f"{cls.kind} of version {_short(version)}, this release reads 1 to {cls.version_number}; upgrade it, or "
+            "send it a body of a version that it reads"
+        )
+    for old in range(version, cls.version_number):
+        try:
+            fields = UPGRADES[cls.kind, old](fields)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise DecodeError(f"{cls.kind} of version {version} cannot be upgraded from {old}: {error!r}") from error
+    try:
+        return cls.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "(body)"
+        raise DecodeError(
+            f"{cls.kind}: field {where}: {first['msg']}, got {_short(first['input'])}"
+            + (f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else "")
+        ) from error
 
 
 def _fields(body: bytes, content_type: str | None) -> dict[str, Any]:
+    wanted, read = ("JSON", _from_json) if content_type == JSON_CONTENT_TYPE else ("msgpack", _from_msgpack)
     try:
-        if content_type == JSON_CONTENT_TYPE:
-            fields = json.loads(body)
-        else:
-            fields = msgpack.unpackb(body, raw=False, strict_map_key=True)
+        fields = read(body)
+    except DecodeError:
+        raise
     except (ValueError, msgpack.UnpackException, RecursionError, TypeError) as error:
-        wanted = "JSON" if content_type == JSON_CONTENT_TYPE else "msgpack"
         raise DecodeError(f"body of {len(body)} bytes is not {wanted}: {error or type(error).__name__}") from error
     if not isinstance(fields, dict):
         raise DecodeError(f"body is a {type(fields).__name__}, wanted a map with named fields")
+    return fields
+
+
+def _from_msgpack(body: bytes) -> Any:
+    measure(body)  # raises where it nests too deep or holds too many lists and maps
+    try:
+        return _unpack(body, QUICK_ARRAY_LENGTH)
+    except ValueError:
+        scan(body)  # holds all it claims to hold, so no length in it asks for more memory than it may
+        return _unpack(body, len(body))
+
+
+def _unpack(body: bytes, longest: int) -> Any:
+    return msgpack.unpackb(
+        body,
+        raw=False,
+        strict_map_key=True,
+        object_pairs_hook=_distinct,
+        max_array_len=longest,
+        max_map_len=longest,
+    )
+
+
+def _from_json(body: bytes) -> Any:
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        raise DecodeError(f"more than {MAX_CONTAINERS} opening brackets in one body; send it as msgpack")
+    fields = json.loads(body, object_pairs_hook=_distinct, parse_constant=_no_number)
     if _too_deep(fields, MAX_NESTING):
         raise DecodeError(f"body is nested deeper than {MAX_NESTING} levels")
+    try:
+        msgpack.packb(fields)  # what comes in as JSON goes on as msgpack
+    except (ValueError, OverflowError) as error:
+        raise DecodeError(f"a number beyond 64 bits, or text that UTF-8 cannot hold: {error}") from error
     return fields
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DecodeError(f"the key {_short(twice)} comes twice in one map")
+    return fields
+
+
+def _no_number(literal: str) -> float:
+    raise DecodeError(f'{literal} is no JSON; where a field wants a number, the text "{literal}" stands for it')
 
 
 def _too_deep(value: Any, left: int) -> bool:

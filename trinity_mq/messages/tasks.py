@@ -8,6 +8,9 @@ from pydantic import Field
 
 from trinity_mq.messages.base import BatchId, Message, Version
 
+MAX_REPEAT_TIMES = 65_536
+"""Runs of one task: as many experiences as one body holds, and more slices than a broker wants."""
+
 Lane = Literal["train", "eval"]
 Deliver = Literal["pipeline", "caller", "none"]
 Outcome = Literal["finished", "partial", "failed", "cancelled", "poisoned", "late"]
@@ -22,7 +25,7 @@ class TaskBody(Message):
     """Registered name or dotted path; empty means the taskset's default."""
     raw_task: dict[str, Any] = Field(default_factory=dict)
     """The record as the dataset gave it."""
-    repeat_times: int = Field(default=1, ge=1)
+    repeat_times: int = Field(default=1, ge=1, le=MAX_REPEAT_TIMES)
     """Runs of this task, the group size of group-relative algorithms."""
     format_args: dict[str, Any] = Field(default_factory=dict)
     rollout_args: dict[str, Any] = Field(default_factory=dict)
@@ -91,6 +94,9 @@ class TaskSlice(Message):
     beat lacks."""
     explorer: str = ""
     """Id of the scheduling explorer whose beats count for ``opened_beat``."""
+    keep_partial: bool = False
+    """A runner that drops the slice because a beat lacks its ticket first publishes the runs that are finished, and
+    their result."""
 
 
 class TaskResult(Message):
@@ -114,6 +120,8 @@ class TaskResult(Message):
     """One dict a finished run."""
     message: str | None = None
     runner: str = ""
+    returned: int = 0
+    """How often the slice had come back to its queue before this attempt."""
     seconds: float = 0.0
     version_min: Version | None = None
     version_max: Version | None = None

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from trinity_mq.messages.base import Message
 
-Role = Literal["explorer", "runner", "operator", "trainer", "engine", "supervisor"]
+Role = Literal["explorer", "scheduler", "runner", "operator", "trainer", "engine", "supervisor"]
 
 
 class Beat(Message):

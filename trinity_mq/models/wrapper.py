@@ -207,6 +207,12 @@ class ModelWrapper:
         vars(clone).update(_history=History(), _seeds=self._seeds.clone(), _owns_clients=False, _openai=[])
         return clone
 
+    def start_over(self, seed: int | None) -> None:
+        """Forget what was answered and begin a new row of seeds: another run begins, on the same instance of its
+        workflow.
+        """
+        self._history, self._seeds, self._answered_by = History(), Seeds(seed), None
+
     async def aclose(self) -> None:
         """Close the OpenAI clients handed out, and the connections unless they are shared."""
         handed_out, self._openai = self._openai, []

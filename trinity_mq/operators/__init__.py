@@ -1,13 +1,14 @@
 """Operators: what happens to the experiences of a batch before they are trained on."""
 
 from trinity_mq.operators.advantage import AdvantageOperator
-from trinity_mq.operators.base import ExperienceOperator, ExperienceOperatorV1, ThreadedOperator
+from trinity_mq.operators.base import ColumnOperator, ExperienceOperator, ExperienceOperatorV1, ThreadedOperator
 from trinity_mq.operators.chain import OperatorError, run_chain
 from trinity_mq.operators.registry import OPERATORS, OperatorConfigError, create_operators
 
 __all__ = [
     "OPERATORS",
     "AdvantageOperator",
+    "ColumnOperator",
     "ExperienceOperator",
     "ExperienceOperatorV1",
     "OperatorConfigError",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.config import AlgorithmConfig
-from trinity_mq.experience import Experience
-from trinity_mq.operators.base import Processed, ThreadedOperator
+from trinity_mq.experience.access import E
+from trinity_mq.operators.base import ColumnOperator
 
 
-class AdvantageOperator(ThreadedOperator):
+class AdvantageOperator(ColumnOperator):
     """Gives every experience its advantages, as the configured algorithm computes them."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
         self.function = ALGORITHMS[config.algorithm_type].advantage
 
-    def apply(self, exps: list[Experience]) -> Processed:
+    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
         """Return the experiences that have advantages, and the function's metrics."""
         return self.function(exps, self.config)

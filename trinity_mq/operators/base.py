@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from trinity_mq.experience import Experience
+from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience.access import E
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -74,6 +75,24 @@ class ThreadedOperator(ExperienceOperatorV1):
     async def process(self, exps: list[Experience]) -> Processed:
         """Run :meth:`apply` in a thread."""
         return await asyncio.to_thread(self.apply, exps)
+
+
+class ColumnOperator(ExperienceOperatorV1):
+    """A computing operator that takes experiences as columns: a chain hands it the batch as it came, without making
+    objects of it. Its work is done in a thread. A list of experiences is taken too, and gives a list.
+    """
+
+    @abstractmethod
+    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+        """Return what becomes of all experiences of one batch, in the form given, and metrics."""
+
+    async def process(self, exps: list[Experience]) -> Processed:
+        """Run :meth:`apply` in a thread."""
+        return await asyncio.to_thread(self.apply, exps)
+
+    async def process_batch(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
+        """Run :meth:`apply` on columns in a thread."""
+        return await asyncio.to_thread(self.apply, batch)
 
 
 class WrappedOperator(ThreadedOperator):

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trinity_mq.experience import Experience
-from trinity_mq.operators.base import ExperienceOperatorV1
+from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience.access import Experiences
+from trinity_mq.operators.base import ColumnOperator, ExperienceOperatorV1
 
 PREFIX = "experience_pipeline"
 
@@ -22,11 +23,13 @@ class OperatorError(Exception):
 
 
 async def run_chain(
-    operators: Sequence[ExperienceOperatorV1], experiences: list[Experience]
-) -> tuple[list[Experience], dict[str, float]]:
+    operators: Sequence[ExperienceOperatorV1], experiences: Experiences
+) -> tuple[Experiences, dict[str, float]]:
     """Put the experiences of one batch through ``operators``, one after the other.
 
-    What one operator returns is what the next one gets; when nothing is left, the rest are not asked.
+    What one operator returns is what the next one gets; when nothing is left, the rest are not asked. An
+    :class:`ExperienceBatch` stays one for as long as all operators are :class:`ColumnOperator`; the first one that is
+    not gets a list, and so do those behind it.
 
     Returns:
         The experiences that are left, and the metrics: each operator's own as
@@ -53,13 +56,22 @@ async def run_chain(
 
 
 async def _process(
-    operator: ExperienceOperatorV1, label: str, experiences: list[Experience]
-) -> tuple[list[Experience], Mapping[str, Any]]:
+    operator: ExperienceOperatorV1, label: str, experiences: Experiences
+) -> tuple[Experiences, Mapping[str, Any]]:
+    result: Any
     try:
-        result = await operator.process(experiences)
+        if not isinstance(experiences, ExperienceBatch):
+            result = await operator.process(experiences)
+        elif isinstance(operator, ColumnOperator):
+            result = await operator.process_batch(experiences)
+        else:
+            # copies: an operator may write to its tensors, and those of a batch lie in the received body
+            result = await operator.process(await asyncio.to_thread(experiences.to_list))
     except Exception as error:
         raise OperatorError(label, f"{type(error).__name__}: {error}") from error
     match result:
+        case (ExperienceBatch() as kept, Mapping() as metrics):
+            return kept, metrics
         case (list(left), Mapping() as metrics) if all(isinstance(exp, Experience) for exp in left):
             return left, metrics
     raise OperatorError(label, f"returned {_short(result)}, wanted a list of experiences and a dict of metrics")

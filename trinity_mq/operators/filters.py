@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from trinity_mq.experience import Experience
-from trinity_mq.operators.base import Processed, ThreadedOperator
+from trinity_mq.experience.access import E, chosen, ids, values
+from trinity_mq.operators.base import ColumnOperator
 
 
-class RewardFilter(ThreadedOperator):
+class RewardFilter(ColumnOperator):
     """Keeps experiences whose reward is at least ``threshold``; one without a reward is dropped too."""
 
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
-    def apply(self, exps: list[Experience]) -> Processed:
+    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
         """Return the experiences that are kept, and ``filtered_count``."""
-        kept = [exp for exp in exps if _valid(exp) and exp.reward is not None and exp.reward >= self.threshold]
-        return kept, {"filtered_count": len(exps) - len(kept)}
+        rewards = values(exps, "reward")
+        kept = [number for number, reward in enumerate(rewards) if _valid(reward) and reward >= self.threshold]
+        return chosen(exps, kept), {"filtered_count": len(exps) - len(kept)}
 
 
-class InvalidRewardFilter(ThreadedOperator):
+class InvalidRewardFilter(ColumnOperator):
     """Drops experiences whose reward is missing or no finite number."""
 
-    def apply(self, exps: list[Experience]) -> Processed:
+    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
         """Return the experiences that are kept, and ``filtered_count``."""
-        kept = [exp for exp in exps if _valid(exp)]
-        return kept, {"filtered_count": len(exps) - len(kept)}
+        kept = [number for number, reward in enumerate(values(exps, "reward")) if _valid(reward)]
+        return chosen(exps, kept), {"filtered_count": len(exps) - len(kept)}
 
 
-class RewardStdFilter(ThreadedOperator):
+class RewardStdFilter(ColumnOperator):
     """Drops tasks whose runs are (nearly) equally good: they teach a group-relative algorithm nothing.
 
     A task stays if its runs number at least two and the population standard deviation of their rewards is above
@@ -41,14 +43,15 @@ class RewardStdFilter(ThreadedOperator):
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
-    def apply(self, exps: list[Experience]) -> Processed:
+    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
         """Return the experiences that are kept, ``operator_filtered_count`` and the spread of the groups before."""
-        groups = _run_rewards(exps)
+        tids = ids(exps, "tid")
+        groups = _run_rewards(tids, ids(exps, "rid"), values(exps, "eid.step"), values(exps, "reward"))
         kept_tids = {tid for tid, rewards in groups.items() if self._differ(rewards)}
-        kept = [exp for exp in exps if exp.eid.tid in kept_tids]
+        kept = [number for number, tid in enumerate(tids) if tid in kept_tids]
         means = [statistics.fmean(rewards) for rewards in groups.values() if rewards]
         stds = [statistics.pstdev(rewards) for rewards in groups.values() if rewards]
-        return kept, {
+        return chosen(exps, kept), {
             "operator_filtered_count": len(exps) - len(kept),
             **_spread("origin_group_advantages/reward_mean", means),
             **_spread("origin_group_advantages/reward_std", stds),
@@ -61,26 +64,27 @@ class RewardStdFilter(ThreadedOperator):
         return statistics.pstdev(rewards) > self.threshold
 
 
-def _valid(exp: Experience) -> bool:
-    return exp.reward is not None and math.isfinite(exp.reward)
+def _valid(reward: float | None) -> bool:
+    return reward is not None and math.isfinite(reward)
 
 
-def _run_rewards(exps: Iterable[Experience]) -> dict[str, list[float]]:
+def _run_rewards(
+    tids: Sequence[str], rids: Sequence[str], steps: Sequence[int], rewards: Sequence[float | None]
+) -> dict[str, list[float]]:
     """Return the rewards of the runs of each task."""
-    last: dict[str, Experience] = {}
-    groups: dict[str, list[float]] = {}
-    for exp in exps:
-        groups.setdefault(exp.eid.tid, [])
-        known = last.get(exp.eid.rid)
-        if known is None or exp.eid.step >= known.eid.step:
-            last[exp.eid.rid] = exp
-    for exp in last.values():
-        if exp.reward is not None and math.isfinite(exp.reward):
-            groups[exp.eid.tid].append(exp.reward)
+    last: dict[str, int] = {}
+    for number, rid in enumerate(rids):
+        if rid not in last or steps[number] >= steps[last[rid]]:
+            last[rid] = number
+    groups: dict[str, list[float]] = {tid: [] for tid in tids}
+    for number in last.values():
+        reward = rewards[number]
+        if reward is not None and math.isfinite(reward):
+            groups[tids[number]].append(reward)
     return groups
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    if not values:
+def _spread(name: str, numbers: Sequence[float]) -> dict[str, float]:
+    if not numbers:
         return {}
-    return {f"{name}/mean": statistics.fmean(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+    return {f"{name}/mean": statistics.fmean(numbers), f"{name}/max": max(numbers), f"{name}/min": min(numbers)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 EXIT_RESTART = 75
 """Something passing: start me again (sysexits EX_TEMPFAIL)."""
+EXIT_RECYCLE = 79
+"""Nothing is wrong: start a fresh process in my place."""
 EXIT_FATAL = 78
 """Starting again does not help (sysexits EX_CONFIG)."""
 
@@ -14,3 +16,7 @@ class FatalError(Exception):
 
 class RestartMe(Exception):
     """This process cannot go on, a fresh one can."""
+
+
+class RecycleMe(RestartMe):
+    """This process has done its share; a fresh one takes its place, and nobody counts that as a failure."""

@@ -16,6 +16,8 @@ log = structlog.get_logger(__name__)
 
 EXPERIENCES = "application/vnd.trinity-mq.experiences"
 """Content type of experience parts and chunks."""
+REFERENCE = "application/vnd.trinity-mq.reference"
+"""Content type of one whose body lies in the blob store: an ExperienceReference."""
 
 
 def envelope(

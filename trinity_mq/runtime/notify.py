@@ -10,7 +10,8 @@ class Notifier:
     """Wakes everybody who waits, each time something changed."""
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}
+        """In the order in which they came: that of a set would differ from run to run."""
 
     def notify(self) -> None:
         """Wake the waiters."""
@@ -22,14 +23,14 @@ class Notifier:
     async def wait(self, timeout: float | None = None) -> bool:
         """Return True at the next :meth:`notify`, False after ``timeout`` seconds."""
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         try:
             async with asyncio.timeout(timeout):
                 await waiter
         except TimeoutError:
             return False
         finally:
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)
         return True
 
     async def until(self, predicate: Callable[[], bool]) -> None:

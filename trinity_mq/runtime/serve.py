@@ -13,7 +13,7 @@ from trinity_mq.bus import AddressError, Bus, BusRefused, BusUnavailable, Stream
 from trinity_mq.config import Config
 from trinity_mq.messages import Role
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RESTART, FatalError, RestartMe
+from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RECYCLE, EXIT_RESTART, FatalError, RecycleMe, RestartMe
 from trinity_mq.runtime.process import die_with_parent
 from trinity_mq.runtime.supervisor import PARENT_VARIABLE
 from trinity_mq.telemetry import setup_logging
@@ -26,7 +26,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
 
     Returns:
         0 when done; ``EXIT_FATAL`` when starting again would meet the same; ``EXIT_RESTART`` when a fresh process can
-        go on;
+        go on, ``EXIT_RECYCLE`` when one should;
         1 for what nobody expected (its traceback is in the log).
     """
     parent = os.environ.get(PARENT_VARIABLE)
@@ -41,6 +41,9 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
         cause = first_leaf(error)
         if isinstance(cause, FatalError | AddressError | BusRefused | StreamCut):
             return _end(agent_id, cause, EXIT_FATAL)
+        if isinstance(cause, RecycleMe):
+            log.info("agent_recycled", agent=agent_id, reason=str(cause))
+            return EXIT_RECYCLE
         if isinstance(cause, RestartMe | BusUnavailable):
             return _end(agent_id, cause, EXIT_RESTART)
         if not isinstance(cause, Exception):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_mq.config import SupervisorConfig
-from trinity_mq.runtime.errors import EXIT_FATAL
+from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RECYCLE
 
 EXIT_NOT_STARTED = 127
 """As a shell reports a program that cannot be started."""
@@ -79,9 +79,9 @@ class _Child:
 class Supervisor:
     """Runs a set of processes, each in a session of its own, output to ``<log_dir>/<name>.out``.
 
-    An exit code of 0 means finished; 78 (EX_CONFIG) that starting again does not help; any other end is followed by a
-    restart after a growing delay. What was restarted more than ``max_restarts`` times within ``restart_window`` has
-    failed for good, and then all others are drained.
+    An exit code of 0 means finished; 78 (EX_CONFIG) that starting again does not help; 79 asks for a fresh process at
+    once, which is not counted; any other end is followed by a restart after a growing delay. What was restarted more
+    than ``max_restarts`` times within ``restart_window`` has failed for good, and then all others are drained.
 
     Args:
         specs: The processes.
@@ -234,7 +234,7 @@ class Supervisor:
             child.code = 0 if asked else code
             self._tell(child, "killed" if child.forced else "stopped", code=code)
             return False
-        if child.replacing:
+        if child.replacing or code == EXIT_RECYCLE:
             self._tell(child, "killed" if child.forced else "stopped", code=code)
             return True
         if code == 0:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import random
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from trinity_mq.experience import Experience
-from trinity_mq.models import InferenceModel, ModelWrapper
+from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, ModelError, VersionMismatch
 from trinity_mq.rewards import RewardError, UnknownNameError
+from trinity_mq.scheduling.engine_choice import Engines
+from trinity_mq.scheduling.instances import Instances
 from trinity_mq.scheduling.seeds import stable_seed
-from trinity_mq.telemetry import aggregate_runs, get_logger
+from trinity_mq.scheduling.tally import Tally
+from trinity_mq.telemetry import get_logger
 from trinity_mq.workflows import RunFailedError, Task, TaskError, Workflow, execute
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 FIRST_PAUSE = 0.2
 """Seconds: the pause before a retry is random, up to this and doubled each time."""
@@ -50,53 +56,39 @@ class Job:
     seed: int
     models: Callable[[], InferenceModel]
     """Says which engine to use now; raises EngineNotReady or EngineLost where there is none at present."""
-    wrap: Callable[[InferenceModel, int], ModelWrapper]
-    """Makes a wrapper with a history of its own that samples with a seed."""
-    wrap_auxiliary: Callable[[], list[ModelWrapper]]
+    tally: Tally
+    own_loops: bool = False
+    """Each run of an asynchronous workflow in a thread, on an event loop of its own."""
     runner: int | str | None = None
     """Whose work it is, for logs."""
-
-
-@dataclass
-class Tally:
-    """What is done so far."""
-
-    experiences: dict[int, list[Experience]] = field(default_factory=dict)
-    """By run."""
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By run."""
-    message: str | None = None
-    """The first thing that went wrong."""
-
-    def trouble(self, message: str) -> None:
-        """Keep ``message`` if it is the first."""
-        self.message = self.message or message
-
-    def finished(self, task: Task, run: int, experiences: list[Experience], seconds: float) -> None:
-        """Stamp and keep the experiences of ``run``, which took ``seconds``."""
-        for experience in experiences:
-            _stamp(task, run, experience)
-        last = max(experiences, key=lambda experience: experience.eid.step)
-        metrics = {"response_tokens:sum": float(sum(experience.response_length for experience in experiences))}
-        if last.reward is not None:
-            metrics["reward"] = last.reward
-        metrics |= aggregate_runs([experience.metrics for experience in experiences])
-        self.experiences[run] = experiences
-        self.metrics[run] = {**metrics, "time/run_execution": seconds}
 
 
 class Unit:
     """Runs that are done in one go: all of a slice if its workflow is repeatable, else one."""
 
-    def __init__(self, job: Job, runs: Sequence[int], tally: Tally) -> None:
+    def __init__(self, job: Job, runs: Sequence[int], instances: Instances) -> None:
         self.job = job
         self.missing = list(runs)
-        self.tally = tally
+        self._instances = instances
         self._attempts = 0
-        self._engine_trouble = ""
+        self.engine_trouble = ""
+        """Why no engine serves, while it waits for one."""
 
     async def finish(self) -> None:
-        """Do the runs and retry what fails. What a workflow does never raises here: the tally has it."""
+        """Do the runs and retry what fails. What a workflow raises is not raised here: the tally has it."""
+        try:
+            try:
+                await self._attempt()
+            except Exception as error:
+                if not self.job.limits.retries or not _curable(error):
+                    raise
+                await self._retry(error)
+        except Exception as error:
+            log.info(
+                "runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=describe(error)
+            )
+
+    async def _retry(self, error: Exception) -> None:
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self.job.limits.retries + 1),
             wait=wait_random_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE),
@@ -104,16 +96,7 @@ class Unit:
             sleep=asyncio.sleep,
             reraise=True,
         )
-        try:
-            async with asyncio.timeout(self.job.limits.total) as limit:
-                await retrying(self._attempt)
-        except Exception as error:
-            if limit.expired():
-                why = f", waiting for an engine: {self._engine_trouble}" if self._engine_trouble else ""
-                self.tally.trouble(f"not done within the {self.job.limits.total:g} s of the slice{why}")
-            log.info(
-                "runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=describe(error)
-            )
+        await retrying(_after(error, self._attempt))
 
     async def _attempt(self) -> None:
         """Try all that is missing, then raise the first failure."""
@@ -123,7 +106,7 @@ class Unit:
             try:
                 await self._block(block)
             except Exception as error:
-                self.tally.trouble(describe(error))
+                self.job.tally.trouble(describe(error))
                 log.debug("attempt_failed", runner=self.job.runner, runs=block, attempt=self._attempts, exc_info=error)
                 failure = failure or error
         if failure is not None:
@@ -131,17 +114,21 @@ class Unit:
 
     async def _block(self, block: Sequence[int]) -> None:
         """Have consecutive runs done by one instance of the workflow; waiting for an engine is no attempt."""
-        serving = AsyncRetrying(
-            wait=self._pause,
-            retry=retry_if_exception(lambda error: engine_trouble(error) is not None),
-            sleep=asyncio.sleep,
-            reraise=True,
-        )
-        done: tuple[list[Experience], float] = await serving(self._go, block)
-        experiences, seconds = done
+        try:
+            experiences, seconds = await self._go(block)
+        except Exception as error:
+            if engine_trouble(error) is None:
+                raise
+            serving = AsyncRetrying(
+                wait=self._pause,
+                retry=retry_if_exception(lambda error: engine_trouble(error) is not None),
+                sleep=asyncio.sleep,
+                reraise=True,
+            )
+            experiences, seconds = await serving(_after(error, lambda: self._go(block)))
         by_run = self._by_run(block, experiences)
         for run, listed in by_run.items():
-            self.tally.finished(self.job.task, run, listed, seconds)
+            self.job.tally.finished(self.job.task, run, listed, seconds)
             self.missing.remove(run)
         lacking = [run for run in block if run not in by_run]
         if lacking:
@@ -154,30 +141,31 @@ class Unit:
         """Return the experiences of one go, and the seconds it took."""
         job = self.job
         engine = job.models()
+        self.engine_trouble = ""
         # A retry draws anew: what failed would fail again on the same samples.
         seed = stable_seed(job.seed, block[0], *([self._attempts] if self._attempts > 1 else []))
-        model, auxiliary_models = job.wrap(engine, seed), job.wrap_auxiliary()
-
-        def make() -> Workflow:
-            workflow = job.task.own_copy().to_workflow(model, auxiliary_models)
-            if job.kind.can_repeat:
-                workflow.set_repeat_times(len(block), block[0])
-            return workflow
-
+        instance = self._instances.take(engine, seed)
         loop = asyncio.get_running_loop()
         start = loop.time()
         try:
             async with asyncio.timeout(job.limits.attempt) as limit:
-                experiences = await execute(make, job.kind)
+                experiences = await execute(
+                    lambda: instance.ready(block),
+                    job.kind,
+                    close=self._instances.closing(instance),
+                    own_loop=job.own_loops,
+                )
         except TimeoutError:
             if limit.expired():
                 raise RunFailedError(
                     f"{job.kind.__name__} took longer than max_timeout, {job.limits.attempt:g} s"
                 ) from None
             raise
-        finally:
-            for one in (model, *auxiliary_models):
-                await one.aclose()
+        except Exception as error:
+            if isinstance(job.models, Engines) and isinstance(engine_trouble(error), EngineLost):
+                job.models.lost(engine)
+            raise
+        self._instances.give_back(instance)
         return experiences, loop.time() - start
 
     def _by_run(self, block: Sequence[int], experiences: list[Experience]) -> dict[int, list[Experience]]:
@@ -197,7 +185,7 @@ class Unit:
         """Return the jittered seconds until an engine is asked again."""
         error = None if state.outcome is None else state.outcome.exception()
         trouble = error and engine_trouble(error)
-        self._engine_trouble = str(trouble)
+        self.engine_trouble = str(trouble)
         if isinstance(trouble, EngineNotReady):
             return trouble.retry_after * random.uniform(1.0, 1.5)
         longest: float = FIRST_PAUSE * 2 ** min(state.attempt_number, 10)
@@ -214,6 +202,20 @@ def engine_trouble(error: BaseException) -> BaseException | None:
             return cause if cause.held is None or cause.held < cause.wanted else None
         cause = cause.__cause__
     return None
+
+
+def _after(error: Exception, function: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+    """Return ``function`` with ``error`` as the end of its first call, which has been made already: a retry costs
+    something only where one is needed.
+    """
+    ended = [error]
+
+    async def call() -> T:
+        if ended:
+            raise ended.pop()
+        return await function()
+
+    return call
 
 
 def consecutive(runs: Sequence[int]) -> list[list[int]]:
@@ -242,17 +244,3 @@ def describe(error: BaseException) -> str:
 
 def _curable(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, (*INCURABLE, EngineRefused))
-
-
-def _stamp(task: Task, run: int, experience: Experience) -> None:
-    eid = experience.eid
-    eid.batch, eid.run = task.batch_id, run
-    if eid.task == "":
-        eid.task = task.task_id
-    taskset, index = task.index.get("taskset"), task.index.get("index")
-    if experience.taskset is None and isinstance(taskset, str):
-        experience.taskset = taskset
-    if experience.index is None and isinstance(index, int):
-        experience.index = index
-    if experience.version_min is not None:
-        experience.info["model_version"] = experience.version_min[1]

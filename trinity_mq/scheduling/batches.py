@@ -4,20 +4,22 @@ until consumed.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Awaitable, Callable
 
 import structlog
 
 from trinity_mq.bus.topology import batch_key
-from trinity_mq.config import Config
+from trinity_mq.config import Config, OverRolloutConfig
 from trinity_mq.messages import BatchReady, Progress
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.mail import envelope
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
 from trinity_mq.scheduling.batch_ids import sort_batch_id
-from trinity_mq.scheduling.batch_metrics import rollout_metrics
+from trinity_mq.scheduling.batch_metrics import rollout_metrics, submission_outcome
+from trinity_mq.scheduling.closed import Promise
 from trinity_mq.scheduling.evaluations import Evaluations
 from trinity_mq.scheduling.intake import Intake
 from trinity_mq.scheduling.pacing import Counters, may_open, required_progress
@@ -28,6 +30,14 @@ from trinity_mq.scheduling.tickets import Ticket
 log = structlog.get_logger(__name__)
 
 NO_TASKS = "tasks to be submitted"
+GIVEN_UP = {"failed", "gone"}
+"""Outcomes of a batch whose operator may not have sent submitters the experiences they wait for."""
+NO_MORE = "its batch was given up: experiences that have not come by now will not come"
+
+
+def enough(ticket: Ticket, config: OverRolloutConfig) -> int:
+    """Return how many tasks of a batch must be done before it may be closed without the rest."""
+    return math.ceil(round(len(ticket.tasks) * (1 - config.ratio), 9))  # 10 * (1 - 0.9) is 0.9999999999999998
 
 
 class Batches:
@@ -51,6 +61,8 @@ class Batches:
         self._save, self._report, self._woken = save, report, woken
         self.generation = 0
         self.counters = Counters()
+        self._late = 0
+        """Late results that a batch's metrics have told of."""
         scheduler.on_progress = self.on_progress
 
     # -- counters
@@ -70,12 +82,15 @@ class Batches:
     def on_progress(self, progress: Progress) -> None:
         """The trainer has consumed a batch."""
         self.heard(progress.generation, progress=progress.progress)
+        closed = self._state.following.tickets.get(progress.ticket)
         if not self._state.following.done(progress.ticket):
             return  # said before: the trainer does again what lay behind its checkpoint
         if progress.outcome == "trained":
             self._state.consecutive_empty = 0
             return
         self._state.consecutive_empty += 1
+        if closed is not None and progress.outcome in GIVEN_UP:
+            self._state.broken += closed.promises
         log.warning("batch_not_trained", batch=progress.batch, outcome=progress.outcome, reason=progress.reason)
 
     def check(self) -> None:
@@ -133,7 +148,10 @@ class Batches:
 
     def needs_attention(self) -> bool:
         """Something is to be closed, or too much was empty."""
-        return bool(self._closable()) or self._state.consecutive_empty >= self._config.explorer.max_consecutive_empty
+        return (
+            bool(self._closable() or self._state.broken)
+            or self._state.consecutive_empty >= self._config.explorer.max_consecutive_empty
+        )
 
     def _closable(self) -> list[Ticket]:
         """Return what is complete: training tickets, and evaluations of single tasks that were submitted."""
@@ -145,18 +163,30 @@ class Batches:
         ]
 
     async def close_complete(self) -> None:
-        """Close what is complete, in the order of the batches."""
+        """Close what is complete, in the order of the batches, and tell whose experiences will not come."""
         for ticket in sorted(self._closable(), key=lambda ticket: sort_batch_id(ticket.batch)):
             await self._close(ticket)
+        while self._state.broken:
+            one = self._state.broken[0]
+            outcome = one.outcome.model_copy(update={"experiences": 0, "message": NO_MORE})
+            await self._scheduler.answer(one.submission, outcome, "given-up")
+            self._state.broken.remove(one)
+            await self._save()
 
     async def _close(self, ticket: Ticket) -> None:
         is_batch = ticket.deliver == "pipeline"
         fresh = ticket.manifest is None
-        metrics = rollout_metrics(ticket)
+        metrics = rollout_metrics(ticket, late=self._scheduler.late_results - self._late)
         manifest = ticket.manifest or ticket.make_manifest().model_copy(update={"metrics": metrics})
         if is_batch and fresh:
+            self._late = self._scheduler.late_results
             # before it is published: its Progress may come while we still answer submitters, or died doing so
-            self._state.following.add(manifest)
+            promises = [
+                Promise(submission=one, outcome=submission_outcome(ticket, one))
+                for one in ticket.submissions
+                if one.want_experiences and one.reply_to
+            ]
+            self._state.following.add(manifest, promises)
             self._give_back(ticket)
             self._state.closed += 1
             if (
@@ -171,28 +201,68 @@ class Batches:
             self._report(ticket.batch, metrics)
 
     def _give_back(self, ticket: Ticket) -> None:
-        """Put tasks without a finished run back once: what is lost otherwise are the longest."""
+        """Put tasks without a finished run that counts back once: what is lost otherwise are the longest."""
         if self._config.explorer.unfinished != "requeue":
             return
         before = set(self._state.given_back.get(ticket.ticket, ()))
         answered = {submission.task_id for submission in ticket.submissions}
         for task_id, task in enumerate(ticket.tasks):
             results = ticket.results_of(task_id)
-            cut_off = any(result.outcome == "cancelled" for result in results) and not any(
-                result.runs for result in results
-            )
-            if cut_off and task_id not in before | answered:
+            if any(result.outcome == "poisoned" for result in results):
+                continue  # it ends processes: its dead letter is for people to look at
+            lost = ticket.whole_tasks_only and ticket.was_cut_off(task_id)
+            if (lost or not any(result.runs for result in results)) and task_id not in before | answered:
                 self._state.pending.append(PendingTask(task=task, given_back=True))
 
-    async def tick(self, seconds: float) -> None:
-        """Let time pass for open tickets and for closed ones that nobody works on."""
+    def _cut_off(self, ticket: Ticket, reason: str, keep: bool) -> None:
+        """Cancel what is left of a batch: runners hear of it at once, and where runs are to be kept have a moment to
+        send those they have.
+        """
+        explorer = self._config.explorer
+        ticket.grace, ticket.whole_tasks_only = explorer.cancel_grace, not keep
+        if not (keep and ticket.keep_partial and explorer.cancel_grace):
+            ticket.cancel_rest(reason)
+        self._scheduler.beat_soon()
+        self._woken.notify()
+
+    def _let_time_pass(self, ticket: Ticket, seconds: float, moving: bool) -> None:
+        """Count the time of an open ticket: what its batch has left, what its rest has left once enough tasks are done,
+        and what runners have left to send the runs of a batch that was cut off.
+        """
+        if ticket.is_complete:
+            return
+        if ticket.grace is not None:
+            ticket.grace -= seconds
+            if ticket.grace <= 0:
+                ticket.cancel_rest("its batch was closed without it")
+                self._woken.notify()
+            return
+        if not moving:
+            return
+        over_rollout = self._config.explorer.over_rollout
+        ticket.time_left -= seconds
+        if ticket.time_left <= 0:
+            log.warning("batch_timeout", batch=ticket.batch)
+            self._cut_off(ticket, "the batch's time is up", True)
+        elif (
+            over_rollout.ratio
+            and ticket.deliver == "pipeline"
+            and ticket.finished_count >= enough(ticket, over_rollout)
+        ):
+            ticket.wait_left = (over_rollout.wait_after_min if ticket.wait_left is None else ticket.wait_left) - seconds
+            if ticket.wait_left <= 0:
+                log.info("over_rollout", batch=ticket.batch, done=ticket.finished_count, tasks=len(ticket.tasks))
+                self._cut_off(ticket, "enough of its batch was done", over_rollout.return_partial_tasks)
+
+    async def tick(self, seconds: float, *, moving: bool = True) -> None:
+        """Let time pass for open tickets and for closed ones that nobody works on. ``moving``: there are a runner and
+        an engine; without them a batch's time stands still.
+        """
         for ticket in list(self._scheduler.tickets.values()):
-            if ticket.manifest is None:
-                ticket.time_left -= seconds
-                if ticket.time_left <= 0 and not ticket.is_complete:
-                    log.warning("batch_timeout", batch=ticket.batch)
-                    ticket.cancel_rest("the batch's time is up")
-                    self._woken.notify()
+            if ticket.manifest is None and ticket.deliver != "caller":
+                self._let_time_pass(ticket, seconds, moving)
+        if not moving:
+            return
         if not self._peers.alive("trainer"):
             return
         explorer = self._config.explorer

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from trinity_mq.messages import BatchClosed
+from trinity_mq.messages import BatchClosed, SubmissionOutcome
+from trinity_mq.scheduling.tickets import SubmissionRef
 
 Remedy = Literal["publish again", "tombstone"]
+
+
+class Promise(BaseModel):
+    """What a submitter was told that waits for experiences."""
+
+    submission: SubmissionRef
+    outcome: SubmissionOutcome
 
 
 class ClosedTicket(BaseModel):
     """A manifest that the trainer has not yet reported on."""
 
     manifest: BatchClosed
+    promises: list[Promise] = Field(default_factory=list)
     idle: float = 0.0
     """Seconds in which nobody was seen to work on it."""
     tries: int = 1
@@ -27,9 +36,9 @@ class ClosedTickets(BaseModel):
 
     tickets: dict[str, ClosedTicket] = Field(default_factory=dict)
 
-    def add(self, manifest: BatchClosed) -> None:
+    def add(self, manifest: BatchClosed, promises: Sequence[Promise] = ()) -> None:
         """A manifest was published."""
-        self.tickets.setdefault(manifest.ticket, ClosedTicket(manifest=manifest))
+        self.tickets.setdefault(manifest.ticket, ClosedTicket(manifest=manifest, promises=list(promises)))
 
     def done(self, ticket: str) -> bool:
         """The trainer has consumed it; False when it was not expected (any more)."""

@@ -1,4 +1,15 @@
-"""Tickets on the bus: opened, followed by the outcomes of their slices on a stream, closed."""
+"""Tickets on the bus: opened, followed by the outcomes of their slices on a stream, closed.
+
+How runners hear that nobody waits for a slice any more: by level, in their owner's beats. ``detail["open"]`` of the
+beats of agent ``TaskSlice.explorer`` (role ``explorer``, or ``scheduler`` for a Scheduler without an agent) lists the
+tickets that have slices to be done. From the beat with number ``opened_beat`` on a slice whose ticket is not listed is
+to be dropped, whether it runs or waits: its ticket was aborted, cleared, cut short, closed, or is complete. A ticket is
+cut off only as a whole: what is left of it is dropped, slice by slice. A change makes a beat at once.
+
+A slice that says ``keep_partial`` has ``explorer.cancel_grace`` seconds after that beat: what its runner publishes by
+then of its finished runs, parts first, then a TaskResult of outcome *partial* with these runs (*cancelled* where there
+are none), counts. Later results are *late*: counted, and dropped.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +42,17 @@ from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.streams import next_or_quiet
 from trinity_mq.scheduling.batch_metrics import submission_outcome
 from trinity_mq.scheduling.seeds import stable_seed
+from trinity_mq.scheduling.slice_times import SliceTimes
 from trinity_mq.scheduling.tickets import SliceState, SubmissionRef, Ticket, new_ticket
 
 log = structlog.get_logger(__name__)
 
 MARK_TIMEOUT = 60.0
 """Seconds on a usable bus without anything new until a missing own mark means: not the stream that our offset is of."""
+WINDOW = 128
+"""Slices of one ticket that are published and not yet confirmed."""
+BURST = 64
+"""Results taken in before others get their turn."""
 
 
 class Dispatch:
@@ -72,10 +88,12 @@ class Dispatch:
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.changed = Notifier()
         self.late_results = 0
+        """Results of tickets that are closed, or of attempts that found theirs closed."""
+        self.slice_times = SliceTimes(config.explorer)
         self._owner, self._save, self._next_beat = owner, save, next_beat
         self._caught_up, self._resumed = asyncio.Event(), asyncio.Event()
-        self._completed = 0
-        """Tasks that have got their last outcome."""
+        self._turns: dict[Lane, asyncio.Future[None]] = {}
+        """By lane: done when the last slice of the ticket opened last is on its way."""
 
     async def follow(self) -> None:
         """Read the results stream until cancelled.
@@ -88,15 +106,14 @@ class Dispatch:
         async with await self.bus.consume(self.topology.results, offset=self.results_offset) as feed:
             await self.bus.publish(self.topology.exchange("results"), "mark", mark)
             while True:
-                delivery = await self._next(feed)
-                message = await opened(self.bus, self.topology, delivery, self._owner)
-                if isinstance(message, Mark) and message.nonce == nonce:
-                    self._caught_up.set()
-                elif message is not None:
-                    self._take(message)
-                if delivery.offset is not None:
-                    self.results_offset = delivery.offset + 1
+                await self._heard(await self._next(feed), nonce)
+                for _ in range(BURST):
+                    more = feed.get_nowait()
+                    if more is None:
+                        break
+                    await self._heard(more, nonce)
                 self.changed.notify()
+                await asyncio.sleep(0)  # however much there is to read, others get their turn
 
     async def caught_up(self) -> None:
         """Return once everything published before this start has been read."""
@@ -116,6 +133,7 @@ class Dispatch:
     ) -> Ticket:
         """Return a ticket with this run's limits filled in."""
         explorer = self.config.explorer
+        more.setdefault("keep_partial", deliver == "pipeline" and explorer.over_rollout.return_partial_tasks)
         return new_ticket(
             batch_id,
             tasks,
@@ -127,18 +145,31 @@ class Dispatch:
             **more,
         )
 
+    @property
+    def open_tickets(self) -> list[str]:
+        """The tickets that have slices to be done, for the owner's beats."""
+        return [name for name, ticket in self.tickets.items() if ticket.is_open]
+
     async def open(self, ticket: Ticket) -> None:
-        """Save, declare and bind the batch queue, publish the slices, save that they are published."""
-        self.tickets[ticket.ticket] = ticket
-        if not ticket.opened_beat:
-            ticket.opened_beat = self._next_beat()
-        await self._save()
-        if ticket.deliver != "none":
-            await self.bus.declare(self.topology.batch_queue(ticket.batch, ticket.ticket))
-        async with asyncio.TaskGroup() as group:
-            for piece in ticket.slices:
-                if piece.result is None:
-                    group.create_task(self._publish_slice(ticket, piece))
+        """Save, declare and bind the batch queue, publish the slices, save that they are published.
+
+        Several tickets may be opened at a time: their slices go out in the order of the calls, lane by lane.
+        """
+        before, mine = self._turns.get(ticket.lane), asyncio.get_running_loop().create_future()
+        self._turns[ticket.lane] = mine
+        try:
+            self.tickets[ticket.ticket] = ticket
+            if not ticket.opened_beat:
+                ticket.opened_beat = self._next_beat()
+            await self._save()
+            if ticket.deliver != "none":
+                await self.bus.declare(self.topology.batch_queue(ticket.batch, ticket.ticket))
+            self.on_declared(ticket)
+            if before is not None:
+                await asyncio.wait([before])
+            await self._publish_slices(ticket, mine)
+        finally:
+            _done(mine)
         ticket.published = True
         await self._save()
 
@@ -158,6 +189,12 @@ class Dispatch:
             if ticket.published and ticket.manifest is None and ticket.deliver != "none":
                 await self.bus.declare(self.topology.batch_queue(ticket.batch, ticket.ticket))
 
+    def on_declared(self, ticket: Ticket) -> None:
+        """The batch queue of ``ticket`` is there."""
+
+    def on_task_done(self, ticket: Ticket, task: int) -> None:
+        """The last slice of a task has its outcome."""
+
     async def close(self, ticket: Ticket, manifest: BatchClosed) -> None:
         """Close a ticket: save its manifest (once saved it stays), unbind, publish it, answer the submitters. The
         caller saves without the ticket.
@@ -172,11 +209,11 @@ class Dispatch:
             await self.answer(submission, submission_outcome(ticket, submission))
         self.tickets.pop(ticket.ticket, None)
 
-    async def answer(self, submission: SubmissionRef, outcome: SubmissionOutcome) -> None:
-        """Tell a submitter, if it wants to know, what became of its task."""
+    async def answer(self, submission: SubmissionRef, outcome: SubmissionOutcome, what: str = "outcome") -> None:
+        """Tell a submitter, if it wants to know, what became of its task, or (another ``what``) what changed since."""
         if submission.reply_to is None:
             return
-        name = f"outcome-{submission.submission_id}"
+        name = f"{what}-{submission.submission_id}"
         mail = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
         if not await self.bus.publish("", submission.reply_to, mail):
             log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
@@ -188,27 +225,64 @@ class Dispatch:
 
     # -- inside
 
-    async def _publish_slice(self, ticket: Ticket, piece: SliceState) -> None:
+    async def _publish_slices(self, ticket: Ticket, all_sent: asyncio.Future[None]) -> None:
+        """Publish what has no outcome yet, :data:`WINDOW` at a time; ``all_sent`` is done before the last confirms."""
+        left = iter(ticket.slices)
+        fixed = self._same_for_all(ticket)
+
+        async def work() -> None:
+            for piece in left:
+                if piece.result is None and ticket.grace is None:
+                    await self._publish_slice(ticket, piece, fixed)
+            _done(all_sent)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(WINDOW, len(ticket.slices))):
+                group.create_task(work())
+
+    def _same_for_all(self, ticket: Ticket) -> dict[str, Any]:
         explorer = self.config.explorer
+        max_timeout = self.slice_times.limit(explorer.max_timeout) if ticket.lane == "train" else explorer.max_timeout
+        return {
+            "batch": ticket.batch,
+            "ticket": ticket.ticket,
+            "lane": ticket.lane,
+            "deliver": ticket.deliver,
+            "max_timeout": max_timeout,
+            "max_retry_times": explorer.max_retry_times,
+            "slice_timeout": min(explorer.slice_timeout, max_timeout * (explorer.max_retry_times + 1)),
+            "pinned": ticket.pinned,
+            "opened_beat": ticket.opened_beat,
+            "explorer": self._owner,
+            "keep_partial": ticket.keep_partial,
+        }
+
+    async def _publish_slice(self, ticket: Ticket, piece: SliceState, fixed: dict[str, Any]) -> None:
+        task_id = ticket.first_task + piece.task_id
         body = TaskSlice(
-            batch=ticket.batch,
-            ticket=ticket.ticket,
-            task_id=piece.task_id,
+            task_id=task_id,
             run_base=piece.run_base,
             repeat_times=piece.repeat_times,
             task=ticket.tasks[piece.task_id],
-            lane=ticket.lane,
-            deliver=ticket.deliver,
-            seed=stable_seed(ticket.seed, ticket.batch, piece.task_id),
-            max_timeout=explorer.max_timeout,
-            max_retry_times=explorer.max_retry_times,
-            slice_timeout=explorer.slice_timeout,
-            pinned=ticket.pinned,
-            opened_beat=ticket.opened_beat,
-            explorer=self._owner,
+            seed=stable_seed(ticket.seed, ticket.batch, task_id),
+            **fixed,
         )
-        mail = envelope(body, message_id=f"{ticket.ticket}-{piece.task_id}-{piece.run_base}")
+        mail = envelope(body, message_id=f"{ticket.ticket}-{task_id}-{piece.run_base}")
         await self.bus.publish(self.topology.exchange("tasks"), f"{ticket.lane}.{batch_key(ticket.batch)}", mail)
+
+    async def _heard(self, delivery: Delivery, nonce: str) -> None:
+        """Take in one delivery of the results stream."""
+        told = delivery.headers.get("ticket")
+        if delivery.kind == TaskResult.kind and isinstance(told, str) and told not in self.tickets:
+            self.late_results += 1  # nothing in it is wanted
+        else:
+            message = await opened(self.bus, self.topology, delivery, self._owner)
+            if isinstance(message, Mark) and message.nonce == nonce:
+                self._caught_up.set()
+            elif message is not None:
+                self._take(message)
+        if delivery.offset is not None:
+            self.results_offset = delivery.offset + 1
 
     async def _next(self, feed: Consumer) -> Delivery:
         """Return the next delivery.
@@ -233,6 +307,17 @@ class Dispatch:
             if ticket is None or ticket.manifest is not None or message.outcome == "late":
                 self.late_results += 1
             elif ticket.record(message):
-                self._completed += message.task_id in ticket.finished_tasks
+                if ticket.lane == "train":
+                    self.slice_times.slice_done(message)
+                task = message.task_id - ticket.first_task
+                if ticket.is_finished(task):
+                    self.on_task_done(ticket, task)
+                if ticket.is_complete and ticket.lane == "train":
+                    self.slice_times.batch_done()
         elif isinstance(message, Progress):
             self.on_progress(message)
+
+
+def _done(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

@@ -59,6 +59,8 @@ class Exploration:
             owner=agent.id,
             save=self.save,
             next_beat=lambda: agent.beat_seq + 1,
+            beat_soon=agent.beat_soon,
+            peers=agent.peers,
             tickets=state.tickets,
             results_offset=0 if state.results_offset is None else state.results_offset,
         )
@@ -96,7 +98,7 @@ class Exploration:
     def detail(self) -> dict[str, Any]:
         """Return the explorer's level for its beat."""
         return {
-            "open": list(self.state.tickets),
+            "open": self.scheduler.open_tickets,
             "opened": self.state.opened,
             "closed": self.state.closed,
             "following": list(self.state.following.tickets),
@@ -132,6 +134,7 @@ class Exploration:
             self._forward(self.scheduler.changed),
             self._watch_gate(),
             self._follow_trainer(),
+            self._compare_state(),
         ]
 
     async def run(self) -> None:
@@ -228,6 +231,16 @@ class Exploration:
             self.batches.check()
             await self.batches.close_complete()
 
+    async def _compare_state(self) -> None:
+        """End after an outage in which another explorer went on with the run: also one that is gone again, so that the
+        lock is ours and says nothing.
+        """
+        bus = self.agent.bus
+        while True:
+            await self.agent.woken.until(lambda: not bus.usable)
+            await bus.wait_usable()
+            await self._file.check()
+
     async def _clock(self) -> None:
         """Let the batches' time pass while they can move, and end a run in which nothing does."""
         agent, limit = self.agent, self.config.explorer.stall_timeout
@@ -236,8 +249,7 @@ class Exploration:
             await asyncio.sleep(CLOCK_TICK)
             if not (agent.bus.usable and self.scheduler.is_caught_up):
                 continue
-            if agent.peers.alive("runner") and self.engine.snapshot.alive:
-                await self.batches.tick(CLOCK_TICK)
+            await self.batches.tick(CLOCK_TICK, moving=bool(agent.peers.alive("runner")) and self.engine.snapshot.alive)
             now = self._movement()
             still = still + CLOCK_TICK if now == seen and agent.state in {"holding", "working"} else 0.0
             seen = now
@@ -251,7 +263,7 @@ class Exploration:
     def _movement(self) -> tuple[int, ...]:
         """Return what changes whenever the run gets on. Restarts, versions and repeats are no progress."""
         state = self.state
-        outcomes = sum(piece.result is not None for ticket in state.tickets.values() for piece in ticket.slices)
+        outcomes = sum(ticket.decided for ticket in state.tickets.values())
         return (state.opened, state.closed, len(state.following.tickets), len(state.evaluated), outcomes)
 
     async def _keep_queues(self) -> None:

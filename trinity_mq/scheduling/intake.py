@@ -60,7 +60,9 @@ class Intake:
         batch = self._state.pending[:size]
         del self._state.pending[:size]
         if self._taskset is not None:
-            batch += [PendingTask(task=task) for task in self._taskset.next_batch(min(size - len(batch), self._left()))]
+            # epochs give every task of the taskset in so many batches: what was given back or submitted comes on top
+            room = size if self._config.buffer.total_steps is None else size - len(batch)
+            batch += [PendingTask(task=task) for task in self._taskset.next_batch(min(room, self._left()))]
             self._state.taskset = dict(self._taskset.state())
         return batch
 

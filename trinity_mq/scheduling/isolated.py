@@ -22,8 +22,10 @@ from trinity_mq.experience import Experience
 from trinity_mq.messages import DecodeError, TaskResult, TaskSlice, decode, encode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
-from trinity_mq.scheduling.isolated_child import ASK, child_main
+from trinity_mq.scheduling.engine_choice import Engines
+from trinity_mq.scheduling.isolated_child import ASK, LOST, RUN, child_main
 from trinity_mq.scheduling.status import SliceOutcome
+from trinity_mq.scheduling.tally import Tally
 from trinity_mq.workflows.threads import in_thread
 
 T = TypeVar("T")
@@ -43,8 +45,10 @@ _processes = threading.Lock()
 class ChildDied(Exception):
     """The process of a slice ended, or was ended, without an outcome; the message says how."""
 
-    def __init__(self, message: str, exitcode: int | None = None) -> None:
+    def __init__(self, message: str, exitcode: int | None = None, *, overdue: bool = False) -> None:
         super().__init__(message)
+        self.overdue = overdue
+        """It was killed here because the time of its slice was over."""
         self.exitcode = exitcode
         """As of ``multiprocessing.Process``: below 0 a signal. None if it was killed here because its time was over."""
 
@@ -60,36 +64,63 @@ class IsolatedPool:
         self._slots = asyncio.Semaphore(max_children)
         self._children: set[_Child] = set()
 
-    async def run(self, piece: TaskSlice, config: Config, models: Callable[[], InferenceModel]) -> SliceOutcome:
+    async def run(
+        self, piece: TaskSlice, config: Config, models: Callable[[], InferenceModel], tally: Tally | None = None
+    ) -> SliceOutcome:
         """Do a slice as ``WorkflowRunner.run_slice`` does, in a process of its own.
 
         Args:
             piece: The slice.
             config: The run's configuration.
             models: Says which engine to use now; the process asks before each attempt.
+            tally: Gets each run as it is finished: what is in it survives the process.
 
         Raises:
             ChildDied: The process ended without an outcome, or was killed because its time was over.
         """
-        loop = asyncio.get_running_loop()
-
-        def answer() -> bytes:
-            return asyncio.run_coroutine_threadsafe(_engine(models), loop).result()
-
+        tally = Tally() if tally is None else tally
+        talk = _Talk(models, tally)
         async with self._slots:
             child = _Child(piece, config)
             self._children.add(child)
             try:
                 await _within(START_LIMIT, child.start, "did not start")
-                return await _within(piece.slice_timeout + GRACE, lambda: child.outcome(answer), "did not end")
+                seconds = piece.slice_timeout + GRACE
+                end = await _within(seconds, lambda: child.follow(talk), "did not end", overdue=True)
             finally:
                 self._children.discard(child)
                 child.kill()
+        if end.message:
+            tally.trouble(end.message)
+        return tally.outcome(end.seconds)
 
     async def close(self) -> None:
         """Kill what still runs: each :meth:`run` under way raises ChildDied."""
         for child in list(self._children):
             child.kill()
+
+
+class _Talk:
+    """What the process of a slice is told, and what becomes of what it says; its methods are called in a thread."""
+
+    def __init__(self, models: Callable[[], InferenceModel], tally: Tally) -> None:
+        self._models, self._tally = models, tally
+        self._loop = asyncio.get_running_loop()
+
+    def engine(self) -> bytes:
+        """Return which engine to use now."""
+        return asyncio.run_coroutine_threadsafe(_engine(self._models), self._loop).result()
+
+    def lost(self, engine: bytes) -> None:
+        """Pass on that an engine did not answer."""
+        if isinstance(self._models, Engines):
+            self._loop.call_soon_threadsafe(self._models.lost, InferenceModel.from_dict(msgpack.unpackb(engine)))
+
+    def run_finished(self, head: bytes, body: bytes) -> None:
+        """Keep a run."""
+        said = msgpack.unpackb(head)
+        experiences = Experience.deserialize_many(body)
+        self._loop.call_soon_threadsafe(self._tally.keep, said["run"], experiences, said["metrics"])
 
 
 class _Child:
@@ -114,33 +145,32 @@ class _Child:
         if self._killed:
             self.kill()
 
-    def outcome(self, answer: Callable[[], bytes]) -> SliceOutcome:
-        """Return the outcome; until it comes, answer the process when it asks for an engine.
+    def follow(self, talk: _Talk) -> TaskResult:
+        """Listen to the process until its slice is over; return what it says at the end, which is not about runs.
 
         Raises:
-            ChildDied: The pipe ended before, or what came through it is no outcome.
+            ChildDied: The pipe ended before, or what came through it is none of what it should be.
         """
         try:
-            while (head := self._ours.recv_bytes()) == ASK:
-                self._ours.send_bytes(answer())
-            body = self._ours.recv_bytes()
+            while True:
+                head = self._ours.recv_bytes()
+                if head == ASK:
+                    self._ours.send_bytes(talk.engine())
+                elif head == LOST:
+                    talk.lost(self._ours.recv_bytes())
+                elif head == RUN:
+                    talk.run_finished(self._ours.recv_bytes(), self._ours.recv_bytes())
+                else:
+                    break
         except (EOFError, OSError):
             raise _died(self._end()) from None
+        except DecodeError as error:
+            raise ChildDied(f"its process sent a run that does not decode: {error}", self._end()) from error
         exitcode = self._end()
         try:
-            result = decode(head, TaskResult)
-            experiences = Experience.deserialize_many(body)
+            return decode(head, TaskResult)
         except DecodeError as error:
             raise ChildDied(f"its process sent an outcome that does not decode: {error}", exitcode) from error
-        return SliceOutcome(
-            experiences=experiences,
-            runs=result.runs,
-            metrics=result.metrics,
-            message=result.message,
-            version_min=result.version_min,
-            version_max=result.version_max,
-            seconds=result.seconds,
-        )
 
     def kill(self) -> None:
         """Kill the process and what it has started, now or as soon as it has started."""
@@ -186,11 +216,11 @@ async def _engine(models: Callable[[], InferenceModel]) -> bytes:
     return packed
 
 
-async def _within(seconds: float, function: Callable[[], T], failure: str) -> T:
+async def _within(seconds: float, function: Callable[[], T], failure: str, *, overdue: bool = False) -> T:
     try:
         async with asyncio.timeout(seconds) as limit:
             return await in_thread(function, "isolated-slice")
     except TimeoutError:
         if limit.expired():
-            raise ChildDied(f"its process {failure} within {seconds:g} s and was killed") from None
+            raise ChildDied(f"its process {failure} within {seconds:g} s and was killed", overdue=overdue) from None
         raise

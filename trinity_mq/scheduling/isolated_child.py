@@ -9,9 +9,11 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import resource
 import signal
 import threading
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -22,11 +24,14 @@ from trinity_mq.messages import TaskResult, TaskSlice, decode, encode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.scheduling.status import SliceOutcome
+from trinity_mq.scheduling.tally import Tally
 from trinity_mq.scheduling.workflow_runner import WorkflowRunner
 from trinity_mq.telemetry import setup_logging
+from trinity_mq.workflows import RunFailedError
 
-ASK = b"engine?"
-"""What the process sends to be told which engine to use; anything else it sends is an outcome."""
+ASK, LOST, RUN = b"engine?", b"lost", b"run"
+"""What the process sends: which engine to use is asked; an engine did not answer, it follows; a run is finished, its
+number and metrics and its experiences follow. Anything else is the end of the slice."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -45,14 +50,12 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
     config = Config.model_validate_json(config_json)
     setup_logging("runner", "isolated", config.path, config.monitor.log_level)
     runner = WorkflowRunner(config, runner_id=f"isolated-{os.getpid()}")
-    outcome = asyncio.run(runner.run_slice(piece, lambda: _ask(pipe)))
-    try:
-        experiences = Experience.serialize_many(outcome.experiences)
-    except EncodeError as error:
-        outcome = SliceOutcome.failure(f"the experiences do not encode: {error}", outcome.seconds)
-        experiences = Experience.serialize_many([])
-    pipe.send_bytes(encode(_result(piece, outcome)))
-    pipe.send_bytes(experiences)
+    if config.runner.memory_limit is not None:
+        _limit_memory(config.runner.memory_limit)
+    tally = Tally()
+    tally.on_run = lambda run: _send_run(pipe, tally, run)
+    outcome = asyncio.run(runner.run_slice(piece, _Asked(pipe), tally))
+    pipe.send_bytes(encode(_end(piece, outcome)))
     # Threads of workflows that never return, and what they registered to do at exit, keep nobody here.
     os._exit(0)
 
@@ -74,18 +77,52 @@ def _follow(sentinel: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _ask(pipe: Connection) -> InferenceModel:
-    """Ask the runner which engine to use."""
-    pipe.send_bytes(ASK)
-    answer: dict[str, Any] = msgpack.unpackb(pipe.recv_bytes())
-    if "engine" in answer:
-        return InferenceModel.from_dict(answer["engine"])
-    if "retry_after" in answer:
-        raise EngineNotReady(answer["error"], answer["retry_after"])
-    raise EngineLost(answer["error"])
+def _limit_memory(limit: int) -> None:
+    """Let further allocations beyond ``limit`` bytes fail: what the process holds now is not counted."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    most = int(status["VmData"].split()[0]) * 1024 + limit
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def _result(piece: TaskSlice, outcome: SliceOutcome) -> TaskResult:
+def _send_run(pipe: Connection, tally: Tally, run: int) -> None:
+    """Send a finished run: whatever becomes of this process, it is not lost.
+
+    Raises:
+        RunFailedError: It cannot be sent.
+    """
+    try:
+        body = Experience.serialize_many(tally.experiences[run])
+        head = msgpack.packb({"run": run, "metrics": tally.metrics[run]})
+    except (EncodeError, TypeError, ValueError, OverflowError) as error:
+        raise RunFailedError(f"the experiences do not encode: {error}") from error
+    for part in (RUN, head, body):
+        pipe.send_bytes(part)
+
+
+class _Asked:
+    """The engines, as the runner knows them."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def __call__(self) -> InferenceModel:
+        """Ask the runner which engine to use."""
+        self._pipe.send_bytes(ASK)
+        answer: dict[str, Any] = msgpack.unpackb(self._pipe.recv_bytes())
+        if "engine" in answer:
+            return InferenceModel.from_dict(answer["engine"])
+        if "retry_after" in answer:
+            raise EngineNotReady(answer["error"], answer["retry_after"])
+        raise EngineLost(answer["error"])
+
+    def lost(self, engine: InferenceModel) -> None:
+        """Tell the runner that an engine did not answer."""
+        self._pipe.send_bytes(LOST)
+        self._pipe.send_bytes(msgpack.packb(engine.to_dict()))
+
+
+def _end(piece: TaskSlice, outcome: SliceOutcome) -> TaskResult:
+    """Return what is left to say when all runs have been sent."""
     return TaskResult(
         batch=piece.batch,
         ticket=piece.ticket,
@@ -94,10 +131,6 @@ def _result(piece: TaskSlice, outcome: SliceOutcome) -> TaskResult:
         repeat_times=piece.repeat_times,
         attempt="isolated",
         outcome="finished" if len(outcome.runs) == piece.repeat_times else "partial" if outcome.runs else "failed",
-        runs=outcome.runs,
-        metrics=outcome.metrics,
         message=outcome.message,
         seconds=outcome.seconds,
-        version_min=outcome.version_min,
-        version_max=outcome.version_max,
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
-from trinity_mq.bus import Delivery, Envelope, MessageTooLarge
+from trinity_mq.bus import Delivery, Envelope, Incoming, MessageTooLarge
 from trinity_mq.bus.base import HeaderValue
-from trinity_mq.experience import DecodeError, Experience
-from trinity_mq.messages import BatchClosed, Outcome, TaskResult, TaskSlice, Version
-from trinity_mq.runtime.mail import EXPERIENCES
+from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
+from trinity_mq.messages import BatchClosed, Outcome, TaskResult, TaskSlice, Version, encode
+from trinity_mq.runtime.blobs import BlobStore
+from trinity_mq.runtime.mail import EXPERIENCES, REFERENCE
+from trinity_mq.runtime.references import resolve
+from trinity_mq.scheduling.batch_blobs import Content
 from trinity_mq.scheduling.status import SliceOutcome
 
 PartKey = tuple[str, int]
@@ -18,8 +22,15 @@ MESSAGE_LIMIT = 2000
 """Characters of a failure's message that travel: a stream of results is no place for a workflow's whole output."""
 
 
-def split_to_size(experiences: Sequence[Experience], max_bytes: int) -> list[bytes]:
-    """Return bodies of at most ``max_bytes`` each that hold the experiences in order.
+def split_to_size(
+    experiences: Sequence[Experience],
+    max_bytes: int,
+    *,
+    compression: Literal["none", "zstd"] = "none",
+    store: BlobStore | None = None,
+) -> list[bytes]:
+    """Return bodies that hold the experiences in order, of at most ``max_bytes`` each; with a ``store`` a single
+    experience may be a larger one, to be sent by reference.
 
     Raises:
         EncodeError: An experience holds what cannot travel.
@@ -27,20 +38,27 @@ def split_to_size(experiences: Sequence[Experience], max_bytes: int) -> list[byt
     """
     if not experiences:
         return []
-    body = Experience.serialize_many(list(experiences))
+    batch = ExperienceBatch.of(experiences)
+    body = batch.encode(compression)
     if len(body) <= max_bytes:
         return [body]
-    if len(experiences) == 1:
+    if len(batch) > 1:
+        half = len(batch) // 2
+        halves = (batch[:half], batch[half:])
+        return [each for one in halves for each in split_to_size(one, max_bytes, compression=compression, store=store)]
+    size = f"experience {batch[0].eid} takes {len(body)} bytes"
+    if store is None:
         raise MessageTooLarge(
-            f"experience {experiences[0].eid} takes {len(body)} bytes, over broker.max_message_bytes {max_bytes}; "
-            "raise that limit (the broker itself allows 16 MiB) or make responses shorter"
+            f"{size}, over broker.max_message_bytes {max_bytes}; set broker.blob_store, so that it travels by "
+            "reference, raise that limit (the broker itself allows 16 MiB) or make responses shorter"
         )
-    half = len(experiences) // 2
-    return split_to_size(experiences[:half], max_bytes) + split_to_size(experiences[half:], max_bytes)
+    if len(body) > store.max_bytes:
+        raise MessageTooLarge(f"{size}, over broker.max_batch_bytes {store.max_bytes}: no reader would take it")
+    return [body]
 
 
 def part_mail(
-    piece: TaskSlice, attempt: str, part: int, parts: int, body: bytes, oldest: Version | None = None
+    piece: TaskSlice, attempt: str, part: int, parts: int, content: Content, oldest: Version | None = None
 ) -> Envelope:
     """Return one experience part of an attempt at a slice; ``oldest`` are the oldest weights in it."""
     headers: dict[str, HeaderValue] = {
@@ -53,16 +71,10 @@ def part_mail(
     }
     if oldest is not None:
         headers["policy_version"] = f"{oldest[0]}.{oldest[1]}"
-    return Envelope(
-        body=body,
-        kind="experience_part",
-        message_id=f"{attempt}-{part}",
-        content_type=EXPERIENCES,
-        headers=headers,
-    )
+    return _mail("experience_part", f"{attempt}-{part}", content, headers)
 
 
-def chunk_mail(manifest: BatchClosed, op: str, n: int, body: bytes) -> Envelope:
+def chunk_mail(manifest: BatchClosed, op: str, n: int, content: Content) -> Envelope:
     """Return chunk ``n`` of the processing ``op`` of a batch."""
     headers: dict[str, HeaderValue] = {
         "version": 1,
@@ -71,17 +83,22 @@ def chunk_mail(manifest: BatchClosed, op: str, n: int, body: bytes) -> Envelope:
         "op": op,
         "n": n,
     }
-    return Envelope(
-        body=body,
-        kind="experience_chunk",
-        message_id=f"{manifest.ticket}-{op}-{n}",
-        content_type=EXPERIENCES,
-        headers=headers,
-    )
+    return _mail("experience_chunk", f"{manifest.ticket}-{op}-{n}", content, headers)
 
 
-def wanted_mails(manifest: BatchClosed, bodies: dict[PartKey, bytes]) -> Iterable[tuple[str, Envelope]]:
-    """Yield ``(reply_to, part)`` for the submitters who asked for the experiences of their task."""
+def _mail(kind: str, message_id: str, content: Content, headers: Mapping[str, HeaderValue]) -> Envelope:
+    if isinstance(content, bytes):
+        return Envelope(body=content, kind=kind, message_id=message_id, content_type=EXPERIENCES, headers=headers)
+    body = encode(content)
+    return Envelope(body=body, kind=kind, message_id=message_id, content_type=REFERENCE, headers=headers)
+
+
+def wanted_mails(manifest: BatchClosed, parts: Mapping[PartKey, Incoming]) -> Iterable[tuple[str, Envelope]]:
+    """Yield ``(reply_to, part)`` for the submitters who asked for the experiences of their task.
+
+    A reference goes as it is: a submitter without access to the store gets no more than that, and one with access has
+    an hour to fetch what it names.
+    """
     for wanted in manifest.wanted:
         for accepted in manifest.accepted:
             for part in range(accepted.parts if accepted.task_id == wanted.task_id else 0):
@@ -91,29 +108,37 @@ def wanted_mails(manifest: BatchClosed, bodies: dict[PartKey, bytes]) -> Iterabl
                     "part": part,
                     "parts": accepted.parts,
                 }
+                found = parts[accepted.attempt, part]
                 yield (
                     wanted.reply_to,
                     Envelope(
-                        body=bodies[accepted.attempt, part],
+                        body=found.body,
                         kind="experience_part",
                         message_id=f"wanted-{accepted.attempt}-{part}",
-                        content_type=EXPERIENCES,
+                        content_type=found.content_type or EXPERIENCES,
                         headers=headers,
                         correlation_id=wanted.correlation_id,
                     ),
                 )
 
 
-def decode_parts(parts: Iterable[Delivery]) -> tuple[list[Experience], list[tuple[Delivery, str]]]:
-    """Return the experiences in ``parts``, in order, and the parts that do not decode, each with its reason."""
-    good: list[Experience] = []
+def decode_parts(
+    parts: Iterable[Delivery], store: BlobStore | None
+) -> tuple[ExperienceBatch, list[tuple[Delivery, str]]]:
+    """Return the experiences in ``parts``, in order, and the parts that do not decode, each with its reason.
+
+    Raises:
+        StoreUnavailable: A part is a reference, and its store does not answer.
+    """
+    good: list[ExperienceBatch] = []
     bad: list[tuple[Delivery, str]] = []
     for part in parts:
         try:
-            good += Experience.deserialize_many(part.body)
+            # all of it is opened here: what comes from others is judged where it can be parked
+            good.append(ExperienceBatch.decode(resolve(store, part.body, part.content_type)).settle())
         except DecodeError as error:
             bad.append((part, f"does not decode: {error}"))
-    return good, bad
+    return ExperienceBatch.concat(good), bad
 
 
 def end_of(piece: TaskSlice, outcome: SliceOutcome) -> Outcome:
@@ -133,6 +158,7 @@ def slice_result(
     outcome: SliceOutcome | None = None,
     message: str | None = None,
     seconds: float = 0.0,
+    returned: int = 0,
 ) -> TaskResult:
     """Return what the explorer is told of an attempt; ``outcome`` is what the workflow left, if it had its turn.
 
@@ -150,6 +176,7 @@ def slice_result(
         attempt=attempt,
         outcome=end,
         runner=runner,
+        returned=returned,
         runs=done.runs,
         parts=parts,
         metrics=done.metrics,

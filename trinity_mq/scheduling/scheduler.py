@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
-
-import structlog
 
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import BatchId, Deliver
+from trinity_mq.runtime.peers import Peers
 from trinity_mq.scheduling.batch_metrics import task_status
-from trinity_mq.scheduling.collector import Collector
-from trinity_mq.scheduling.dispatch import Dispatch
+from trinity_mq.scheduling.beacon import Beacon
+from trinity_mq.scheduling.shelves import Shelf
+from trinity_mq.scheduling.shelving import Shelving
 from trinity_mq.scheduling.status import Status
 from trinity_mq.scheduling.tickets import Ticket
 
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
     from trinity_mq.experience import Experience
     from trinity_mq.workflows import Task
 
-log = structlog.get_logger(__name__)
-
 
 async def _nothing() -> None:
     return None
 
 
-class Scheduler(Dispatch):
+class Scheduler(Shelving):
     """Rollout tasks in, outcomes (and for ``deliver="caller"`` experiences) out, over a :class:`~trinity_mq.bus.Bus`.
+
+    Deadlines stand still while the broker is away or blocked.
 
     Args:
         config: The run's configuration.
@@ -38,9 +37,14 @@ class Scheduler(Dispatch):
         auxiliary_models: Likewise.
         bus: A connected bus.
         topology: The run's names; by default made from the configuration.
-        owner: Id of the agent that schedules.
+        owner: Id of the agent that schedules, and whose beats list :attr:`open_tickets`. Empty: the scheduler has an id
+            and beats of its own.
         save: Called where the protocol demands that state be durable before going on.
         next_beat: Number of the owner's next beat, stamped on slices.
+        beat_soon: Makes the owner beat when a ticket is cut off.
+        peers: The owner's, for the states of runners.
+        tickets: The owner's open tickets.
+        results_offset: Where to read on.
     """
 
     def __init__(
@@ -54,24 +58,28 @@ class Scheduler(Dispatch):
         owner: str = "",
         save: Callable[[], Awaitable[None]] = _nothing,
         next_beat: Callable[[], int] = lambda: 0,
+        beat_soon: Callable[[], None] = lambda: None,
+        peers: Peers | None = None,
         tickets: dict[str, Ticket] | None = None,
         results_offset: int | None = None,
     ) -> None:
+        topology, peers = topology or Topology(config.name), peers or Peers()
+        beacon = None
+        if not owner:
+            beacon = Beacon(bus, topology, lambda: {"open": self.open_tickets}, peers)
+            owner, beat_soon = beacon.id, beacon.soon
         super().__init__(
             config,
             bus=bus,
-            topology=topology or Topology(config.name),
+            topology=topology,
             owner=owner,
             save=save,
-            next_beat=next_beat,
+            next_beat=next_beat if beacon is None else lambda: beacon.seq + 1,
+            beat_soon=beat_soon,
             tickets=tickets,
             results_offset=results_offset,
         )
-        self._to_open: list[Ticket] = []
-        self._claimed: set[str] = set()
-        """Tickets whose results are for one caller only."""
-        self._collector = Collector(bus, self.topology, config, owner)
-        self._returned: dict[str, set[int]] = {}
+        self.peers, self._beacon = peers, beacon
         self._task: asyncio.Task[None] | None = None
 
     # -- documented interface
@@ -93,14 +101,26 @@ class Scheduler(Dispatch):
             if not task.cancelled() and (error := task.exception()) is not None:
                 raise error
         await self._collector.close()
+        if self._beacon is not None:
+            await self._beacon.close()
 
     def schedule(self, tasks: Sequence[Task], batch_id: BatchId, *, deliver: Deliver = "caller") -> str | None:
         """Schedule ``tasks`` under ``batch_id`` (an int, or a string that starts with one); returns the ticket, None
-        for no tasks.
+        for no tasks. What is scheduled under one batch id at a time is returned together, each task with an id of its
+        own.
+
+        Args:
+            tasks: Evaluation tasks (``is_eval`` of the first one) go by a queue of their own.
+            batch_id: May be used again, also while it is open.
+            deliver: Who gets the experiences: the ``caller`` of :meth:`get_results`, the run's operators and trainer
+                (``pipeline``: once all statuses were returned), or ``none``.
         """
         if not tasks:
             return None
-        return self._schedule(self.make_ticket([task.to_body() for task in tasks], batch_id, deliver=deliver))
+        shelf = self._shelves.get(batch_id)
+        if shelf is None:
+            shelf = self._shelves[batch_id] = Shelf()
+        return self._schedule(tasks, batch_id, shelf, deliver=deliver).ticket
 
     def has_step(self, batch_id: BatchId) -> bool:
         """Say whether anything of the batch is scheduled, running, or waits to be fetched."""
@@ -113,78 +133,107 @@ class Scheduler(Dispatch):
         timeout: float | None = None,
         clear_timeout_tasks: bool = True,
     ) -> tuple[list[Status], list[Experience]]:
-        """Wait for tasks of a batch and return their statuses and experiences, each task once.
+        """Wait for tasks of a batch and return their statuses and experiences, each task once, in the order in which
+        they ended.
+
+        With over-rollout (``explorer.over_rollout.ratio``) and a ``min_num`` the others have ``wait_after_min`` seconds
+        more, and what is done by then is returned too.
 
         Args:
             batch_id: Unknown ones give ``([], [])``.
-            min_num: Return as soon as so many tasks are done; more than there are is clamped with a warning. None waits
-            for all.
+            min_num: Return so many tasks as soon as they are done; what is done beyond them stays for a later call.
+                More than there are is clamped with a warning. None waits for all.
             timeout: Seconds; None means ``explorer.batch_timeout``.
-            clear_timeout_tasks: Forget the tasks that were not done in time; else a later call can have them.
+            clear_timeout_tasks: Cancel and forget the tasks that were not done in time; else a later call can have
+                them.
         """
-        tickets = [t for t in self.tickets.values() if t.batch == batch_id and t.ticket not in self._claimed]
-        return await self._results_of(tickets, min_num, timeout, clear_timeout_tasks)
+        return await self._results_of(self._shelves.get(batch_id), min_num, timeout, clear_timeout_tasks)
+
+    async def get_statuses(
+        self,
+        batch_id: BatchId,
+        min_num: int | None = None,
+        timeout: float | None = None,
+        clear_timeout_tasks: bool = True,
+    ) -> list[Status]:
+        """As :meth:`get_results`, without moving experiences: tasks that have some for the caller stay for a later
+        :meth:`get_results`.
+        """
+        shelf = self._shelves.get(batch_id)
+        if shelf is None or not shelf.left:
+            return []
+        seen = shelf.look(await self._wait_for_tasks(shelf, min_num, timeout, clear_timeout_tasks))
+        statuses = [task_status(one.ticket.results_of(one.task)) for one in seen]
+        await self._end_returned(shelf)
+        return statuses
 
     async def run_one(
-        self, task: Task, batch_id: BatchId, *, run_id_base: int = 0
+        self, task: Task, batch_id: BatchId, *, run_id_base: int = 0, part_of: object = None
     ) -> tuple[list[Status], list[Experience]]:
         """Have one task done and return its status and experiences to this caller alone, whatever else is scheduled
-        under ``batch_id``. Its runs are numbered from ``run_id_base`` on.
+        under ``batch_id``. Its runs are numbered from ``run_id_base`` on; parts of the same object ``part_of`` that are
+        under way together are one task.
         """
-        ticket = self.make_ticket([task.to_body()], batch_id, deliver="caller", first_run=run_id_base)
-        self._claimed.add(self._schedule(ticket))
+        shelf = Shelf()
+        self._schedule([task], batch_id, shelf, deliver="caller", first_run=run_id_base, part_of=part_of)
         try:
-            return await self._results_of([ticket], None, None, True)
-        finally:
-            self._claimed.discard(ticket.ticket)
-
-    async def _results_of(
-        self, tickets: Sequence[Ticket], min_num: int | None, timeout: float | None, clear_timeout_tasks: bool
-    ) -> tuple[list[Status], list[Experience]]:
-        if not tickets:
-            return [], []
-        left = sum(len(ticket.tasks) - len(self._returned.get(ticket.ticket, ())) for ticket in tickets)
-        wanted = left if min_num is None else min_num
-        if wanted > left:
-            log.warning("min_num_clamped", batch=tickets[0].batch, min_num=min_num, tasks=left)
-            wanted = left
-        in_time = await self._wait_for(lambda: sum(len(self._fresh(t)) for t in tickets) >= wanted, timeout)
-        statuses: list[Status] = []
-        experiences: list[Experience] = []
-        for ticket in tickets:
-            for task_id in self._fresh(ticket):
-                returned = self._returned.setdefault(ticket.ticket, set())
-                if task_id in returned:
-                    continue  # another caller of this batch took it meanwhile
-                returned.add(task_id)
-                results = ticket.results_of(task_id)
-                if ticket.deliver == "caller":
-                    try:
-                        experiences += await self._collector.take(ticket, results)
-                    except BaseException:
-                        returned.discard(task_id)
-                        raise
-                statuses.append(task_status(results))
-            done = len(self._returned.get(ticket.ticket, ())) == len(ticket.tasks)
-            if done or (clear_timeout_tasks and not in_time):
-                await self._forget(ticket)
-        return statuses, experiences
+            return await self._results_of(shelf, None, None, True)
+        except asyncio.CancelledError:
+            await self._abort(shelf)
+            raise
 
     async def wait_all(self, timeout: float | None = None, clear_timeout_tasks: bool = True) -> None:
         """Wait until every scheduled task has its outcome, without taking the results.
+
+        Args:
+            timeout: Seconds without a completed task; None means ``explorer.batch_timeout``.
+            clear_timeout_tasks: Cancel and forget what was not done in time. What is done stays.
 
         Raises:
             TimeoutError: No task completed within ``timeout`` seconds; the timer starts anew at each completion.
         """
         seconds = self._seconds(timeout)
-        while (left := self._tasks_left()) > 0:
-            before = self._completed
-            moved = functools.partial(self._has_moved, before)
-            if not await self._wait_for(moved, seconds):
+        while (left := self._undone) > 0:
+            before = self._ended
+            moved = await self._wait_for(self.changed, lambda seen=before: self._has_moved(seen), seconds)  # type: ignore[misc]
+            # bound at once
+            if not moved:
+                pending = min(left, await self._waiting_slices())
                 if clear_timeout_tasks:
-                    for ticket in [t for t in self.tickets.values() if not t.is_complete]:
-                        await self._forget(ticket)
-                raise TimeoutError(f"no task was completed within {seconds:g} s; {left} were left")
+                    for shelf in set(self._shelf_of.values()):
+                        await self._cut_short(shelf)
+                        await self._end_returned(shelf)
+                raise TimeoutError(
+                    f"no task was completed within {seconds:g} s; {left} were left: {pending} pending, "
+                    f"{left - pending} running"
+                )
+
+    async def abort_batch(self, batch_id: BatchId, return_partial_tasks: bool = False) -> None:
+        """Cancel what runs or waits of a batch. Nothing of it is returned to anybody any more, unless
+        ``return_partial_tasks``: then what is done, and the finished runs of what is not, stay for
+        :meth:`get_results`.
+        """
+        shelf = self._shelves.get(batch_id)
+        if shelf is None:
+            return
+        if return_partial_tasks:
+            await self._cut_short(shelf, keep=True)
+            await self._end_returned(shelf)
+        else:
+            await self._abort(shelf)
+
+    def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
+        """Return what the last beat of a living runner said, empty for others. A number is that of
+        ``trinity-mq run``.
+        """
+        return self.get_all_state().get(runner_id if isinstance(runner_id, str) else f"runner-{runner_id}", {})
+
+    def get_all_state(self) -> dict[str, dict[str, Any]]:
+        """Return what the living runners said last, by id."""
+        return {
+            beat.id: {"state": beat.state, "waits_for": beat.waits_for, **beat.detail}
+            for beat in self.peers.alive("runner")
+        }
 
     async def run(self) -> None:
         """Follow results and open what :meth:`schedule` was given, until cancelled."""
@@ -192,6 +241,8 @@ class Scheduler(Dispatch):
             group.create_task(self.follow(), name="results")
             group.create_task(self._open_scheduled(), name="open")
             group.create_task(self._collector.run(), name="delete")
+            if self._beacon is not None:
+                group.create_task(self._beacon.run(), name="beacon")
 
     # -- inside
 
@@ -201,50 +252,6 @@ class Scheduler(Dispatch):
             await self.run()
         finally:
             self.changed.notify()
-
-    def _schedule(self, ticket: Ticket) -> str:
-        self.tickets[ticket.ticket] = ticket
-        self._to_open.append(ticket)
-        self.changed.notify()
-        return ticket.ticket
-
-    def _has_moved(self, before: int) -> bool:
-        return self._completed > before or not self._tasks_left()
-
-    def _tasks_left(self) -> int:
-        return sum(len(ticket.tasks) - len(ticket.finished_tasks) for ticket in self.tickets.values())
-
-    async def _open_scheduled(self) -> None:
-        await self._caught_up.wait()
-        while True:
-            await self.changed.until(lambda: bool(self._to_open))
-            ticket = self._to_open[0]
-            if ticket.ticket in self.tickets and not ticket.published:
-                await self.open(ticket)
-            self._to_open.remove(ticket)  # not before: stopped in between, the next start opens it
-
-    def _fresh(self, ticket: Ticket) -> list[int]:
-        returned = self._returned.get(ticket.ticket, set())
-        return [task_id for task_id in ticket.finished_tasks if task_id not in returned]
-
-    async def _forget(self, ticket: Ticket) -> None:
-        if self.tickets.pop(ticket.ticket, None) is None:
-            return  # another caller of this batch was first
-        self._returned.pop(ticket.ticket, None)
-        if ticket.deliver == "caller":
-            await self._collector.forget(ticket)
-        await self._save()
-
-    def _seconds(self, timeout: float | None) -> float:
-        return self.config.explorer.batch_timeout if timeout is None else timeout
-
-    async def _wait_for(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
-        try:
-            async with asyncio.timeout(self._seconds(timeout)):
-                await self._or_failure(self.changed.until(predicate))
-        except TimeoutError:
-            return False
-        return True
 
     async def _or_failure(self, waiting: Any) -> None:
         """Await ``waiting``, but raise at once what ended the background task."""

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 from trinity_mq.messages import TaskBody
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.process import write_atomic
-from trinity_mq.scheduling.closed import ClosedTickets
+from trinity_mq.scheduling.closed import ClosedTickets, Promise
 from trinity_mq.scheduling.tickets import SubmissionRef, Ticket
 
 SEEN_SUBMISSIONS = 10_000
@@ -40,6 +40,8 @@ class ExplorerState(BaseModel):
     """Training batches closed."""
     tickets: dict[str, Ticket] = Field(default_factory=dict)
     following: ClosedTickets = Field(default_factory=ClosedTickets)
+    broken: list[Promise] = Field(default_factory=list)
+    """Of batches that were given up, their submitters not told yet."""
     pending: list[PendingTask] = Field(default_factory=list)
     given_back: dict[str, list[int]] = Field(default_factory=dict)
     """By open ticket: the tasks in it that were given back before."""
@@ -96,11 +98,23 @@ class StateFile:
             data: bytes = msgpack.packb(state.model_dump(mode="python"))
             await asyncio.to_thread(self._write, data)
 
-    def _write(self, data: bytes) -> None:
+    async def check(self) -> None:
+        """Return if the file is as we left it.
+
+        Raises:
+            RestartMe: As :meth:`save`.
+        """
+        async with self._lock:
+            await asyncio.to_thread(self._check)
+
+    def _check(self) -> None:
         if self._identity() != self._known:
             raise RestartMe(
                 f"{self._path}: another explorer has gone on with this run; this one starts anew from there"
             )
+
+    def _write(self, data: bytes) -> None:
+        self._check()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self._path, data)
         self._known = self._identity()

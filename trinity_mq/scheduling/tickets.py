@@ -7,12 +7,14 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PrivateAttr
 
 from trinity_mq.messages import Accepted, BatchClosed, BatchId, Deliver, Lane, TaskBody, TaskResult, Version, Wanted
 
-COUNTS_AS_DONE = {"finished", "partial"}
+CAN_HAVE_RUNS = {"finished", "partial", "cancelled"}
+"""Outcomes whose experiences go into the batch; a cancelled slice has some if its runner was asked to keep them."""
 
 
 class SubmissionRef(BaseModel):
@@ -35,7 +37,11 @@ class SliceState(BaseModel):
 
 
 class Ticket(BaseModel):
-    """What a :meth:`Scheduler.schedule` call became; saved with the explorer's state."""
+    """What a :meth:`Scheduler.schedule` call became; saved with the explorer's state.
+
+    Tasks are counted from 0 here. On the wire a task's id is ``first_task`` more, so that what is scheduled under one
+    batch id at a time has ids of its own each.
+    """
 
     batch: BatchId
     ticket: str
@@ -43,58 +49,116 @@ class Ticket(BaseModel):
     deliver: Deliver = "pipeline"
     tasks: list[TaskBody]
     slices: list[SliceState]
+    first_task: int = 0
+    """Id of the first task on the wire."""
     seed: int = 0
     pinned: Version | None = None
     opened_beat: int = 0
     published: bool = False
     time_left: float
     """Seconds of the batch's own clock, which runs only while the batch can move."""
+    wait_left: float | None = None
+    """Over-rollout: seconds of that clock since enough tasks are done, until the rest is cut off; None: too few are."""
+    keep_partial: bool = False
+    """Runners publish the finished runs of slices that they are told to drop."""
+    grace: float | None = None
+    """Seconds in which such runs still come; None while nothing is cut off. From the first moment on the ticket is not
+    listed as open any more."""
+    whole_tasks_only: bool = False
+    """Finished runs of tasks that were cut off do not count."""
     submissions: list[SubmissionRef] = Field(default_factory=list)
     manifest: BatchClosed | None = None
     """Once saved it never changes."""
     duplicates: int = 0
     """Outcomes beyond the first of a slice."""
+    _slices: dict[tuple[int, int], SliceState] = PrivateAttr(default_factory=dict)
+    _by_task: dict[int, list[SliceState]] = PrivateAttr(default_factory=dict)
+    _missing: dict[int, int] = PrivateAttr(default_factory=dict)
+    """Slices without an outcome, by task; tasks that have them all are not in it."""
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Index the slices: each result is looked up in no more time than it takes for one slice."""
+        for piece in self.slices:
+            self._slices[piece.task_id, piece.run_base] = piece
+            self._by_task.setdefault(piece.task_id, []).append(piece)
+            if piece.result is None:
+                self._missing[piece.task_id] = self._missing.get(piece.task_id, 0) + 1
 
     @property
     def is_complete(self) -> bool:
         """Every slice has an outcome."""
-        return all(piece.result is not None for piece in self.slices)
+        return not self._missing
 
     @property
-    def finished_tasks(self) -> list[int]:
-        """Ids of the tasks all of whose slices have an outcome."""
-        missing = {piece.task_id for piece in self.slices if piece.result is None}
-        return [task_id for task_id in range(len(self.tasks)) if task_id not in missing]
+    def is_open(self) -> bool:
+        """Runners are to do what is left of it; listed as such in its owner's beats."""
+        return bool(self._missing) and self.grace is None and self.manifest is None
+
+    @property
+    def finished_count(self) -> int:
+        """How many tasks have all their outcomes."""
+        return len(self.tasks) - len(self._missing)
+
+    @property
+    def decided(self) -> int:
+        """How many slices have an outcome."""
+        return len(self.slices) - sum(self._missing.values())
+
+    def is_finished(self, task: int) -> bool:
+        """All slices of the task have an outcome."""
+        return task not in self._missing
 
     def record(self, result: TaskResult) -> bool:
         """Take in a result; True when it decides its slice. Later ones are counted only."""
-        for piece in self.slices:
-            if (piece.task_id, piece.run_base) == (result.task_id, result.run_base):
-                if piece.result is not None:
-                    self.duplicates += piece.result.attempt != result.attempt
-                    return False
-                piece.result = result
-                return True
-        return False
+        piece = self._slices.get((result.task_id - self.first_task, result.run_base))
+        if piece is None:
+            return False
+        if piece.result is not None:
+            self.duplicates += piece.result.attempt != result.attempt
+            return False
+        self._decide(piece, result)
+        return True
 
-    def cancel_rest(self, reason: str) -> None:
-        """Give every slice that has no outcome the outcome *cancelled*."""
-        for piece in self.slices:
-            if piece.result is None:
-                piece.result = TaskResult(
-                    batch=self.batch,
-                    ticket=self.ticket,
-                    task_id=piece.task_id,
-                    run_base=piece.run_base,
-                    repeat_times=piece.repeat_times,
-                    attempt="",
-                    outcome="cancelled",
-                    message=reason,
-                )
+    def cancel_rest(self, reason: str) -> list[int]:
+        """Give every slice that has no outcome the outcome *cancelled*; return the tasks that this ended."""
+        cut_off = list(self._missing)
+        for task in cut_off:
+            for piece in self._by_task[task]:
+                if piece.result is None:
+                    self._decide(
+                        piece,
+                        TaskResult(
+                            batch=self.batch,
+                            ticket=self.ticket,
+                            task_id=self.first_task + task,
+                            run_base=piece.run_base,
+                            repeat_times=piece.repeat_times,
+                            attempt="",
+                            outcome="cancelled",
+                            message=reason,
+                        ),
+                    )
+        return cut_off
 
-    def results_of(self, task_id: int) -> list[TaskResult]:
+    def results_of(self, task: int) -> list[TaskResult]:
         """Return the outcomes of a task's slices, in order of their runs."""
-        return [piece.result for piece in self.slices if piece.task_id == task_id and piece.result is not None]
+        return [piece.result for piece in self._by_task.get(task, ()) if piece.result is not None]
+
+    def was_cut_off(self, task: int) -> bool:
+        """A slice of the task was cancelled."""
+        return any(result.outcome == "cancelled" for result in self.results_of(task))
+
+    def counts(self, result: TaskResult) -> bool:
+        """The experiences of this outcome go into the batch."""
+        if result.outcome not in CAN_HAVE_RUNS or not result.parts:
+            return False
+        return not (self.whole_tasks_only and self.was_cut_off(result.task_id - self.first_task))
+
+    def _decide(self, piece: SliceState, result: TaskResult) -> None:
+        piece.result = result
+        self._missing[piece.task_id] -= 1
+        if not self._missing[piece.task_id]:
+            del self._missing[piece.task_id]
 
     def make_manifest(self) -> BatchClosed:
         """Return the manifest of the outcomes so far."""
@@ -105,11 +169,11 @@ class Ticket(BaseModel):
             accepted=[
                 Accepted(task_id=r.task_id, run_base=r.run_base, attempt=r.attempt, runs=r.runs, parts=r.parts)
                 for r in results
-                if r.outcome in COUNTS_AS_DONE and r.parts
+                if self.counts(r)
             ],
             outcomes=dict(Counter(r.outcome for r in results)),
             wanted=[
-                Wanted(task_id=one.task_id, reply_to=one.reply_to, correlation_id=one.correlation_id)
+                Wanted(task_id=self.first_task + one.task_id, reply_to=one.reply_to, correlation_id=one.correlation_id)
                 for one in self.submissions
                 if one.want_experiences and one.reply_to
             ],
@@ -138,6 +202,8 @@ def new_ticket(
     seed: int = 0,
     max_repeat_times: int | None = None,
     first_run: int = 0,
+    first_task: int = 0,
+    keep_partial: bool = False,
     pinned: Version | None = None,
     submissions: Sequence[SubmissionRef] = (),
 ) -> Ticket:
@@ -149,6 +215,8 @@ def new_ticket(
         deliver=deliver,
         tasks=list(tasks),
         slices=cut(tasks, max_repeat_times, first_run),
+        first_task=first_task,
+        keep_partial=keep_partial,
         seed=seed,
         pinned=pinned,
         time_left=time_left,

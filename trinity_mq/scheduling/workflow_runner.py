@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from trinity_mq.config import Config
+from trinity_mq.config.agents import ConcurrentMode
 from trinity_mq.experience import Experience
 from trinity_mq.messages import TaskSlice, Version
 from trinity_mq.models import EngineClients, InferenceModel, ModelWrapper
 from trinity_mq.rewards import UnknownNameError
-from trinity_mq.scheduling.attempts import Job, Limits, Tally, Unit
+from trinity_mq.scheduling.attempts import Job, Limits, Unit
+from trinity_mq.scheduling.instances import Instances
 from trinity_mq.scheduling.seeds import stable_seed
 from trinity_mq.scheduling.status import SliceOutcome, Status
+from trinity_mq.scheduling.tally import Tally
 from trinity_mq.telemetry import aggregate_runs
-from trinity_mq.workflows import Task, TaskError
+from trinity_mq.workflows import Task, TaskError, load_workflow
 
 __all__ = ["SliceOutcome", "Status", "WorkflowRunner"]
 
@@ -26,8 +29,8 @@ begun again, with whatever engine serves by then, which counts as no further att
 class WorkflowRunner:
     """Runs workflows against rollout engines.
 
-    A repeatable workflow does all runs in one go; any other is run once for each, all at the same time, each with an
-    instance and a history of its own. Only failed runs are tried again.
+    A repeatable workflow does all runs in one go; any other is run once for each, in one of three ways
+    (``runner.concurrent_mode``). Each run has a history and seeds of its own. Only failed runs are tried again.
 
     Args:
         config: The run's configuration.
@@ -92,13 +95,16 @@ class WorkflowRunner:
         )
         return status, outcome.experiences
 
-    async def run_slice(self, piece: TaskSlice, models: Callable[[], InferenceModel]) -> SliceOutcome:
+    async def run_slice(
+        self, piece: TaskSlice, models: Callable[[], InferenceModel], tally: Tally | None = None
+    ) -> SliceOutcome:
         """Do the runs of a slice, within its time, and return what became of them.
 
         Args:
             piece: The slice.
             models: Says which engine to use, asked before each attempt; raises EngineNotReady or EngineLost where there
-                is none at present, which costs time but no attempt.
+                is none at present, which costs time but no attempt. One that is Engines is told which ones are lost.
+            tally: Filled as runs are finished, for those who may have to end the slice early.
         """
         try:
             task = Task.from_body(piece.task, piece.batch, piece.task_id)
@@ -111,7 +117,16 @@ class WorkflowRunner:
             seed=piece.seed,
             models=models,
             pinned=piece.pinned,
+            tally=tally,
         )
+
+    @staticmethod
+    def blocks(piece: TaskSlice) -> bool:
+        """Say whether the workflow of a slice is a synchronous one."""
+        try:
+            return not load_workflow(piece.task.workflow).is_async
+        except UnknownNameError:
+            return False
 
     async def close(self) -> None:
         """Close the connections to engines; a further task opens new ones."""
@@ -126,9 +141,12 @@ class WorkflowRunner:
         seed: int,
         models: Callable[[], InferenceModel],
         pinned: Version | None = None,
+        tally: Tally | None = None,
     ) -> SliceOutcome:
         if task.workflow is None:
             return SliceOutcome.failure("the task has no workflow; set Task.workflow to a Workflow class")
+        mode = self.config.runner.concurrent_mode
+        tally = Tally() if tally is None else tally
         loop = asyncio.get_running_loop()
         start = loop.time()
         job = Job(
@@ -137,18 +155,40 @@ class WorkflowRunner:
             limits=limits,
             seed=seed,
             models=models,
-            wrap=lambda engine, run_seed: self._wrap(engine, task, limits, run_seed, pinned),
-            wrap_auxiliary=lambda: [ModelWrapper(model, clients=self._clients) for model in self.auxiliary_models],
+            tally=tally,
+            own_loops=mode == "multi-threading",
             runner=self.runner_id,
         )
-        tally = Tally()
-        async with asyncio.TaskGroup() as group:
-            for share in [list(runs)] if task.workflow.can_repeat else [[run] for run in runs]:
-                group.create_task(Unit(job, share, tally).finish())
-        return _outcome(tally, loop.time() - start)
+        shared = None if job.own_loops and job.kind.is_async else self._clients
+        instances = Instances(
+            task,
+            job.kind,
+            lambda engine, run_seed: self._wrap(engine, task, limits, run_seed, pinned, shared),
+            lambda: [ModelWrapper(model, clients=shared) for model in self.auxiliary_models],
+            keep=mode == "sequential" and job.kind.can_reset and not job.kind.can_repeat,
+        )
+        units = [Unit(job, share, instances) for share in ([runs] if job.kind.can_repeat else [[run] for run in runs])]
+        try:
+            async with asyncio.timeout(limits.total) as limit:
+                await _finish(units, mode)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            trouble = next((unit.engine_trouble for unit in units if unit.engine_trouble), "")
+            why = f", waiting for an engine: {trouble}" if trouble else ""
+            tally.trouble(f"not done within the {limits.total:g} s of the slice{why}")
+        finally:
+            await instances.aclose()
+        return tally.outcome(loop.time() - start)
 
     def _wrap(
-        self, engine: InferenceModel, task: Task, limits: Limits, seed: int, pinned: Version | None
+        self,
+        engine: InferenceModel,
+        task: Task,
+        limits: Limits,
+        seed: int,
+        pinned: Version | None,
+        clients: EngineClients | None,
     ) -> ModelWrapper:
         rollout, model = self.config.explorer.rollout_model, self.config.model
         return ModelWrapper(
@@ -161,23 +201,17 @@ class WorkflowRunner:
             max_response_tokens=model.max_response_tokens,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
-            clients=self._clients,
+            clients=clients,
             not_ready_timeout=limits.attempt * WAITING_SHARE,
             request_timeout=limits.attempt,
         )
 
 
-def _outcome(tally: Tally, seconds: float) -> SliceOutcome:
-    runs = sorted(tally.experiences)
-    experiences = [experience for run in runs for experience in tally.experiences[run]]
-    oldest = [experience.version_min for experience in experiences if experience.version_min is not None]
-    newest = [experience.version_max for experience in experiences if experience.version_max is not None]
-    return SliceOutcome(
-        experiences=experiences,
-        runs=runs,
-        metrics=[tally.metrics[run] for run in runs],
-        message=tally.message,
-        version_min=min(oldest, default=None),
-        version_max=max(newest, default=None),
-        seconds=seconds,
-    )
+async def _finish(units: Sequence[Unit], mode: ConcurrentMode) -> None:
+    if len(units) == 1 or mode == "sequential":
+        for unit in units:
+            await unit.finish()
+        return
+    async with asyncio.TaskGroup() as group:
+        for unit in units:
+            group.create_task(unit.finish())

@@ -67,7 +67,9 @@ class RunnerWrapper:
         id.
         """
         body = replace(task.task, repeat_times=task.repeat_times)  # the caller's own task stays as it is
-        statuses, experiences = await self._scheduler.run_one(body, task.batch_id, run_id_base=task.run_id_base)
+        statuses, experiences = await self._scheduler.run_one(
+            body, task.batch_id, run_id_base=task.run_id_base, part_of=task.task
+        )
         if not statuses:
             message = f"the task was not done within {self.config.explorer.batch_timeout:g} s"
             return Status(ok=False, metric={}, message=message, total_runs=task.repeat_times), [], self.runner_id

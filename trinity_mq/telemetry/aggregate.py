@@ -6,27 +6,39 @@ part of the name, and the mean is taken. Values that are no numbers are left out
 
 from __future__ import annotations
 
-import functools
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trinity_mq.telemetry.bootstrap import extremes, sizes, spread
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Return the sum; nan where there is none, as of infinities of both signs: no metric may end an agent."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return math.nan
+
+
+def _mean(values: Sequence[float]) -> float:
+    return _sum(values) / len(values)
+
+
 HOWS: Mapping[str, Callable[[Sequence[float]], float]] = {
-    "mean": statistics.fmean,
-    "sum": math.fsum,
+    "mean": _mean,
+    "sum": _sum,
     "max": max,
     "min": min,
     "last": lambda values: values[-1],
 }
-BOOTSTRAP_RESAMPLES = 1000
-BOOTSTRAP_SEED = 42
-_PLAIN_MEAN = ("time/run_execution", "time/task_execution")
-"""Durations: samples of one task say nothing about "best of k" here."""
+_DURATION = "time/"
+"""Begins the names of durations: samples of one task say nothing about "best of k" there."""
 
 
 def aggregate_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of a training task from those of its runs. Keys keep their ends.
+    """Return the metrics of a training task from those of its runs (or of a run from those of its experiences). Keys
+    keep their ends.
 
     >>> aggregate_runs([{"a": 1, "n:sum": 1}, {"a": 3, "n:sum": 2}])
     {'a': 2.0, 'n:sum': 3.0}
@@ -47,24 +59,31 @@ def aggregate_tasks(tasks: Sequence[Mapping[str, Any]], prefix: str) -> dict[str
     return found
 
 
-def aggregate_eval_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of an evaluation task from those of its n runs.
+def aggregate_eval_runs(tasks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, float]]:
+    """Return the metrics of each evaluation task from those of its n runs, all tasks in one go.
 
     ``<key>/mean@n`` and ``<key>/std@n`` (of the population); for n > 1 also ``best@k`` and ``worst@k`` for k = 2, 4, 8
     ... below n, and n: the mean, over 1000 resamples of k runs with replacement (seed 42), of the greatest and least.
-    Durations are plain means.
+    Durations (``time/...``) are plain means. n counts the runs that have the key.
     """
-    found: dict[str, float] = {}
-    for key, values in _columns(runs).items():
-        name, _ = _how(key)
-        if name in _PLAIN_MEAN:
-            found[name] = statistics.fmean(values)
-            continue
-        n = len(values)
-        found[f"{name}/mean@{n}"] = statistics.fmean(values)
-        found[f"{name}/std@{n}"] = statistics.pstdev(values)
-        for k in _sizes(n):
-            found[f"{name}/best@{k}"], found[f"{name}/worst@{k}"] = _extremes(values, k)
+    found: list[dict[str, float]] = [{} for _ in tasks]
+    tables: dict[tuple[str, int], tuple[list[int], list[list[float]]]] = {}
+    for task, runs in enumerate(tasks):
+        for key, values in _columns(runs).items():
+            name, _ = _how(key)
+            if name.startswith(_DURATION):
+                found[task][name] = _mean(values)
+                continue
+            whose, rows = tables.setdefault((name, len(values)), ([], []))
+            whose.append(task)
+            rows.append(values)
+    for (name, n), (whose, rows) in tables.items():
+        columns = dict(zip((f"{name}/mean@{n}", f"{name}/std@{n}"), spread(rows), strict=True))
+        for k in sizes(n):
+            columns[f"{name}/best@{k}"], columns[f"{name}/worst@{k}"] = extremes(rows, k)
+        for column, values in columns.items():
+            for task, value in zip(whose, values, strict=True):
+                found[task][column] = value
     return found
 
 
@@ -74,18 +93,19 @@ def aggregate_eval_tasks(
     """Return the metrics of an evaluation from those of its tasks: ``<prefix>/<key>``, the mean over tasks.
 
     Args:
-        tasks: What :func:`aggregate_eval_runs` gave for each.
+        tasks: What :func:`aggregate_eval_runs` gave.
         prefix: Such as ``eval/gsm8k``.
-        detailed: Give ``/mean``, ``/max``, ``/min`` and ``/std`` of each instead.
+        detailed: Give ``/mean``, ``/max``, ``/min`` and ``/std`` (of the population) of each instead.
     """
     found: dict[str, float] = {}
     for key, values in _columns(tasks).items():
+        mean = _mean(values)
         if not detailed:
-            found[f"{prefix}/{key}"] = statistics.fmean(values)
+            found[f"{prefix}/{key}"] = mean
             continue
         for each in ("mean", "max", "min"):
             found[f"{prefix}/{key}/{each}"] = float(HOWS[each](values))
-        found[f"{prefix}/{key}/std"] = statistics.pstdev(values)
+        found[f"{prefix}/{key}/std"] = math.sqrt(_mean([(value - mean) * (value - mean) for value in values]))
     return found
 
 
@@ -98,26 +118,15 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     columns: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():
-            if isinstance(value, int | float):
+            if isinstance(value, float):
                 columns.setdefault(key, []).append(value)
+            elif isinstance(value, int):
+                columns.setdefault(key, []).append(_float(value))
     return columns
 
 
-def _sizes(n: int) -> list[int]:
-    if n < 2:
-        return []
-    return [2**power for power in range(1, n.bit_length()) if 2**power < n] + [n]
-
-
-def _extremes(values: Sequence[float], k: int) -> tuple[float, float]:
-    drawn = [[values[i] for i in resample] for resample in _resamples(len(values), k)]
-    return statistics.fmean(max(row) for row in drawn), statistics.fmean(min(row) for row in drawn)
-
-
-@functools.lru_cache(maxsize=64)
-def _resamples(n: int, k: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of the resamples: the same for every metric, so that tasks compare."""
-    import numpy as np
-
-    drawn = np.random.RandomState(BOOTSTRAP_SEED).randint(0, n, size=(BOOTSTRAP_RESAMPLES, k))
-    return tuple(tuple(row) for row in drawn.tolist())
+def _float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

@@ -59,7 +59,11 @@ class MetricsWriter:
             self._events = None
 
     def _end_torn_line(self) -> None:
-        """A process that was killed while it wrote must not spoil the next one's first line."""
+        """A process that was killed while it wrote must not spoil the next one's first line.
+
+        Another's line half written this moment looks the same; it then gets a blank line after it. A lock would tell
+        them apart, and would let one frozen agent hold up all.
+        """
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
@@ -68,7 +72,7 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, oldest first.
 
-    A line torn by a killed writer is left out; a missing file has no lines.
+    A line torn by a killed writer is left out, a blank one too; a missing file has no lines.
     """
     try:
         text = path.read_text(encoding="utf-8", errors="replace")

@@ -20,6 +20,9 @@ from trinity_mq.models.engines.snapshot import EngineSnapshot
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.mail import EXPERIENCES, envelope, settle
 
+ENGINE_RETRY = 0.01
+"""Seconds until a fake runner asks again whether the engine has weights."""
+
 
 class FakeEngine:
     """An engine that takes any weights and remembers every version it served."""
@@ -27,6 +30,8 @@ class FakeEngine:
     def __init__(self, engine_id: str = "engine", receive_seconds: float = 0.01) -> None:
         self.snapshot = EngineSnapshot(engine_id, alive=True, state="empty", url="http://127.0.0.1:9", name="fake")
         self.served: list[Version] = []
+        self.paused = False
+        """Between the start of a sync and its end nobody is served."""
         self.receive_seconds = receive_seconds
         self.on_change: Callable[[], None] = lambda: None
 
@@ -45,19 +50,25 @@ class FakeEngine:
 
     async def pause(self, timeout: float) -> None:
         """Stand still at once."""
+        self.paused = True
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Take the weights; the canary is what :class:`FakeLearner` says."""
+        """Take the weights, which are of no version until :meth:`commit`; the canary is what :class:`FakeLearner`
+        says.
+        """
+        self.snapshot = replace(self.snapshot, state="dirty", version=None)
         await asyncio.sleep(self.receive_seconds)
         return {"logprobs": [0.0] * (len(spec["canary"]["tokens"]) - 1)}
 
     async def commit(self, version: Version, progress: int) -> None:
         """Serve it."""
         self.snapshot = replace(self.snapshot, state="current", version=version, progress=progress)
+        self.paused = False
         self.served.append(version)
 
     async def resume(self) -> None:
         """Serve what was served."""
+        self.paused = False
 
 
 class FakeChannel:
@@ -142,10 +153,12 @@ class FakeRunner:
     async def _slice(self, delivery: Any) -> None:
         piece = decode(delivery.body, TaskSlice)
         await asyncio.sleep(self.seconds(piece))
-        attempt, spoiled, version = uuid.uuid4().hex, self.spoil(piece), self.version()
+        attempt, spoiled = uuid.uuid4().hex, self.spoil(piece)
+        while (version := self.version()) is None:  # noqa: ASYNC110  # a fake engine tells nobody
+            await asyncio.sleep(ENGINE_RETRY)
         runs = [] if spoiled else list(range(piece.run_base, piece.run_base + piece.repeat_times))
         parts = 0
-        if runs and piece.deliver != "none" and version is not None:
+        if runs and piece.deliver != "none":
             body = Experience.serialize_many([one_experience(piece, run, version) for run in runs])
             key = self.topology.batch_routing_key(piece.batch, piece.ticket)
             headers: dict[str, Any] = {"attempt": attempt, "part": 0, "ticket": piece.ticket}

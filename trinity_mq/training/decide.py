@@ -6,8 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trinity_mq.messages import BatchReady
+
+
+class Chunk(NamedTuple):
+    """One chunk as it came, not looked into."""
+
+    body: bytes
+    content_type: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +23,7 @@ class Decision:
     """The first complete set of a ticket."""
 
     ready: BatchReady
-    chunks: tuple[bytes, ...]
+    chunks: tuple[Chunk, ...]
 
     @property
     def batch(self) -> int:
@@ -28,7 +36,7 @@ class _Sets:
     """What has come of one ticket."""
 
     first_offset: int
-    by_op: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    by_op: dict[str, dict[int, Chunk]] = field(default_factory=dict)
 
 
 class Decider:
@@ -46,13 +54,13 @@ class Decider:
         self._decided: dict[int, Decision] = {}
         self._held: dict[str, int] = {}
 
-    def chunk(self, ticket: str, op: str, n: int, body: bytes, offset: int) -> None:
+    def chunk(self, ticket: str, op: str, n: int, chunk: Chunk, offset: int) -> None:
         """A chunk has come; repeats and chunks of decided tickets are nothing new."""
         self.next_offset = offset + 1
         if ticket in self.consumed or ticket in self._held:
             return
         sets = self._open.setdefault(ticket, _Sets(offset))
-        sets.by_op.setdefault(op, {}).setdefault(n, body)
+        sets.by_op.setdefault(op, {}).setdefault(n, chunk)
 
     def ready(self, message: BatchReady, offset: int) -> Decision | None:
         """A set is said to be complete; returns the decision if it is, and is the first."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.config.run import Config
-from trinity_mq.experience import Experience
+from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.training.optimizer import entropy_coefficient, learning_rate, make_optimizer, set_learning_rate
 from trinity_mq.training.packing import pack, split
 from trinity_mq.training.policy import LearnerError, Policy
@@ -150,7 +150,8 @@ class TorchLearner:
 
     def _step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         started = time.perf_counter()
-        if not experiences:
+        batch = ExperienceBatch.of(experiences)
+        if not batch:
             raise ValueError(
                 f"train step {step_number} has no experiences: an empty batch is a skipped step, not a train step"
             )
@@ -161,7 +162,7 @@ class TorchLearner:
         entropy_weight = entropy_coefficient(config, step_number, self._total_steps)
         tally = StepTally()
         for epoch in range(config.epochs):
-            for part in split(experiences, config.mini_batches, f"{self._config.seed}/{step_number}/{epoch}"):
+            for part in split(batch, config.mini_batches, f"{self._config.seed}/{step_number}/{epoch}"):
                 batches = pack(part, self._config.trainer.max_tokens_per_micro_batch)
                 if not batches:
                     tally.add_empty()
@@ -171,13 +172,12 @@ class TorchLearner:
                 tally.add(finite, metrics)
                 if not finite:
                     log.warning("optimizer_step_skipped", reason="loss or gradient not finite", step=step_number)
-        sequence = sum(experience.tokens.shape[0] for experience in experiences)
-        prompt = sum(experience.prompt_length for experience in experiences)
+        sequence, prompt = int(batch.lengths("tokens").sum()), int(batch.prompt_lengths().sum())
         seconds = time.perf_counter() - started
         return tally.metrics() | {
             "actor/lr": rate,
-            "prompt_length/mean": prompt / len(experiences),
-            "response_length/mean": (sequence - prompt) / len(experiences),
+            "prompt_length/mean": prompt / len(batch),
+            "response_length/mean": (sequence - prompt) / len(batch),
             "time/train_step": seconds,
             "perf/tokens_per_second": sequence * config.epochs / seconds,
         }

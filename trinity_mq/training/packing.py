@@ -6,11 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from trinity_mq.experience import Experience
+from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience.ragged import Indexes
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class MicroBatch:
         return MicroBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
-def split(experiences: Sequence[Experience], count: int, seed: str) -> list[list[Experience]]:
+def split(experiences: Sequence[Experience], count: int, seed: str) -> list[ExperienceBatch]:
     """Divide a batch into mini-batches whose sizes differ by at most one.
 
     Args:
@@ -58,11 +60,12 @@ def split(experiences: Sequence[Experience], count: int, seed: str) -> list[list
     Returns:
         Mini-batches, none of them empty.
     """
-    order = list(experiences)
+    batch = ExperienceBatch.of(experiences)
     if count == 1:
-        return [order] if order else []
+        return [batch] if len(batch) else []
+    order = list(range(len(batch)))
     random.Random(seed).shuffle(order)
-    return [part for part in (order[start::count] for start in range(count)) if part]
+    return [batch.select(part) for part in (order[start::count] for start in range(count)) if part]
 
 
 def pack(experiences: Sequence[Experience], max_tokens: int) -> list[MicroBatch]:
@@ -77,78 +80,87 @@ def pack(experiences: Sequence[Experience], max_tokens: int) -> list[MicroBatch]
     Raises:
         ValueError: An experience that cannot be trained on; names it and what it lacks.
     """
-    trained = [one for one, tokens in zip(experiences, _trained_tokens(experiences), strict=True) if tokens]
-    for experience in trained:
-        _check(experience)
-    trained.sort(key=lambda experience: -experience.tokens.shape[0])
+    if not experiences:
+        return []
+    batch = ExperienceBatch.of(experiences)
+    trained = batch.select(_trained_tokens(batch) > 0)
+    if not len(trained):
+        return []
+    _check(trained)
+    lengths = trained.lengths("tokens")
+    order = np.argsort(-lengths, kind="stable")
     result, start = [], 0
-    while start < len(trained):
-        end = start + max(1, max_tokens // trained[start].tokens.shape[0])
-        result.append(_micro_batch(trained[start:end]))
+    while start < len(order):
+        end = start + max(1, max_tokens // int(lengths[order[start]]))
+        result.append(_micro_batch(trained.select(order[start:end])))
         start = end
     return result
 
 
-def _mask(experience: Experience) -> Tensor:
-    if experience.action_mask is None:
+def _trained_tokens(experiences: ExperienceBatch) -> Indexes:
+    """Return how many True values each action mask has."""
+    lengths = experiences.lengths("action_mask")
+    if (lengths < 0).any():
+        experience = experiences[int((lengths < 0).argmax())]
         raise ValueError(
             f"experience {experience.eid.uid} ({experience.experience_type}) has no action_mask, wanted bool "
             "[response]; only single_turn and multi_turn experiences can be trained on"
         )
-    return experience.action_mask
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    return np.bincount(owner[experiences.dense("action_mask").numpy()], minlength=len(lengths))
 
 
-def _trained_tokens(experiences: Sequence[Experience]) -> list[int]:
-    """Return how many True values each action mask has."""
-    if not experiences:
-        return []
-    masks = [_mask(experience) for experience in experiences]
-    lengths = torch.tensor([mask.shape[0] for mask in masks])
-    owner = torch.repeat_interleave(torch.arange(len(masks)), lengths)
-    return torch.bincount(owner[torch.cat(masks)], minlength=len(masks)).tolist()
-
-
-def _check(experience: Experience) -> None:
-    response = _mask(experience).shape[0]
-    where = f"experience {experience.eid.uid}"
-    if experience.prompt_length + response != experience.tokens.shape[0] or experience.prompt_length < 1:
-        raise ValueError(
-            f"{where} has {experience.tokens.shape[0]} tokens, but prompt_length {experience.prompt_length} and an "
-            f"action mask of {response}: they must add up, and a response needs a token before it"
-        )
-    for name, values, maker in (
-        ("logprobs", experience.logprobs, "the engine returns them with its samples"),
-        ("advantages", experience.advantages, "the algorithm's advantage function sets them in the operator"),
+def _check(experiences: ExperienceBatch) -> None:
+    """Check that every experience has what training needs; that lengths agree is checked wherever a batch is made."""
+    responses, prompts = experiences.lengths("action_mask"), experiences.prompt_lengths()
+    # a truncated prompt leaves no real response, and nothing trained on unless a mask says so
+    _refuse(
+        experiences,
+        prompts + responses != experiences.lengths("tokens"),
+        "has an action mask of another length than its response: only a real response can be trained on",
+    )
+    for name, maker in (
+        ("logprobs", "the engine returns them with its samples"),
+        ("advantages", "the algorithm's advantage function sets them in the operator"),
     ):
-        if values is None:
-            raise ValueError(f"{where} has no {name}, wanted one per response token; {maker}")
-        if values.shape[0] != response:
-            raise ValueError(f"{where} has {values.shape[0]} {name}, wanted one per response token: {response}")
-    if experience.temperature is not None and experience.temperature <= 0:
-        raise ValueError(
-            f"{where} was sampled at temperature {experience.temperature}: greedy samples have no logprobs to learn "
-            "from; set a temperature above 0 for training rollouts"
+        _refuse(
+            experiences,
+            experiences.lengths(name) < 0,
+            f"has no {name}, wanted one per response token; {maker}",
         )
+    heats = np.array([1.0 if heat is None else heat for heat in experiences.values("temperature")])
+    _refuse(
+        experiences,
+        heats <= 0,
+        "was sampled at temperature 0: greedy samples have no logprobs to learn from; set a temperature above 0 for "
+        "training rollouts",
+    )
 
 
-def _micro_batch(experiences: list[Experience]) -> MicroBatch:
+def _refuse(experiences: ExperienceBatch, wrong: npt.NDArray[np.bool_], why: str) -> None:
+    if wrong.any():
+        raise ValueError(f"experience {experiences.ids('uid')[int(wrong.argmax())]} {why}")
+
+
+def _micro_batch(experiences: ExperienceBatch) -> MicroBatch:
     """Build the tensors of one micro-batch without touching single tokens in Python."""
-    masks = [_mask(experience) for experience in experiences]
-    prompts = torch.tensor([experience.prompt_length for experience in experiences])
-    responses = torch.tensor([mask.shape[0] for mask in masks])
-    temperatures = torch.tensor([1.0 if e.temperature is None else e.temperature for e in experiences])
-    tokens = pad_sequence([experience.tokens for experience in experiences], batch_first=True).long()
+    prompts = torch.from_numpy(experiences.prompt_lengths())
+    responses = torch.from_numpy(experiences.lengths("action_mask"))
+    sizes = torch.from_numpy(experiences.lengths("tokens"))
+    temperatures = torch.tensor([1.0 if heat is None else heat for heat in experiences.values("temperature")])
+    tokens = torch.zeros(len(experiences), int(sizes.max()), dtype=torch.int64)
+    tokens[torch.arange(tokens.shape[1]) < sizes[:, None]] = experiences.dense("tokens").long()
     rows = torch.repeat_interleave(torch.arange(len(experiences)), responses)
     first = torch.repeat_interleave(responses.cumsum(0) - responses, responses)
     positions = prompts[rows] + torch.arange(rows.shape[0]) - first
-    keep = torch.cat(masks)
+    keep = experiences.dense("action_mask")
     rows, positions = rows[keep], positions[keep]
     return MicroBatch(
         input_ids=tokens[:, :-1].contiguous(),
         rows=rows,
         columns=positions - 1,
         targets=tokens[rows, positions],
-        old_logprobs=torch.cat([e.logprobs for e in experiences if e.logprobs is not None]).float()[keep],
-        advantages=torch.cat([e.advantages for e in experiences if e.advantages is not None]).float()[keep],
+        old_logprobs=experiences.dense("logprobs").float()[keep],
+        advantages=experiences.dense("advantages").float()[keep],
         temperature=temperatures[rows],
     )

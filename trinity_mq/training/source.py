@@ -10,13 +10,15 @@ from typing import Any, Protocol
 import structlog
 
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
-from trinity_mq.experience import DecodeError, Experience
+from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.messages import BatchReady, Mark, RunEnd
-from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.mail import EXPERIENCES, envelope, opened, park
+from trinity_mq.runtime.blobs import BlobStore, StoreUnavailable, patiently
+from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.mail import EXPERIENCES, REFERENCE, envelope, opened, park
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.references import resolve
 from trinity_mq.runtime.streams import next_or_quiet
-from trinity_mq.training.decide import Decider, Decision
+from trinity_mq.training.decide import Chunk, Decider, Decision
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +35,7 @@ class TrainBatch:
     op: str
     state: str
     """ready, empty, failed, gone."""
-    experiences: list[Experience] = field(default_factory=list)
+    experiences: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
 
@@ -54,10 +56,12 @@ class Source(Protocol):
 class StreamSource:
     """Processed batches from the ``ready`` stream, in batch order (style fixed)."""
 
-    def __init__(self, bus: Bus, topology: Topology, by: str) -> None:
-        self._bus, self._topology, self._by = bus, topology, by
+    def __init__(self, bus: Bus, topology: Topology, by: str, store: BlobStore | None = None) -> None:
+        self._bus, self._topology, self._by, self._store = bus, topology, by, store
         self._decider = Decider()
         self._consumed_batches = 0
+        self._marked = False
+        """Our own mark was read: the stream is the one we know, and we have seen all that was on it at our start."""
         self.changed = Notifier()
         self.bytes_since_save = 0
 
@@ -72,11 +76,15 @@ class StreamSource:
         return self._decider.waiting
 
     def available(self) -> bool:
-        """The next batch is here."""
-        return self._decider.peek(self._consumed_batches + 1) is not None
+        """The next batch is here, and we know that the stream is ours."""
+        return self._marked and self._decider.peek(self._consumed_batches + 1) is not None
 
     async def next(self) -> TrainBatch:
-        """Return the next batch once there is one, decoded on a thread; an undecodable chunk fails its batch."""
+        """Return the next batch once there is one, decoded on a thread; an undecodable chunk fails its batch.
+
+        Raises:
+            RestartMe: A chunk lies in the blob store, and that does not answer: no reason to lose the batch.
+        """
         await self.changed.until(self.available)
         decision = self._decider.peek(self._consumed_batches + 1)
         assert decision is not None
@@ -85,9 +93,12 @@ class StreamSource:
             decision.batch, ready.ticket, ready.op, ready.state, metrics=dict(ready.metrics), reason=ready.reason
         )
         try:
-            batch.experiences = await asyncio.to_thread(_decode, decision)
+            is_stored = any(chunk.content_type == REFERENCE for chunk in decision.chunks)
+            batch.experiences = await (patiently if is_stored else asyncio.to_thread)(_decode, decision, self._store)
         except DecodeError as error:
             batch.state, batch.reason = "failed", f"a chunk does not decode: {error}"
+        except StoreUnavailable as error:
+            raise RestartMe(f"batch {decision.batch} cannot be read now: {error}") from error
         if batch.state == "ready" and not batch.experiences:
             batch.state = "empty"
         return batch
@@ -126,17 +137,16 @@ class StreamSource:
             await self._bus.publish(
                 self._topology.exchange("ready"), "mark", envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
             )
-            marked = False
             try:
                 while True:
-                    delivery = await (anext(feed) if marked else next_or_quiet(self._bus, feed, MARK_TIMEOUT))
+                    delivery = await (anext(feed) if self._marked else next_or_quiet(self._bus, feed, MARK_TIMEOUT))
                     if delivery is None:
                         raise FatalError(
                             f"nothing was found on the ready stream from offset {offset} on, not even our own mark: "
                             "the stream is shorter than the checkpoint says, so this is not the broker (or not the "
                             "data) it was made with. Bring that back, or start under another name"
                         )
-                    marked = await self._take(delivery, nonce) or marked
+                    await self._take(delivery, nonce)
             except StreamCut as error:
                 raise FatalError(
                     f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: it "
@@ -144,12 +154,11 @@ class StreamSource:
                     "Raise broker.ready_max_bytes, or start under another name"
                 ) from error
 
-    async def _take(self, delivery: Delivery, nonce: str) -> bool:
-        """Take in one delivery; True for our own mark."""
+    async def _take(self, delivery: Delivery, nonce: str) -> None:
+        """Take in one delivery."""
         offset = delivery.offset
         assert offset is not None
-        marked = False
-        if delivery.content_type == EXPERIENCES:
+        if delivery.content_type in {EXPERIENCES, REFERENCE}:
             await self._take_chunk(delivery, offset)
         else:
             message = await opened(self._bus, self._topology, delivery, self._by)
@@ -157,21 +166,22 @@ class StreamSource:
                 self._decider.ready(message, offset)
             else:
                 self._decider.other(offset)
-                marked = isinstance(message, Mark) and message.nonce == nonce
+                if isinstance(message, Mark) and message.nonce == nonce:
+                    self._marked = True
                 if isinstance(message, RunEnd):
                     self._decider.ended = message.batches
         self.changed.notify()
-        return marked
 
     async def _take_chunk(self, delivery: Delivery, offset: int) -> None:
         ticket, op, n = (delivery.headers.get(name) for name in ("ticket", "op", "n"))
         self.bytes_since_save += len(delivery.body)
         if isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int):
-            self._decider.chunk(ticket, op, n, delivery.body, offset)
+            self._decider.chunk(ticket, op, n, Chunk(delivery.body, delivery.content_type), offset)
         else:
             self._decider.other(offset)
             await park(self._bus, self._topology, delivery, "a chunk needs the headers ticket, op and n", self._by)
 
 
-def _decode(decision: Decision) -> list[Experience]:
-    return [experience for body in decision.chunks for experience in Experience.deserialize_many(body)]
+def _decode(decision: Decision, store: BlobStore | None) -> ExperienceBatch:
+    bodies = (resolve(store, chunk.body, chunk.content_type) for chunk in decision.chunks)
+    return ExperienceBatch.concat(ExperienceBatch.decode(body).settle() for body in bodies)

@@ -4,36 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trinity_mq.experience import Experience, group_by
+from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience.rules import Versions
 
 
-def staleness(experience: Experience, step: int) -> int:
-    """Return ``max(0, trainer step - step stamped on the oldest token)``, in train steps."""
-    oldest = experience.version_min
-    return 0 if oldest is None else max(0, step - oldest[1])
+def staleness(versions: Versions | None, step: int) -> int:
+    """Return ``max(0, trainer step - step stamped on the oldest token)``, in train steps; 0 where none is stamped."""
+    if not versions:
+        return 0
+    oldest = min((generation, stamped) for _, generation, stamped in versions)
+    return max(0, step - oldest[1])
 
 
 def drop_stale(
     experiences: Sequence[Experience], step: int, max_staleness: int
-) -> tuple[list[Experience], dict[str, float]]:
+) -> tuple[ExperienceBatch, dict[str, float]]:
     """Return the experiences of the groups whose oldest token is at most ``max_staleness`` steps old, and ``sample/*``
     metrics.
     """
-    kept: list[Experience] = []
-    groups = group_by(list(experiences), "task").values()
-    dropped_groups = 0
-    for group in groups:
-        if max(staleness(experience, step) for experience in group) > max_staleness:
-            dropped_groups += 1
-        else:
-            kept += group
-    ages = [staleness(experience, step) for experience in kept]
+    batch = ExperienceBatch.of(experiences)
+    ages = [staleness(versions, step) for versions in batch.values("versions")]
+    tids = batch.ids("tid")
+    stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}
+    kept = [number for number, tid in enumerate(tids) if tid not in stale]
     metrics = {
-        "sample/dropped_stale_groups": float(dropped_groups),
-        "sample/dropped_stale_experiences": float(len(experiences) - len(kept)),
+        "sample/dropped_stale_groups": float(len(stale)),
+        "sample/dropped_stale_experiences": float(len(batch) - len(kept)),
         "sample/experiences": float(len(kept)),
     }
-    if ages:
-        metrics["sample/staleness/mean"] = sum(ages) / len(ages)
-        metrics["sample/staleness/max"] = float(max(ages))
-    return kept, metrics
+    if kept:
+        metrics |= _spread([ages[number] for number in kept])
+    return batch.select(kept) if stale else batch, metrics
+
+
+def _spread(ages: Sequence[int]) -> dict[str, float]:
+    return {"sample/staleness/mean": sum(ages) / len(ages), "sample/staleness/max": float(max(ages))}

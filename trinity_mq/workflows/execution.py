@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Awaitable, Callable
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.threads import in_thread
+from trinity_mq.workflows.threads import in_thread, interrupt
 from trinity_mq.workflows.workflow import Workflow
 
 
@@ -14,20 +15,41 @@ class RunFailedError(Exception):
     """A run of a workflow gave nothing that can be used; the message says why."""
 
 
-async def execute(make: Callable[[], Workflow], kind: type[Workflow]) -> list[Experience]:
+async def execute(
+    make: Callable[[], Workflow],
+    kind: type[Workflow],
+    *,
+    close: Callable[[], Awaitable[None]] | None = None,
+    own_loop: bool = False,
+) -> list[Experience]:
     """Return the experiences of one go at the workflow that ``make`` returns, of class ``kind``.
 
-    An asynchronous workflow is made and run on the event loop, any other in a thread of its own.
+    An asynchronous workflow is made and run on the event loop, any other in a thread of its own. When this is
+    cancelled, a thread is interrupted as soon as it executes Python code, and not waited for.
+
+    Args:
+        make: Returns the instance.
+        kind: Its class.
+        close: Awaited at the end, on the event loop that an asynchronous workflow had.
+        own_loop: Run an asynchronous workflow in a thread too, on an event loop of its own.
 
     Raises:
         RunFailedError: It returned no list of experiences or an empty one, or tried to end the process or its own task.
         Exception: Whatever the workflow raises.
     """
     try:
-        if kind.is_async:
-            result = await make().run_async()
+        if kind.is_async and own_loop:
+            alone = _OwnLoop(make, close)
+            result = await in_thread(alone.run, kind.__name__, alone.stop)
         else:
-            result = await in_thread(lambda: make().run(), kind.__name__)
+            try:
+                if kind.is_async:
+                    result = await make().run_async()
+                else:
+                    result = await in_thread(lambda: make().run(), kind.__name__, interrupt)
+            finally:
+                if close is not None:
+                    await close()
     except SystemExit as error:
         raise RunFailedError(
             f"{kind.__name__} called sys.exit({error.code!r}); a workflow reports failure by raising an exception"
@@ -42,6 +64,37 @@ async def execute(make: Callable[[], Workflow], kind: type[Workflow]) -> list[Ex
     if not result:
         raise RunFailedError(f"{kind.__name__} returned no experience; a run gives at least one")
     return result
+
+
+class _OwnLoop:
+    """An asynchronous workflow on an event loop of its own, in a thread."""
+
+    def __init__(self, make: Callable[[], Workflow], close: Callable[[], Awaitable[None]] | None) -> None:
+        self._make, self._close = make, close
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[list[Experience]] | None = None
+        self._stopped = False
+
+    def run(self) -> list[Experience]:
+        """Run it; blocks."""
+        return asyncio.run(self._main())
+
+    async def _main(self) -> list[Experience]:
+        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        if self._stopped:
+            raise asyncio.CancelledError
+        try:
+            return await self._make().run_async()
+        finally:
+            if self._close is not None:
+                await self._close()
+
+    def stop(self, thread: int) -> None:
+        """Cancel it, from another thread."""
+        self._stopped = True
+        if self._loop is not None and self._task is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._task.cancel)
 
 
 def _short(value: object, limit: int = 80) -> str:

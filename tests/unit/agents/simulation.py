@@ -27,8 +27,8 @@ M = TypeVar("M", bound=Message)
 class Tasks:
     """A taskset without end, each task known by its number."""
 
-    def __init__(self) -> None:
-        self.given = 0
+    def __init__(self, repeat_times: int = 2) -> None:
+        self.repeat_times, self.given = repeat_times, 0
 
     def __len__(self) -> int:
         return 1000
@@ -36,7 +36,7 @@ class Tasks:
     def next_batch(self, size: int) -> list[TaskBody]:
         self.given += size
         numbers = range(self.given - size, self.given)
-        return [TaskBody(workflow="none", repeat_times=2, raw_task={"n": n}) for n in numbers]
+        return [TaskBody(workflow="none", repeat_times=self.repeat_times, raw_task={"n": n}) for n in numbers]
 
     def state(self) -> dict[str, object]:
         return {"given": self.given}

@@ -395,6 +395,33 @@ def test_unfinished_tasks_are_given_back_once(tmp_path: Path) -> None:
     assert sim.trainer.progress == 4
 
 
+def test_a_task_all_of_whose_tries_failed_is_given_back_once_too(tmp_path: Path) -> None:
+    sim = Simulation(
+        tmp_path,
+        ("explorer.max_consecutive_empty=100",),
+        batches=4,
+        spoil=lambda piece: "failed" if piece.task.raw_task.get("n") == 0 else None,
+    )
+    run_virtually(sim.run(), limit=2000)
+    given = [(piece.batch, piece.task.raw_task["n"]) for piece in sim.published(TaskSlice) if piece.lane == "train"]
+    assert [batch for batch, n in given if n == 0] == [1, 2]
+    assert sim.trainer.progress == 4
+
+
+def test_over_rollout_closes_batches_without_their_slowest_tasks(tmp_path: Path) -> None:
+    sim = Simulation(
+        tmp_path,
+        ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min=5", "explorer.unfinished=drop"),
+        batches=4,
+        runner_seconds=lambda piece: 1e5 if piece.task.raw_task.get("n", 1) % 2 == 0 else 0.1,
+    )
+    run_virtually(sim.run(), limit=200)
+    manifests = {manifest.ticket: manifest for manifest in sim.published(BatchClosed)}
+    assert [manifest.outcomes for manifest in manifests.values()] == [{"finished": 1, "cancelled": 1}] * 4
+    assert sim.trainer.progress == 4
+    check_history(sim, 4)
+
+
 # -- submissions
 
 

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
-from trinity_agents.runner import RETURNED_PAUSE, Runner
+from trinity_agents.runner import Runner
 from trinity_mq.experience import Experience
 from trinity_mq.messages import TaskBody, TaskResult, TaskSlice
 from trinity_mq.models import InferenceModel
@@ -18,7 +18,9 @@ from trinity_mq.models.errors import EngineLost
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.mail import envelope
 from trinity_mq.scheduling.isolated import ChildDied
+from trinity_mq.scheduling.reports import RETURNED_PAUSE
 from trinity_mq.scheduling.status import SliceOutcome
+from trinity_mq.scheduling.tally import Tally
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows import Workflow
 
@@ -42,12 +44,12 @@ class Scripted:
     def __init__(self, does: Does = at_once) -> None:
         self.does, self.ran, self.models = does, [], None
 
-    async def run_slice(self, piece: TaskSlice, models: Models) -> SliceOutcome:
+    async def run_slice(self, piece: TaskSlice, models: Models, tally: Tally | None = None) -> SliceOutcome:
         self.ran.append((piece.ticket, piece.task_id))
         self.models = models
         return await self.does(piece)
 
-    async def run(self, piece: TaskSlice, config: object, models: Models) -> SliceOutcome:
+    async def run(self, piece: TaskSlice, config: object, models: Models, tally: Tally) -> SliceOutcome:
         return await self.run_slice(piece, models)
 
     async def close(self) -> None:
@@ -150,7 +152,7 @@ def test_over_the_limit_a_slice_is_poisoned_and_not_run() -> None:
     run_virtually(main())
     (result,) = results(world)
     assert (result.outcome, result.runs, result.parts) == ("poisoned", [], 0)
-    assert runner._workflows.ran == runner._isolated.ran == []
+    assert runner._turns._workflows.ran == runner._turns._isolated.ran == []
     assert world.reasons() == ["5 runners did not survive this slice (limit 5)"]
     assert world.stored("dead")[0].headers["ticket"] == "t1"
     assert unanswered(world) == 0
@@ -170,8 +172,8 @@ def test_what_has_come_back_before_runs_in_a_process_of_its_own() -> None:
             await asyncio.sleep(1)
 
     run_virtually(main())
-    assert runner._isolated.ran == [("t1", 0)]
-    assert runner._workflows.ran == [("t1", 1)]
+    assert runner._turns._isolated.ran == [("t1", 0)]
+    assert runner._turns._workflows.ran == [("t1", 1)]
 
 
 def test_what_kills_its_process_comes_back_until_the_limit() -> None:
@@ -191,7 +193,7 @@ def test_what_kills_its_process_comes_back_until_the_limit() -> None:
             await asyncio.sleep(5)
 
     run_virtually(main())
-    assert runner._isolated.ran == [("t1", 0)] * 2
+    assert runner._turns._isolated.ran == [("t1", 0)] * 2
     poisoned = next(result for result in results(world) if result.task_id == 0)
     assert poisoned.outcome == "poisoned"
     assert "SIGSEGV" in str(poisoned.message)
@@ -263,7 +265,7 @@ def test_only_a_beat_that_must_know_the_ticket_can_forget_it(seq: int, listed: b
             await asyncio.sleep(1)
 
     run_virtually(main())
-    assert runner._workflows.ran == ([("t1", 0)] if runs else [])
+    assert runner._turns._workflows.ran == ([("t1", 0)] if runs else [])
     assert len(results(world)) == int(runs)
     assert world.wire[-1] == "acked tasks.train"
     assert unanswered(world) == 0
@@ -397,7 +399,7 @@ def test_nothing_is_acknowledged_when_nobody_keeps_results() -> None:
         await send_slice(world, a_slice())
         task = asyncio.create_task(runner.run())
         await asyncio.sleep(0)
-        runner._workflows.does = gone
+        runner._turns._workflows.does = gone
         await asyncio.wait([task])
         assert isinstance(task.exception(), ExceptionGroup)
         assert task.exception().subgroup(RestartMe) is not None
@@ -506,8 +508,8 @@ def test_a_connection_lost_mid_slice_costs_no_second_run() -> None:
     run_virtually(main())
     (result,) = results(world)
     assert {each.headers["attempt"] for each in parts(world)} == {result.attempt}
-    assert runner._workflows.ran == [("t1", 0)]
-    assert runner._isolated.ran == []
+    assert runner._turns._workflows.ran == [("t1", 0)]
+    assert runner._turns._isolated.ran == []
     assert world.wire.index("void tasks.train") < world.wire.index("acked tasks.train")
     assert unanswered(world) == 0
 
@@ -532,8 +534,8 @@ def test_duplicates_that_come_while_it_runs_wait_for_it() -> None:
 
     run_virtually(main())
     assert len(results(world)) == 1
-    assert runner._workflows.ran == [("t1", 0)]
-    assert runner._isolated.ran == []
+    assert runner._turns._workflows.ran == [("t1", 0)]
+    assert runner._turns._isolated.ran == []
     assert world.wire.count("acked tasks.train") == 4
 
 
@@ -572,7 +574,7 @@ def test_an_acknowledgement_lost_on_its_way_costs_no_second_run() -> None:
             await asyncio.sleep(1)
 
     run_virtually(main())
-    assert runner._workflows.ran == [("t1", 0)]
+    assert runner._turns._workflows.ran == [("t1", 0)]
     assert len(results(world)) == 1
     assert unanswered(world) == 0
 
@@ -589,7 +591,7 @@ def test_it_does_not_remember_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
                 await asyncio.sleep(0.1)
 
     run_virtually(main())
-    assert [task for _, task in runner._workflows.ran] == [0, 1, 2, 0]
+    assert [task for _, task in runner._turns._workflows.ran] == [0, 1, 2, 0]
 
 
 def test_while_the_broker_blocks_nothing_is_reported_and_nothing_lost() -> None:
@@ -628,7 +630,7 @@ def test_another_runner_does_what_a_killed_one_held() -> None:
 
     run_virtually(main())
     assert [result.runner for result in results(world)] == ["runner-1"]
-    assert second._isolated.ran == [("t1", 0)]  # it has come back once
+    assert second._turns._isolated.ran == [("t1", 0)]  # it has come back once
 
 
 @pytest.mark.parametrize("after", range(1, 6))
@@ -759,21 +761,21 @@ def test_it_asks_the_least_loaded_living_engine() -> None:
     async def main() -> None:
         async with world.living(runner):
             with pytest.raises(EngineLost):
-                runner._engine()
+                runner._engines()
             await world.beat("engine", "empty", **engine("empty", load=0, version=None))
-            assert runner._engine().id == "empty"
+            assert runner._engines().id == "empty"
             await world.beat("engine", "busy", **engine("busy", load=9))
             await world.beat("engine", "judge", **engine("judge", load=0, role="auxiliary"))
             await world.beat("engine", "odd", load=0, role="rollout")
-            assert runner._engine().id == "busy"
+            assert runner._engines().id == "busy"
             await world.beat("engine", "short", lease=5.0, **engine("short", load=1))
-            assert {runner._engine().id for _ in range(20)} == {"short"}
-            await world.beat("engine", "twin", lease=5.0, **engine("twin", load=1))
-            assert {runner._engine().id for _ in range(50)} == {"short", "twin"}
+            assert {runner._engines().id for _ in range(5)} == {"short"}
+            await world.beat("engine", "twin", lease=5.0, **engine("twin", load=6))
+            assert sorted(runner._engines().id for _ in range(4)) == ["short", "short", "twin", "twin"]
             await asyncio.sleep(6)
-            assert runner._engine().id == "busy"
+            assert runner._engines().id == "busy"
             await world.beat("engine", "busy", state="gone", **engine("busy", load=9))
-            assert runner._engine().id == "empty"
+            assert runner._engines().id == "empty"
 
     run_virtually(main())
 

@@ -11,11 +11,13 @@ def test_evaluations_take_accuracy_before_reward() -> None:
         "eval/ops3/reward/mean@1": 0.7,
         "eval/ops3/accuracy/std@1": 0.1,
         "eval/deep/set/reward/mean@4": 0.2,
+        "eval/detailed/accuracy/mean@8/mean": 0.25,
+        "eval/detailed/accuracy/mean@8/max": 1.0,
         "eval/other/time/mean@1": 3.0,
         "rollout/accuracy/mean": 0.9,
         "eval/text/accuracy/mean@1": "x",
     }
-    assert evaluations(values) == {"ops3": 0.5, "deep/set": 0.2}
+    assert evaluations(values) == {"ops3": 0.5, "deep/set": 0.2, "detailed": 0.25}
 
 
 def test_steps_that_were_done_again_count_once() -> None:

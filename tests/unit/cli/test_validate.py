@@ -47,3 +47,14 @@ def test_bad_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str,
 def test_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "/no/such.yaml"]) == 2
     assert capsys.readouterr().err == "trinity-mq validate: /no/such.yaml: cannot be read: No such file or directory\n"
+
+
+def test_a_blob_store_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    queue = "model: {tiny: {}}\nbuffer: {taskset: {storage_type: queue}}"
+    assert main(["validate", write(tmp_path, queue), f"broker.blob_store={tmp_path}/blobs"]) == 0
+    assert f"blob store file://{tmp_path}/blobs/run: can be written and read" in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    assert main(["validate", write(tmp_path, queue), f"broker.blob_store={tmp_path}/file"]) == 2
+    assert "broker.blob_store: " in capsys.readouterr().err
+    assert main(["validate", write(tmp_path, queue), "broker.blob_store=nosuch://x"]) == 2
+    assert "no library opens nosuch://" in capsys.readouterr().err

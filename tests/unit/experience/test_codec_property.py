@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from trinity_mq.experience import EID, CustomField, Experience, decode, encode
+from trinity_mq.experience import EID, CustomField, Experience, ExperienceBatch, decode, encode
 from trinity_mq.experience.rules import DPO, TRUNCATE_STATUSES, TYPES
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
@@ -80,10 +80,23 @@ def experiences(draw):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(experiences(), max_size=5))
-def test_round_trip_gives_equal_experiences(given_):
+@given(st.lists(experiences(), max_size=5), st.sampled_from(["none", "zstd"]))
+def test_round_trip_gives_equal_experiences(given_, compression):
     body = encode(given_)
+    assert decode(encode(given_, compression)) == given_
     back = decode(body)
     assert back == given_
     assert [item.experience_type for item in back] == [item.experience_type for item in given_]
     assert encode(back) == body
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(experiences(), max_size=6), st.data())
+def test_choosing_and_joining_columns_is_choosing_and_joining_experiences(given_, data):
+    numbers = data.draw(st.lists(st.integers(0, len(given_) - 1), max_size=8)) if given_ else []
+    wanted = [given_[number] for number in numbers]
+    batch = ExperienceBatch.decode(encode(given_))
+    assert batch.select(numbers).to_list() == wanted
+    joined = ExperienceBatch.concat([batch.select(numbers), batch, ExperienceBatch.of(wanted)])
+    assert joined.to_list() == wanted + given_ + wanted
+    assert decode(joined.encode()) == wanted + given_ + wanted

@@ -38,9 +38,20 @@ def test_edited_columns_count(single):
     assert (back.info, back.custom_fields, back.experience_type) == (single.info, single.custom_fields, "single_turn")
 
 
-def test_an_edit_that_breaks_a_rule_is_refused(single):
-    with pytest.raises(ExperienceError, match="logprobs has 1 values"):
-        from_record(to_record(single) | {"logprobs": [0.5]})
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"logprobs": [0.5]}, "logprobs has 1 values"),
+        ({"logprobs": [0.5, None, 0.5]}, "logprobs is .*wanted numbers"),
+        ({"tokens": [1, 2, 3, 4, 5.5]}, "tokens holds torch.float32"),
+        ({"tokens": [1, 2, 3, 4, 2**31]}, "tokens holds 2147483648"),
+        ({"action_mask": [0, 1, 2]}, "action_mask holds 2"),
+        ({"reward": "good"}, "reward is 'good'"),
+    ],
+)
+def test_an_edit_that_breaks_a_rule_is_refused(single, edit, said):
+    with pytest.raises(ExperienceError, match=said):
+        from_record(to_record(single) | edit)
 
 
 def test_dropped_columns_come_from_the_body(single):
@@ -61,9 +72,3 @@ def test_missing_package_says_what_to_install(single, monkeypatch):
 
 def test_reads_any_iterable_of_rows(single, multi):
     assert from_hf_datasets([to_record(single), to_record(multi)]) == [single, multi]
-
-
-def test_through_a_real_dataset(single, multi, dpo):
-    pytest.importorskip("datasets")
-    given = [single, multi, dpo]
-    assert from_hf_datasets(to_hf_datasets(given)) == given

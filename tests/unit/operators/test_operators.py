@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trinity_mq.config import AlgorithmConfig, OperatorConfig
-from trinity_mq.experience import EID, Experience
+from trinity_mq.experience import EID, Experience, ExperienceBatch, encode
 from trinity_mq.operators import (
     OPERATORS,
     AdvantageOperator,
@@ -146,6 +146,40 @@ async def test_asynchronous_operators_are_handed_the_auxiliary_models():
     assert metrics["experience_pipeline/0_Asynchronous/models"] == 1
     operator.set_auxiliary_model(None)
     assert operator.auxiliary_models == {}
+
+
+async def test_columns_stay_columns_until_an_operator_wants_objects():
+    exps = [exp(run=run, reward=float(run)) for run in range(4)]
+    filters = create_operators([OperatorConfig(name="reward_filter", args={"threshold": low}) for low in (1.0, 2.0)])
+    left, metrics = await run_chain(
+        [*filters, AdvantageOperator(AlgorithmConfig(min_group_runs=2))], ExperienceBatch.of(exps)
+    )
+    assert isinstance(left, ExperienceBatch)
+    assert [each.eid.run for each in left] == [2, 3]
+    assert left.dense("advantages").shape == (4,)
+    assert metrics["experience_pipeline/1_RewardFilter/filtered_count"] == 1
+    recording = Recording()
+    again, _ = await run_chain([filters[0], recording, filters[1]], ExperienceBatch.of(exps))
+    assert recording.asked
+    assert isinstance(again, list)
+    assert [each.eid.run for each in again] == [2, 3]
+
+
+class InPlace(ExperienceOperatorV1):
+    async def process(self, exps):
+        for each in exps:
+            each.action_mask[:] = False
+            each.logprobs.zero_()
+        return exps, {}
+
+
+async def test_an_operator_that_writes_in_place_does_not_reach_the_received_body():
+    body = encode([exp()])
+    received = bytes(bytearray(body))
+    left, _ = await run_chain([InPlace()], ExperienceBatch.decode(received))
+    assert not left[0].action_mask.any()
+    assert left[0].logprobs.tolist() == [0.0, 0.0]
+    assert received == body
 
 
 async def test_nothing_left_ends_the_chain():

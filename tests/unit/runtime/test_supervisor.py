@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.config import SupervisorConfig
+from trinity_mq.runtime.errors import EXIT_RECYCLE
 from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor, exponential_backoff
 
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -126,6 +127,21 @@ async def test_what_is_killed_is_started_again(
     assert running.result() == 0
     assert watcher.of("a") == ["started", "died", "restarting", "started", "stopped"]
     assert (tmp_path / "a.out").read_text().endswith("draining\n")
+
+
+async def test_a_process_that_asks_to_be_recycled_is_not_counted_and_not_kept_waiting(
+    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
+) -> None:
+    lives = tmp_path / "lives"
+    program = (
+        f"import sys, pathlib; p = pathlib.Path({str(lives)!r}); n = len(p.read_text()) if p.exists() else 0; "
+        f"p.write_text('x' * (n + 1)); sys.exit(0 if n == 3 else {EXIT_RECYCLE})"
+    )
+    code = await make(spec("a", program), delay=1000.0, max_restarts=0).run()
+    assert code == 0
+    assert lives.read_text() == "xxxx"
+    assert watcher.count("a", "died") == watcher.count("a", "restarting") == 0
+    assert watcher.count("a", "started") == 4
 
 
 async def test_too_many_deaths_fail_for_good_and_end_the_others(

@@ -146,6 +146,18 @@ def test_pending_tasks_come_first() -> None:
     assert not state.pending
 
 
+def test_under_epochs_what_comes_from_elsewhere_displaces_no_task() -> None:
+    state, taskset = ExplorerState(), Endless(10)
+    intake = Intake(config(total_epochs=1), state, taskset)
+    state.pending += [PendingTask(task=TaskBody(raw_task={"again": n}), given_back=True) for n in range(6)]
+    taken = []
+    while not intake.is_over:
+        taken.append([one.task.raw_task for one in intake.take()])
+        state.opened += 1
+    assert [len(batch) for batch in taken] == [8, 6, 2]
+    assert sorted(one["n"] for batch in taken for one in batch if "n" in one) == list(range(10))
+
+
 def test_a_submission_counts_once_and_is_completed_from_the_taskset() -> None:
     state = ExplorerState()
     intake = Intake(config(), state, None)

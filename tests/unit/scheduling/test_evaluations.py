@@ -37,10 +37,20 @@ class Bench:
     """Two sets, a scheduler and a runner."""
 
     def __init__(
-        self, state: ExplorerState | None = None, spoil: Callable[[TaskSlice], str | None] | None = None
+        self,
+        state: ExplorerState | None = None,
+        spoil: Callable[[TaskSlice], str | None] | None = None,
+        detailed: bool = False,
     ) -> None:
         self.state = state or ExplorerState()
-        config = load_config({"name": "ev", "model": {"tiny": {}}, "explorer": {"eval_timeout": 99}})
+        config = load_config(
+            {
+                "name": "ev",
+                "model": {"tiny": {}},
+                "explorer": {"eval_timeout": 99},
+                "monitor": {"detailed_stats": detailed},
+            }
+        )
         topology, broker = Topology("ev"), MemoryBroker()
         self.bus, other = (MemoryBus(broker, topology, config=config.broker) for _ in range(2))
         self.gate, self.woken, self.saves = Gate(), Notifier(), 0
@@ -98,6 +108,18 @@ def test_a_label_asked_for_twice_is_done_once_and_holds_the_gate_meanwhile() -> 
     assert bench.state.tickets == {}
     bench.evaluations.request(4)
     assert bench.state.due == []
+
+
+def test_the_spread_over_tasks_is_told_where_it_is_asked_for() -> None:
+    names = []
+    for detailed in (False, True):
+        bench = Bench(detailed=detailed)
+        bench.play(4)
+        names.append(sorted(name for name in bench.reports[0][1] if name.startswith("eval/a/accuracy/mean@1")))
+    assert names == [
+        ["eval/a/accuracy/mean@1"],
+        [f"eval/a/accuracy/mean@1/{each}" for each in ("max", "mean", "min", "std")],
+    ]
 
 
 def test_what_was_due_holds_the_gate_before_anything_has_run() -> None:

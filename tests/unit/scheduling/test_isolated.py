@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
-from tests.unit.scheduling.scripted_engine import scripted_engine
+from tests.unit.scheduling.scripted_engine import completion, scripted_engine
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskBody, TaskSlice, encode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.scheduling import isolated
 from trinity_mq.scheduling.isolated import ChildDied, IsolatedPool
+from trinity_mq.scheduling.tally import Tally
 from trinity_mq.scheduling.workflow_runner import WorkflowRunner
 
 WORKFLOWS = """
@@ -52,6 +53,32 @@ class Spawns(Asks):
         (HERE / "pid").write_text(str(subprocess.Popen(["sleep", "300"]).pid))
         os._exit(0)
 
+class HoldsOn(Workflow):
+    def run(self):
+        experiences = self.model.chat([{"role": "user", "content": "q"}])
+        while experiences[0].response_text == "hang":
+            try:
+                time.sleep(0.01)
+            except BaseException:
+                continue
+        return experiences
+
+class HoldsOnToTheLoop(HoldsOn):
+    is_async = True
+    async def run_async(self):
+        return self.run()
+
+class Eats(Asks):
+    def before(self):
+        eaten = []
+        while True:
+            eaten.append(bytearray(16 * 2**20))
+
+class PointsNowhere(Asks):
+    def before(self):
+        import ctypes
+        ctypes.string_at(0)
+
 class Unsendable(Asks):
     async def run_async(self):
         experiences = await super().run_async()
@@ -75,6 +102,10 @@ def here(tmp_path, monkeypatch):
 @pytest.fixture
 def config(tmp_path):
     return Config.model_validate({"model": {"tiny": {}}, "run_dir": str(tmp_path / "run")})
+
+
+def changed(tmp_path, **runner):
+    return Config.model_validate({"model": {"tiny": {}}, "run_dir": str(tmp_path / "run"), "runner": runner})
 
 
 @pytest.fixture
@@ -144,6 +175,7 @@ async def test_a_slice_comes_out_as_it_does_in_the_runner(here, pool, config, en
     [
         ("Exits", "ended with exit code 3 before it had an outcome", 3),
         ("Segfaults", "was killed by SIGSEGV before it had an outcome", -signal.SIGSEGV),
+        ("PointsNowhere", "was killed by SIGSEGV before it had an outcome", -signal.SIGSEGV),
     ],
 )
 async def test_what_a_slice_kills_is_its_own_process_only(here, pool, config, engine, kind, said, exitcode):
@@ -156,9 +188,58 @@ async def test_what_a_slice_kills_is_its_own_process_only(here, pool, config, en
 
 async def test_a_slice_that_hangs_is_killed_when_its_time_is_over(here, pool, config, engine, pid, monkeypatch):
     monkeypatch.setattr(isolated, "GRACE", 0.5)
-    with pytest.raises(ChildDied, match="did not end within 1 s and was killed"):
+    with pytest.raises(ChildDied, match="did not end within 1 s and was killed") as caught:
         await pool.run(piece("Hangs", slice_timeout=0.5), config, lambda: engine.model)
+    assert caught.value.overdue
     await ends(await pid)
+
+
+@pytest.mark.parametrize("kind", ["HoldsOn", "HoldsOnToTheLoop"])
+async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, engine, monkeypatch, kind):
+    monkeypatch.setattr(isolated, "GRACE", 0.5)
+    config = changed(tmp_path, concurrent_mode="sequential")
+    answers = [completion("hang"), completion("8"), completion("7")]
+    engine.script = lambda body: answers.pop() if answers else completion("hang")
+    tally = Tally()
+    running = pool.run(piece(kind, runs=3, slice_timeout=1.5), config, lambda: engine.model, tally)
+    if kind == "HoldsOn":
+        await running  # its thread is left behind in the process
+    else:
+        with pytest.raises(ChildDied, match="was killed"):
+            await running
+    outcome = tally.outcome(2.0)
+    assert outcome.runs == [6, 7]
+    assert len(outcome.runs) == len(outcome.experiences) == len(outcome.metrics) == 2
+    assert {each.response_text for each in outcome.experiences} == {"7", "8"}
+    assert outcome.version_min == (1, 3)
+
+
+async def test_memory_has_a_limit_that_costs_the_run_only(here, pool, tmp_path, engine):
+    config = changed(tmp_path, memory_limit=200 * 2**20)
+    outcome = await pool.run(piece("Eats", runs=1), config, lambda: engine.model)
+    assert outcome.runs == []
+    assert "MemoryError" in outcome.message
+    outcome = await pool.run(piece("Asks", runs=1), config, lambda: engine.model)
+    assert (outcome.runs, outcome.message) == ([6], None)
+
+
+async def test_the_process_tells_which_engine_did_not_answer(here, pool, config, engine):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        gone = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
+
+    class Models:
+        def __init__(self):
+            self.left, self.told = [engine.model, gone], []
+
+        def __call__(self):
+            return self.left.pop() if len(self.left) > 1 else self.left[0]
+
+        def lost(self, model):
+            self.told.append(model)
+
+    models = Models()
+    outcome = await pool.run(piece("Asks", runs=1), config, models)
+    assert (outcome.runs, models.told) == ([6], [gone])
 
 
 async def test_cancelling_kills_the_process(here, pool, config, engine, pid):

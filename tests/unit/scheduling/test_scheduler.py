@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import structlog
 
+from tests.waiting import until
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory import MemoryBroker, MemoryBus
 from trinity_mq.config import Config, load_config
-from trinity_mq.messages import ControlEvent, TaskSlice, decode
+from trinity_mq.messages import BatchClosed, ControlEvent, TaskSlice, decode
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.scheduling import RunnerWrapper, Scheduler, Status, TaskWrapper
 from trinity_mq.testing.fakes import FakeRunner
@@ -196,6 +197,80 @@ def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> None:
     play(stage, scene)
 
 
+def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_not_wait() -> None:
+    stage = Stage(runner=False)
+    sent: list[TaskSlice] = []
+    publish = stage.bus.publish
+
+    async def slowly(exchange: str, key: str, mail: Any, **how: Any) -> bool:
+        if mail.kind == "task_slice":
+            sent.append(decode(mail.body, TaskSlice))
+            await asyncio.sleep(1.0)
+        return await publish(exchange, key, mail, **how)
+
+    stage.bus.publish = slowly  # type: ignore[method-assign]
+
+    async def scene(scheduler: Scheduler) -> None:
+        started = now()
+        for batch, count in ((1, 300), (2, 200), (3, 1)):
+            scheduler.schedule(tasks(count), batch)
+        scheduler.schedule([Task(is_eval=True)], "3/eval", deliver="none")
+        await until(lambda: len(sent) == 502)
+        assert now() - started < 10.0, "many are under way at a time"
+        train = [piece.batch for piece in sent if piece.lane == "train"]
+        assert train == [1] * 300 + [2] * 200 + [3]
+        assert [piece.lane for piece in sent].index("eval") < 300
+        for batch in (1, 2, 3, "3/eval"):
+            await scheduler.abort_batch(batch)
+
+    play(stage, scene)
+
+
+def test_what_is_aborted_while_it_is_published_goes_no_further() -> None:
+    stage = Stage(runner=False)
+    publish, sent = stage.bus.publish, 0
+
+    async def slowly(exchange: str, key: str, mail: Any, **how: Any) -> bool:
+        nonlocal sent
+        if mail.kind == "task_slice":
+            sent += 1
+            await asyncio.sleep(1.0)
+        return await publish(exchange, key, mail, **how)
+
+    stage.bus.publish = slowly  # type: ignore[method-assign]
+
+    async def scene(scheduler: Scheduler) -> None:
+        scheduler.schedule(tasks(2000), 1)
+        await asyncio.sleep(1.5)
+        await scheduler.abort_batch(1)
+        before = sent
+        await asyncio.sleep(20.0)
+        assert 0 < sent == before < 2000
+        assert not stage.batch_queues()
+
+    play(stage, scene)
+
+
+def test_a_ticket_for_the_pipeline_is_closed_once_all_its_statuses_were_returned() -> None:
+    stage = Stage()
+
+    async def scene(scheduler: Scheduler) -> None:
+        ticket = scheduler.schedule(tasks(3, repeat=2), 1, deliver="pipeline")
+        statuses, experiences = await scheduler.get_results(1, min_num=1)
+        assert (len(statuses), experiences) == (1, [])
+        assert await stage.bus.depth(stage.topology.closed.name) == 0
+        assert len(await scheduler.get_statuses(1)) == 2
+        async with await stage.bus.consume(stage.topology.closed) as feed:
+            manifest = decode((await anext(feed)).body, BatchClosed)
+        assert (manifest.ticket, manifest.outcomes) == (ticket, {"finished": 3})
+        assert sum(len(one.runs) for one in manifest.accepted) == 6
+        assert manifest.metrics["rollout/finished_runs"] == 6.0
+        assert not scheduler.has_step(1)
+        assert len(stage.batch_queues()) == 1, "it is the operators'"
+
+    play(stage, scene)
+
+
 def test_two_callers_of_a_batch_share_its_tasks() -> None:
     async def scene(scheduler: Scheduler) -> None:
         scheduler.schedule(tasks(6, repeat=2), 1)
@@ -205,6 +280,31 @@ def test_two_callers_of_a_batch_share_its_tasks() -> None:
         assert len(rids) == len(set(rids)) == 12
 
     play(Stage(), scene)
+
+
+def test_a_caller_who_got_nothing_takes_nobodys_experiences_away() -> None:
+    stage = Stage()
+    publish = stage.runner.bus.publish
+
+    async def delays_parts(exchange: str, key: str, mail: Any, **how: Any) -> bool:
+        if mail.kind != "experience_part":
+            return await publish(exchange, key, mail, **how)
+        asyncio.get_running_loop().call_later(
+            2.0, lambda: late.append(asyncio.ensure_future(publish(exchange, key, mail)))
+        )
+        return True
+
+    late: list[Any] = []
+    stage.runner.bus.publish = delays_parts  # type: ignore[method-assign]
+
+    async def scene(scheduler: Scheduler) -> None:
+        scheduler.schedule(tasks(3), 1)
+        both = await asyncio.gather(scheduler.get_results(1), scheduler.get_results(1))
+        assert sorted(len(statuses) for statuses, _ in both) == [0, 3]
+        assert sorted(len(experiences) for _, experiences in both) == [0, 3]
+        assert not scheduler.has_step(1)
+
+    play(stage, scene)
 
 
 def test_wait_all_takes_nothing_and_its_timer_starts_anew_at_each_completion() -> None:
@@ -238,13 +338,17 @@ def test_wait_all_counts_a_completion_also_when_more_is_scheduled_meanwhile() ->
 @pytest.mark.parametrize("timeout", [4.0, None])
 @pytest.mark.parametrize("clear", [True, False])
 def test_wait_all_says_what_was_left(timeout: float | None, clear: bool) -> None:
-    stage = Stage("explorer.batch_timeout=30", "explorer.max_timeout=10", seconds=by_number({1: 90.0, 2: 100.0}))
+    stage = Stage("explorer.batch_timeout=30", "explorer.max_timeout=10", seconds=by_number({1: 45.0, 2: 46.0}))
 
     async def scene(scheduler: Scheduler) -> None:
         scheduler.schedule(tasks(3), 1)
-        with pytest.raises(TimeoutError, match=rf"within {timeout or 30.0:g} s; 2 were left"):
+        with pytest.raises(TimeoutError, match=rf"within {timeout or 30.0:g} s; 2 were left: 0 pending, 2 running"):
             await scheduler.wait_all(timeout=timeout, clear_timeout_tasks=clear)
-        assert scheduler.has_step(1) is not clear
+        started = now()
+        statuses, experiences = await scheduler.get_results(1, timeout=60.0)
+        assert len(statuses) == len(experiences) == (1 if clear else 3), "what is done stays"
+        assert (now() - started < 1.0) is clear
+        assert not scheduler.has_step(1)
 
     play(stage, scene)
 
@@ -434,6 +538,20 @@ def test_run_with_retry_says_when_it_was_not_done() -> None:
         assert "30 s" in str(status.message)
 
     play(stage, scene)
+
+
+def test_a_caller_who_goes_away_leaves_nothing_behind() -> None:
+    async def scene(scheduler: Scheduler) -> None:
+        one = RunnerWrapper("runner-7", None, [], scheduler.config, scheduler=scheduler)
+        waiting = asyncio.ensure_future(one.run_with_retry(TaskWrapper(tasks(1)[0], 1)))
+        await asyncio.sleep(1.0)
+        assert scheduler.has_step(1)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert not scheduler.has_step(1)
+        assert scheduler.open_tickets == []
+
+    play(Stage(runner=False), scene)
 
 
 def test_restart_runner_asks_that_runner() -> None:

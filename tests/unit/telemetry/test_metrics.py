@@ -57,7 +57,9 @@ def test_lines_of_several_processes_never_mix(tmp_path: Path) -> None:
     for process in writers:
         process.join()
     text = (tmp_path / "metrics.jsonl").read_text()
-    found = [json.loads(line) for line in text.splitlines()]
+    # a writer that opens the file while another's line is half there adds a blank line, and nothing else
+    found = [json.loads(line) for line in text.splitlines() if line]
+    assert found == read_metrics(tmp_path / "metrics.jsonl")
     assert len(found) == 1200
     for n in range(4):
         assert [line["step"] for line in found if line["agent"] == f"runner-{n}"] == list(range(300))
@@ -71,6 +73,11 @@ def test_torn_lines_are_left_out_and_ended(tmp_path: Path) -> None:
     writer.write(3, {})
     writer.close()
     assert [line["step"] for line in read_metrics(path)] == [1, 3]
+
+
+def test_blank_lines_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n\n{"step": 2}\n')
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
 
 
 def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_reads_what_comes_off_the_wire() -> None:
     [
         ({"advantages": None}, r"1/0/1/0/s has no advantages.*operator"),
         ({"logprobs": None}, r"1/0/1/0/s has no logprobs.*engine"),
-        ({"temperature": 0.0}, r"temperature 0\.0.*above 0"),
+        ({"temperature": 0.0}, r"temperature 0:.*above 0"),
     ],
 )
 def test_says_what_an_experience_lacks(fields: dict[str, Any], match: str) -> None:
@@ -107,11 +107,11 @@ def test_says_what_an_experience_lacks(fields: dict[str, Any], match: str) -> No
 def test_fields_that_were_changed_later_must_still_agree() -> None:
     short = experience(1, 2, 3)
     short.advantages = torch.zeros(2)
-    with pytest.raises(ValueError, match="2 advantages, wanted one per response token: 3"):
+    with pytest.raises(ValueError, match="advantages has 2 values, wanted one per response token"):
         pack([short], 100)
     longer = experience(1, 2, 3)
     longer.prompt_length = 3
-    with pytest.raises(ValueError, match="must add up"):
+    with pytest.raises(ValueError, match="wanted one per response token"):
         pack([longer], 100)
 
 
@@ -132,7 +132,7 @@ def test_mini_batches_share_out_everything_evenly_and_repeatably() -> None:
 def test_mini_batches_are_never_empty_and_a_single_one_keeps_its_order() -> None:
     experiences = [experience(run, 1, 1) for run in range(2)]
     assert [len(part) for part in split(experiences, 4, "")] == [1, 1]
-    assert split(experiences, 1, "") == [experiences]
+    assert [part.to_list() for part in split(experiences, 1, "")] == [experiences]
     assert split([], 1, "") == split([], 3, "") == []
 
 

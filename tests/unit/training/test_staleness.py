@@ -23,9 +23,9 @@ def one(task: int, run: int, *steps: int) -> Experience:
 
 
 def test_the_oldest_token_decides_and_nothing_is_younger_than_zero() -> None:
-    assert staleness(one(0, 0, 5, 3, 4), 6) == 3
-    assert staleness(one(0, 0, 9), 6) == 0
-    assert staleness(one(0, 0), 6) == 0, "not sampled by this policy"
+    assert staleness(one(0, 0, 5, 3, 4).versions, 6) == 3
+    assert staleness(one(0, 0, 9).versions, 6) == 0
+    assert staleness(one(0, 0).versions, 6) == 0, "not sampled by this policy"
 
 
 def test_one_old_run_takes_its_whole_group_along_and_no_other() -> None:
@@ -43,7 +43,7 @@ def test_one_old_run_takes_its_whole_group_along_and_no_other() -> None:
 
 def test_with_nothing_left_there_is_no_age() -> None:
     kept, metrics = drop_stale([one(0, 0, 0)], 4, 3)
-    assert kept == []
+    assert len(kept) == 0
     assert metrics["sample/experiences"] == 0.0
     assert "sample/staleness/max" not in metrics
 
@@ -58,9 +58,9 @@ def test_what_is_kept_is_fit_and_what_is_dropped_has_an_unfit_one_in_its_group(
 ) -> None:
     experiences = [one(task, run, step) for run, (task, step) in enumerate(steps)]
     kept, metrics = drop_stale(experiences, now, limit)
-    assert all(staleness(e, now) <= limit for e in kept)
+    assert all(staleness(e.versions, now) <= limit for e in kept)
     assert metrics["sample/experiences"] + metrics["sample/dropped_stale_experiences"] == len(experiences)
     left = {e.eid.task for e in kept}
     for e in experiences:
-        group_is_fit = all(staleness(o, now) <= limit for o in experiences if o.eid.task == e.eid.task)
+        group_is_fit = all(staleness(o.versions, now) <= limit for o in experiences if o.eid.task == e.eid.task)
         assert (e.eid.task in left) is group_is_fit

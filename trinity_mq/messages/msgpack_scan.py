@@ -10,6 +10,9 @@ from __future__ import annotations
 MAX_NESTING = 64
 """Containers within containers."""
 
+MAX_CONTAINERS = 1 << 18
+"""Containers in one document: each costs a reader far more memory than its one byte."""
+
 QUICK_ARRAY_LENGTH = 256
 """Arrays up to this length need no walk: :data:`MAX_NESTING` claims of it are 128 KiB."""
 
@@ -41,6 +44,11 @@ _TABLE = _table()
 _NO_CONTAINER = bytes(byte for byte in range(256) if _TABLE[byte][0] not in {_ARRAY, _MAP})
 
 
+def container_bytes(document: bytes) -> int:
+    """Return how many bytes look like the first one of a list or map: never fewer than there are of those."""
+    return len(document.translate(None, _NO_CONTAINER))
+
+
 def measure(document: bytes) -> int:
     """Return an upper bound of the containers in a msgpack document.
 
@@ -48,19 +56,19 @@ def measure(document: bytes) -> int:
         ValueError: It nests deeper than :data:`MAX_NESTING`, or is no complete document; not looked for where the
             document has at most that many containers.
     """
-    bound = len(document.translate(None, _NO_CONTAINER))
+    bound = container_bytes(document)
     return bound if bound <= MAX_NESTING else scan(document)
 
 
-def scan(document: bytes) -> int:
+def scan(document: bytes | memoryview) -> int:
     """Return the number of containers in exactly one msgpack document.
 
     Raises:
-        ValueError: It nests deeper than :data:`MAX_NESTING`, is cut short, claims more than it has or is followed by
-            more.
+        ValueError: It nests deeper than :data:`MAX_NESTING`, has more than :data:`MAX_CONTAINERS`, is cut short, claims
+            more than it has or is followed by more.
     """
     size, position, containers = len(document), 0, 0
-    left = 1  # items still to come on this level
+    left = owed = 1  # items still to come on this level, on all levels
     above: list[int] = []  # the same of the levels above
     while left or above:
         if not left:
@@ -71,6 +79,7 @@ def scan(document: bytes) -> int:
         kind, width, fixed = _TABLE[document[position]]
         position += 1
         left -= 1
+        owed -= 1
         length = fixed
         if width:
             length += int.from_bytes(document[position : position + width], "big")
@@ -83,8 +92,11 @@ def scan(document: bytes) -> int:
         containers += 1
         if len(above) >= MAX_NESTING:
             raise ValueError(f"nested deeper than {MAX_NESTING} levels")
+        if containers > MAX_CONTAINERS:
+            raise ValueError(f"more than {MAX_CONTAINERS} lists and maps")
         length *= 2 if kind == _MAP else 1
-        if length > size - position:
+        owed += length
+        if owed > size - position:
             raise ValueError(f"a container at byte {position} claims {length} items, {size - position} bytes are left")
         above.append(left)
         left = length

@@ -1,0 +1,99 @@
+"""Every control-plane body ever written decodes, for ever, to what its JSON form says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgpack
+import pytest
+
+from tests.golden.forms import CONTROL, form, json_text
+from trinity_mq.messages import JSON_CONTENT_TYPE, Message, decode_any, encode
+from trinity_mq.messages.codec import CATALOGUE, UPGRADES
+
+BODIES = sorted(CONTROL.glob("*.msgpack"))
+TAGS = ("kind", "version_number")
+
+
+def key_of(path: Path) -> tuple[str, int]:
+    kind, version, _ = path.name.split(".", 2)
+    return kind, int(version[1:])
+
+
+CURRENT = [path for path in BODIES if key_of(path) in CATALOGUE]
+
+
+def shown(path: Path) -> dict[str, Any]:
+    return json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def fields_of(message: Message) -> str:
+    """Return what the body gave, not what the model added; as text, so that 1, 1.0 and true differ."""
+    return json_text(form(message.model_dump(exclude_unset=True)))
+
+
+def contains(whole: Any, part: Any) -> bool:
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(key in whole and contains(whole[key], part[key]) for key in part)
+    if isinstance(part, list):
+        return isinstance(whole, list) and len(whole) == len(part) and all(map(contains, whole, part))
+    return type(whole) is type(part) and whole == part
+
+
+@pytest.mark.parametrize("key", [*CATALOGUE, *UPGRADES], ids=str)
+def test_every_kind_and_version_has_goldens(key: tuple[str, int]) -> None:
+    assert len([path for path in BODIES if key_of(path) == key]) >= 2, "add cases to tests/golden/control_cases.py"
+
+
+@pytest.mark.parametrize(("key", "cls"), CATALOGUE.items(), ids=str)
+def test_every_field_is_in_a_golden(key: tuple[str, int], cls: type[Message]) -> None:
+    given = {name for path in BODIES if key_of(path) == key for name in shown(path)}
+    missing = cls.model_fields.keys() - given
+    assert not missing, "fields without a golden: add a case to tests/golden/control_cases.py, run make_goldens.py"
+
+
+@pytest.mark.parametrize("path", BODIES, ids=lambda path: path.stem)
+def test_decodes(path: Path) -> None:
+    message = decode_any(path.read_bytes())
+    assert message.kind == key_of(path)[0]
+    from_json = decode_any(path.with_suffix(".json").read_bytes(), JSON_CONTENT_TYPE)
+    assert fields_of(from_json) == fields_of(message)
+
+
+@pytest.mark.parametrize("path", BODIES, ids=lambda path: path.stem)
+def test_the_json_form_is_that_of_the_bytes(path: Path) -> None:
+    assert json_text(form(msgpack.unpackb(path.read_bytes()))) == json_text(shown(path))
+
+
+@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.stem)
+def test_the_fields_are_those_of_the_json_form(path: Path) -> None:
+    wanted = {name: value for name, value in shown(path).items() if name not in TAGS}
+    message = decode_any(path.read_bytes())
+    assert json.loads(fields_of(message)) == wanted
+    assert contains(form(message.model_dump()), wanted)
+
+
+@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.stem)
+def test_encoding_again_gives_an_equal_map(path: Path) -> None:
+    message = decode_any(path.read_bytes())
+    again = encode(message)
+    assert contains(form(msgpack.unpackb(again)), shown(path))
+    assert fields_of(decode_any(again)) == json_text(form(message.model_dump()))
+
+
+READ_FROM_TEXT = {"metrics.v1.nonfinite", "task_slice.v1.large_seed"}
+"""JSON has no such numbers: readers take them as text, the schemas do not mention it."""
+
+
+@pytest.mark.parametrize("path", CURRENT, ids=lambda path: path.stem)
+def test_is_what_its_schema_says(path: Path) -> None:
+    kind, version = key_of(path)
+    schema = json.loads((CONTROL.parents[1] / f"{kind}.v{version}.schema.json").read_text(encoding="utf-8"))
+    validator = jsonschema.Draft202012Validator(schema)
+    assert validator.is_valid(shown(path)) == (path.stem not in READ_FROM_TEXT), list(
+        validator.iter_errors(shown(path))
+    )
+    assert not validator.is_valid({**shown(path), "kind": "another"})

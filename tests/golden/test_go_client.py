@@ -1,0 +1,75 @@
+"""The Go client's own tests: its decoder against the golden bodies, hostile ones, replies out of order."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.golden.forms import GOLDEN
+
+CLIENT = Path(__file__).parents[2] / "schemas" / "clients" / "go"
+PACKAGES = ("trinitymq", "trinitymq/cmd/trinity-mq-submit")
+UNAVAILABLE = 69
+
+pytestmark = pytest.mark.timeout(180)  # the first of them compiles
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "go-cache"  # shared with the tests on a broker
+
+
+def go(cache: Path, *words: str) -> str:
+    """Return what a go command said; skip where there is no Go or not the libraries."""
+    environment = os.environ | {"GOCACHE": str(cache), "TRINITY_MQ_GOLDEN": str(GOLDEN)}
+    done = subprocess.run(
+        [CLIENT / "offline", "go", *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode == UNAVAILABLE:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_go_test(cache: Path) -> None:
+    said = go(cache, "test", "-count=1", "-v", *PACKAGES)
+    # as many cases as there are bodies: none is left out by its name
+    bodies = len(list((GOLDEN / "experiences").glob("v1.*.tmqx")))
+    assert bodies > 10
+    assert said.count("--- PASS: TestGoldenExperiences/") == bodies
+
+
+def test_go_vet(cache: Path) -> None:
+    go(cache, "vet", *PACKAGES)
+
+
+def test_gofmt() -> None:
+    gofmt = shutil.which("gofmt")
+    if gofmt is None:
+        pytest.skip("gofmt is missing; on Debian: apt-get install golang-go")
+    done = subprocess.run([gofmt, "-l", CLIENT], capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
+def test_modules_ask_for_what_the_sources_import() -> None:
+    imported = {
+        path
+        for source in CLIENT.rglob("*.go")
+        for path in re.findall(
+            r'^\s(?:\w+ )?"(github\.com/[^/"]+/[^/"]+)', source.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    }
+    required = re.findall(
+        r"^\t(github\.com/[^/ ]+/[^/ ]+)", (CLIENT / "go.mod").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert imported == set(required) != set()

@@ -1,0 +1,297 @@
+"""A batch of columns is what the list of its experiences is, without the objects."""
+
+from __future__ import annotations
+
+import math
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_mq.algorithms.advantage import group_relative_advantages
+from trinity_mq.config import AlgorithmConfig
+from trinity_mq.experience import (
+    EID,
+    CustomField,
+    DecodeError,
+    EncodeError,
+    Experience,
+    ExperienceBatch,
+    ExperienceError,
+    decode,
+    encode,
+    group_by,
+)
+from trinity_mq.experience.codec import decode_frame, encode_frame
+from trinity_mq.experience.ragged import Ragged
+from trinity_mq.operators import ColumnOperator
+from trinity_mq.operators.filters import InvalidRewardFilter, RewardFilter, RewardStdFilter
+from trinity_mq.operators.masks import MaskResponseTruncated
+
+
+def one(number: int, **fields) -> Experience:
+    return Experience(
+        **{
+            "eid": EID(7, f"t{number // 4}", number % 4, suffix=f"s{number}"),
+            "tokens": list(range(number, number + 3 + number % 5)),
+            "prompt_length": 2,
+            "logprobs": [-0.5] * (1 + number % 5),
+            "reward": float(number % 3),
+            "info": {"n": number, "half": number / 2 + 0.1},
+            "metrics": {"accuracy": 0.1 * number},
+            "versions": [(0, 1, number)],
+            **fields,
+        }
+    )
+
+
+@pytest.fixture
+def mixed(single, multi, dpo) -> list[Experience]:
+    return [one(1), single, multi, one(2, logprobs=None), dpo, one(3, logprobs=torch.zeros(4, dtype=torch.bfloat16))]
+
+
+def test_holds_what_its_list_holds(mixed):
+    batch = ExperienceBatch.of(mixed)
+    assert len(batch) == 6
+    assert batch.to_list() == mixed
+    assert list(batch) == mixed
+    assert [batch[number] for number in range(-6, 6)] == mixed + mixed
+    assert batch[1:5:2].to_list() == mixed[1:5:2]
+    assert batch[4:1].to_list() == []
+    assert ExperienceBatch.of(batch) is batch
+    with pytest.raises(IndexError, match="experience 6 of 6"):
+        batch[6]
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_travels_as_its_list_does(mixed, compression):
+    body = ExperienceBatch.of(mixed).encode(compression)
+    assert body == encode(mixed, compression)
+    assert decode(body) == mixed
+    assert ExperienceBatch.decode(body) == ExperienceBatch.of(mixed)
+    assert ExperienceBatch.decode(body).settle().encode(compression) == body
+
+
+def test_nothing_is_a_batch_too():
+    empty = ExperienceBatch.of([])
+    assert not empty
+    assert empty.to_list() == []
+    assert empty.select([]).ids("tid") == []
+    assert empty.encode() == encode([])
+    assert ExperienceBatch.decode(encode([])) == empty
+    assert ExperienceBatch.concat([]) == empty == ExperienceBatch.concat([empty, empty])
+    assert empty.replace(reward=[]) == empty
+
+
+def test_choosing_is_by_number_or_by_truth(mixed):
+    batch = ExperienceBatch.decode(encode(mixed))
+    assert batch.select([5, 0, 0, -2]).to_list() == [mixed[5], mixed[0], mixed[0], mixed[4]]
+    assert batch.select(np.array([True, False] * 3)).to_list() == mixed[::2]
+    assert decode(batch.select([3, 1, 5]).encode()) == [mixed[3], mixed[1], mixed[5]]
+    for wrong in ([6], [-7], np.array([True])):
+        with pytest.raises(IndexError):
+            batch.select(wrong)
+
+
+def test_choosing_copies_no_tensor():
+    batch = ExperienceBatch.decode(encode([one(number) for number in range(8)]))
+    (before,) = batch.column("tokens")
+    (after,) = batch.select([6, 1]).column("tokens")
+    assert after.flat.data_ptr() == before.flat.data_ptr()
+    assert batch[2:5].dense("tokens").untyped_storage().data_ptr() == before.flat.untyped_storage().data_ptr()
+
+
+def test_batches_one_after_the_other(mixed):
+    parts = [mixed[:2], mixed[2:3], [], mixed[3:]]
+    joined = ExperienceBatch.concat(ExperienceBatch.decode(encode(part)) for part in parts)
+    assert joined.to_list() == mixed
+    assert decode(joined.encode()) == mixed
+
+
+def test_objects_are_free_to_change():
+    body = encode(
+        [one(1, info={"kept": torch.zeros(2), "list": [1]}, custom_fields=[CustomField("n", "m", torch.int8)])]
+    )
+    for make in (ExperienceBatch.decode, lambda data: ExperienceBatch.of(decode(data))):
+        batch = make(bytes(body))
+        (first,) = batch.to_list()
+        first.tokens.zero_()
+        first.logprobs += 1
+        first.info["new"] = first.info["kept"].add_(1)
+        first.metrics.clear()
+        first.custom_fields.clear()
+        assert batch.to_list()[0].tokens.tolist() == one(1).tokens.tolist()
+        assert batch.to_list()[0].metrics == one(1).metrics
+        assert "new" not in batch.to_list()[0].info
+    (mine,) = decode(body)
+    mine.tokens.zero_()
+    assert decode(body)[0].tokens.tolist() == one(1).tokens.tolist()
+
+
+def test_other_values_give_another_batch(mixed):
+    plain = [one(number) for number in range(4)]
+    batch = ExperienceBatch.decode(encode(plain))
+    lengths = batch.lengths("action_mask")
+    ones = Ragged.packed(torch.ones(int(lengths.sum())), lengths)
+    changed = batch.replace(reward=[1.0, None, 2, 3], advantages=ones, info=[{}, None, {"a": 1}, {}], taskset=["x"] * 4)
+    wanted = [one(number, reward=reward, taskset="x") for number, reward in enumerate((1.0, None, 2.0, 3.0))]
+    for experience, info in zip(wanted, ({}, {}, {"a": 1}, {}), strict=True):
+        experience.info = info
+        experience.advantages = torch.ones(len(experience.action_mask))
+    assert changed.to_list() == wanted
+    assert decode(changed.encode()) == wanted
+    assert batch.to_list() == plain, "the batch itself is as it was"
+    assert changed.replace(advantages=[None] * 4, logprobs=[e.logprobs for e in plain]).column("advantages") == ()
+
+
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        ({"nonsense": [1, 2]}, "'nonsense' is no field that can be replaced"),
+        ({"eid": [EID(), EID()]}, "'eid' is no field that can be replaced"),
+        ({"reward": [1.0]}, "reward has 1 values, wanted one for each of 2"),
+        ({"reward": ["a", 1.0]}, "wanted one number or None"),
+        ({"advantages": [[1.0], [1.0, 2.0, 3.0]]}, "experience 0: advantages has 1 values"),
+        ({"prompt_length": [9, 2]}, "experience 0: tokens has 4 token ids with prompt_length 9"),
+        ({"versions": [[(1, 0, 0)], None]}, "versions has a row that starts at token 1"),
+        ({"temperature": [-1.0, 0.0]}, "temperature is -1.0"),
+        ({"taskset": [3, "x"]}, "taskset is 3, wanted text"),
+        ({"tokens": [None, None]}, "tokens is None"),
+        ({"logprobs": Ragged.packed(torch.zeros(5, dtype=torch.int64), np.array([2, 3]))}, "wanted 1 dimensions"),
+        ({"reward": Ragged.packed(torch.zeros(2), np.array([1, 1]))}, "wanted 0 dimensions"),
+        ({"advantages": Ragged.packed(torch.zeros(4), np.array([2, 2]))}, "experience 1: advantages has 2 values"),
+    ],
+)
+def test_other_values_are_checked_as_always(columns, match):
+    with pytest.raises(ExperienceError, match=match):
+        ExperienceBatch.of([one(1), one(2)]).replace(**columns)
+
+
+def test_a_batch_of_wrong_objects_is_refused():
+    broken = one(1)
+    broken.logprobs = torch.zeros(7)
+    with pytest.raises(EncodeError, match="experience 1: logprobs has 7 values"):
+        ExperienceBatch.of([one(2), broken])
+    with pytest.raises(EncodeError, match="wanted Experience objects"):
+        ExperienceBatch.of([one(2), None])
+    nobody = one(3)
+    nobody.eid = None
+    with pytest.raises(EncodeError, match="eid is None, wanted an EID"):
+        ExperienceBatch.of([nobody])
+
+
+def test_unknown_names_say_what_there_is():
+    batch = ExperienceBatch.of([one(1)])
+    for ask in (batch.values, batch.column, batch.lengths, batch.dense):
+        with pytest.raises(KeyError, match="wanted one of"):
+            ask("nonsense")
+    with pytest.raises(KeyError, match="no experience has advantages"):
+        batch.dense("advantages")
+    assert batch.lengths("advantages").tolist() == [-1]
+    assert batch.values("taskset") == [None]
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "opens"),
+    [
+        ("info", {"d": b"\xc1", "l": np.array([1], np.int32).tobytes()}, lambda b: b.values("info")),
+        ("metrics", {"d": b"\x93\x01\x02\x03", "l": np.array([4], np.int32).tobytes()}, lambda b: b.to_list()),
+        ("response_text", {"s": b"\xff", "l": np.array([1], np.int32).tobytes()}, lambda b: b.values("response_text")),
+        ("versions", {"i": b"", "l": np.array([2], np.int32).tobytes()}, lambda b: b.values("versions")),
+        ("eid.task", {"d": b"\xc0", "l": np.array([1], np.int32).tobytes()}, lambda b: b.ids("tid")),
+        ("taskset", 5, lambda b: b.settle()),
+    ],
+)
+def test_what_is_opened_later_fails_then_and_all_at_once_on_request(name, column, opens):
+    head, tail = decode_frame(encode([one(1)]))
+    head["columns"][name] = column
+    body = encode_frame(head, [bytes(tail)])
+    batch = ExperienceBatch.decode(body)
+    assert batch.dense("tokens").tolist() == one(1).tokens.tolist()
+    with pytest.raises(DecodeError, match=name):
+        opens(batch)
+    with pytest.raises(DecodeError, match=name):
+        ExperienceBatch.decode(body).settle()
+    with pytest.raises(DecodeError, match=name):
+        ExperienceBatch.concat([batch, batch])[1:].select([0]).settle()
+    with pytest.raises(DecodeError, match=name):
+        decode(body)
+
+
+def test_a_column_is_opened_once(monkeypatch):
+    batch = ExperienceBatch.decode(encode([one(number) for number in range(4)]))
+    made = []
+    unpackb = msgpack.Unpacker
+    monkeypatch.setattr(msgpack, "Unpacker", lambda *args, **kwargs: made.append(1) or unpackb(*args, **kwargs))
+    picked = batch.select([1])
+    assert made == [], "choosing opens nothing"
+    assert batch.values("info") is batch.values("info")
+    assert picked.values("info") == [one(1).info]
+    assert made == [1]
+
+
+def graded() -> st.SearchStrategy[list[Experience]]:
+    """Experiences of few tasks, runs and steps, so that groups are of all sizes."""
+    rows = st.tuples(
+        st.integers(0, 2),
+        st.integers(0, 3),
+        st.integers(0, 1),
+        st.one_of(st.none(), st.sampled_from([0.0, 1.0, 0.25, math.nan, math.inf])),
+        st.sampled_from([None, "response_truncated"]),
+        st.integers(1, 4),
+    )
+    return st.lists(rows, max_size=16).map(
+        lambda found: [
+            Experience(
+                eid=EID(1, task, run, step, str(number)),
+                tokens=list(range(size + 1)),
+                prompt_length=1,
+                action_mask=[(number + place) % 3 != 0 for place in range(size)],
+                reward=reward,
+                truncate_status=status,
+            )
+            for number, (task, run, step, reward, status, size) in enumerate(found)
+        ]
+    )
+
+
+OPERATORS: list[ColumnOperator] = [
+    RewardFilter(0.5),
+    InvalidRewardFilter(),
+    RewardStdFilter(0.1),
+    MaskResponseTruncated(),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(experiences=graded())
+def test_operators_do_the_same_to_columns_and_to_objects(experiences):
+    batch = ExperienceBatch.of(experiences)
+    for operator in OPERATORS:
+        columns, found = operator.apply(batch)
+        objects, wanted = operator.apply(decode(encode(experiences)))
+        assert columns.to_list() == objects
+        assert found == wanted
+    assert batch.to_list() == experiences
+
+
+@settings(max_examples=60, deadline=None)
+@given(experiences=graded(), level=st.sampled_from(["group", "batch", "none"]), least=st.integers(1, 3))
+def test_advantages_of_columns_and_of_objects_agree_to_the_bit(experiences, level, least):
+    config = AlgorithmConfig(std_level=level, min_group_runs=least)
+    columns, found = group_relative_advantages(ExperienceBatch.of(experiences), config)
+    objects, wanted = group_relative_advantages(decode(encode(experiences)), config)
+    assert columns.to_list() == objects
+    assert found == wanted
+
+
+@settings(max_examples=40, deadline=None)
+@given(experiences=graded(), kind=st.sampled_from(["task", "run", "step"]))
+def test_groups_of_columns_and_of_objects_agree(experiences, kind):
+    columns = group_by(ExperienceBatch.of(experiences), kind)
+    objects = group_by(experiences, kind)
+    assert list(columns) == list(objects)
+    assert {name: group.to_list() for name, group in columns.items()} == objects

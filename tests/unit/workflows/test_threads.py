@@ -1,0 +1,149 @@
+import asyncio
+import threading
+import time
+
+import pytest
+
+from trinity_mq.experience import Experience
+from trinity_mq.workflows import Workflow, execute
+from trinity_mq.workflows.threads import in_thread, interrupt, stuck_threads
+
+
+async def ended(thread, seconds=5):
+    await asyncio.to_thread(thread.join, seconds)
+    assert not thread.is_alive()
+
+
+async def cancelled(coroutine, begun):
+    """Cancel ``coroutine`` once ``begun`` is set, and see it end at once."""
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.to_thread(begun.wait, 5)
+    task.cancel()
+    async with asyncio.timeout(1):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_thread_given_up_is_counted_until_it_ends():
+    begun, release, threads = threading.Event(), threading.Event(), []
+
+    def work():
+        threads.append(threading.current_thread())
+        begun.set()
+        release.wait()
+
+    loop = asyncio.get_running_loop()
+    await cancelled(in_thread(work, "w"), begun)
+    given_up = loop.time()
+    assert stuck_threads(given_up - 1) == 0
+    assert stuck_threads(given_up) == 1
+    release.set()
+    await ended(threads[0])
+    assert stuck_threads(given_up) == 0
+
+
+async def test_a_thread_that_has_its_result_is_not_given_up():
+    done = threading.Event()
+    task = asyncio.ensure_future(in_thread(lambda: 3, "w"))
+    await asyncio.sleep(0)
+    done.wait(0.05)  # the result is on its way
+    task.cancel()
+    await asyncio.wait([task])
+    assert stuck_threads(asyncio.get_running_loop().time()) == 0
+
+
+async def test_a_synchronous_workflow_is_interrupted():
+    begun, seen = threading.Event(), []
+
+    class Busy(Workflow):
+        def run(self):
+            seen.append(threading.current_thread())
+            begun.set()
+            try:
+                while True:
+                    time.sleep(0.001)
+            except Exception:
+                seen.append("handled")  # it is none: a workflow that retries everything would never end
+                raise
+
+    await cancelled(execute(lambda: Busy(task=None, model=None), Busy), begun)
+    await ended(seen[0])
+    assert len(seen) == 1
+
+
+async def test_interrupting_what_holds_on_changes_nothing_for_others():
+    begun, release, threads = threading.Event(), threading.Event(), []
+
+    def work():
+        threads.append(threading.current_thread())
+        begun.set()
+        while not release.is_set():
+            try:
+                time.sleep(0.001)
+            except BaseException:  # as bad as can be
+                continue
+
+    await cancelled(in_thread(work, "w", interrupt), begun)
+    assert await in_thread(lambda: 5, "other") == 5
+    assert threads[0].is_alive()
+    release.set()
+    await ended(threads[0])
+
+
+class Loops(Workflow):
+    """Blocks its event loop."""
+
+    is_async = True
+    seen: list = []  # noqa: RUF012  # one test reads it
+
+    async def run_async(self):
+        self.seen.append((asyncio.get_running_loop(), threading.current_thread()))
+        time.sleep(0.05)  # noqa: ASYNC251  # on purpose
+        return [Experience(tokens=[1, 2], prompt_length=1)]
+
+
+async def test_a_loop_of_its_own_may_be_blocked():
+    closed = []
+
+    async def close():
+        closed.append(asyncio.get_running_loop())
+
+    Loops.seen.clear()
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.005)
+            ticks += 1
+
+    ticking = asyncio.ensure_future(tick())
+    (experience,) = await execute(lambda: Loops(task=None, model=None), Loops, close=close, own_loop=True)
+    ticking.cancel()
+    assert ticks >= 3
+    ((loop, thread),) = Loops.seen
+    assert closed == [loop] != [asyncio.get_running_loop()]
+    assert thread is not threading.current_thread()
+    assert experience.response_length == 1
+
+
+async def test_cancelling_reaches_a_loop_of_its_own():
+    begun, ends, closed = threading.Event(), threading.Event(), []
+
+    class Waits(Workflow):
+        is_async = True
+
+        async def run_async(self):
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ends.set()
+
+    async def close():
+        closed.append(1)
+
+    await cancelled(execute(lambda: Waits(task=None, model=None), Waits, close=close, own_loop=True), begun)
+    assert await asyncio.to_thread(ends.wait, 5)
+    await asyncio.sleep(0.05)
+    assert closed == [1]

@@ -1,0 +1,348 @@
+"""Many experiences as columns: the form in which they travel, are filtered, get advantages and become tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from trinity_mq.experience.codec import Body, Compression, decode_frame, encode_frame
+from trinity_mq.experience.column_rules import Tensors, check_columns
+from trinity_mq.experience.eid import EID
+from trinity_mq.experience.errors import EncodeError
+from trinity_mq.experience.experience import FIELD_NAMES, Experience
+from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short
+from trinity_mq.experience.intake import check_given_versions, columns_of, convert_column
+from trinity_mq.experience.layout import (
+    CUSTOM_FIELDS,
+    EID_IDS,
+    EID_INTS,
+    EID_PREFIX,
+    MAX_EXPERIENCES,
+    MULTI_MODAL,
+    OWN_DOCUMENTS,
+    PLAIN_COLUMNS,
+    VERSIONS,
+)
+from trinity_mq.experience.lazy import PlainColumns
+from trinity_mq.experience.pack import pack
+from trinity_mq.experience.ragged import (
+    Column,
+    Indexes,
+    Ragged,
+    column_concat,
+    column_copy,
+    column_dense,
+    column_items,
+    column_lengths,
+    column_select,
+)
+from trinity_mq.experience.tail import read_tail
+from trinity_mq.experience.unpack import unpack
+
+_NO_FIELDS: dict[str, Any] = dict.fromkeys(FIELD_NAMES)
+_EID_COLUMNS = [EID_PREFIX + name for name in (*EID_IDS, *EID_INTS, "suffix")]
+
+
+class ExperienceBatch(Sequence[Experience]):
+    """Experiences as columns, valid like experiences themselves, without an object for each.
+
+    An item, an iteration and :meth:`to_list` build :class:`Experience` objects when asked, which share nothing with the
+    batch. :meth:`replace` gives a batch with other values. Columns may be views into a received body: read them only.
+    """
+
+    __slots__ = ("_count", "_ids", "_multi_modal", "_tensors", "_values")
+
+    def __init__(self, count: int, values: PlainColumns, tensors: Tensors, multi_modal: Tensors) -> None:
+        """Take over columns that fit together; everyone else uses :meth:`of` or :meth:`decode`."""
+        self._count = count
+        self._values = values
+        self._tensors = tensors
+        self._multi_modal = multi_modal
+        self._ids: dict[str, list[str]] = {}
+
+    @classmethod
+    def of(cls, experiences: Sequence[Experience]) -> ExperienceBatch:
+        """Return ``experiences`` as columns, their tensors copied; a batch is returned as it is.
+
+        Fields are checked as the constructor checks them, since they may have been assigned since.
+
+        Raises:
+            EncodeError: A field breaks a rule; the message names experience, field and value.
+        """
+        if isinstance(experiences, ExperienceBatch):
+            return experiences
+        return cls(len(experiences), *columns_of(experiences))
+
+    @classmethod
+    def decode(cls, data: Body) -> ExperienceBatch:
+        """Return the experiences in an experience body.
+
+        Tensors are views into ``data``: do not write to them, nor to it. Texts, ids, versions and documents (info,
+        metrics, messages) are opened when asked for: :meth:`settle` opens all.
+
+        Raises:
+            DecodeError: ``data`` is anything else than exactly one body of experiences whose tensors and numbers agree.
+        """
+        head, tail = decode_frame(data)
+        return cls(*unpack(head, read_tail(tail)))
+
+    @classmethod
+    def concat(cls, batches: Iterable[ExperienceBatch]) -> ExperienceBatch:
+        """Return the experiences of all batches, in order."""
+        parts = [batch for batch in batches if len(batch)]
+        if len(parts) == 1:
+            return parts[0]
+        counts = [len(part) for part in parts]
+        plain, *rest = zip(*(part.columns() for part in parts), strict=True) if parts else ((), (), ())
+        values = PlainColumns()
+        for name in _names(plain):
+            join = partial(_concatenated, name, plain, counts)
+            if all(own.opened(name) for own in plain if name in own):
+                values[name] = join()
+            else:
+                values.put_off(name, join)
+        tensors, multi_modal = (
+            {name: column_concat([own.get(name, ()) for own in columns], counts) for name in _names(columns)}
+            for columns in rest
+        )
+        return cls(sum(counts), values, tensors, multi_modal)
+
+    def encode(self, compression: Compression = "none") -> bytes:
+        """Return the batch as one experience body (protocol.md section 3).
+
+        Raises:
+            EncodeError: A value does not fit the format; the message names experience, field and key.
+        """
+        if self._count > MAX_EXPERIENCES:
+            raise EncodeError(f"{self._count} experiences, wanted at most {MAX_EXPERIENCES} in one body; send several")
+        return encode_frame(*pack(self._count, self._values, self._tensors, self._multi_modal), compression)
+
+    def __len__(self) -> int:
+        """Return the number of experiences."""
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Experience: ...
+    @overload
+    def __getitem__(self, index: slice) -> ExperienceBatch: ...
+    def __getitem__(self, index: int | slice) -> Experience | ExperienceBatch:
+        """Return one experience, or the batch of a slice."""
+        if isinstance(index, slice):
+            return self._taken(index, len(range(*index.indices(self._count))))
+        at = index + self._count if index < 0 else index
+        if not 0 <= at < self._count:
+            raise IndexError(f"experience {index} of {self._count}")
+        return self._taken(slice(at, at + 1), 1).to_list()[0]
+
+    def __iter__(self) -> Iterator[Experience]:
+        """Yield the experiences as objects."""
+        return iter(self.to_list())
+
+    def __eq__(self, other: object) -> bool:
+        """Compare experience by experience with another batch."""
+        if not isinstance(other, ExperienceBatch):
+            return NotImplemented
+        return self is other or self.into_list() == other.into_list()
+
+    __hash__ = None  # type: ignore[assignment]  # what its documents hold can be written to
+
+    def __repr__(self) -> str:
+        return f"ExperienceBatch({self._count} experiences, {', '.join([*self._tensors, *self._values])})"
+
+    def settle(self) -> ExperienceBatch:
+        """Open all columns and return the batch: from then on nothing in it can turn out not to decode.
+
+        Raises:
+            DecodeError: A text, an id, a version or a document is not what it should be.
+        """
+        self._values.open_all()
+        return self
+
+    def to_list(self) -> list[Experience]:
+        """Return the experiences as objects that may be written to: they share nothing with the batch but what texts
+        and lists are in ``messages``, ``info`` and the like.
+
+        Raises:
+            DecodeError: As :meth:`settle`.
+        """
+        experiences = self.owned().into_list()
+        for experience in experiences:
+            experience.info, experience.metrics = experience.info.copy(), experience.metrics.copy()
+            experience.custom_fields = experience.custom_fields.copy()
+        return experiences
+
+    def owned(self) -> ExperienceBatch:
+        """Return the same experiences with tensors of their own, which may be written to."""
+        tensors = {name: column_copy(column) for name, column in self._tensors.items()}
+        multi_modal = {name: column_copy(column) for name, column in self._multi_modal.items()}
+        return ExperienceBatch(self._count, self._values, tensors, multi_modal)
+
+    def into_list(self) -> list[Experience]:
+        """Return the experiences as objects whose tensors and documents are the batch's own: for whoever only reads
+        them, or drops a batch that is nobody else's.
+
+        Raises:
+            DecodeError: As :meth:`settle`.
+        """
+        columns: dict[str, Iterable[Any]] = {
+            name: column_items(column, self._count) for name, column in self._tensors.items()
+        }
+        columns |= {name: self._values[name] for name in self._values if name in FIELD_NAMES}
+        for name, kind in OWN_DOCUMENTS.items():
+            column = columns.get(name)
+            columns[name] = [kind() if item is None else item for item in column or [None] * self._count]
+        columns["eid"] = self._eids()
+        if self._multi_modal:
+            columns[MULTI_MODAL] = self._inputs()
+        names, copy, rows = tuple(columns), _NO_FIELDS.copy, []
+        for row in zip(*columns.values(), strict=True):
+            fields = copy()
+            fields.update(zip(names, row))  # noqa: B905  # a check for each experience costs as much as the rest
+            rows.append(fields)
+        return list(map(Experience.from_checked, rows))
+
+    def _eids(self) -> Iterable[EID]:
+        return map(EID, *(self._values[name] for name in _EID_COLUMNS)) if self._count else ()
+
+    def _inputs(self) -> list[dict[str, Tensor] | None]:
+        keys = list(self._multi_modal)
+        items = [column_items(self._multi_modal[key], self._count) for key in keys]
+        rows = zip(*items, strict=True)
+        return [{key: item for key, item in zip(keys, row, strict=True) if item is not None} or None for row in rows]
+
+    def select(self, indexes: Sequence[int] | Indexes | npt.NDArray[np.bool_]) -> ExperienceBatch:
+        """Return the experiences at ``indexes``, in that order, or those where a boolean array is True; their tensors
+        are not copied.
+
+        Raises:
+            IndexError: There is no such experience.
+        """
+        chosen = np.asarray(indexes)
+        if chosen.dtype == np.bool_:
+            if chosen.shape != (self._count,):
+                raise IndexError(f"a choice of shape {chosen.shape}, wanted one boolean for each of {self._count}")
+            chosen = np.flatnonzero(chosen)
+        chosen = chosen.astype(np.int64, copy=False).reshape(-1)
+        if len(chosen) and not -self._count <= chosen.min() <= chosen.max() < self._count:
+            raise IndexError(f"indexes from {chosen.min()} to {chosen.max()} of {self._count} experiences")
+        return self._taken(chosen, len(chosen))
+
+    def _taken(self, indexes: Indexes | slice, count: int) -> ExperienceBatch:
+        if isinstance(indexes, slice):
+            values = self._values.mapped(itemgetter(indexes))
+        else:
+            listed = indexes.tolist()
+            values = self._values.mapped(lambda column: [column[number] for number in listed])
+        tensors, multi_modal = (
+            {name: kept for name, column in columns.items() if (kept := column_select(column, indexes))}
+            for columns in (self._tensors, self._multi_modal)
+        )
+        return ExperienceBatch(count, values, tensors, multi_modal)
+
+    def replace(self, **columns: Sequence[Any] | Ragged) -> ExperienceBatch:
+        """Return the batch with other values in some fields, ``eid`` and ``multi_modal_inputs`` excepted.
+
+        Args:
+            columns: By field, a value (None for none) for each experience; for a tensor field also a :class:`Ragged`.
+                What is given is taken over, not copied.
+
+        Raises:
+            ExperienceError: No such field, or a value breaks a rule.
+        """
+        values, tensors = PlainColumns(self._values), dict(self._tensors)
+        for name, given in columns.items():
+            if name not in TENSOR_FIELDS and name not in PLAIN_COLUMNS:
+                raise ExperienceError(
+                    f"{name!r} is no field that can be replaced, wanted one of {(*TENSOR_FIELDS, *PLAIN_COLUMNS)}"
+                )
+            if len(given) != self._count:
+                raise ExperienceError(f"{name} has {len(given)} values, wanted one for each of {self._count}")
+            values.pop(name, None)
+            tensors.pop(name, None)
+            if isinstance(given, Ragged):
+                tensors[name] = (_fitting(name, given),)
+            elif len(given) and (column := convert_column(name, list(given))):
+                (tensors if name in TENSOR_FIELDS else values)[name] = column
+        if self._count:
+            check_columns(values, tensors, self._count)
+            if values.opened(VERSIONS) if VERSIONS in values else False:
+                check_given_versions(values, tensors)
+        return ExperienceBatch(self._count, values, tensors, self._multi_modal)
+
+    def values(self, name: str) -> list[Any]:
+        """Return a field that is no tensor, a value for each experience; None where it is absent, also for an empty
+        ``info`` or ``metrics``. The list is the batch's own: do not write to it.
+        """
+        if name not in PLAIN_COLUMNS and name not in _EID_COLUMNS:
+            raise KeyError(f"{name!r} is no field without tensors, wanted one of {PLAIN_COLUMNS} or {_EID_COLUMNS}")
+        return self._values.get(name) or [None] * self._count
+
+    def column(self, name: str) -> Column:
+        """Return a tensor field: no part where no experience has it."""
+        if name not in TENSOR_FIELDS:
+            raise KeyError(f"{name!r} is no tensor field, wanted one of {tuple(TENSOR_FIELDS)}")
+        return self._tensors.get(name, ())
+
+    def columns(self) -> tuple[PlainColumns, Tensors, Tensors]:
+        """Return the columns without tensors, those of tensors and those of multi-modal inputs: the batch's own."""
+        return self._values, self._tensors, self._multi_modal
+
+    def lengths(self, name: str) -> Indexes:
+        """Return the first dimension of a tensor field for each experience, -1 where it has none; int64."""
+        column = self.column(name)
+        return column_lengths(column) if column else np.full(self._count, -1, dtype=np.int64)
+
+    def dense(self, name: str) -> Tensor:
+        """Return a tensor field of all experiences, concatenated; a view where nothing has to move.
+
+        Raises:
+            KeyError: No experience has it.
+        """
+        column = self.column(name)
+        if not column:
+            raise KeyError(f"no experience has {name}")
+        return column_dense(column)
+
+    def prompt_lengths(self) -> Indexes:
+        """Return the prompt length of each experience, int64."""
+        return np.array(self._values.get("prompt_length", []), dtype=np.int64)
+
+    def ids(self, kind: str) -> list[str]:
+        """Return the ``uid``, ``sid``, ``rid`` or ``tid`` of each experience. The list is the batch's own."""
+        if kind not in self._ids:
+            self._ids[kind] = [getattr(eid, kind) for eid in self._eids()]
+        return self._ids[kind]
+
+
+def _names(columns: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    return dict.fromkeys(name for own in columns for name in own)
+
+
+def _concatenated(name: str, plain: Sequence[PlainColumns], counts: Sequence[int]) -> list[Any]:
+    absent: Any = [] if name == CUSTOM_FIELDS else None
+    return [value for own, count in zip(plain, counts, strict=True) for value in own.get(name) or [absent] * count]
+
+
+def _fitting(name: str, part: Ragged) -> Ragged:
+    _, dtypes, dims = TENSOR_FIELDS.get(name, (None, (), 0))
+    if part.flat.dtype not in dtypes or part.flat.dim() != dims:
+        raise ExperienceError(f"{name} is a {short(part.flat)}, wanted {dims} dimensions of {sorted(map(str, dtypes))}")
+    return part
+
+
+def encode(experiences: Sequence[Experience], compression: Compression = "none") -> bytes:
+    """Return ``experiences`` as one body; see :meth:`ExperienceBatch.of` and :meth:`ExperienceBatch.encode`."""
+    if len(experiences) > MAX_EXPERIENCES:
+        raise EncodeError(f"{len(experiences)} experiences, wanted at most {MAX_EXPERIENCES} in one body; send several")
+    return ExperienceBatch.of(experiences).encode(compression)
+
+
+def decode(data: Body) -> list[Experience]:
+    """Return the experiences in ``data``, which they do not keep; see :meth:`ExperienceBatch.decode`."""
+    return ExperienceBatch.decode(bytearray(data)).into_list()

@@ -1,0 +1,69 @@
+"""Columns that are opened when somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+Opener = Callable[[], list[Any]]
+
+
+class _Once:
+    """Calls an opener when first called, and returns that again."""
+
+    __slots__ = ("_column", "_opener")
+
+    def __init__(self, opener: Opener) -> None:
+        self._opener = opener
+        self._column: list[Any] | None = None
+
+    def __call__(self) -> list[Any]:
+        if self._column is None:
+            self._column = self._opener()
+        return self._column
+
+
+class PlainColumns(dict[str, Any]):
+    """Columns of values by name, those that are None in all left out.
+
+    An entry is a list, or a function that returns one: it is called, once, when the column is first asked for.
+    """
+
+    def put_off(self, name: str, opener: Opener) -> None:
+        """Let a column be what ``opener`` returns."""
+        self[name] = _Once(opener)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """Return a column, opened."""
+        found = super().__getitem__(name)
+        column: list[Any] = found() if callable(found) else found
+        return column
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a column, opened, or ``default``."""
+        if name not in self:
+            return default
+        return self[name]
+
+    def mapped(self, change: Callable[[list[Any]], list[Any]]) -> PlainColumns:
+        """Return the same columns, changed; those not opened yet are changed when they are."""
+        result = PlainColumns()
+        for name in self:
+            if self.opened(name):
+                result[name] = change(self[name])
+            else:
+                result.put_off(name, partial(self._changed, name, change))
+        return result
+
+    def _changed(self, name: str, change: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        return change(self[name])
+
+    def open_all(self) -> None:
+        """Open every column."""
+        for name in self:
+            self[name] = self[name]  # a list from now on
+
+    def opened(self, name: str) -> bool:
+        """Whether a column is a list already."""
+        return not callable(super().__getitem__(name))

@@ -1,0 +1,172 @@
+"""One tensor field of many experiences: concatenated, with the length of each and where it starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Indexes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Tensors of one dtype and trailing shape, or none, for each of a row of items.
+
+    Items may lie anywhere in ``flat``, so that some of them, or others in another order, need no copy.
+    """
+
+    flat: Tensor
+    """``[rows, ...]``."""
+    lengths: Indexes
+    """Rows of each item, -1 where it has no tensor."""
+    starts: Indexes
+    """First row of each item."""
+    scalar: bool = False
+    """Items are tensors without dimensions, of one row each."""
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+        return len(self.lengths)
+
+    @classmethod
+    def packed(cls, flat: Tensor, lengths: Indexes, scalar: bool = False) -> Ragged:
+        """Return items that follow each other in ``flat`` without gaps."""
+        rows = np.maximum(lengths, 0)
+        return cls(flat, lengths, rows.cumsum() - rows, scalar)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no item has a tensor."""
+        return not len(self.lengths) or bool(self.lengths.max() < 0)
+
+    def select(self, indexes: Indexes | slice) -> Ragged:
+        """Return the items at ``indexes``, without copying their data."""
+        return Ragged(self.flat, self.lengths[indexes], self.starts[indexes], self.scalar)
+
+    def dense(self) -> Tensor:
+        """Return the items' rows one after the other; a view where they lie so already."""
+        rows = np.maximum(self.lengths, 0)
+        total = int(rows.sum())
+        moved = self.starts - (rows.cumsum() - rows)
+        shifts = moved[rows > 0]
+        if total == 0:
+            return self.flat[:0]
+        if (shifts == shifts[0]).all():
+            return self.flat.narrow(0, int(shifts[0]), total)
+        return self.flat[torch.from_numpy(np.repeat(moved, rows) + np.arange(total))]
+
+    def items(self) -> list[Tensor | None]:
+        """Return the tensor of each item, None where it has none; views."""
+        if self.scalar:
+            return [
+                None if length < 0 else self.flat[start]
+                for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+            ]
+        if len(self) and self.lengths.min() >= 0:
+            # "unsafe" only for autograd, which has no part in this; the views are the same and cost less
+            return list(torch.unsafe_split_with_sizes(self.dense(), self.lengths.tolist()))
+        return [self[number] for number in range(len(self))]
+
+    def __getitem__(self, number: int) -> Tensor | None:
+        """Return the tensor of one item, None where it has none; a view."""
+        length, start = int(self.lengths[number]), int(self.starts[number])
+        if length < 0:
+            return None
+        return self.flat[start] if self.scalar else self.flat.narrow(0, start, length)
+
+
+Column = tuple[Ragged, ...]
+"""A tensor field: one part for each dtype and trailing shape in it, most often one. An item is in at most one part."""
+
+
+def column_of(tensors: Sequence[Tensor | None]) -> Column:
+    """Return a column of copies of ``tensors``, on the CPU; it has no part where all are None."""
+    groups: dict[Any, tuple[list[Tensor], list[int]]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        dims = tensor.dim()
+        kind = (tensor.dtype, None if dims == 1 else tensor.shape[1:] if dims else dims)
+        members, numbers = groups.setdefault(kind, ([], []))
+        members.append(tensor)
+        numbers.append(number)
+    return tuple(_part(members, numbers, len(tensors)) for members, numbers in groups.values())
+
+
+def _part(members: list[Tensor], numbers: list[int], count: int) -> Ragged:
+    scalar = members[0].dim() == 0
+    lengths = np.full(count, -1, dtype=np.int64)
+    lengths[numbers] = 1 if scalar else [member.shape[0] for member in members]
+    return Ragged.packed(joined(members), lengths, scalar)
+
+
+def joined(members: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one kind as one, detached and on the CPU; always a copy."""
+    here = [member if member.is_cpu else member.cpu() for member in members]
+    return (torch.cat(here) if here[0].dim() else torch.stack(here)).detach()
+
+
+def column_items(column: Column, count: int) -> list[Tensor | None]:
+    """Return the tensor of each of ``count`` items, None where it has none."""
+    if len(column) == 1:
+        return column[0].items()
+    result: list[Tensor | None] = [None] * count
+    for part in column:
+        for number in np.flatnonzero(part.lengths >= 0).tolist():
+            result[number] = part[number]
+    return result
+
+
+def column_lengths(column: Column) -> Indexes:
+    """Return the rows of each item, -1 where it has no tensor; the column has a part."""
+    lengths = column[0].lengths
+    for part in column[1:]:
+        lengths = np.maximum(lengths, part.lengths)
+    return lengths
+
+
+def column_dense(column: Column) -> Tensor:
+    """Return the rows of all items one after the other, in the dtype that holds all (torch's promotion); the column has
+    a part and its trailing shapes agree.
+    """
+    if len(column) == 1:
+        return column[0].dense()
+    return torch.cat([item for item in column_items(column, len(column[0])) if item is not None])
+
+
+def column_select(column: Column, indexes: Indexes | slice) -> Column:
+    """Return the column of the items at ``indexes``; parts that no item of it needs are left out."""
+    parts = (part.select(indexes) for part in column)
+    return tuple(part for part in parts if not part.empty)
+
+
+def column_copy(column: Column) -> Column:
+    """Return the column with rows of its own, without gaps."""
+    return tuple(Ragged.packed(part.dense().clone(), part.lengths, part.scalar) for part in column)
+
+
+def column_concat(columns: Sequence[Column], counts: Sequence[int]) -> Column:
+    """Return the columns one after the other; ``counts`` are their items: a column without parts does not tell."""
+    groups: dict[Any, list[tuple[int, Ragged]]] = {}
+    for number, column in enumerate(columns):
+        seen: Counter[Any] = Counter()
+        for part in column:
+            kind = (part.flat.dtype, part.flat.shape[1:], part.scalar)
+            groups.setdefault((*kind, seen[kind]), []).append((number, part))
+            seen[kind] += 1
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    result = []
+    for members in groups.values():
+        lengths = np.full(int(offsets[-1]), -1, dtype=np.int64)
+        for number, part in members:
+            lengths[offsets[number] : offsets[number + 1]] = part.lengths
+        flat = torch.cat([part.dense() for _, part in members])
+        result.append(Ragged.packed(flat, lengths, members[0][1].scalar))
+    return tuple(result)

@@ -1,0 +1,65 @@
+"""JSON Schemas (draft 2020-12) of the control-plane bodies, made from their models."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema
+
+from trinity_mq.messages.base import Message
+from trinity_mq.messages.codec import CATALOGUE
+
+_ROLE = re.compile(r":\w+:`(?:\w+\.)*(\w+)`")
+
+
+class _Generator(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def json_schemas() -> dict[str, dict[str, Any]]:
+    """Return the schema of every body in the catalogue, by ``<kind>.v<version>``.
+
+    They describe what to write. Readers also take what they do not name, and in JSON text for a number that JSON or the
+    writer's language cannot hold.
+    """
+    return {f"{kind}.v{version}": _schema(cls) for (kind, version), cls in CATALOGUE.items()}
+
+
+def _schema(cls: type[Message]) -> dict[str, Any]:
+    made = cls.model_json_schema(schema_generator=_Generator)
+    names = {"kind": {"const": cls.kind}, "version_number": {"const": cls.version_number}}
+    result = {
+        "$schema": GenerateJsonSchema.schema_dialect,
+        "$id": f"urn:trinity-mq:schema:{cls.kind}:{cls.version_number}",
+        **_open(made),
+        "properties": names | made["properties"],
+        "required": [*names, *made.get("required", [])],
+    }
+    if "$defs" in made:
+        result["$defs"] = {name: _open(part) for name, part in made["$defs"].items()}
+    plain: dict[str, Any] = _plain_words(result)
+    return plain
+
+
+def _open(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return an object's schema that says what readers do: ignore what they do not know."""
+    first = {key: schema[key] for key in ("title", "description", "type") if key in schema}
+    return first | schema | {"additionalProperties": True}
+
+
+def _plain_words(part: Any) -> Any:
+    """Return a part of a schema with descriptions that need no Python to be read: no markup, on one line."""
+    if isinstance(part, list):
+        return [_plain_words(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    return {
+        key: _sentence(value) if key == "description" and isinstance(value, str) else _plain_words(value)
+        for key, value in part.items()
+    }
+
+
+def _sentence(text: str) -> str:
+    return _ROLE.sub(r"`\1`", " ".join(text.split())).replace("``", "`")
