@@ -46,6 +46,8 @@ LAST_WORDS = 5.0
 """Seconds for what is published after ``runner.drain_timeout``."""
 LAST_BREATH = 3.0
 """Seconds from the end of a runner to the end of its process, where workflows stand in the way."""
+LISTED = 16
+"""Slices that a beat names: ``[ticket, task, first run, seconds since it came]``."""
 IDLE_AFTER = 0.25
 """Seconds without a slice until the beat says so."""
 
@@ -86,6 +88,7 @@ class Runner(Agent):
             runner=agent_id,
             woken=self.woken,
             forgotten=self._open.forgotten,
+            in_hand=lambda: len(self._held),
         )
         self._held: dict[SliceKey, Work] = {}
         self._reported: dict[SliceKey, None] = {}
@@ -101,9 +104,16 @@ class Runner(Agent):
         self._counts: Counter[str] = Counter()
 
     def detail(self) -> dict[str, Any]:
-        """Return what runs here, what became of the rest, and what is known of deaths."""
+        """Return what runs here (the oldest slices by name), what became of the rest, and what is known of deaths."""
         died = self._deaths.level()
-        return {"running": len(self._held), "done": self._done, **self._counts, **({"died": died} if died else {})}
+        oldest = itertools.islice(self._held.values(), LISTED)
+        return {
+            "running": len(self._held),
+            "slices": [[*work.key, round(work.seconds, 1)] for work in oldest],
+            "done": self._done,
+            **self._counts,
+            **({"died": died} if died else {}),
+        }
 
     # -- taking slices
 
@@ -140,6 +150,7 @@ class Runner(Agent):
                     task.cancel()
         finally:
             await self._drop()
+            await self._reports.close()
             for feed in feeds:
                 await feed.close()
             await self._turns.close()
@@ -273,13 +284,12 @@ class Runner(Agent):
                 return
             end = end if outcome.runs else "cancelled"
         try:
-            contents, result = await self._reports.prepared(work, outcome, end)
+            result = await self._reports.deliver(work, outcome, end)
         except StoreUnavailable as error:
             await self._again(work, "its experiences could not be stored", error)
             return
-        if not await self._reports.publish_parts(work, contents, outcome.version_min):
+        if result.outcome == "late":
             self._counts["late"] += 1
-            result = self._reports.result(work, "late", "its batch is closed")
         await self._reports.report(work, result)
         self._remember(work)
         self._done += 1

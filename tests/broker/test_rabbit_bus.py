@@ -105,7 +105,7 @@ class TestChannels:
         consumer = await bus.consume(topology.dead)
         first = await anext(consumer)
         assert isinstance(first, RabbitDelivery)
-        await first._channel.basic_ack(999, wait=False)  # an unknown tag: 406 closes the channel
+        await first._answers._channel.basic_ack(999, wait=False)  # an unknown tag: 406 closes the channel
         async with asyncio.timeout(10):
             again = await anext(consumer)
         assert (again.body, again.deliveries_before) == (b"a", 1)

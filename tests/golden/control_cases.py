@@ -103,6 +103,26 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "returned": 3,
         },
     },
+    ("task_results", 1): {
+        "minimal": {"results": []},
+        "full": {
+            "results": [
+                {"batch": 7, "ticket": "t", "task_id": 0, "attempt": "a", "outcome": "finished", "parts": 1},
+                {
+                    "batch": 7,
+                    "ticket": "u",
+                    "task_id": 3,
+                    "run_base": 4,
+                    "repeat_times": 2,
+                    "attempt": "b-é",
+                    "outcome": "failed",
+                    "message": "run 5: ungültig",
+                    "runner": "runner-2",
+                    "seconds": 0.25,
+                },
+            ]
+        },
+    },
     ("batch_closed", 1): {
         "minimal": {"batch": 0, "ticket": "t"},
         "full": {

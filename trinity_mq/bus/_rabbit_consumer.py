@@ -12,6 +12,7 @@ from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
 from trinity_mq.bus._common import STREAM_WINDOW, AnsweredOnce, BufferedConsumer
+from trinity_mq.bus._rabbit_answers import Answers
 from trinity_mq.bus._rabbit_link import Link, LinkError, Locked, amqp_errors
 from trinity_mq.bus.base import BusRefused, Delivery, QueueGone, StaleDelivery, StreamCut
 from trinity_mq.bus.topology import Queue
@@ -23,7 +24,7 @@ CLOSE_TIMEOUT = 5.0
 
 
 class _Arrived(NamedTuple):
-    channel: Channel
+    answers: Answers
     message: DeliveredMessage
     offset: int | None
 
@@ -61,6 +62,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._attaching = asyncio.Lock()
         self._to_ack = 0
         self._acking: asyncio.Task[None] | None = None
+        self._answers: Answers | None = None
 
     @property
     def attached(self) -> bool:
@@ -99,9 +101,10 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._arrived.clear()
         self._to_ack = 0
         self._channel = channel
+        answers = self._answers = Answers(channel)
 
         async def receive(message: DeliveredMessage) -> None:
-            self._receive(channel, message)
+            self._receive(channel, answers, message)
 
         with amqp_errors():
             await channel.basic_qos(prefetch_count=self._prefetch)
@@ -117,12 +120,12 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         # Lost before anything arrived: what was published meanwhile must not be missed, so rather a little too much.
         return self._began - CLOCK_MARGIN
 
-    def _receive(self, channel: Channel, message: DeliveredMessage) -> None:
+    def _receive(self, channel: Channel, answers: Answers, message: DeliveredMessage) -> None:
         if channel is not self._channel or self.over:
             return
         offset = (message.header.properties.headers or {}).get("x-stream-offset") if self._stream else None
         if not isinstance(offset, int):
-            self._put(_Arrived(channel, message, None))
+            self._put(_Arrived(answers, message, None))
             return
         if self._next is None:
             self._next = offset
@@ -130,7 +133,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         if asked is not None and offset > asked + SEGMENT_ENTRIES:
             self._end(StreamCut(self.queue.name, asked, offset))
         else:
-            self._put(_Arrived(channel, message, offset))
+            self._put(_Arrived(answers, message, offset))
 
     def _cancel(self, channel: Channel) -> None:
         """The broker ended the consumer: its queue was deleted, or moved. Attaching again tells which."""
@@ -151,8 +154,8 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         if item.offset is not None:
             self._next = item.offset + 1
             self._to_ack = item.message.delivery_tag or 0
-            if self._acking is None or self._acking.done():
-                self._acking = asyncio.get_running_loop().create_task(self._acknowledge(item.channel))
+            if self._channel is not None and (self._acking is None or self._acking.done()):
+                self._acking = asyncio.get_running_loop().create_task(self._acknowledge(self._channel))
         return RabbitDelivery(self.queue.name, item)
 
     async def _acknowledge(self, channel: Channel) -> None:
@@ -178,6 +181,8 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._on_close(self)
         if self._acking is not None:
             await self._acking
+        if self._answers is not None:
+            await self._answers.flush()
         if channel is not None:
             await _close(channel)
         await self._close_cancelled()
@@ -208,34 +213,34 @@ class RabbitDelivery(AnsweredOnce):
             deliveries_before=returns if isinstance(returns, int) else 0,
             offset=arrived.offset,
         )
-        self._channel, self._tag = arrived.channel, message.delivery_tag or 0
+        self._answers, self._tag = arrived.answers, message.delivery_tag or 0
 
     async def ack(self) -> None:
         """Done with it."""
         if self.offset is None:
             self._answer()
-            with self._stale_if_lost():
-                await self._channel.basic_ack(self._tag, wait=False)
+            if self._answers.lost:
+                raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: its channel is closed")
+            self._answers.ack(self._tag)
 
     async def reject(self) -> None:
         """Unusable: to the dead-letter exchange."""
         if self.offset is None:
             self._answer()
             with self._stale_if_lost():
-                await self._channel.basic_reject(self._tag, requeue=False, wait=False)
+                await self._answers.reject(self._tag)
 
     async def requeue(self) -> None:
         """Give it back."""
         if self.offset is None:
             self._answer()
             with self._stale_if_lost():
-                await self._channel.basic_nack(self._tag, requeue=True, wait=False)
+                await self._answers.requeue(self._tag)
 
     @contextlib.contextmanager
     def _stale_if_lost(self) -> Iterator[None]:
         try:
-            with amqp_errors():
-                yield
+            yield
         except LinkError as error:
             raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: {error}") from error
 

@@ -20,6 +20,7 @@ from trinity_mq.messages.tasks import (
     SubmissionOutcome,
     TaskBody,
     TaskResult,
+    TaskResults,
     TaskSlice,
     TaskSubmission,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "SyncVerb",
     "TaskBody",
     "TaskResult",
+    "TaskResults",
     "TaskSlice",
     "TaskSubmission",
     "Version",

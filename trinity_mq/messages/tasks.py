@@ -125,3 +125,11 @@ class TaskResult(Message):
     seconds: float = 0.0
     version_min: Version | None = None
     version_max: Version | None = None
+
+
+class TaskResults(Message):
+    """Results of several slices of one batch id in one message: what each of them would say alone."""
+
+    kind: ClassVar[str] = "task_results"
+
+    results: list[TaskResult]

@@ -16,6 +16,7 @@ from trinity_mq.runtime.blobs import PARTS, BlobStore, StoreUnavailable, open_st
 from trinity_mq.runtime.mail import REFERENCE, give_back, park, settle
 from trinity_mq.runtime.references import resolve
 from trinity_mq.scheduling.batch_blobs import delete_blobs
+from trinity_mq.scheduling.shares import PartKey, Share, shares_of
 from trinity_mq.scheduling.tickets import Ticket
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class _Held:
     def __init__(self) -> None:
         self.declared = asyncio.Event()
         self.feed: Consumer | None = None
-        self.parts: dict[tuple[str, int], list[Experience]] = {}
+        self.parts: dict[PartKey, list[Experience]] = {}
         self.lock = asyncio.Lock()
         """One reader at a time: what another reads would wake nobody."""
 
@@ -109,11 +110,11 @@ class Collector:
             return
         try:
             async with asyncio.timeout(self._timeout) as silence, held.lock:
-                while missing := {key for key in missing if key not in held.parts}:
+                missing.difference_update(held.parts)  # what another reader has read meanwhile
+                while missing:
                     feed = await self._feed(held, ticket)
-                    for _ in range(len(missing)):
-                        await self._read(held, await anext(feed))
-                        silence.reschedule(asyncio.get_running_loop().time() + self._timeout)
+                    missing.difference_update(await self._read(held, await anext(feed)))
+                    silence.reschedule(asyncio.get_running_loop().time() + self._timeout)
         except (QueueGone, StopAsyncIteration):
             log.error("batch_queue_gone", ticket=ticket.ticket)
 
@@ -153,32 +154,41 @@ class Collector:
             held.feed = await self._bus.consume(queue, prefetch=PREFETCH)
         return held.feed
 
-    async def _read(self, held: _Held, delivery: Delivery) -> None:
-        attempt, part = delivery.headers.get("attempt"), delivery.headers.get("part")
-        if not isinstance(attempt, str) or not isinstance(part, int):
-            reason = "an experience part needs the headers attempt and part"
-            await park(self._bus, self._topology, delivery, reason, self._by)
-        elif (attempt, part) not in held.parts:
+    async def _read(self, held: _Held, delivery: Delivery) -> list[PartKey]:
+        """Take in one delivery; return whose experiences are here by it."""
+        try:
+            shares = [share for share in shares_of(delivery) if share.key not in held.parts]
+        except DecodeError as error:
+            await park(self._bus, self._topology, delivery, str(error), self._by)
+            shares = []
+        if shares:
+            inline = delivery.content_type != REFERENCE and len(delivery.body) <= INLINE
             try:
-                held.parts[attempt, part] = (
-                    _decode(self._store, delivery)
-                    if delivery.content_type != REFERENCE and len(delivery.body) <= INLINE
-                    else await patiently(_decode, self._store, delivery)
+                experiences = (
+                    _decode(self._store, delivery, shares)
+                    if inline
+                    else await patiently(_decode, self._store, delivery, shares)
                 )
+                for share in shares:
+                    held.parts[share.key] = experiences if share.rows is None else experiences[share.rows]
             except DecodeError as error:
                 await park(self._bus, self._topology, delivery, f"does not decode: {error}", self._by)
-                held.parts[attempt, part] = []
+                held.parts.update((share.key, []) for share in shares)
             except (StoreUnavailable, asyncio.CancelledError):
                 await give_back(delivery)  # else it would be ours, unread, and come to no later call
                 raise
         await settle(delivery)
+        return [share.key for share in shares]
 
 
-def _keys(results: Sequence[TaskResult]) -> Iterator[tuple[str, int]]:
+def _keys(results: Sequence[TaskResult]) -> Iterator[PartKey]:
     return ((result.attempt, part) for result in results for part in range(result.parts))
 
 
-def _decode(store: BlobStore | None, delivery: Delivery) -> list[Experience]:
+def _decode(store: BlobStore | None, delivery: Delivery, shares: Sequence[Share]) -> list[Experience]:
     from trinity_mq.experience import Experience  # torch only where experiences are wanted
 
-    return Experience.deserialize_many(resolve(store, delivery.body, delivery.content_type))
+    experiences = Experience.deserialize_many(resolve(store, delivery.body, delivery.content_type))
+    for share in shares:
+        share.check(len(experiences))
+    return experiences

@@ -34,6 +34,7 @@ from trinity_mq.messages import (
     SubmissionOutcome,
     TaskBody,
     TaskResult,
+    TaskResults,
     TaskSlice,
 )
 from trinity_mq.runtime.errors import FatalError
@@ -302,7 +303,10 @@ class Dispatch:
         return delivery
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, TaskResult):
+        if isinstance(message, TaskResults):
+            for result in message.results:
+                self._take(result)
+        elif isinstance(message, TaskResult):
             ticket = self.tickets.get(message.ticket)
             if ticket is None or ticket.manifest is not None or message.outcome == "late":
                 self.late_results += 1

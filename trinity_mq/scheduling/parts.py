@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from trinity_mq.bus import Delivery, Envelope, Incoming, MessageTooLarge
+from trinity_mq.bus import Envelope, Incoming, MessageTooLarge
 from trinity_mq.bus.base import HeaderValue
-from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
+from trinity_mq.experience import DecodeError, EncodeError, Experience, ExperienceBatch
 from trinity_mq.messages import BatchClosed, Outcome, TaskResult, TaskSlice, Version, encode
 from trinity_mq.runtime.blobs import BlobStore
 from trinity_mq.runtime.mail import EXPERIENCES, REFERENCE
 from trinity_mq.runtime.references import resolve
 from trinity_mq.scheduling.batch_blobs import Content
+from trinity_mq.scheduling.shares import PartKey, Share
 from trinity_mq.scheduling.status import SliceOutcome
-
-PartKey = tuple[str, int]
-"""``(attempt, part)``."""
 
 MESSAGE_LIMIT = 2000
 """Characters of a failure's message that travel: a stream of results is no place for a workflow's whole output."""
@@ -93,7 +92,15 @@ def _mail(kind: str, message_id: str, content: Content, headers: Mapping[str, He
     return Envelope(body=body, kind=kind, message_id=message_id, content_type=REFERENCE, headers=headers)
 
 
-def wanted_mails(manifest: BatchClosed, parts: Mapping[PartKey, Incoming]) -> Iterable[tuple[str, Envelope]]:
+@dataclass(frozen=True)
+class Part:
+    """What was received of one attempt: a message, or its share of one."""
+
+    incoming: Incoming
+    share: Share
+
+
+def wanted_mails(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Iterable[tuple[str, Envelope]]:
     """Yield ``(reply_to, part)`` for the submitters who asked for the experiences of their task.
 
     A reference goes as it is: a submitter without access to the store gets no more than that, and one with access has
@@ -109,36 +116,55 @@ def wanted_mails(manifest: BatchClosed, parts: Mapping[PartKey, Incoming]) -> It
                     "parts": accepted.parts,
                 }
                 found = parts[accepted.attempt, part]
+                body = _own_body(found)
+                if body is None:
+                    continue  # it is parked where the batch is processed
                 yield (
                     wanted.reply_to,
                     Envelope(
-                        body=found.body,
+                        body=body,
                         kind="experience_part",
                         message_id=f"wanted-{accepted.attempt}-{part}",
-                        content_type=found.content_type or EXPERIENCES,
+                        content_type=found.incoming.content_type or EXPERIENCES,
                         headers=headers,
                         correlation_id=wanted.correlation_id,
                     ),
                 )
 
 
-def decode_parts(
-    parts: Iterable[Delivery], store: BlobStore | None
-) -> tuple[ExperienceBatch, list[tuple[Delivery, str]]]:
-    """Return the experiences in ``parts``, in order, and the parts that do not decode, each with its reason.
+def _own_body(part: Part) -> bytes | None:
+    """Return the body that holds the experiences of this attempt alone; None if they do not decode."""
+    body = part.incoming.body
+    if part.share.rows is None:
+        return body
+    try:
+        return part.share.of(ExperienceBatch.decode(body)).encode()
+    except (DecodeError, EncodeError):
+        return None
+
+
+def decode_parts(parts: Iterable[Part], store: BlobStore | None) -> tuple[ExperienceBatch, list[tuple[Incoming, str]]]:
+    """Return the experiences in ``parts``, in order, and the messages that do not decode, each with its reason.
 
     Raises:
         StoreUnavailable: A part is a reference, and its store does not answer.
     """
     good: list[ExperienceBatch] = []
-    bad: list[tuple[Delivery, str]] = []
+    bodies: dict[int, ExperienceBatch] = {}
+    bad: dict[int, tuple[Incoming, str]] = {}
     for part in parts:
+        incoming = part.incoming
         try:
-            # all of it is opened here: what comes from others is judged where it can be parked
-            good.append(ExperienceBatch.decode(resolve(store, part.body, part.content_type)).settle())
+            if id(incoming) not in bodies and id(incoming) not in bad:
+                # all of it is opened here: what comes from others is judged where it can be parked
+                whole = ExperienceBatch.decode(resolve(store, incoming.body, incoming.content_type)).settle()
+                part.share.check(len(whole))
+                bodies[id(incoming)] = whole
         except DecodeError as error:
-            bad.append((part, f"does not decode: {error}"))
-    return ExperienceBatch.concat(good), bad
+            bad[id(incoming)] = incoming, f"does not decode: {error}"
+        if id(incoming) in bodies:
+            good.append(part.share.of(bodies[id(incoming)]))
+    return ExperienceBatch.concat(good), list(bad.values())
 
 
 def end_of(piece: TaskSlice, outcome: SliceOutcome) -> Outcome:

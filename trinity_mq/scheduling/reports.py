@@ -1,10 +1,14 @@
-"""What a runner sends of a slice: its experiences, confirmed, and then what became of it."""
+"""What a runner sends of a slice: its experiences, confirmed, and then what became of it.
+
+What is small and ready at the same time travels together (shares.py, TaskResults): a message costs much more than what
+is in it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 from pydantic import ValidationError
@@ -12,14 +16,16 @@ from pydantic import ValidationError
 from trinity_mq.bus import Bus, MessageTooLarge, Topology
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import BrokerConfig
-from trinity_mq.experience import DecodeError, EncodeError, Experience
-from trinity_mq.messages import Outcome, TaskResult, TaskSlice, Version
+from trinity_mq.experience import DecodeError, EncodeError, Experience, ExperienceBatch
+from trinity_mq.messages import BatchId, Outcome, TaskResult, TaskResults, TaskSlice, Version
 from trinity_mq.runtime.blobs import BlobStore
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.mail import envelope
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.together import Together
 from trinity_mq.scheduling.batch_blobs import Content, delete_blobs, part_name, stored
 from trinity_mq.scheduling.parts import part_mail, slice_result, split_to_size
+from trinity_mq.scheduling.shares import Member, share_mail
 from trinity_mq.scheduling.status import SliceOutcome
 from trinity_mq.scheduling.work import Work
 
@@ -28,7 +34,15 @@ log = structlog.get_logger(__name__)
 RETURNED_PAUSE = 0.2
 """Seconds between tries of a part that came back although its queue exists, unless a beat comes first."""
 SMALL = 64 * 1024
-"""Bytes: what is smaller is encoded where it is. A thread costs more, and the loop waits for less than 1 ms."""
+"""Bytes: what is smaller is encoded where it is, and shares a message. A thread costs more."""
+SHARED = 256 * 1024
+"""Bytes of a message that several attempts share, at most: the loop waits for it for about 1 ms."""
+MOST_RESULTS = 64
+"""In one message."""
+CROWD = 8
+"""Slices in hand from which on a message waits for company: others are likely to end soon."""
+LINGER = 0.005
+"""Seconds that it waits."""
 TOKEN_BYTES = 32
 """At most, in all fields together."""
 PLAIN = frozenset({str, int, float, bool, type(None)})
@@ -45,6 +59,7 @@ class Reports:
         runner: Whose reports they are.
         woken: Notified on beats.
         forgotten: Says whether nobody waits for a slice any more.
+        in_hand: Says how many slices the runner has.
     """
 
     def __init__(
@@ -57,9 +72,15 @@ class Reports:
         runner: str,
         woken: Notifier,
         forgotten: Callable[[TaskSlice], bool],
+        in_hand: Callable[[], int],
     ) -> None:
         self._bus, self._topology, self._config, self._store = bus, topology, config, store
+        self._in_hand = in_hand
         self._runner, self._woken, self._forgotten = runner, woken, forgotten
+        self._shares = Together(
+            self._publish_shares, most=SHARED, weight=lambda member: member.size, linger=self._pause
+        )
+        self._results = Together(self._publish_results, most=MOST_RESULTS, linger=self._pause)
 
     def result(self, work: Work, end: Outcome, message: str | None = None) -> TaskResult:
         """Return the result of a slice that leaves nothing."""
@@ -73,61 +94,31 @@ class Reports:
             returned=work.delivery.deliveries_before,
         )
 
-    async def prepared(self, work: Work, outcome: SliceOutcome, end: Outcome) -> tuple[list[Content], TaskResult]:
-        """Return the experience parts, stored where they are too large, and the result. Nothing is out before all of it
-        is known to be fit to travel.
+    async def deliver(self, work: Work, outcome: SliceOutcome, end: Outcome) -> TaskResult:
+        """Publish the experiences, confirmed, and return the result to report then. It is *late* when nobody takes them
+        any more, and *failed* when they are not fit to travel: then none of them is out.
 
         Raises:
             StoreUnavailable: A part has to be stored, and cannot be.
         """
-        piece, limit = work.piece, self._bus.max_message_bytes
+        piece = work.piece
+        experiences = outcome.experiences if piece.deliver != "none" else []
+        size = size_at_most(experiences)
         try:
-            bodies: list[bytes] = []
-            if piece.deliver != "none" and outcome.experiences:
-                split = functools.partial(split_to_size, compression=self._config.compression, store=self._store)
-                if is_small(outcome.experiences):
-                    bodies = split(outcome.experiences, limit)
-                else:
-                    bodies = await asyncio.to_thread(split, outcome.experiences, limit)
-            result = slice_result(
-                piece,
-                work.attempt,
-                self._runner,
-                end,
-                outcome=outcome,
-                parts=len(bodies),
-                seconds=work.seconds,
-                returned=work.delivery.deliveries_before,
-            )
-            contents = await stored(self._store, bodies, limit, lambda n: part_name(piece.ticket, work.attempt, n))
+            if not experiences:
+                return self._done(work, outcome, end, parts=0)
+            if size <= SMALL:
+                result = self._done(work, outcome, end, parts=1)
+                member = Member(piece, work.attempt, experiences, size, outcome.version_min)
+                taken = await self._taken(work, functools.partial(self._share, member))
+            else:
+                contents = await self._contents(work, experiences, size)
+                result = self._done(work, outcome, end, parts=len(contents))
+                taken = await self._publish(work, contents, outcome.version_min)
         except (EncodeError, DecodeError, MessageTooLarge, ValidationError) as error:
             log.warning("slice_unfit", ticket=piece.ticket, task=piece.task_id, reason=str(error))
-            return [], self.result(work, "failed", str(error))
-        return contents, result
-
-    async def publish_parts(self, work: Work, contents: list[Content], oldest: Version | None) -> bool:
-        """Publish the experiences, confirmed; False when nobody takes them any more, and then nothing is left of them
-        in the store.
-        """
-        piece = work.piece
-        queue = self._topology.batch_queue(piece.batch, piece.ticket) if contents else None
-        key = self._topology.batch_routing_key(piece.batch, piece.ticket)
-        exchange = self._topology.exchange("experiences")
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + piece.slice_timeout
-        for part, content in enumerate(contents):
-            mail = part_mail(piece, work.attempt, part, len(contents), content, oldest)
-            while not await self._bus.publish(exchange, key, mail):
-                gone = queue is None or await self._bus.depth(queue.name) is None
-                # a slice that was cut off is given time for what it has: its ticket is not listed any more, and waits
-                cut_off = work.why is None and self._forgotten(piece)
-                if gone or cut_off or loop.time() > give_up:
-                    nobodys = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
-                    await delete_blobs(self._store, *(part_name(piece.ticket, work.attempt, n) for n in nobodys))
-                    return False
-                # it exists unbound: about to be closed, and then missing from the explorer's next beat
-                await self._woken.wait(RETURNED_PAUSE)
-        return True
+            return self.result(work, "failed", str(error))
+        return result if taken else self.result(work, "late", "its batch is closed")
 
     async def report(self, work: Work, result: TaskResult) -> None:
         """Publish the result, confirmed.
@@ -135,13 +126,108 @@ class Reports:
         Raises:
             RestartMe: There is no stream of results.
         """
-        mail = envelope(result, message_id=f"result-{result.attempt}")
-        if not await self._bus.publish(self._topology.exchange("results"), batch_key(work.piece.batch), mail):
+        if not await self._results.ask(batch_key(work.piece.batch), result):
             raise RestartMe(f"{self._topology.results.name} does not exist any more; a start declares it again")
 
+    async def close(self) -> None:
+        """Drop what is not published yet."""
+        await self._shares.close()
+        await self._results.close()
 
-def is_small(experiences: Sequence[Experience]) -> bool:
-    """Say whether experiences surely take less than ``SMALL`` bytes, by what can be seen at a glance."""
+    # -- inside
+
+    def _pause(self) -> float:
+        return LINGER if self._in_hand() >= CROWD else 0.0
+
+    def _done(self, work: Work, outcome: SliceOutcome, end: Outcome, *, parts: int) -> TaskResult:
+        return slice_result(
+            work.piece,
+            work.attempt,
+            self._runner,
+            end,
+            outcome=outcome,
+            parts=parts,
+            seconds=work.seconds,
+            returned=work.delivery.deliveries_before,
+        )
+
+    async def _contents(self, work: Work, experiences: list[Experience], size: int) -> list[Content]:
+        """Return the parts of one attempt, stored where they are too large for a message."""
+        limit = self._bus.max_message_bytes
+        split = functools.partial(split_to_size, compression=self._config.compression, store=self._store)
+        bodies = await asyncio.to_thread(split, experiences, limit)
+        name = functools.partial(part_name, work.piece.ticket, work.attempt)
+        return await stored(self._store, bodies, limit, name)
+
+    async def _publish(self, work: Work, contents: list[Content], oldest: Version | None) -> bool:
+        """Publish the parts of one attempt; False when nobody takes them any more, and then nothing is left of them in
+        the store.
+        """
+        piece = work.piece
+        exchange, key = (
+            self._topology.exchange("experiences"),
+            self._topology.batch_routing_key(piece.batch, piece.ticket),
+        )
+        for part, content in enumerate(contents):
+            mail = part_mail(piece, work.attempt, part, len(contents), content, oldest)
+            if not await self._taken(work, functools.partial(self._bus.publish, exchange, key, mail)):
+                nobodys = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
+                await delete_blobs(self._store, *(part_name(piece.ticket, work.attempt, n) for n in nobodys))
+                return False
+        return True
+
+    async def _taken(self, work: Work, publish: Callable[[], Awaitable[bool]]) -> bool:
+        """Publish until the batch queue takes it; False when nobody waits for it any more."""
+        piece, loop = work.piece, asyncio.get_running_loop()
+        give_up = loop.time() + piece.slice_timeout
+        while not await publish():
+            gone = await self._bus.depth(self._topology.batch_queue(piece.batch, piece.ticket).name) is None
+            # a slice that was cut off is given time for what it has: its ticket is not listed any more, and waits
+            cut_off = work.why is None and self._forgotten(piece)
+            if gone or cut_off or loop.time() > give_up:
+                return False
+            # it exists unbound: about to be closed, and then missing from the explorer's next beat
+            await self._woken.wait(RETURNED_PAUSE)
+        return True
+
+    async def _share(self, member: Member) -> bool:
+        answer = await self._shares.ask((member.piece.batch, member.piece.ticket), member)
+        if isinstance(answer, EncodeError | MessageTooLarge):
+            raise answer
+        return answer
+
+    async def _publish_shares(
+        self, ticket: tuple[BatchId, str], members: list[Member]
+    ) -> list[bool | EncodeError | MessageTooLarge]:
+        """Publish the experiences of several attempts as one part; one that is unfit holds up no other."""
+        experiences = [each for member in members for each in member.experiences]
+        try:
+            body = ExperienceBatch.of(experiences).encode(self._config.compression)
+            first = members[0]
+            mail = (
+                part_mail(first.piece, first.attempt, 0, 1, body, first.oldest)
+                if len(members) == 1
+                else share_mail(members, body)
+            )
+            key = self._topology.batch_routing_key(*ticket)
+            taken = await self._bus.publish(self._topology.exchange("experiences"), key, mail)
+        except (EncodeError, MessageTooLarge) as error:
+            if len(members) == 1:
+                return [error]
+            return [answer for member in members for answer in await self._publish_shares(ticket, [member])]
+        return [taken] * len(members)
+
+    async def _publish_results(self, batch: str, results: list[TaskResult]) -> list[bool]:
+        if len(results) == 1:
+            mail = envelope(results[0], message_id=f"result-{results[0].attempt}")
+        else:
+            ids = f"results-{results[0].attempt}+{len(results) - 1}"
+            mail = envelope(TaskResults(results=results), message_id=ids, headers={"batch": results[0].batch})
+        return [await self._bus.publish(self._topology.exchange("results"), batch, mail)] * len(results)
+
+
+def size_at_most(experiences: Sequence[Experience]) -> int:
+    """Return bytes that experiences surely fit into, more than ``SMALL`` where that cannot be said at a glance."""
     size = 0
     for each in experiences:
         if (
@@ -151,10 +237,10 @@ def is_small(experiences: Sequence[Experience]) -> bool:
             or each.chosen is not None
             or each.routed_experts is not None
         ):
-            return False
+            return SMALL + 1
         size += TOKEN_BYTES * each.tokens.shape[0] + len(each.prompt_text or "") + len(each.response_text or "")
         for value in each.info.values():
             if type(value) not in PLAIN:
-                return False
+                return SMALL + 1
             size += len(value) if isinstance(value, str) else 0
-    return size < SMALL
+    return size

@@ -116,6 +116,8 @@ def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]
             raise HistoryError(
                 f"{path} says it goes on from generation {origin['generation']}, which is not before {current}"
             )
+        if start == 0:
+            return result  # a generation that ended before its first batch may have left no file
         end, current = start, origin["generation"]
 
 

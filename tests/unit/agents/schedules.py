@@ -284,8 +284,9 @@ class Schedule(Simulation):
         failed = self._unfinished_slices()
         for batch, manifest in manifests.items():
             self.check_batch(batch, manifest, *processed[batch], failed)
-        trainer = self.trainers[-1]
-        history = lineage(self.folder / "history", trainer.generation, BATCHES)
+        # one started at the very end, in place of a drained one, may be told to end before it has a generation
+        generation = max(trainer.generation for trainer in self.trainers)
+        history = lineage(self.folder / "history", generation, BATCHES)
         assert [entry["batch"] for entry in history] == list(range(1, BATCHES + 1))
         for entry in history:
             self.check_trained(entry, *processed[entry["batch"]])

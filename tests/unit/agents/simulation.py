@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.unit.agents.world import one_by_one
 from trinity_agents.explorer import Explorer
 from trinity_agents.operator import Operator
 from trinity_agents.trainer import Trainer
@@ -184,12 +185,12 @@ class Simulation:
         await bus.declare(*self.topology.durable, Queue(name=self.topology.prefix + "tap", bindings=bindings))
 
     def published(self, kind: type[M]) -> list[M]:
-        """Every message of a kind that was published, in order."""
+        """Every message of a kind that was published, in order; results that went together one by one."""
         queue = self.broker.queues[self.topology.prefix + "tap"]
         assert isinstance(queue, WorkQueue)
         plain = [stored for stored in queue._ready if stored.content_type != EXPERIENCES]
         messages = [decode_any(stored.body, stored.content_type) for stored in plain if _is_ours(stored.headers)]
-        return [message for message in messages if isinstance(message, kind)]
+        return [single for message in messages for single in one_by_one(message) if isinstance(single, kind)]
 
     def letters(self) -> list[Mapping[str, object]]:
         """The headers of all dead letters."""

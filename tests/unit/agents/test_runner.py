@@ -792,9 +792,11 @@ def test_its_beat_says_what_it_does() -> None:
     async def main() -> None:
         await send_slice(world, a_slice())
         async with world.living(runner):
-            assert (runner.state, runner.detail()) == ("working", {"running": 1, "done": 0})
+            seconds = pytest.approx(0.2, abs=0.2)
+            assert runner.detail() == {"running": 1, "slices": [["t1", 0, 0, seconds]], "done": 0}
+            assert runner.state == "working"
             await asyncio.sleep(11)
-            assert (runner.state, runner.detail()) == ("idle", {"running": 0, "done": 1})
+            assert (runner.state, runner.detail()) == ("idle", {"running": 0, "slices": [], "done": 1})
             await world.outside.publish("", world.topology.tasks_train.name, envelope(a_slice(task=1)))
             await asyncio.sleep(1)
             runner.drain()
@@ -803,3 +805,26 @@ def test_its_beat_says_what_it_does() -> None:
 
     run_virtually(main())
     assert runner.state == "gone"
+
+
+def test_the_beat_names_the_oldest_slices_in_hand() -> None:
+    world = World("runner.concurrency=20")
+
+    async def slow(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(10)
+        return an_outcome(piece)
+
+    runner = make(world, slow)
+
+    async def main() -> None:
+        for task in range(18):
+            await send_slice(world, a_slice(task=task, run_base=4))
+        async with world.living(runner):
+            await asyncio.sleep(5)
+            detail = runner.detail()
+            assert (detail["running"], len(detail["slices"])) == (18, 16)
+            assert [entry[:3] for entry in detail["slices"]] == [["t1", task, 4] for task in range(16)]
+            assert all(5.0 <= entry[3] < 6.0 for entry in detail["slices"])
+
+    run_virtually(main())
+    assert runner.detail()["slices"] == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from trinity_mq.bus.base import BusError, Delivery
 from trinity_mq.bus.memory import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.experience import EID, Experience
-from trinity_mq.messages import Beat, Message, TaskBody, TaskSlice, decode, decode_any
+from trinity_mq.messages import Beat, Message, TaskBody, TaskResults, TaskSlice, decode, decode_any
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.mail import envelope
 from trinity_mq.scheduling.status import SliceOutcome
@@ -103,11 +103,12 @@ class World:
         return list(found._messages if hasattr(found, "_messages") else found._ready)
 
     def stream(self, name: str) -> list[Message]:
-        """The control-plane messages of a stream."""
+        """The control-plane messages of a stream, results that came together one by one."""
         return [
-            decode_any(each.body)
+            message
             for each in self.stored(name)
             if not str(each.headers["kind"]).startswith("experience")
+            for message in one_by_one(decode_any(each.body))
         ]
 
     def reasons(self) -> list[str]:
@@ -226,3 +227,8 @@ async def send_slice(world: World, piece: TaskSlice) -> None:
 
 
 __all__ = ["World", "a_slice", "an_outcome", "decode", "experience", "kill", "send_slice"]
+
+
+def one_by_one(message: Message) -> Sequence[Message]:
+    """Return the results in a message that holds several, else the message."""
+    return message.results if isinstance(message, TaskResults) else [message]

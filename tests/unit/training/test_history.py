@@ -99,6 +99,11 @@ def test_missing_empty_and_circular_histories_are_errors(tmp_path: Path) -> None
         lineage(tmp_path, 6, 1)
 
 
+def test_nothing_is_asked_of_a_generation_that_ended_before_its_first_batch(tmp_path: Path) -> None:
+    write(tmp_path, 1, (0, 0), range(1, 3))
+    assert [entry["progress"] for entry in lineage(tmp_path, 1, 2)] == [1, 2]
+
+
 def test_a_generation_has_one_history(tmp_path: Path) -> None:
     write(tmp_path, 1, None, range(1, 2))
     with pytest.raises(HistoryError, match="new generation"):

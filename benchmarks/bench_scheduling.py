@@ -1,0 +1,261 @@
+"""Tasks a second through a Scheduler, a real RabbitMQ and runner processes, against a bare aio-pika loop.
+
+    python benchmarks/bench_scheduling.py [--tasks N] [--tokens 64 1024] [--runners 1 2] [--profile FOLDER]
+
+A task is 8 experiences from a workflow that asks no model (trinity_mq.testing.noop), delivered to the caller of
+``get_results``. In the same run, on the same broker:
+
+- *bare aio-pika loop* (bare_amqp.py): one process and as many workers move messages of the same number and size, and do
+  nothing with them;
+- *plain loop*: one process without a broker runs the same workflow, encodes and decodes what it returns.
+
+The latency of a task is that of one scheduled alone. ``--profile`` writes what cProfile saw in scheduler and runners.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import cProfile
+import os
+import pstats
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+import bare_amqp
+from trinity_mq.bus import Bus, Topology, create_bus
+from trinity_mq.bus.connect import URL_VARIABLE
+from trinity_mq.bus.node import PrivateNode
+from trinity_mq.config import Config, load_config
+from trinity_mq.experience import decode, encode
+from trinity_mq.messages import Beat, TaskBody, TaskResult, TaskSlice
+from trinity_mq.messages import encode as encode_message
+from trinity_mq.models import InferenceModel
+from trinity_mq.models.engines.snapshot import EngineSnapshot
+from trinity_mq.runtime.mail import envelope
+from trinity_mq.scheduling import Scheduler, WorkflowRunner
+from trinity_mq.testing.noop import NoopWorkflow
+from trinity_mq.workflows import Task
+
+HERE = Path(__file__).parent
+RUNS = 8
+CONCURRENCY = 64
+PLAIN_SECONDS = 3.0
+WARM_UP = 200
+ALONE = 50
+"""Tasks whose latency is taken, one after the other."""
+IDLE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is varied."""
+
+    tokens: int
+    runners: int
+    tasks: int
+
+    def task(self) -> Task:
+        """Return a task of eight runs."""
+        arguments = {"tokens": self.tokens}
+        return Task(workflow=NoopWorkflow, repeat_times=RUNS, raw_task={"question": "?"}, workflow_args=arguments)
+
+
+async def plain_loop(config: Config, setting: Setting) -> tuple[float, int]:
+    """Return tasks a second of the same work without a queue, and the bytes of a body."""
+    runner = WorkflowRunner(config, InferenceModel("none", "http://127.0.0.1:9", "none"))
+    done, size, start = 0, 0, time.perf_counter()
+    while time.perf_counter() - start < PLAIN_SECONDS:
+        status, experiences = await runner.run_task_async(setting.task(), RUNS)
+        assert status.ok
+        body = encode(experiences)
+        assert len(decode(body)) == RUNS
+        done, size = done + 1, len(body)
+    await runner.close()
+    return done / (time.perf_counter() - start), size
+
+
+async def bare_loop(url: str, setting: Setting, part: int) -> float:
+    """Return tasks a second of the bare aio-pika loop, with messages as large as ours."""
+    identity = "0" * 32
+    slice_ = TaskSlice(batch=1, ticket=identity, task_id=1, task=TaskBody(raw_task={"question": "?"}))
+    metrics = [{"response_tokens:sum": 1.0, "reward": 1.0, "time/run_execution": 1.0}] * RUNS
+    result = TaskResult(batch=1, ticket=identity, task_id=1, attempt=identity, outcome="finished", metrics=metrics)
+    return await bare_amqp.rate(
+        url,
+        setting.tasks,
+        runners=setting.runners,
+        prefetch=CONCURRENCY,
+        slice_=len(encode_message(slice_)),
+        part=part,
+        result=len(encode_message(result)),
+    )
+
+
+async def engine_beats(bus: Bus, topology: Topology) -> None:
+    """Say that there is an engine, until cancelled: runners wait for one, also where the workflow asks none."""
+    snapshot = EngineSnapshot(
+        "engine", alive=True, state="current", url="http://127.0.0.1:9", name="none", version=(0, 0)
+    )
+    incarnation, seq = uuid.uuid4().hex, 0
+    while True:
+        seq += 1
+        beat = Beat(
+            role="engine", id="engine", seq=seq, incarnation=incarnation, lease=60, state="current",
+            detail=snapshot.detail(),
+        )  # fmt: skip
+        await bus.publish(topology.exchange("telemetry"), "beat.engine.engine", envelope(beat))
+        await asyncio.sleep(1.0)
+
+
+@contextlib.asynccontextmanager
+async def runners(config_path: Path, url: str, count: int, profiles: Path | None) -> AsyncIterator[list[int]]:
+    """Start the runner processes; yield their process ids."""
+    paths = [str(HERE.parent), str(HERE.parent / "agents"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, URL_VARIABLE: url, "PYTHONPATH": os.pathsep.join(paths)}
+    processes = []
+    for number in range(count):
+        profile = ["-m", "cProfile", "-o", str(profiles / f"runner-{number}.prof")] if profiles else []
+        command = [sys.executable, *profile, "-m", "trinity_mq.cli.main", "runner", str(config_path)]
+        processes.append(await asyncio.create_subprocess_exec(*command, "--id", f"runner-{number}", env=environment))
+    try:
+        yield [process.pid for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+        await asyncio.gather(*(process.wait() for process in processes))
+
+
+def seconds_of(pids: list[int]) -> list[float]:
+    """Return processor seconds of each process."""
+    return [sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids]
+
+
+def broker_pids() -> list[int]:
+    """Return the Erlang machines below this process."""
+    return [child.pid for child in psutil.Process().children(recursive=True) if child.name() == "beam.smp"]
+
+
+@contextlib.contextmanager
+def profiled(path: Path | None) -> Iterator[None]:
+    """Write a profile of this process to ``path``."""
+    if path is None:
+        yield
+        return
+    profile = cProfile.Profile()
+    with profile:
+        yield
+    profile.dump_stats(path)
+
+
+async def finished(scheduler: Scheduler, setting: Setting, batch: int, tasks: int) -> float:
+    """Schedule tasks, take all they return, and return the seconds that took."""
+    start = time.perf_counter()
+    scheduler.schedule([setting.task() for _ in range(tasks)], batch)
+    statuses, experiences = await scheduler.get_results(batch, timeout=600)
+    seconds = time.perf_counter() - start
+    assert len(statuses) == tasks, f"{len(statuses)} of {tasks} tasks came back"
+    assert all(status.ok for status in statuses)
+    assert len(experiences) == tasks * RUNS
+    return seconds
+
+
+async def through_the_queue(
+    config: Config, config_path: Path, url: str, setting: Setting, profiles: Path | None
+) -> float:
+    """Return tasks a second through scheduler, broker and runners, and print who spent what."""
+    topology = Topology(config.name)
+    async with contextlib.AsyncExitStack() as stack:
+        bus = create_bus(config.broker, topology, "bench")
+        await bus.connect()
+        stack.push_async_callback(bus.close)
+        scheduler = Scheduler(config, bus=bus, topology=topology)
+        await scheduler.start()
+        stack.push_async_callback(scheduler.stop)
+        pids = await stack.enter_async_context(runners(config_path, url, setting.runners, profiles))
+        beats = asyncio.ensure_future(engine_beats(bus, topology))
+        stack.callback(beats.cancel)
+        await finished(scheduler, setting, 1, WARM_UP)
+        alone = sorted([await finished(scheduler, setting, 2 + number, 1) for number in range(ALONE)])
+        await asyncio.sleep(2.0)  # what that left behind is cleared away
+        rest = seconds_of(pids)
+        await asyncio.sleep(IDLE_SECONDS)
+        idle = [(after - before) / IDLE_SECONDS for before, after in zip(rest, seconds_of(pids), strict=True)]
+        everyone = {"scheduler": [os.getpid()], "runners": pids, "broker": broker_pids()}
+        before = {name: sum(seconds_of(group)) for name, group in everyone.items()}
+        with profiled(profiles / "scheduler.prof" if profiles else None):
+            seconds = await finished(scheduler, setting, 1000, setting.tasks)
+        print(f"  one task alone: median {statistics.median(alone) * 1e3:.1f} ms, slowest {alone[-1] * 1e3:.1f} ms")
+        print(f"  idle runners: {', '.join(f'{share:.1%}' for share in idle)} of a core each")
+        for name, group in everyone.items():
+            spent = sum(seconds_of(group)) - before[name]
+            print(
+                f"  {name:10} {spent / setting.tasks * 1e3:6.3f} ms of processor a task, {spent / seconds:5.2f} cores"
+            )
+        return setting.tasks / seconds
+
+
+async def measure(folder: Path, setting: Setting, profiles: Path | None) -> None:
+    """Measure one setting and print the shares."""
+    folder.mkdir()
+    path = folder / "bench.yaml"
+    smoke = (HERE.parent / "examples" / "smoke.yaml").read_text(encoding="utf-8")
+    path.write_text(smoke.replace("name: smoke", "name: bench") + f"\nrunner:\n  concurrency: {CONCURRENCY}\n")
+    config = load_config(path, [f"run_dir={folder}/run"])
+    print(f"\n{setting.tasks} tasks of {RUNS} runs, {setting.tokens} tokens each, {setting.runners} runner(s)")
+    plain, part = await plain_loop(config, setting)
+    node = PrivateNode(folder / "broker")
+    await node.start()
+    try:
+        await node.wait_ready()
+        os.environ[URL_VARIABLE] = node.url
+        bare = await bare_loop(node.url, setting, part)
+        rate = await through_the_queue(config, path, node.url, setting, profiles)
+    finally:
+        await node.stop()
+    print(f"plain loop, no broker  : {plain:8.0f} tasks/s")
+    print(f"bare aio-pika loop     : {bare:8.0f} tasks/s")
+    print(
+        f"scheduler and runners  : {rate:8.0f} tasks/s, {rate / bare:.2f} of bare aio-pika, {rate / plain:.2f} of plain"
+    )
+
+
+async def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tasks", type=int, default=4000, help="of 64 tokens; fewer where they are longer")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024])
+    parser.add_argument("--runners", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--profile", type=Path, help="folder for profiles of scheduler and runners, of the last setting"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.profile:
+        options.profile.mkdir(parents=True, exist_ok=True)
+    settings = [
+        Setting(tokens, count, max(200, options.tasks * 64 // max(64, tokens)))
+        for tokens in options.tokens
+        for count in options.runners
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        for number, setting in enumerate(settings):
+            await measure(Path(folder) / str(number), setting, options.profile)
+    if options.profile:
+        for file in sorted(options.profile.glob("*.prof")):
+            print(f"\n{file.name}")
+            pstats.Stats(str(file)).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
