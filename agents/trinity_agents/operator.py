@@ -17,11 +17,23 @@ from typing import Any
 import structlog
 
 from trinity_mq.algorithms.registry import ALGORITHMS
-from trinity_mq.bus import Bus, BusUnavailable, Consumer, Delivery, Envelope, MessageTooLarge, QueueGone, Topology
+from trinity_mq.bus import (
+    Bus,
+    BusUnavailable,
+    Consumer,
+    Delivery,
+    Envelope,
+    Incoming,
+    MessageTooLarge,
+    QueueGone,
+    Topology,
+)
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
-from trinity_mq.messages import BatchClosed, BatchReady
-from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, create_operators, run_chain
+from trinity_mq.messages import BatchClosed, BatchReady, DecodeError
+from trinity_mq.models.auxiliary_clients import auxiliary_clients
+from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, OperatorError, create_operators, run_chain
+from trinity_mq.operators.threads import stuck
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.blobs import PARTS, open_store, patiently
 from trinity_mq.runtime.errors import RestartMe
@@ -30,7 +42,9 @@ from trinity_mq.runtime.references import carried_bytes
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.scheduling.batch_blobs import Content, Sweep, chunk_name, delete_blobs, stored
 from trinity_mq.scheduling.collector import UNBOUND_BEFORE_DELETE
-from trinity_mq.scheduling.parts import PartKey, chunk_mail, decode_parts, split_to_size, wanted_mails
+from trinity_mq.scheduling.engine_choice import EngineChoice
+from trinity_mq.scheduling.parts import Part, chunk_mail, decode_parts, split_to_size, wanted_mails
+from trinity_mq.scheduling.shares import PartKey, shares_of
 from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
@@ -55,7 +69,7 @@ class Processed:
     chunks: list[Content]
     experiences: int
     metrics: dict[str, float]
-    bad: list[tuple[Delivery, str]]
+    bad: list[tuple[Incoming, str]]
     """Parts that do not decode, and why."""
 
 
@@ -82,12 +96,16 @@ class Operator(Agent):
 
     async def serve(self) -> None:
         """Process batches until drained or the run is over."""
-        self._chain = create_operators(self.config.operator.operators)
+        names = [model.name for model in self.config.explorer.auxiliary_models]
+        clients = auxiliary_clients(names, EngineChoice(lambda: self.peers.alive("engine")).auxiliary)
+        self._chain = create_operators(self.config.operator.operators, clients)
         if ALGORITHMS[self.config.algorithm.algorithm_type].where == "operator":
             self._chain.append(AdvantageOperator(self.config.algorithm))
         async with contextlib.AsyncExitStack() as stack:
             if self._metrics is not None:
                 stack.callback(self._metrics.close)
+            for client in (client for each in clients.values() for client in each):
+                stack.push_async_callback(client.close)
             for operator in self._chain:
                 stack.push_async_callback(operator.close)
                 await operator.prepare()
@@ -149,6 +167,9 @@ class Operator(Agent):
             # an operator's bug costs its batch a try, never the daemon; the count ends it
             log.exception("batch_failed", ticket=manifest.ticket, attempt=delivery.deliveries_before + 1)
             await self._try_again(delivery, manifest, error)
+            if threads := stuck():
+                names = ", ".join(threads)
+                raise RestartMe(f"{names} computes on though its time was over: only a new process ends it") from error
             return False
         for part, reason in processed.bad:
             await park(self.bus, self.topology, part, reason, self.id)
@@ -163,9 +184,13 @@ class Operator(Agent):
         await self._tell(manifest, state="gone", reason=reason)
         await settle(delivery)
 
-    async def _fail(self, delivery: Delivery, manifest: BatchClosed, reason: str) -> None:
-        """Let the trainer skip the batch, keep a copy of its manifest for people to look at, then acknowledge."""
+    async def _fail(
+        self, delivery: Delivery, manifest: BatchClosed, reason: str, error: Exception | None = None
+    ) -> None:
+        """Let the trainer skip the batch, keep its manifest for ``trinity-mq dead replay``, then acknowledge."""
         await self._tell(manifest, state="failed", reason=reason)
+        if isinstance(error, OperatorError):
+            delivery.headers = {**delivery.headers, "operator": error.operator}
         await park(self.bus, self.topology, delivery, reason, self.id)
         await settle(delivery)
 
@@ -173,7 +198,7 @@ class Operator(Agent):
         limit = self.config.broker.delivery_limit
         if delivery.deliveries_before + 1 >= limit:
             reason = f"the operator chain failed {limit} times, last with {type(error).__name__}: {error}"
-            await self._fail(delivery, manifest, reason)
+            await self._fail(delivery, manifest, reason, error)
             return
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**delivery.deliveries_before)
         with contextlib.suppress(TimeoutError):
@@ -181,14 +206,14 @@ class Operator(Agent):
                 await self._stopped.wait()
         await give_back(delivery)
 
-    async def _drain(self, manifest: BatchClosed) -> dict[PartKey, Delivery]:
+    async def _drain(self, manifest: BatchClosed) -> dict[PartKey, Part]:
         """Return the parts that the manifest lists, in its order. Nothing is acknowledged: what we hold comes back if
         we die.
         """
         wanted = [(accepted.attempt, part) for accepted in manifest.accepted for part in range(accepted.parts)]
         if not wanted:
             return {}
-        found: dict[PartKey, Delivery] = {}
+        found: dict[PartKey, Part] = {}
         missing, size, idle = set(wanted), 0, 0.0
         limit, deadline = self.config.broker.max_batch_bytes, self.config.explorer.operator_deadline
         queue = self.topology.batch_queue(manifest.batch, manifest.ticket)
@@ -207,14 +232,16 @@ class Operator(Agent):
                     continue
                 self.set_state("working")
                 idle = 0.0
-                attempt, part = delivery.headers.get("attempt"), delivery.headers.get("part")
-                if not isinstance(attempt, str) or not isinstance(part, int):
-                    reason = "an experience part needs the headers attempt and part"
-                    await park(self.bus, self.topology, delivery, reason, self.id)
+                try:
+                    shares = [share for share in shares_of(delivery) if share.key in missing]
+                except DecodeError as error:
+                    await park(self.bus, self.topology, delivery, str(error), self.id)
                     await settle(delivery)
-                elif (attempt, part) in missing:
-                    missing.discard((attempt, part))
-                    found[attempt, part] = delivery
+                    continue
+                for share in shares:
+                    missing.discard(share.key)
+                    found[share.key] = Part(delivery, share)
+                if shares:
                     size += carried_bytes(self._store, delivery.body, delivery.content_type)
                 if size > limit:
                     raise BatchUnusable(f"batch {manifest.batch} is over broker.max_batch_bytes {limit}")
@@ -235,9 +262,11 @@ class Operator(Agent):
         held = any(beat.detail.get("ticket") == manifest.ticket and beat.waits_for is None for beat in others)
         return 0.0 if held else IDLE_CHECK
 
-    async def _send_wanted(self, manifest: BatchClosed, parts: Mapping[PartKey, Delivery]) -> None:
-        """Send submitters the experience parts they asked for, as they are; at least once."""
-        for reply_to, mail in wanted_mails(manifest, parts):
+    async def _send_wanted(self, manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> None:
+        """Send submitters the experience parts they asked for, at least once."""
+        if not manifest.wanted:
+            return
+        for reply_to, mail in await asyncio.to_thread(list, wanted_mails(manifest, parts)):
             try:
                 if not await self.bus.publish("", reply_to, mail):
                     log.info("submitter_gone", reply_to=reply_to)
@@ -246,7 +275,7 @@ class Operator(Agent):
             except MessageTooLarge as error:
                 log.warning("submitter_not_served", reply_to=reply_to, reason=str(error))
 
-    async def _processed(self, manifest: BatchClosed, parts: Collection[Delivery]) -> Processed:
+    async def _processed(self, manifest: BatchClosed, parts: Collection[Part]) -> Processed:
         """Return what the chain makes of the parts, its chunks stored where they are too large.
 
         Raises:
@@ -254,16 +283,12 @@ class Operator(Agent):
             StoreUnavailable: What they refer to cannot be read now, or a chunk not be stored.
         """
         loop, broker, op = asyncio.get_running_loop(), self.config.broker, uuid.uuid4().hex
-        is_stored = any(part.content_type == REFERENCE for part in parts)
+        is_stored = any(part.incoming.content_type == REFERENCE for part in parts)
         experiences, bad = await (patiently if is_stored else asyncio.to_thread)(decode_parts, parts, self._store)
         if bad and await self.bus.depth(self.topology.batch_queue(manifest.batch, manifest.ticket).name) is None:
             raise QueueGone(manifest.ticket)
-        started, limit = loop.time(), self.config.operator.timeout
-        try:
-            async with asyncio.timeout(limit):
-                left, metrics = await run_chain(self._chain, experiences)
-        except TimeoutError:
-            raise TimeoutError(f"not done within {limit:g} s (operator.timeout)") from None
+        started = loop.time()
+        left, metrics = await run_chain(self._chain, experiences, timeout=self.config.operator.timeout)
         metrics["time/operators"] = loop.time() - started
         split = functools.partial(split_to_size, compression=broker.compression, store=self._store)
         bodies = await asyncio.to_thread(split, left, self.bus.max_message_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.access import E
+from trinity_mq.operators.threads import in_thread
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -74,7 +75,7 @@ class ThreadedOperator(ExperienceOperatorV1):
 
     async def process(self, exps: list[Experience]) -> Processed:
         """Run :meth:`apply` in a thread."""
-        return await asyncio.to_thread(self.apply, exps)
+        return await in_thread(functools.partial(self.apply, exps), self.name)
 
 
 class ColumnOperator(ExperienceOperatorV1):
@@ -88,11 +89,11 @@ class ColumnOperator(ExperienceOperatorV1):
 
     async def process(self, exps: list[Experience]) -> Processed:
         """Run :meth:`apply` in a thread."""
-        return await asyncio.to_thread(self.apply, exps)
+        return await in_thread(functools.partial(self.apply, exps), self.name)
 
     async def process_batch(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Run :meth:`apply` on columns in a thread."""
-        return await asyncio.to_thread(self.apply, batch)
+        return await in_thread(functools.partial(self.apply, batch), self.name)
 
 
 class WrappedOperator(ThreadedOperator):
@@ -112,4 +113,4 @@ class WrappedOperator(ThreadedOperator):
 
     async def close(self) -> None:
         """Close the wrapped operator, which may block."""
-        await asyncio.to_thread(self.operator.close)
+        await in_thread(self.operator.close, self.name)

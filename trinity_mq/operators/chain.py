@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from trinity_mq.experience import Experience, ExperienceBatch
@@ -23,7 +24,7 @@ class OperatorError(Exception):
 
 
 async def run_chain(
-    operators: Sequence[ExperienceOperatorV1], experiences: Experiences
+    operators: Sequence[ExperienceOperatorV1], experiences: Experiences, *, timeout: float | None = None
 ) -> tuple[Experiences, dict[str, float]]:
     """Put the experiences of one batch through ``operators``, one after the other.
 
@@ -31,26 +32,41 @@ async def run_chain(
     :class:`ExperienceBatch` stays one for as long as all operators are :class:`ColumnOperator`; the first one that is
     not gets a list, and so do those behind it.
 
+    Args:
+        operators: The chain.
+        experiences: All of one batch.
+        timeout: Seconds for the chain, None for no limit.
+
     Returns:
         The experiences that are left, and the metrics: each operator's own as
         ``experience_pipeline/{place}_{Class}/{name}`` (one with ``/`` in its name stays as it is), its seconds as
         ``time/operator/{place}_{Class}``, and ``experience_pipeline/experience_count``.
 
     Raises:
-        OperatorError: One of them failed, or returned something else than experiences and metrics.
+        OperatorError: One of them failed, returned something else than experiences and metrics, or was at work when
+            the time was over.
     """
     loop = asyncio.get_running_loop()
+    deadline = None if timeout is None else loop.time() + timeout
     metrics: dict[str, float] = {}
     for place, operator in enumerate(operators):
         if not experiences:
             break
         label = f"{place}_{operator.name}"
         start = loop.time()
-        experiences, found = await _process(operator, label, experiences)
+        try:
+            async with asyncio.timeout_at(deadline):
+                experiences, found = await _process(operator, label, experiences)
+        except TimeoutError:
+            taken = loop.time() - start
+            raise OperatorError(
+                label,
+                f"the chain was not done within {timeout:g} s (operator.timeout); {taken:.3g} s of them went here",
+            ) from None
         metrics[f"time/operator/{label}"] = loop.time() - start
         for name, value in found.items():
-            if isinstance(value, int | float):
-                metrics[name if "/" in name else f"{PREFIX}/{label}/{name}"] = float(value)
+            if isinstance(value, Real):
+                metrics[name if "/" in str(name) else f"{PREFIX}/{label}/{name}"] = float(value)
     metrics[f"{PREFIX}/experience_count"] = float(len(experiences))
     return experiences, metrics
 
@@ -67,8 +83,16 @@ async def _process(
         else:
             # copies: an operator may write to its tensors, and those of a batch lie in the received body
             result = await operator.process(await asyncio.to_thread(experiences.to_list))
-    except Exception as error:
-        raise OperatorError(label, f"{type(error).__name__}: {error}") from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise OperatorError(label, "cancelled itself") from None
+    except (Exception, SystemExit) as error:
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup):  # a group's own words do not say what went wrong
+            cause = cause.exceptions[0]
+        raise OperatorError(label, f"{type(cause).__name__}: {cause}") from error
     match result:
         case (ExperienceBatch() as kept, Mapping() as metrics):
             return kept, metrics

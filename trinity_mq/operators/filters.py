@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_mq.experience.access import E, chosen, ids, values
+from trinity_mq.experience.access import E, chosen, values
 from trinity_mq.operators.base import ColumnOperator
+from trinity_mq.operators.runs import of_tasks, run_values, spread, valid
 
 
 class RewardFilter(ColumnOperator):
@@ -20,7 +20,7 @@ class RewardFilter(ColumnOperator):
     def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
         """Return the experiences that are kept, and ``filtered_count``."""
         rewards = values(exps, "reward")
-        kept = [number for number, reward in enumerate(rewards) if _valid(reward) and reward >= self.threshold]
+        kept = [number for number, reward in enumerate(rewards) if valid(reward) and reward >= self.threshold]
         return chosen(exps, kept), {"filtered_count": len(exps) - len(kept)}
 
 
@@ -29,7 +29,7 @@ class InvalidRewardFilter(ColumnOperator):
 
     def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
         """Return the experiences that are kept, and ``filtered_count``."""
-        kept = [number for number, reward in enumerate(values(exps, "reward")) if _valid(reward)]
+        kept = [number for number, reward in enumerate(values(exps, "reward")) if valid(reward)]
         return chosen(exps, kept), {"filtered_count": len(exps) - len(kept)}
 
 
@@ -45,16 +45,14 @@ class RewardStdFilter(ColumnOperator):
 
     def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
         """Return the experiences that are kept, ``operator_filtered_count`` and the spread of the groups before."""
-        tids = ids(exps, "tid")
-        groups = _run_rewards(tids, ids(exps, "rid"), values(exps, "eid.step"), values(exps, "reward"))
-        kept_tids = {tid for tid, rewards in groups.items() if self._differ(rewards)}
-        kept = [number for number, tid in enumerate(tids) if tid in kept_tids]
+        groups = run_values(exps, values(exps, "reward"))
+        kept = of_tasks(exps, {tid for tid, rewards in groups.items() if self._differ(rewards)})
         means = [statistics.fmean(rewards) for rewards in groups.values() if rewards]
         stds = [statistics.pstdev(rewards) for rewards in groups.values() if rewards]
         return chosen(exps, kept), {
             "operator_filtered_count": len(exps) - len(kept),
-            **_spread("origin_group_advantages/reward_mean", means),
-            **_spread("origin_group_advantages/reward_std", stds),
+            **spread("origin_group_advantages/reward_mean", means),
+            **spread("origin_group_advantages/reward_std", stds),
         }
 
     def _differ(self, rewards: Sequence[float]) -> bool:
@@ -62,29 +60,3 @@ class RewardStdFilter(ColumnOperator):
         if len(rewards) < 2 or max(rewards) == min(rewards):
             return False
         return statistics.pstdev(rewards) > self.threshold
-
-
-def _valid(reward: float | None) -> bool:
-    return reward is not None and math.isfinite(reward)
-
-
-def _run_rewards(
-    tids: Sequence[str], rids: Sequence[str], steps: Sequence[int], rewards: Sequence[float | None]
-) -> dict[str, list[float]]:
-    """Return the rewards of the runs of each task."""
-    last: dict[str, int] = {}
-    for number, rid in enumerate(rids):
-        if rid not in last or steps[number] >= steps[last[rid]]:
-            last[rid] = number
-    groups: dict[str, list[float]] = {tid: [] for tid in tids}
-    for number in last.values():
-        reward = rewards[number]
-        if reward is not None and math.isfinite(reward):
-            groups[tids[number]].append(reward)
-    return groups
-
-
-def _spread(name: str, numbers: Sequence[float]) -> dict[str, float]:
-    if not numbers:
-        return {}
-    return {f"{name}/mean": statistics.fmean(numbers), f"{name}/max": max(numbers), f"{name}/min": min(numbers)}

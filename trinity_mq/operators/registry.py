@@ -11,9 +11,14 @@ from trinity_mq.rewards.lookup import lookup
 from trinity_mq.runtime.errors import FatalError
 
 OPERATORS: Mapping[str, str] = {
+    "dapo_dynamic_sampling": "trinity_mq.operators.sampling:DapoDynamicSampling",
+    "deduplication": "trinity_mq.operators.sampling:Deduplication",
     "invalid_reward_filter": "trinity_mq.operators.filters:InvalidRewardFilter",
+    "length_penalty": "trinity_mq.operators.rewards:LengthPenalty",
     "mask_response_truncated": "trinity_mq.operators.masks:MaskResponseTruncated",
+    "pass_rate_calculator": "trinity_mq.operators.pass_rate:PassRateCalculator",
     "reward_filter": "trinity_mq.operators.filters:RewardFilter",
+    "reward_shaping_mapper": "trinity_mq.operators.rewards:RewardShaping",
     "reward_std_filter": "trinity_mq.operators.filters:RewardStdFilter",
 }
 """Built-in operators."""
@@ -49,7 +54,7 @@ def _create(config: OperatorConfig, auxiliary_models: AuxiliaryModels | None) ->
         )
     try:
         made = found(**config.args)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise OperatorConfigError(
             f"operator {config.name!r} cannot be made with args {config.args!r}: {error}"
         ) from error

@@ -2,13 +2,62 @@ r"""A small reward for the form of a response, whatever it says."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from trinity_mq.rewards.math_answer import boxed
 
+Form = Literal["boxed", "think_answer", "think_boxed"]
 
-def format_reward(response: str, truth: str | None, *, finished: bool, score: float = 0.1) -> dict[str, float]:
-    r"""Return ``score`` if ``response`` ended by itself and holds a ``\boxed{}`` with something in it, else ``-score``.
+
+def format_reward(
+    response: str, truth: str | None, *, finished: bool, score: float = 0.1, form: Form = "boxed"
+) -> dict[str, float]:
+    r"""Return ``score`` if ``response`` ended by itself and has the form, else ``-score``.
 
     Alone it teaches form only and reports no accuracy: add it to another reward in a function of your own.
+
+    Args:
+        response: The text of the response.
+        truth: Not looked at.
+        finished: The response ended by itself.
+        score: Size of the reward.
+        form: ``boxed``: a ``\boxed{}`` with something in it. ``think_answer``: ``<think>...</think>`` and then
+            ``<answer>...</answer>``, each once, and nothing else (DeepSeek-R1, arXiv 2501.12948, table 1).
+            ``think_boxed``: ``<think>...</think>`` once and first, and a ``\boxed{}`` behind it.
     """
-    found = boxed(response)
-    return {"format_score": score if finished and found is not None and found[1].strip() else -score}
+    return {"format_score": score if finished and has_form(response, form) else -score}
+
+
+def has_form(response: str, form: Form) -> bool:
+    """Return whether ``response`` has the form; see :func:`format_reward`.
+
+    Raises:
+        ValueError: No such form.
+    """
+    if form == "boxed":
+        return _has_box(response)
+    if form not in {"think_answer", "think_boxed"}:
+        raise ValueError(f"form is {form!r}, wanted boxed, think_answer or think_boxed")
+    thought = _enclosed(response.strip(), "think")
+    if thought is None:
+        return False
+    rest = thought.strip()
+    if form == "think_boxed":
+        return _has_box(rest)
+    return _enclosed(rest, "answer") == ""
+
+
+def _has_box(text: str) -> bool:
+    found = boxed(text)
+    return found is not None and bool(found[1].strip())
+
+
+def _enclosed(text: str, tag: str) -> str | None:
+    """Return what follows the one pair of tags that ``text`` begins with, None if it does not begin with one, or it has
+    more or nothing in it.
+    """
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    if not text.startswith(opening) or text.count(opening) != 1 or text.count(closing) != 1:
+        return None
+    inside, _, rest = text.removeprefix(opening).partition(closing)
+    return rest if inside.strip() else None

@@ -37,9 +37,10 @@ def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | No
     if name in added:
         try:
             return added[name].load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # whatever the package does while it is imported
             raise UnknownNameError(
-                f"{kind} {name!r} of an installed package ({added[name].value}) cannot be loaded: {error}"
+                f"{kind} {name!r} of an installed package ({added[name].value}) cannot be loaded: "
+                f"{type(error).__name__}: {error}"
             ) from error
     known = sorted({*table, *added})
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)

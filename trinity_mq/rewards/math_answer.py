@@ -41,7 +41,7 @@ def final_number(text: str, *, marked_only: bool = False) -> Fraction | None:
     """
     marks = sorted((found for found in (after_hashes(text), boxed(text)) if found is not None), reverse=True)
     for _, answer in marks:
-        numbers = [_value(match) for match in _NUMBER.finditer(_plain(answer[:MAX_ANSWER]))]
+        numbers = [_value(match) for match in _NUMBER.finditer(plain(answer[:MAX_ANSWER]))]
         if len(numbers) == 1:
             return numbers[0]
     if marked_only:
@@ -70,7 +70,13 @@ def boxed(text: str) -> tuple[int, str] | None:
     return None
 
 
-def _plain(answer: str) -> str:
+def number_of(text: str) -> Fraction | None:
+    """Return the number that ``text`` is, as a whole; None if it is none."""
+    match = _NUMBER.fullmatch(text)
+    return _value(match) if match else None
+
+
+def plain(answer: str) -> str:
     r"""Return LaTeX as plain text where it matters for numbers: ``\frac{1}{2}`` is 1/2, ``1{,}234`` is 1,234."""
     answer = _FRACTION.sub(r" \1/\2 ", answer.replace("{,}", ","))
     return _SPACING.sub("", _UNITS.sub(" ", answer))

@@ -11,13 +11,23 @@ from typing import Any, Protocol
 from trinity_mq.rewards.lookup import lookup
 
 REWARDS: Mapping[str, str] = {
+    "accuracy_reward": "trinity_mq.rewards.accuracy:accuracy_reward",
     "char_match": "trinity_mq.rewards.char_match:char_match",
+    "countdown_reward": "trinity_mq.rewards.countdown:countdown_reward",
     "exact_match": "trinity_mq.rewards.exact_match:exact_match",
     "format_reward": "trinity_mq.rewards.format_reward:format_reward",
     "gsm8k": "trinity_mq.rewards.math_answer:math_answer",
     "math_answer": "trinity_mq.rewards.math_answer:math_answer",
+    "math_boxed": "trinity_mq.rewards.math_boxed:math_boxed",
+    "math_boxed_reward": "trinity_mq.rewards.math_boxed:math_boxed",
+    "math_dapo_reward": "trinity_mq.rewards.math_dapo:MathDapoReward",
+    "math_reward": "trinity_mq.rewards.math_reward:math_reward",
+    "tool_call": "trinity_mq.rewards.tool_call:tool_call",
 }
 """Built-in reward functions."""
+
+ENTRY_GROUP = "trinity_mq.rewards"
+"""Entry points under which installed packages add theirs."""
 
 ACCURACY = "accuracy"
 """The part that evaluation reports: 1.0 for a right answer, else 0.0."""
@@ -33,6 +43,8 @@ class RewardFn(Protocol):
             response: The text of the response.
             truth: What the dataset gives as the right answer.
             finished: The response ended by itself, and was not cut at a limit.
+
+        One that has a parameter ``tokens`` is told the number of response tokens there too, where it is known.
         """
         ...
 
@@ -42,42 +54,62 @@ class RewardError(ValueError):
 
 
 def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
-    """Return ``reward`` (a registered name, a dotted path, a function or a class) with ``args`` filled in.
+    """Return ``reward`` with ``args`` filled in.
 
-    A class is made with ``args`` and its instance called; a function gets them as keywords.
+    It is a name (built in, or of an entry point), a dotted path, a function or a class. A class is made with ``args``
+    and its instance called; a function gets them as keywords.
 
     Raises:
         UnknownNameError: The name means nothing.
         RewardError: It does not take these arguments.
     """
-    found = lookup("reward function", reward, REWARDS) if isinstance(reward, str) else reward
+    found = lookup("reward function", reward, REWARDS, ENTRY_GROUP) if isinstance(reward, str) else reward
     label = reward if isinstance(reward, str) else getattr(found, "__qualname__", repr(found))
     if not callable(found):
         raise RewardError(f"reward function {label!r} is a {type(found).__name__}, wanted a function or a class")
     try:
-        fn: Any
-        if inspect.isclass(found):
-            fn = found(**args)
-            inspect.signature(fn).bind("response", "truth", finished=True)
-        else:
-            fn = functools.partial(found, **args)
-            inspect.signature(found).bind("response", "truth", finished=True, **args)
-    except TypeError as error:
+        fn: Any = found(**args) if inspect.isclass(found) else functools.partial(found, **args)
+        signature = inspect.signature(fn)
+        signature.bind("response", "truth", finished=True)
+    except (TypeError, ValueError) as error:
         raise RewardError(
             f"reward function {label!r} cannot be called as reward(response, truth, *, finished) with "
             f"reward_fn_args {dict(args)!r}: {error}"
         ) from error
-    result: RewardFn = fn
-    return result
+    return _Reward(fn, "tokens" in signature.parameters and "tokens" not in args)
 
 
-def parts_of(reward_fn: RewardFn, response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
+class _Reward:
+    """A reward function that may be told the number of tokens, whether or not it wants to know."""
+
+    def __init__(self, fn: Any, counts: bool) -> None:
+        self._fn, self._counts = fn, counts
+
+    def __call__(
+        self, response: str, truth: str | None, *, finished: bool, tokens: int | None = None
+    ) -> Mapping[str, float]:
+        more = {"tokens": tokens} if self._counts else {}
+        parts: Mapping[str, float] = self._fn(response, truth, finished=finished, **more)
+        return parts
+
+
+def parts_of(
+    reward_fn: RewardFn, response: str, truth: str | None, *, finished: bool, tokens: int | None = None
+) -> dict[str, float]:
     """Call ``reward_fn`` and return its parts.
+
+    Args:
+        reward_fn: As :func:`create_reward` returns it.
+        response: As for :class:`RewardFn`.
+        truth: As for :class:`RewardFn`.
+        finished: As for :class:`RewardFn`.
+        tokens: Number of response tokens, for rewards that want to know.
 
     Raises:
         RewardError: It gave something other than numbers by name.
     """
-    parts = reward_fn(response, truth, finished=finished)
+    more = {"tokens": tokens} if isinstance(reward_fn, _Reward) else {}
+    parts = reward_fn(response, truth, finished=finished, **more)
     if not isinstance(parts, Mapping) or not parts or not all(isinstance(value, Real) for value in parts.values()):
         raise RewardError(f"reward function gave {parts!r}, wanted its parts by name, such as {{'accuracy': 1.0}}")
     return {str(key): float(value) for key, value in parts.items()}

@@ -13,13 +13,15 @@ from trinity_mq.config import BrokerConfig
 def test_a_row_says_where_from_and_why() -> None:
     headers = {"kind": "task_slice", "dead-queue": "tmq.r.tasks.train", "dead-reason": "does not decode", "batch": 3}
     letter = Incoming(body=b"12345", exchange="e", routing_key="k", queue="dead", message_id="m", headers=headers)
-    assert row(letter) == ("tmq.r.tasks.train", "task_slice", "does not decode", "3", "5", "m")
+    assert row(letter) == ("tmq.r.tasks.train", "task_slice", "does not decode", "-", "3", "5", "m")
+    letter.headers = {**headers, "operator": "0_Judge"}
+    assert row(letter)[3] == "0_Judge"
 
 
 def test_what_the_broker_itself_dead_lettered() -> None:
     headers = {"x-first-death-queue": "q", "x-first-death-reason": "rejected"}
     letter = Incoming(body=b"", exchange="e", routing_key="k", queue="dead", headers=headers)
-    assert row(letter) == ("q", "-", "rejected", "-", "0", "-")
+    assert row(letter) == ("q", "-", "rejected", "-", "-", "0", "-")
 
 
 @pytest.mark.broker

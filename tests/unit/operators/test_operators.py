@@ -1,7 +1,9 @@
 import asyncio
 import math
+import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,10 +16,13 @@ from trinity_mq.operators import (
     ExperienceOperatorV1,
     OperatorConfigError,
     OperatorError,
+    ThreadedOperator,
     create_operators,
     run_chain,
 )
+from trinity_mq.operators.threads import stuck
 from trinity_mq.rewards import UnknownNameError
+from trinity_mq.testing.virtual_time import run_virtually
 
 THIS = __name__
 
@@ -200,6 +205,120 @@ async def test_a_failing_operator_is_named_with_its_place():
         await run_chain([WrongResult()], [exp()])
 
 
+class Patient(ThreadedOperator):
+    """Waits in its thread until it is let go."""
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def apply(self, exps):
+        self.go.wait(30)
+        return exps, {}
+
+
+class Hanging(ExperienceOperatorV1):
+    async def process(self, exps):
+        await asyncio.Event().wait()
+
+
+class OwnTimeout(ExperienceOperatorV1):
+    async def process(self, exps):
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+
+
+class Leaving(ExperienceOperatorV1):
+    async def process(self, exps):
+        sys.exit(3)
+
+
+class Grouping(ExperienceOperatorV1):
+    async def process(self, exps):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Failing().process(exps))
+
+
+class Cancelling(ExperienceOperatorV1):
+    async def process(self, exps):
+        raise asyncio.CancelledError
+
+
+class LeavingThread(ThreadedOperator):
+    def apply(self, exps):
+        sys.exit(3)
+
+
+class StoppingThread(ThreadedOperator):
+    def apply(self, exps):
+        raise StopIteration
+
+
+async def test_who_was_at_work_when_the_time_was_over_is_named():
+    with pytest.raises(
+        OperatorError, match=r"operator 1_Hanging: .* not done within 0.01 s \(operator.timeout\)"
+    ) as caught:
+        await run_chain([Recording(), Hanging()], [exp()], timeout=0.01)
+    assert caught.value.operator == "1_Hanging"
+
+
+def test_the_limit_is_that_of_the_chain_not_of_each():
+    class Slow(ExperienceOperatorV1):
+        async def process(self, exps):
+            await asyncio.sleep(40)
+            return exps, {}
+
+    with pytest.raises(OperatorError) as caught:
+        run_virtually(run_chain([Slow(), Slow(), Slow()], [exp()], timeout=100))
+    assert caught.value.operator == "2_Slow"
+
+
+@pytest.mark.parametrize(
+    ("operator", "said"),
+    [
+        (OwnTimeout, "0_OwnTimeout: TimeoutError"),
+        (Leaving, "0_Leaving: SystemExit: 3"),
+        (Grouping, "0_Grouping: ArithmeticError: two and two"),
+        (Cancelling, "0_Cancelling: cancelled itself"),
+        (LeavingThread, "0_LeavingThread: RuntimeError: raised SystemExit"),
+        (StoppingThread, "0_StoppingThread: .*StopIteration"),
+    ],
+)
+async def test_whatever_an_operator_does_is_its_failure(operator, said):
+    with pytest.raises(OperatorError, match=said):
+        await run_chain([operator()], [exp()], timeout=30)
+
+
+async def test_a_chain_that_is_cancelled_is_cancelled():
+    task = asyncio.create_task(run_chain([Hanging()], [exp()], timeout=30))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_thread_that_does_not_end_is_given_up_and_known():
+    operator = Patient()
+    with pytest.raises(OperatorError, match="0_Patient"):
+        await run_chain([operator], [exp()], timeout=0.01)
+    assert stuck() == ["Patient"]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "Patient"]
+    assert thread.daemon
+    operator.go.set()
+    thread.join()
+    assert stuck() == []
+
+
+async def test_numbers_of_other_libraries_are_metrics():
+    class Measuring(ExperienceOperatorV1):
+        async def process(self, exps):
+            return exps, {"narrow": np.float32(0.5), "whole": np.int64(3), "tensor": torch.ones(1), "none": None}
+
+    _, metrics = await run_chain([Measuring()], [exp()])
+    found = {key.rpartition("/")[2]: value for key, value in metrics.items() if "/0_" in key and "time" not in key}
+    assert found == {"narrow": 0.5, "whole": 3.0}
+    assert {type(value) for value in metrics.values()} == {float}
+
+
 def test_unknown_names_and_wrong_arguments_teach():
     with pytest.raises(UnknownNameError, match="did you mean 'reward_filter'"):
         create_operators([OperatorConfig(name="reward_filtre")])
@@ -210,5 +329,6 @@ def test_unknown_names_and_wrong_arguments_teach():
 
 
 def test_every_registered_operator_can_be_made():
-    made = create_operators([OperatorConfig(name=name) for name in OPERATORS])
+    needed = {"length_penalty": {"max_response_length": 10, "cache_length": 2}}
+    made = create_operators([OperatorConfig(name=name, args=needed.get(name, {})) for name in OPERATORS])
     assert len({type(operator) for operator in made}) == len(OPERATORS)

@@ -17,8 +17,9 @@ class Threshold:
 
 
 def test_every_registered_name_loads_and_can_be_called():
+    truths = {"countdown_reward": '{"target": 7, "numbers": [7]}', "tool_call": "[]"}
     for name in REWARDS:
-        parts = parts_of(create_reward(name, {}), "7", "7", finished=True)
+        parts = parts_of(create_reward(name, {}), "7", truths.get(name, "7"), finished=True)
         assert parts, name
 
 
@@ -35,7 +36,7 @@ def test_a_class_is_made_with_the_arguments():
 def test_an_unknown_name_lists_near_misses():
     with pytest.raises(UnknownNameError, match="did you mean 'exact_match'"):
         create_reward("exact_mach", {})
-    with pytest.raises(UnknownNameError, match=r"known: char_match.*dotted path"):
+    with pytest.raises(UnknownNameError, match=r"known: accuracy_reward, char_match.*dotted path"):
         create_reward("zzz", {})
 
 
@@ -86,6 +87,20 @@ def test_entry_points_add_names(monkeypatch):
     assert lookup("reward function", "theirs", {}, "some.group") is exact_match
     with pytest.raises(UnknownNameError, match="installed package"):
         lookup("reward function", "broken", {}, "some.group")
+    assert parts_of(create_reward("theirs", {}), "7", "7", finished=True) == {"accuracy": 1.0}
+
+
+def test_a_package_that_fails_while_imported_is_named(tmp_path, monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from trinity_mq.rewards import lookup as module
+
+    (tmp_path / "fails_at_import.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("theirs", "fails_at_import:reward", "trinity_mq.rewards")
+    monkeypatch.setattr(module, "_entry_points", lambda group: {"theirs": point})
+    with pytest.raises(UnknownNameError, match=r"'theirs' of an installed package.*ZeroDivisionError"):
+        create_reward("theirs", {})
 
 
 def test_name_of_gives_a_name_that_finds_it_again():

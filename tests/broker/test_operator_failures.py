@@ -1,0 +1,201 @@
+"""Real operator processes on a real broker: a failing chain, repaired and run again; work shared; one replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.unit.agents.world import a_slice, experience
+from trinity_mq.bus import Bus, Topology, create_bus
+from trinity_mq.cli.main import main as command
+from trinity_mq.config import SupervisorConfig, load_config
+from trinity_mq.experience import EID, Experience
+from trinity_mq.messages import Accepted, BatchClosed, BatchReady, DecodeError, decode
+from trinity_mq.runtime.mail import envelope
+from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
+from trinity_mq.scheduling.parts import part_mail
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
+
+ROOT = Path(__file__).parents[2]
+OPERATORS = """
+import asyncio, os, time
+from pathlib import Path
+from trinity_mq.operators import ExperienceOperator, ExperienceOperatorV1
+
+HERE = Path(__file__).parent
+
+class Choosy(ExperienceOperatorV1):
+    async def process(self, exps):
+        if exps[0].eid.batch == 1 and not (HERE / "repaired").exists():
+            raise ArithmeticError("not this one")
+        return exps, {"pid": os.getpid()}
+
+class Meets(ExperienceOperatorV1):
+    async def process(self, exps):
+        (HERE / f"here-{os.getpid()}").touch()
+        while len(list(HERE.glob("here-*"))) < 2:
+            await asyncio.sleep(0.05)
+        return exps, {"pid": os.getpid()}
+
+class Blocks(ExperienceOperator):
+    def process(self, exps):
+        if not (HERE / "blocked").exists():
+            (HERE / "blocked").write_text(str(os.getpid()))
+            time.sleep(1000)
+        return exps, {"pid": os.getpid()}
+"""
+
+
+@dataclass
+class Stage:
+    bus: Bus
+    topology: Topology
+    url: str
+    folder: Path
+    events: list[ProcessEvent] = field(default_factory=list)
+
+    async def closed(self, batch: int, runs: int = 2) -> None:
+        """A batch whose parts are in its queue, closed."""
+        ticket = f"t{batch}"
+        queue = self.topology.batch_queue(batch, ticket)
+        await self.bus.declare(queue)
+        key = self.topology.batch_routing_key(batch, ticket)
+        for run in range(runs):
+            body = Experience.serialize_many([experience(run=run, eid=EID(batch=batch, task=0, run=run))])
+            mail = part_mail(a_slice(batch=batch, ticket=ticket), f"a{run}", 0, 1, body)
+            assert await self.bus.publish(self.topology.exchange("experiences"), key, mail)
+        await self.bus.unbind(queue)
+        accepted = [Accepted(task_id=0, run_base=run, attempt=f"a{run}", runs=[run], parts=1) for run in range(runs)]
+        mail = envelope(BatchClosed(batch=batch, ticket=ticket, accepted=accepted), message_id=f"closed-{ticket}")
+        assert await self.bus.publish(self.topology.exchange("batches"), "closed", mail)
+
+    async def decided(self, count: int) -> list[BatchReady]:
+        """The first so many decisions on the ready stream."""
+        found: list[BatchReady] = []
+        async with await self.bus.consume(self.topology.ready, offset=0) as feed, asyncio.timeout(80):
+            while len(found) < count:
+                delivery = await anext(feed)
+                with contextlib.suppress(DecodeError):  # chunks are on it too
+                    found.append(decode(delivery.body, BatchReady, delivery.content_type))
+        return found
+
+    async def command(self, *words: str) -> int:
+        return await asyncio.to_thread(command, [*words, "--run", self.topology.run, "--broker", self.url])
+
+
+def pid(ready: BatchReady) -> int:
+    return int(next(value for name, value in ready.metrics.items() if name.endswith("/pid")))
+
+
+@asynccontextmanager
+async def operators(
+    folder: Path, topology: Topology, url: str, kind: str, *names: str, **sections: object
+) -> AsyncIterator[Stage]:
+    (folder / "my_operators.py").write_text(OPERATORS)
+    settings = {
+        "name": topology.run,
+        "model": {"tiny": {}},
+        "run_dir": str(folder / "run"),
+        "algorithm": {"min_group_runs": 1},
+        "plugin_dirs": [str(folder)],
+        **sections,
+    }
+    settings["operator"] = {"operators": [{"name": f"my_operators.{kind}"}], **dict(sections.get("operator", {}))}  # type: ignore[call-overload]
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    config = load_config(path, [f"broker.url={url}"])
+    bus = create_bus(config.broker, topology, "test")
+    await bus.connect()
+    await bus.declare(*topology.durable)
+    stage = Stage(bus, topology, url, folder)
+    environment = {
+        "TRINITY_MQ_BROKER_URL": url,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "agents")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    line = (sys.executable, "-m", "trinity_mq.cli.main", "operator", str(path), "--id")
+    supervisor = Supervisor(
+        [ProcessSpec(name=name, role="operator", argv=(*line, name), env=environment) for name in names],
+        config=SupervisorConfig(grace=15.0),
+        log_dir=folder / "logs",
+        on_event=stage.events.append,
+    )
+    running = asyncio.ensure_future(supervisor.run())
+    try:
+        yield stage
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await bus.close()
+
+
+async def test_a_failing_batch_is_parked_the_run_goes_on_and_a_replay_does_it(
+    broker_url: str,
+    topology: Topology,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # a table that folds nothing
+    broker = {"delivery_limit": 2}
+    async with operators(tmp_path, topology, broker_url, "Choosy", "operator-0", broker=broker) as stage:
+        for batch in (1, 2):
+            await stage.closed(batch)
+        states = {ready.batch: ready for ready in await stage.decided(2)}
+        assert {batch: ready.state for batch, ready in states.items()} == {1: "failed", 2: "ready"}
+        assert "operator 0_Choosy: ArithmeticError: not this one" in str(states[1].reason)
+        async with await stage.bus.consume(topology.dead, prefetch=1) as feed, asyncio.timeout(20):
+            assert (await anext(feed)).headers["operator"] == "0_Choosy"
+        assert await stage.bus.depth(topology.batch_queue(1, "t1").name) == 2, "kept for the replay"
+        assert await stage.command("dead", "list") == 0
+        listed = "".join(capsys.readouterr().out.split())
+        assert "batch_closed" in listed
+        assert "0_Choosy" in listed
+
+        (tmp_path / "repaired").touch()
+        assert await stage.command("dead", "replay", "--batch", "1") == 0
+        assert "batch 1 is with the operators again" in capsys.readouterr().out
+        again = (await stage.decided(3))[2]
+        assert (again.batch, again.state, again.experiences) == (1, "ready", 2)
+        assert await stage.bus.depth(topology.dead.name) == 0
+        await stage.closed(3)
+        assert [ready.state for ready in (await stage.decided(4))[3:]] == ["ready"]
+
+
+async def test_two_operators_share_the_work_and_one_alone_does_it_when_the_other_is_killed(
+    broker_url: str, topology: Topology, tmp_path: Path
+) -> None:
+    async with operators(tmp_path, topology, broker_url, "Meets", "operator-0", "operator-1") as stage:
+        for batch in (1, 2):
+            await stage.closed(batch)
+        pids = {pid(ready) for ready in await stage.decided(2)}
+        assert len(pids) == 2, "each waits for the other's batch, so both were done at the same time"
+        os.kill(pids.pop(), signal.SIGKILL)
+        for batch in (3, 4, 5):
+            await stage.closed(batch)
+        assert sorted(int(ready.batch) for ready in (await stage.decided(5))[2:]) == [3, 4, 5]
+
+
+async def test_a_process_that_blocks_for_ever_is_replaced_and_its_batch_done(
+    broker_url: str, topology: Topology, tmp_path: Path
+) -> None:
+    async with operators(tmp_path, topology, broker_url, "Blocks", "operator-0", operator={"timeout": 2.0}) as stage:
+        await stage.closed(1)
+        (ready,) = await stage.decided(1)
+        first = int((tmp_path / "blocked").read_text())
+        assert (ready.state, ready.experiences) == ("ready", 2)
+        assert pid(ready) != first
+        assert not psutil.pid_exists(first), "a thread that computes for ever does not keep its process"
+        assert await stage.bus.depth(topology.dead.name) == 0

@@ -1,0 +1,227 @@
+"""Built-in operators that sample, de-duplicate, shape and measure; each the same on columns as on objects."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_mq.config import OperatorConfig
+from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.operators import OPERATORS, OperatorConfigError, create_operators, run_chain
+
+LENGTHS = {"max_response_length": 10, "cache_length": 4}
+SHAPING = {
+    "reward_shaping_configs": [
+        {"stats_key": "quality", "weight": 0.5},
+        {"stats_key": "cost", "op_type": "DIV", "weight": 2},
+    ]
+}
+ARGUMENTS: dict[str, dict[str, Any]] = {"length_penalty": LENGTHS, "reward_shaping_mapper": SHAPING}
+
+
+def exp(
+    task: int = 0, run: int = 0, step: int = 0, reward: float | None = 1.0, length: int = 2, **how: Any
+) -> Experience:
+    eid = EID(batch=1, task=task, run=run, step=step)
+    tokens = how.pop("tokens", [1, 2, *range(length)])
+    return Experience(eid=eid, tokens=tokens, prompt_length=2, reward=reward, **how)
+
+
+async def chain(name: str, exps: Any, **args: Any) -> tuple[Any, dict[str, float]]:
+    return await run_chain(create_operators([OperatorConfig(name=name, args=args)]), exps)
+
+
+def own(metrics: dict[str, float]) -> dict[str, float]:
+    """An operator's metrics by their short names."""
+    return {key.rpartition("/")[2]: value for key, value in metrics.items() if "/0_" in key and "time/" not in key}
+
+
+# -- DAPO dynamic sampling
+
+
+async def test_dynamic_sampling_keeps_tasks_of_which_some_runs_are_right() -> None:
+    right, wrong = {"accuracy": 1.0}, {"accuracy": 0.0}
+    mixed = [exp(0, 0, metrics=right), exp(0, 1, metrics=wrong), exp(0, 2, metrics=wrong)]
+    all_right = [exp(1, run, metrics=right, reward=0.0) for run in range(2)]
+    all_wrong = [exp(2, run, metrics=wrong, reward=1.0) for run in range(2)]
+    alone = [exp(3, 0, metrics=right)]
+    kept, metrics = await chain("dapo_dynamic_sampling", mixed + all_right + all_wrong + alone)
+    assert kept == mixed
+    assert own(metrics) == {
+        "filtered_count": 5,
+        "dropped_all_correct": 1,
+        "dropped_all_wrong": 1,
+        "dropped_too_few": 1,
+    }
+
+
+async def test_dynamic_sampling_goes_by_the_last_step_and_else_by_the_reward() -> None:
+    steps = [
+        exp(0, run, step, metrics={"accuracy": float(run == 0 or step == 0)}) for run in range(2) for step in (1, 0)
+    ]
+    rewards = [exp(1, run, reward=0.4 + run / 5) for run in range(2)]
+    unknown = [exp(2, run, reward=None if run else 1.0) for run in range(2)]
+    kept, metrics = await chain("dapo_dynamic_sampling", steps + rewards + unknown, correct_threshold=0.5)
+    assert kept == steps + rewards
+    assert own(metrics)["dropped_too_few"] == 1
+    assert (await chain("dapo_dynamic_sampling", rewards, metric_key="score"))[0] == []
+
+
+# -- de-duplication
+
+
+async def test_equal_runs_of_a_task_are_kept_once() -> None:
+    first = [exp(0, 0, 0, tokens=[1, 2, 3]), exp(0, 0, 1, tokens=[1, 2, 4])]
+    again = [exp(0, 1, 1, tokens=[1, 2, 4]), exp(0, 1, 0, tokens=[1, 2, 3])]
+    shorter = [exp(0, 2, 0, tokens=[1, 2, 3])]
+    swapped = [exp(0, 3, 0, tokens=[1, 2, 4]), exp(0, 3, 1, tokens=[1, 2, 3])]
+    other_task = [exp(1, 0, 0, tokens=[1, 2, 3]), exp(1, 0, 1, tokens=[1, 2, 4])]
+    wide = [
+        exp(2, run, tokens=torch.tensor([1, 2, 3], dtype=kind)) for run, kind in enumerate((torch.int32, torch.int64))
+    ]
+    kept, metrics = await chain("deduplication", first + again + shorter + swapped + other_task + wide)
+    assert kept == [*first, *shorter, *swapped, *other_task, wide[0]]
+    assert own(metrics) == {"filtered_count": 3, "duplicate_runs": 2}
+
+
+async def test_the_mask_and_what_was_seen_tell_runs_apart() -> None:
+    masked = [exp(0, run, action_mask=[True, bool(run)]) for run in range(2)]
+    pictures = [exp(1, run, multi_modal_inputs={"pixels": torch.zeros(2)}) for run in range(2)]
+    pairs = [
+        Experience(eid=EID(1, 2, run), tokens=[1], chosen=[2], rejected=[rejected])
+        for run, rejected in enumerate((3, 4, 3))
+    ]
+    exps = masked + pictures + pairs
+    for form in (exps, ExperienceBatch.of(exps)):
+        kept, _ = await chain("deduplication", form)
+        assert list(kept) == exps[:-1]
+
+
+async def test_the_same_experience_twice_is_kept_once() -> None:
+    one = exp()
+    kept, metrics = await chain("deduplication", [one, copy.deepcopy(one)])
+    assert len(kept) == 1
+    assert kept[0] is one
+    assert own(metrics) == {"filtered_count": 1, "duplicate_runs": 0}
+
+
+# -- rewards
+
+
+async def test_rewards_are_shaped_by_statistics() -> None:
+    exps = [
+        exp(run=0, reward=1.0, info={"quality": 2.0}),
+        exp(run=1, reward=1.0, metrics={"quality": 2.0, "cost": 4.0}),
+        exp(run=2, reward=1.0, info={"cost": 0.0, "quality": "high"}),
+        exp(run=3, reward=None, info={"quality": 2.0}),
+        exp(run=4, reward=1.0, info={"quality": np.float32(4.0), "cost": math.nan}),
+    ]
+    kept, metrics = await chain("reward_shaping_mapper", exps, **SHAPING)
+    assert [each.reward for each in kept] == [2.0, 2.0 / 8.0, 1.0, None, 3.0]
+    assert own(metrics) == {
+        "shaped_count": 3,
+        "reward_diff_mean": pytest.approx((1.0 - 0.75 + 0.0 + 2.0) / 4),
+        "reward_diff_max": 2.0,
+        "reward_diff_min": -0.75,
+    }
+
+
+@pytest.mark.parametrize(("op", "reward"), [("ADD", 5.0), ("SUB", -1.0), ("MUL", 6.0), ("DIV", 2 / 3)])
+async def test_ways_to_shape(op: str, reward: float) -> None:
+    configs = [{"stats_key": "x", "op_type": op, "weight": 1.5}]
+    ((kept,), _) = await chain(
+        "reward_shaping_mapper", [exp(reward=2.0, info={"x": 2})], reward_shaping_configs=configs
+    )
+    assert kept.reward == pytest.approx(reward)
+
+
+WRONG = [{}, {"stats_key": 1}, {"stats_key": "x", "op_type": "POW"}, {"stats_key": "x", "weight": "1"}, {"x": 1}, 3]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_shaping_is_refused_when_the_operator_is_made(wrong: Any) -> None:
+    with pytest.raises(OperatorConfigError, match=r"reward_shaping_configs\[0\].*wanted stats_key"):
+        create_operators([OperatorConfig(name="reward_shaping_mapper", args={"reward_shaping_configs": [wrong]})])
+
+
+async def test_long_responses_lose_reward() -> None:
+    exps = [exp(run=run, reward=1.0, length=length) for run, length in enumerate((1, 6, 7, 8, 10, 30))]
+    exps.append(exp(run=9, reward=None, length=30))
+    kept, metrics = await chain("length_penalty", exps, **LENGTHS, penalty_factor=0.5)
+    assert [each.reward for each in kept] == [1.0, 1.0, 0.875, 0.75, 0.5, 0.5, None]
+    assert (own(metrics)["penalized_count"], own(metrics)["reward_diff_min"]) == (4, -0.5)
+
+
+@pytest.mark.parametrize("lengths", [(10, 0), (10, 11), (0, 0)])
+def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int, int]) -> None:
+    args = dict(zip(LENGTHS, lengths, strict=True))
+    with pytest.raises(OperatorConfigError, match=r"cache_length is .*, wanted 1 to max_response_length"):
+        create_operators([OperatorConfig(name="length_penalty", args=args)])
+
+
+async def test_pass_rates() -> None:
+    exps = [exp(0, run, step, reward=float(run == 0)) for run in range(4) for step in range(run + 1)]
+    exps += [exp(1, run, reward=1.0) for run in range(2)] + [exp(2, 0, reward=None, info={"kept": 1})]
+    kept, metrics = await chain("pass_rate_calculator", exps)
+    assert [each.info.get("pass_rate") for each in kept] == [0.25] * 10 + [1.0] * 2 + [None]
+    assert kept[-1].info == {"kept": 1}
+    found = {key: value for key, value in metrics.items() if key.startswith("selection/")}
+    assert found == {
+        "selection/pass_rate": 0.625,
+        "selection/valid_ratio": 0.5,
+        "selection/strict_valid_ratio": 0.5,
+        "selection/<1_ratio": 0.5,
+        "selection/>0_ratio": 1.0,
+        "selection/<15_16_ratio": 0.5,
+        "selection/>1_16_ratio": 1.0,
+    }
+
+
+async def test_one_operator_goes_by_what_another_found() -> None:
+    configs = [{"stats_key": "pass_rate", "op_type": "SUB"}]
+    names = {"pass_rate_calculator": {}, "reward_shaping_mapper": {"reward_shaping_configs": configs}}
+    operators = create_operators([OperatorConfig(name=name, args=args) for name, args in names.items()])
+    kept, _ = await run_chain(operators, ExperienceBatch.of([exp(0, run, reward=float(run)) for run in range(2)]))
+    assert isinstance(kept, ExperienceBatch)
+    assert kept.values("reward") == [-0.5, 0.5]
+
+
+# -- columns and objects
+
+NUMBERS = st.none() | st.floats(-4, 4) | st.sampled_from([0.0, 1.0, math.nan, math.inf])
+STATISTICS = st.dictionaries(st.sampled_from(["accuracy", "quality", "cost"]), st.floats(-2, 2), max_size=3)
+
+
+@st.composite
+def experiences(draw: st.DrawFn) -> list[Experience]:
+    found = []
+    for _ in range(draw(st.integers(0, 12))):
+        place = {"task": draw(st.integers(0, 2)), "run": draw(st.integers(0, 3)), "step": draw(st.integers(0, 1))}
+        cut = draw(st.sampled_from([None, None, "response_truncated"]))
+        info, metrics = draw(STATISTICS), draw(STATISTICS)
+        response = draw(st.lists(st.integers(0, 1), min_size=1, max_size=12))
+        reward = draw(NUMBERS)
+        how = {"info": info, "metrics": metrics, "truncate_status": cut, "tokens": [5, 5, *response]}
+        found.append(exp(**place, reward=reward, **how))
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+@given(exps=experiences())
+@settings(max_examples=25, deadline=None)
+async def test_columns_give_what_objects_give(name: str, exps: list[Experience]) -> None:
+    batch = ExperienceBatch.of(exps)
+    args = ARGUMENTS.get(name, {})
+    columns, metrics = await chain(name, batch, **args)
+    objects, same = await chain(name, exps, **args)
+    assert isinstance(columns, ExperienceBatch)
+    assert columns.to_list() == objects
+    times = f"time/operator/0_{create_operators([OperatorConfig(name=name, args=args)])[0].name}"
+    assert {**metrics, times: 0.0} == pytest.approx({**same, times: 0.0}, nan_ok=True)

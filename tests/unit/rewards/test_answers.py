@@ -1,0 +1,177 @@
+"""Which answer a text states, and whether it is right: exactly for numbers, by math-verify for the rest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_mq.rewards import answers, create_reward, parts_of
+from trinity_mq.rewards.answers import correct, equal, marked
+from trinity_mq.rewards.judge import LONGEST
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second process may be asked."""
+
+    def same(*question: object, **how: object) -> bool:
+        raise AssertionError(f"asked {question}")
+
+    monkeypatch.setattr(answers, "same", same)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 18", "18"),
+        ("#### 18\nmore", "18"),
+        ("so \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("<answer> x + 1 </answer>", "x + 1"),
+        ("<answer>#### 5</answer>", "5"),
+        ("<answer>\\boxed{7}</answer>", "7"),
+        ("\\boxed{1} no: <answer>2</answer>", "2"),
+        ("<answer>2</answer> no: \\boxed{1}", "1"),
+        ("<answer>2", None),
+        ("</answer>2<answer>", None),
+        ("\\boxed{2", None),
+        ("nothing", None),
+        ("", None),
+    ],
+)
+def test_what_is_marked(text: str, answer: str | None) -> None:
+    assert marked(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "right"),
+    [
+        ("\\boxed{18}", "18", True),
+        ("\\boxed{$18}", "18", True),
+        ("\\boxed{$18$}", "18.0", True),
+        ("\\boxed{\\$1{,}234}", "1234", True),
+        ("\\boxed{18 \\text{ dollars}}.", "18", True),
+        ("\\boxed{\\frac{1}{2}}", "0.5", True),
+        ("\\boxed{50\\%}", "50%", True),
+        ("\\boxed{19}", "18", False),
+        ("\\boxed{0.33}", "1/3", False),
+        ("reasons\n#### 18", "so it is\n#### 18", True),
+        ("It makes 3 + 4 = 7.", "7", True),
+        ("It costs $18 and then $23.", "23", True),
+        ("so $x=\\frac{1}{2}$", "1/2", True),
+        ("x + 1", "x + 1", True),
+        ("\\boxed{ B }", "B", True),
+        ("\\boxed{}", "", False),
+        ("\\boxed{}", "5", False),
+        ("", "5", False),
+        ("5", None, False),
+        ("\\boxed{" + "1" * (LONGEST + 1) + "}", "1", False),
+        ("5", "1" * (LONGEST + 1), False),
+    ],
+)
+def test_ordinary_answers_cost_no_second_process(alone: None, response: str, truth: str | None, right: bool) -> None:
+    assert correct(response, truth, finished=True) is right
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "right"),
+    [
+        ("\\boxed{\\frac{1}{\\sqrt{3}}}", "\\frac{\\sqrt{3}}{3}", True),
+        ("\\boxed{(x+1)^2}", "x^2+2x+1", True),
+        ("\\boxed{x=5}", "5", True),
+        ("\\boxed{2x}", "2", False),
+        ("\\boxed{\\{2,1\\}}", "\\{1,2\\}", True),
+        ("\\boxed{(2,1)}", "(1,2)", False),
+        ("\\boxed{50\\%}", "0.5", True),
+        ("\\boxed{50\\%}", "0.6", False),
+        ("\\boxed{\\text{Monday}}", "Monday", True),
+        ("\\boxed{\\text{Tuesday}}", "Monday", False),
+        ("So the roots are $\\{2,1\\}$.", "\\{1,2\\}", True),
+        ("\\boxed{__import__('os')}", "5", False),
+        ("\\boxed{1 or 2}", "1", False),
+    ],
+)
+def test_the_rest_is_judged_mathematically(response: str, truth: str, right: bool) -> None:
+    assert correct(response, truth, finished=True) is right
+
+
+def test_a_cut_response_counts_only_with_a_marked_answer() -> None:
+    assert not correct("3 + 4 = 7", "7", finished=False)
+    assert correct("#### 7\nand then", "7", finished=False)
+    assert correct("\\boxed{7} and", "7", finished=False)
+
+
+NUMBERS = st.integers(-(10**12), 10**12)
+
+
+@given(top=NUMBERS, bottom=st.integers(1, 10**6), other=NUMBERS)
+@settings(deadline=None)
+def test_numbers_are_compared_exactly(top: int, bottom: int, other: int) -> None:
+    sign = "-" if top < 0 else ""
+    written = [f"{sign}\\frac{{{abs(top)}}}{{{bottom}}}", f"{top}/{bottom}"]
+    for one in written[int(top < 0) :]:
+        assert equal(f"{top}/{bottom}", one)
+        assert equal(f"{other}/{bottom}", one) == (other == top)
+    assert equal(f"{top:,}", str(top))
+
+
+@given(response=st.text(max_size=60), truth=st.text(max_size=20))
+@settings(max_examples=40, deadline=None)
+def test_no_text_makes_it_fail(response: str, truth: str) -> None:
+    assert correct(f"\\boxed{{{response}}}", truth, finished=True) in {True, False}
+    assert correct(response, truth, finished=True) in {True, False}
+
+
+@given(truth=st.text(min_size=1, max_size=40).filter(lambda text: text.strip() and not set("{}\\<#") & set(text)))
+@settings(deadline=None)
+def test_the_right_answer_is_right(truth: str) -> None:
+    assert correct(f"I say \\boxed{{{truth}}}", truth, finished=True)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "split", "count"),
+    [("math_reward", "train", 7473), ("math_reward", "test", 1319), ("accuracy_reward", "test", 1319)],
+)
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not beside this checkout")
+def test_every_reference_solution_is_right_and_no_changed_one(alone: None, name: str, split: str, count: int) -> None:
+    reward = create_reward(name, {})
+    lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == count
+    for number, solution in enumerate(json.loads(line)["answer"] for line in lines):
+        assert parts_of(reward, solution, solution, finished=True) == {"accuracy": 1.0}, solution
+        steps, answer = solution.rsplit("#### ", 1)
+        forms = (f"{steps}#### %s", "Therefore \\boxed{%s}.", "The answer is %s.")
+        assert parts_of(reward, forms[1 + number % 2].replace("%s", answer), solution, finished=True) == {
+            "accuracy": 1.0
+        }, solution
+        for place, wrong in enumerate(changed(answer), number):
+            response = forms[place % 3].replace("%s", wrong)
+            assert parts_of(reward, response, solution, finished=True) == {"accuracy": 0.0}, (response, solution)
+
+
+def changed(answer: str) -> tuple[str, ...]:
+    """Other numbers, made from one."""
+    digits, sign = answer.replace(",", "").lstrip("-"), "-" if answer.startswith("-") else ""
+    turned = "1" if digits == "0" else f"{'' if sign else '-'}{digits}"
+    return f"{sign}{digits}1", f"{sign}1{digits}", f"{answer}.5", str(int(sign + digits) + 1), turned
+
+
+def test_the_second_process_starts_with_the_first_question_only() -> None:
+    code = (
+        "from trinity_mq.rewards import judge, answers\n"
+        "assert answers.correct('#### 5', '5', finished=True)\n"
+        "assert judge._judges[-1].pid is None\n"
+        "assert answers.correct('\\\\boxed{x+1}', '1+x', finished=True)\n"
+        "assert judge._judges[-1].pid\n"
+        "import sys; assert 'sympy' not in sys.modules and 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,149 @@
+"""The limits of the process that compares answers; nothing here looks at a clock, a missing limit hangs the test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trinity_mq.rewards import RewardError
+from trinity_mq.rewards import judge as module
+from trinity_mq.rewards.judge import Judge, JudgeSilentError, same
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    made = Judge(cpu_seconds=1.0)
+    yield made
+    made.close()
+
+
+def test_one_process_answers_in_turn(judge: Judge) -> None:
+    assert judge.pid is None
+    assert judge.same("\\frac{1}{2}", "0.5")
+    first = judge.pid
+    assert not judge.same("\\frac{1}{2}", "0.25")
+    assert judge.same("x", "so it is $x$.", marked=False)
+    assert judge.pid == first
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "10^{10^{10^{10}}}",  # one multiplication in C, which no signal handler of Python could interrupt
+        "9^{9^{9^{9}}}!",
+        "(" * 240 + ")" * 240,
+        "{" * 240 + "}" * 240,
+    ],
+)
+def test_what_takes_too_long_is_wrong_and_the_next_is_judged(judge: Judge, hostile: str) -> None:
+    assert not judge.same("5", hostile)
+    assert judge.same("\\frac{1}{2}", "0.5")
+
+
+@pytest.mark.parametrize(
+    "hostile", ["\\sqrt{" * 80 + "2" + "}" * 80, "$" * 500, "\\frac{" * 80, "\ud800\x00\n", "", "\\"]
+)
+def test_what_cannot_be_parsed_is_wrong(judge: Judge, hostile: str) -> None:
+    assert not judge.same("5", hostile)
+    assert not judge.same("5", hostile, marked=False)
+    assert judge.same("5", "4+1")
+
+
+def test_text_is_not_evaluated(judge: Judge, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    for code in (f"open('{made}','w')", f"__import__('pathlib').Path('{made}').touch()"):
+        assert not judge.same("5", code)
+        assert not judge.same("5", f"${code}$ {code}", marked=False)
+    assert not made.exists()
+
+
+def test_a_process_that_was_killed_is_started_again(judge: Judge) -> None:
+    assert judge.same("x", "x")
+    first = judge.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    assert judge.same("x+1", "1+x")
+    assert judge.pid not in {None, first}
+
+
+def test_an_answer_that_ends_every_process_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "child.py"
+    child.write_text("import os\nprint('ready', flush=True)\ninput()\nos.abort()\n")
+    monkeypatch.setattr(module, "CHILD", child)
+    judge = Judge()
+    assert not judge.same("x", "y")
+    assert judge.pid is None
+
+
+def test_silence_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "child.py"
+    child.write_text("import time\nprint('ready', flush=True)\ntime.sleep(1000)\n")
+    monkeypatch.setattr(module, "CHILD", child)
+    judge = Judge(silence=2.0)
+    with pytest.raises(JudgeSilentError, match="no verdict in 2 s"):
+        judge.same("x", "y")
+    assert judge.pid is None, "killed: its late answer must not be taken for that to another question"
+
+
+def test_a_process_that_does_not_start_says_what_to_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = tmp_path / "child.py"
+    child.write_text("raise SystemExit(3)")
+    monkeypatch.setattr(module, "CHILD", child)
+    with pytest.raises(RewardError, match=r"ended with code 3 before it was ready.*import math_verify"):
+        Judge().same("x", "y")
+
+
+def test_threads_share_it(judge: Judge) -> None:
+    found: dict[int, bool] = {}
+
+    def ask(number: int) -> None:
+        found[number] = judge.same(str(number), f"{number % 3}+{number - number % 3}" if number % 2 else "x")
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: bool(number % 2) for number in range(12)}
+
+
+def test_a_fork_has_a_process_of_its_own() -> None:
+    code = (
+        "import os\n"
+        "from trinity_mq.rewards.judge import same, _judges\n"
+        "assert same('x+1', '1+x')\n"
+        "ours = _judges[-1].pid\n"
+        "if (child := os.fork()) == 0:\n"
+        "    assert same('y+1', '1+y') and _judges[-1].pid != ours\n"
+        "    _judges[-1].close()\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert same('z+1', '1+z') and _judges[-1].pid == ours\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_ends_with_the_process_that_asks() -> None:
+    code = (
+        "from trinity_mq.rewards.judge import same, _judges\nsame('x+1', '1+x')\nprint(_judges[-1].pid, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code + "input()"], stdin=-1, stdout=-1, text=True) as asker:
+        assert asker.stdout is not None
+        child = psutil.Process(int(asker.stdout.readline()))
+        asker.kill()
+    child.wait(30)
+
+
+def test_too_long_is_wrong_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_judges", [])
+    assert not same("x", "x" * 1000)
+    assert not same("{" * 10**6, "x")

@@ -1,0 +1,309 @@
+"""Rewards of form, of the countdown game, of length and of tool calls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_mq.rewards import RewardError, create_reward, parts_of
+from trinity_mq.rewards.countdown import countdown_reward
+from trinity_mq.rewards.format_reward import has_form
+from trinity_mq.rewards.math_boxed import math_boxed
+from trinity_mq.rewards.math_dapo import overlong_penalty
+from trinity_mq.rewards.math_reward import math_reward
+from trinity_mq.rewards.tool_call import tool_call
+
+THOUGHT = "<think>hm</think> <answer>7</answer>"
+HOSTILE = [
+    "<think>" * 100_000,
+    "</think><answer>" * 100_000,
+    "<tool_call>" * 100_000,
+    "<tool_call>" + "[" * 15_000 + "</tool_call>",
+    '<tool_call>{"name":"f","arguments":{"a":' + "[" * 900 + "]" * 900 + "}}</tool_call>",
+    "<tool_call>" + "{" * 1_000_000 + "</tool_call>",
+    '<tool_call>{"name":"f","arguments":' + json.dumps('"' * 15_000) + "}</tool_call>",
+    '<tool_call>{"name":"f","arguments":{"a":' + "9" * 15_000 + "}}</tool_call>",
+    "<answer>" + "(" * 290 + "</answer>",
+    "<answer>" + "-" * 291 + "1</answer>",
+    "<answer>" + "9" * 290 + "</answer>",
+    "<answer>9**9**9**9</answer>",
+    "<answer>1/0</answer>",
+    "<answer>()</answer>",
+    "<answer>1(2)</answer>",
+    "<answer>__import__('os')</answer>",
+    "<answer>True</answer>",
+    "\\boxed{" * 200_000,
+    "{" * 2_000_000,
+    "\x00\ud800",
+]
+TRUTHS = {"countdown_reward": '{"target": 1, "numbers": [1]}', "tool_call": '[{"name": "f", "arguments": {"a": 1}}]'}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda text: text[:12])
+@pytest.mark.parametrize("name", ["format_reward", "math_boxed", "countdown_reward", "tool_call", "math_dapo_reward"])
+def test_hostile_responses_are_wrong_in_bounded_time(name: str, hostile: str) -> None:
+    assert parts_of(create_reward(name, {}), hostile, TRUTHS.get(name, "5"), finished=True).get("accuracy", 0.0) == 0.0
+
+
+# -- form
+
+
+@pytest.mark.parametrize(
+    ("response", "form", "right"),
+    [
+        (THOUGHT, "think_answer", True),
+        (f"\n{THOUGHT}\n", "think_answer", True),
+        ("<answer>7</answer><think>hm</think>", "think_answer", False),
+        (f"{THOUGHT} so", "think_answer", False),
+        (f"so {THOUGHT}", "think_answer", False),
+        ("<think>hm</think> so <answer>7</answer>", "think_answer", False),
+        ("<think></think><answer>7</answer>", "think_answer", False),
+        ("<think>hm</think><answer> </answer>", "think_answer", False),
+        (f"<think>a</think>{THOUGHT}", "think_answer", False),
+        (f"{THOUGHT}<answer>8</answer>", "think_answer", False),
+        ("<think>hm</think> so \\boxed{7}", "think_boxed", True),
+        ("<think>\\boxed{7}</think> so", "think_boxed", False),
+        ("\\boxed{7}", "think_boxed", False),
+        ("\\boxed{7}", "boxed", True),
+        ("\\boxed{}", "boxed", False),
+    ],
+)
+def test_forms(response: str, form: str, right: bool) -> None:
+    assert has_form(response, form) is right  # type: ignore[arg-type]
+    reward = create_reward("format_reward", {"form": form})
+    assert parts_of(reward, response, None, finished=True) == {"format_score": 0.1 if right else -0.1}
+
+
+def test_an_unknown_form_is_named() -> None:
+    with pytest.raises(ValueError, match="form is 'round', wanted boxed"):
+        has_form("", "round")  # type: ignore[arg-type]
+
+
+def test_math_reward_adds_form_on_request() -> None:
+    assert math_reward(THOUGHT, "7", finished=True) == {"accuracy": 1.0}
+    assert math_reward(THOUGHT, "7", finished=True, format_score=0.1) == {"accuracy": 1.0, "format_score": 0.1}
+    assert math_reward(THOUGHT, "8", finished=False, format_score=0.1) == {"accuracy": 0.0, "format_score": -0.1}
+    assert math_reward("\\boxed{7}", "7", finished=True, format_score=0.2, form="boxed")["format_score"] == 0.2
+
+
+@pytest.mark.parametrize(
+    ("response", "how", "parts"),
+    [
+        ("so \\boxed{7}", {}, (1.0, 0.0)),
+        ("so 7", {}, (0.0, -0.1)),
+        ("so \\boxed{8}", {}, (0.0, 0.0)),
+        ("#### 7", {}, (0.0, -0.1)),
+        ("so \\boxed{7}", {"finished": False}, (1.0, -0.1)),
+        ("so \\boxed{7}", {"with_think": True}, (1.0, -0.1)),
+        ("<think>hm</think>\\boxed{7}", {"with_think": True}, (1.0, 0.0)),
+        ("so 7", {"format_score_coef": 1.0}, (0.0, -1.0)),
+    ],
+)
+def test_math_boxed(response: str, how: dict[str, object], parts: tuple[float, float]) -> None:
+    for truth in ("7", "because\n#### 7", "\\boxed{7}"):
+        found = math_boxed(response, truth, **{"finished": True, **how})  # type: ignore[arg-type]
+        assert (found["accuracy"], found["format_score"]) == parts
+
+
+def test_math_boxed_without_a_truth_is_wrong() -> None:
+    assert math_boxed("\\boxed{}", None, finished=True)["accuracy"] == 0.0
+    assert math_boxed("\\boxed{}", "", finished=True)["accuracy"] == 0.0
+
+
+# -- countdown
+
+
+@pytest.mark.parametrize(
+    ("response", "total"),
+    [
+        ("<answer>(1 + 2 + 3) * 4</answer>", 1.0),
+        ("<answer>(1+2+3)*4 = 24</answer>", 1.0),
+        ("so \\boxed{(1+2+3) \\times 4}", 1.0),
+        ("<answer>4 \u00d7 (3+2+1)</answer>", 1.0),
+        ("<answer>1 / (1 / 4 / (1 + 2 + 3))</answer>", 0.1),
+        ("<answer>24</answer>", 0.1),
+        ("<answer>4 * 3 * 2</answer>", 0.1),
+        ("<answer>(1 + 2 + 3) * 4 * 1</answer>", 0.1),
+        ("<answer>4 / (3 - 2 - 1)</answer>", 0.1),
+        ("<answer>4 ** 2 + 3 - 1</answer>", 0.0),
+        ("<answer>1 + 2 +</answer>", 0.0),
+        ("<answer>I give up</answer>", 0.0),
+        ("(1 + 2 + 3) * 4", 0.0),
+    ],
+)
+def test_countdown(response: str, total: float) -> None:
+    parts = countdown_reward(response, '{"target": 24, "numbers": [1, 2, 3, 4]}', finished=True)
+    assert sum(parts.values()) == total
+    assert parts["accuracy"] == (total == 1.0)
+
+
+@pytest.mark.parametrize("truth", [None, "", "24", "[]", "{}", '{"target": "x", "numbers": []}', "[" * 5000])
+def test_a_game_that_is_none_is_shown(truth: str | None) -> None:
+    with pytest.raises(ValueError, match="wanted JSON such as"):
+        countdown_reward("<answer>1</answer>", truth, finished=True)
+
+
+@given(numbers=st.lists(st.integers(1, 99), min_size=1, max_size=5), seed=st.integers(0, 2**32))
+@settings(deadline=None)
+def test_any_formula_of_all_numbers_that_gives_the_target_is_right(numbers: list[int], seed: int) -> None:
+    chance = random.Random(seed)
+    terms = [(str(number), Fraction(number)) for number in numbers]
+    while len(terms) > 1:
+        (left, a), (right, b) = (terms.pop(chance.randrange(len(terms))) for _ in range(2))
+        results = [("+", a + b), ("-", a - b), ("*", a * b), *([("/", a / b)] if b else [])]
+        sign, value = chance.choice(results)
+        terms.append((f"({left}{sign}{right})", value))
+    formula, value = terms[0]
+    response = f"<answer>{formula}</answer>"
+    if value.denominator == 1:
+        game = {"target": int(value), "numbers": numbers}
+        assert countdown_reward(response, json.dumps(game), finished=True)["accuracy"] == 1.0
+    other = {"target": int(value) + 1, "numbers": numbers}
+    assert countdown_reward(response, json.dumps(other), finished=True) == {"accuracy": 0.0, "format_score": 0.1}
+    less = {"target": int(value), "numbers": numbers[1:]}
+    assert countdown_reward(response, json.dumps(less), finished=True)["accuracy"] == 0.0
+
+
+# -- DAPO
+
+
+def test_dapo_is_one_or_minus_one() -> None:
+    reward = create_reward("math_dapo_reward", {})
+    assert sum(parts_of(reward, "\\boxed{7}", "7", finished=True).values()) == 1.0
+    assert sum(parts_of(reward, "\\boxed{8}", "7", finished=True).values()) == -1.0
+    assert sum(parts_of(reward, "7 and", "7", finished=False).values()) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (500, -1.0)]
+)
+def test_the_overlong_penalty_is_that_of_the_paper(tokens: int, penalty: float) -> None:
+    assert overlong_penalty(tokens, 100, 20) == pytest.approx(penalty)
+    args = {"max_response_length": 100, "cache_length": 20, "penalty_factor": 2.0}
+    parts = parts_of(create_reward("math_dapo_reward", args), "\\boxed{7}", "7", finished=True, tokens=tokens)
+    assert parts == {"accuracy": 1.0, "wrong": 0.0, "overlong": pytest.approx(2.0 * penalty)}
+
+
+@given(length=st.integers(0, 10**6), longest=st.integers(1, 10**5), data=st.data())
+@settings(deadline=None)
+def test_the_overlong_penalty_falls_and_is_bounded(length: int, longest: int, data: st.DataObject) -> None:
+    cache = data.draw(st.integers(1, longest))
+    penalty = overlong_penalty(length, longest, cache)
+    assert -1.0 <= penalty <= 0.0
+    assert overlong_penalty(length + 1, longest, cache) <= penalty
+    assert (penalty == 0.0) == (length <= longest - cache)
+    assert (penalty == -1.0) == (length >= longest)
+
+
+@pytest.mark.parametrize("lengths", [(100, None), (None, 20), (100, 0), (100, 101)])
+def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int | None, int | None]) -> None:
+    with pytest.raises(RewardError, match=r"max_response_length.*cache_length|cache_length.*max_response_length"):
+        create_reward("math_dapo_reward", {"max_response_length": lengths[0], "cache_length": lengths[1]})
+
+
+def test_a_penalty_without_a_length_says_what_to_do() -> None:
+    reward = create_reward("math_dapo_reward", {"max_response_length": 100, "cache_length": 20})
+    with pytest.raises(ValueError, match="use the operator length_penalty"):
+        parts_of(reward, "\\boxed{7}", "7", finished=True)
+
+
+def test_only_rewards_that_ask_are_told_the_length() -> None:
+    assert parts_of(create_reward("exact_match", {}), "7", "7", finished=True, tokens=9) == {"accuracy": 1.0}
+
+    def length(response: str, truth: str | None, *, finished: bool, tokens: int | None = None) -> dict[str, float]:
+        return {"length": float(tokens or 0)}
+
+    assert parts_of(create_reward(length, {}), "7", "7", finished=True, tokens=9) == {"length": 9.0}
+    assert parts_of(create_reward(length, {"tokens": 4}), "7", "7", finished=True, tokens=9) == {"length": 4.0}
+
+
+# -- tool calls
+
+WANTED = [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "say", "arguments": {"text": "hi"}}]
+
+
+def written(*calls: object) -> str:
+    return "let me see " + "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("response", "share"),
+    [
+        (written(*WANTED[:1]), (1 / 2 + 1 + 2) / 6),
+        (written(WANTED[0], {"name": "say", "arguments": {"text": "ho"}}), (1 + 3 + 1) / 6),
+        (written(WANTED[0], {"name": "say", "arguments": {"word": "hi"}}), (1 + 3 + 0) / 6),
+        (written(WANTED[0], {"name": "shout", "arguments": {"text": "hi"}}), (1 / 3 + 3) / 6),
+        (written(*WANTED, *WANTED[:1]), (2 / 3 + 3 + 2) / 6),
+        (written({"name": "add", "arguments": {"a": 9, "b": 9}}, *WANTED), (2 / 3 + 3 + 2) / 6),
+        (written(WANTED[0]) + "<tool_call>{</tool_call>", (1 / 2 + 3) / 6),
+        (written(*WANTED) + "<tool_call>{}", 1.0),
+        ("no call", 0.0),
+        ("<tool_call>{}</tool_call>", 0.0),
+    ],
+)
+def test_partial_tool_calls_earn_their_share(response: str, share: float) -> None:
+    parts = tool_call(response, json.dumps(WANTED), finished=True)
+    assert parts == {"accuracy": 0.0, "partial_credit": pytest.approx(0.5 * share)}
+    assert tool_call(response, json.dumps(WANTED), finished=True, partial_weight=0.0)["partial_credit"] == 0.0
+
+
+def test_right_tool_calls_in_any_order_and_writing() -> None:
+    for calls in itertools.permutations(WANTED):
+        assert tool_call(written(*calls), json.dumps(WANTED), finished=True)["accuracy"] == 1.0
+    texts = [{**call, "arguments": json.dumps(call["arguments"])} for call in WANTED]
+    assert tool_call(written(*texts), json.dumps(WANTED), finished=True)["accuracy"] == 1.0
+    assert tool_call(written(*WANTED), json.dumps(texts), finished=True)["accuracy"] == 1.0
+    assert tool_call(written(*WANTED), json.dumps(WANTED), finished=False) == {"accuracy": 0.0, "partial_credit": 0.5}
+
+
+def test_values_are_compared_as_json_has_them() -> None:
+    def right(wanted: object, given: object) -> bool:
+        truth, response = ({"name": "f", "arguments": {"x": value}} for value in (wanted, given))
+        return tool_call(written(response), json.dumps([truth]), finished=True)["accuracy"] == 1.0
+
+    assert right(1, 1.0)
+    assert right({"a": [1, None], "b": "x"}, {"b": "x", "a": [1, None]})
+    assert not right(1, True)
+    assert not right(1, "1")
+    assert not right([1, 2], [2, 1])
+
+
+def test_no_call_wanted() -> None:
+    assert tool_call("I know it", "[]", finished=True)["accuracy"] == 1.0
+    assert tool_call(written(*WANTED), "[]", finished=True) == {"accuracy": 0.0, "partial_credit": 0.0}
+
+
+@pytest.mark.parametrize("truth", [None, "", "{}", "[1]", '[{"name": 1}]', json.dumps(WANTED * 9), "[" * 5000])
+def test_calls_that_are_none_are_shown(truth: str | None) -> None:
+    with pytest.raises(ValueError, match="wanted a JSON list of at most 16 calls"):
+        tool_call("", truth, finished=True)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.sampled_from("fgh"), "arguments": st.dictionaries(st.sampled_from("abc"), JSON, max_size=3)}
+    ),
+    max_size=4,
+)
+
+
+@given(wanted=CALLS, given_calls=CALLS)
+@settings(deadline=None)
+def test_credit_is_bounded_and_full_only_for_the_right_calls(wanted: list[object], given_calls: list[object]) -> None:
+    truth = json.dumps(wanted)
+    assert tool_call(written(*wanted), truth, finished=True) == {"accuracy": 1.0, "partial_credit": 0.0}
+    parts = tool_call(written(*given_calls), truth, finished=True)
+    assert 0.0 <= parts["partial_credit"] <= 0.5
+    if not parts["accuracy"] and given_calls:
+        assert parts["partial_credit"] < 0.5

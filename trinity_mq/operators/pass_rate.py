@@ -1,0 +1,62 @@
+"""How often tasks are done right: what a curriculum goes by."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from trinity_mq.experience import ExperienceBatch
+from trinity_mq.experience.access import E, values
+from trinity_mq.experience.access import ids as ids_of
+from trinity_mq.operators.base import ColumnOperator
+from trinity_mq.operators.runs import run_values, valid
+
+KEY = "pass_rate"
+
+
+class PassRateCalculator(ColumnOperator):
+    """Gives every experience the pass rate of its task as ``info["pass_rate"]``: the mean reward over the task's runs.
+
+    With rewards of 0 and 1 that is the share of runs that are right. A task without a finite reward has none. What the
+    rates are like over the batch's tasks is measured; tasks are told apart by ``eid.tid``, so that a taskset which has
+    no name or index for them is no obstacle.
+    """
+
+    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+        """Return all experiences, and the shares of tasks with rates of certain sizes, under ``selection/``.
+
+        ``valid_ratio`` counts rates between 0 and 1, ``strict_valid_ratio`` those between 1/16 and 15/16, bounds
+        excluded; the others are named for their bound.
+        """
+        groups = run_values(exps, values(exps, "reward"))
+        rates = {tid: statistics.fmean(rewards) for tid, rewards in groups.items() if rewards}
+        found = [rates.get(tid) for tid in ids_of(exps, "tid")]
+        if isinstance(exps, ExperienceBatch):
+            infos = [
+                info if rate is None else {**(info or {}), KEY: rate}
+                for info, rate in zip(values(exps, "info"), found, strict=True)
+            ]
+            exps = exps.replace(info=infos)
+        else:
+            for exp, rate in zip(exps, found, strict=True):
+                if rate is not None:
+                    exp.info[KEY] = rate
+        return exps, _ratios([rate for rate in rates.values() if valid(rate)])
+
+
+def _ratios(rates: list[float]) -> dict[str, float]:
+    if not rates:
+        return {}
+    low, high = 1 / 16, 15 / 16
+    counts = {
+        "valid_ratio": sum(0 < rate < 1 for rate in rates),
+        "strict_valid_ratio": sum(low < rate < high for rate in rates),
+        "<1_ratio": sum(rate < 1 for rate in rates),
+        ">0_ratio": sum(rate > 0 for rate in rates),
+        "<15_16_ratio": sum(rate < high for rate in rates),
+        ">1_16_ratio": sum(rate > low for rate in rates),
+    }
+    return {
+        "selection/pass_rate": statistics.fmean(rates),
+        **{f"selection/{name}": count / len(rates) for name, count in counts.items()},
+    }

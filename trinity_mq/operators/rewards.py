@@ -1,0 +1,131 @@
+"""Operators that change rewards: by statistics that experiences carry, and by the length of responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trinity_mq.experience import ExperienceBatch
+from trinity_mq.experience.access import E, Experiences, values
+from trinity_mq.experience.rules import DPO
+from trinity_mq.operators.base import ColumnOperator
+from trinity_mq.operators.runs import spread, valid
+from trinity_mq.rewards.math_dapo import check_lengths, overlong_penalty
+
+_OPS = ("ADD", "SUB", "MUL", "DIV")
+
+
+class RewardShaping(ColumnOperator):
+    """Changes each reward by statistics of its experience: ``reward op (weight * statistic)``, one after the other.
+
+    Args:
+        reward_shaping_configs: A mapping each with ``stats_key`` (a key of ``info``, else of ``metrics``), ``op_type``
+            (``ADD``, ``SUB``, ``MUL`` or ``DIV``; ``ADD`` by default) and ``weight`` (1 by default).
+
+    Where the reward or the statistic is missing or no finite number, or would divide by 0, nothing changes.
+
+    Raises:
+        ValueError: A configuration is something else; at construction.
+    """
+
+    def __init__(self, reward_shaping_configs: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.changes = [_change(number, given) for number, given in enumerate(reward_shaping_configs)]
+
+    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+        """Return all experiences, ``shaped_count`` and ``reward_diff_{mean,max,min}`` over those with a reward."""
+        rewards, infos, measured = (values(exps, name) for name in ("reward", "info", "metrics"))
+        shaped = [
+            self._shape(reward, {**(metrics or {}), **(info or {})}) if valid(reward) else reward
+            for reward, info, metrics in zip(rewards, infos, measured, strict=True)
+        ]
+        return with_rewards(exps, shaped), _differences(rewards, shaped, "shaped_count")
+
+    def _shape(self, reward: float, statistics: Mapping[str, Any]) -> float:
+        for key, op, weight in self.changes:
+            statistic = statistics.get(key)
+            if not valid(statistic):
+                continue
+            term = weight * float(statistic)
+            if op == "ADD":
+                reward += term
+            elif op == "SUB":
+                reward -= term
+            elif op == "MUL":
+                reward *= term
+            elif term:
+                reward /= term
+        return reward
+
+
+class LengthPenalty(ColumnOperator):
+    """Adds the soft overlong penalty of DAPO (:func:`rewards.math_dapo.overlong_penalty`) to each reward.
+
+    Args:
+        max_response_length: Response tokens at which the penalty is full.
+        cache_length: Tokens before that over which it grows.
+        penalty_factor: Size of the full penalty.
+
+    An experience without a finite reward stays as it is. In dpo experiences the chosen response counts.
+
+    Raises:
+        ValueError: Lengths that do not fit; at construction.
+    """
+
+    def __init__(self, max_response_length: int, cache_length: int, penalty_factor: float = 1.0) -> None:
+        check_lengths(max_response_length, cache_length)
+        self.max_response_length, self.cache_length = max_response_length, cache_length
+        self.penalty_factor = penalty_factor
+
+    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+        """Return all experiences, ``penalized_count`` and ``reward_diff_{mean,max,min}`` over those with a reward."""
+        rewards = values(exps, "reward")
+        shaped = [
+            reward + self.penalty_factor * overlong_penalty(length, self.max_response_length, self.cache_length)
+            if valid(reward)
+            else reward
+            for reward, length in zip(rewards, response_lengths(exps), strict=True)
+        ]
+        return with_rewards(exps, shaped), _differences(rewards, shaped, "penalized_count")
+
+
+def response_lengths(exps: Experiences) -> list[int]:
+    """Return the response tokens of each experience; for dpo those of the chosen response."""
+    if not isinstance(exps, ExperienceBatch):
+        return [exp.response_length for exp in exps]
+    masks = exps.lengths("action_mask")
+    plain = np.where(masks >= 0, masks, exps.lengths("tokens") - exps.prompt_lengths())
+    kinds = np.array([kind == DPO for kind in values(exps, "experience_type")], dtype=np.bool_)
+    found: list[int] = np.where(kinds, exps.lengths("chosen"), plain).tolist()
+    return found
+
+
+def with_rewards(exps: E, rewards: list[Any]) -> E:
+    """Return the experiences with these rewards, in the form given; objects are changed."""
+    if isinstance(exps, ExperienceBatch):
+        return exps.replace(reward=rewards)
+    for exp, reward in zip(exps, rewards, strict=True):
+        exp.reward = reward
+    return exps
+
+
+def _differences(before: Sequence[Any], after: Sequence[Any], count: str) -> dict[str, float]:
+    changes = [new - old for old, new in zip(before, after, strict=True) if valid(old)]
+    found = spread("reward_diff", changes)
+    return {
+        count: float(sum(change != 0 for change in changes)),
+        **{name.replace("/", "_"): value for name, value in found.items()},
+    }
+
+
+def _change(number: int, given: Any) -> tuple[str, str, float]:
+    match given:
+        case {"stats_key": str(key), **rest} if rest.keys() <= {"op_type", "weight"}:
+            op, weight = rest.get("op_type", "ADD"), rest.get("weight", 1.0)
+            if op in _OPS and valid(weight):
+                return key, op, float(weight)
+    raise ValueError(
+        f"reward_shaping_configs[{number}] is {given!r}, wanted stats_key, and if need be op_type "
+        f"({', '.join(_OPS)}) and a number as weight"
+    )

@@ -1,0 +1,107 @@
+"""Operators that drop what teaches nothing new: tasks that are too easy or too hard, runs that are repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity_mq.experience import ExperienceBatch
+from trinity_mq.experience.access import E, Experiences, chosen, ids, values
+from trinity_mq.experience.ragged import column_items
+from trinity_mq.operators.base import ColumnOperator
+from trinity_mq.operators.runs import of_tasks, run_values
+
+
+class DapoDynamicSampling(ColumnOperator):
+    """Keeps tasks of which some runs are right and some are wrong (DAPO, arXiv 2503.14476, equation 11).
+
+    A run is right if its score is above ``correct_threshold``. The score is that of the run's last step: the metric
+    ``metric_key`` of the experience, else its reward; a run without either does not count. A task needs two that do.
+    """
+
+    def __init__(self, metric_key: str = "accuracy", correct_threshold: float = 0.0) -> None:
+        self.metric_key = metric_key
+        self.correct_threshold = correct_threshold
+
+    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+        """Return the experiences that are kept, ``filtered_count`` of experiences, and the tasks dropped because all
+        runs were right, all were wrong, or there were too few.
+        """
+        measured, rewards = values(exps, "metrics"), values(exps, "reward")
+        scores = [
+            (metrics or {}).get(self.metric_key, reward) for metrics, reward in zip(measured, rewards, strict=True)
+        ]
+        kept_tids: set[str] = set()
+        dropped = {"dropped_all_correct": 0, "dropped_all_wrong": 0, "dropped_too_few": 0}
+        for tid, found in run_values(exps, scores).items():
+            right = sum(score > self.correct_threshold for score in found)
+            if len(found) < 2:
+                dropped["dropped_too_few"] += 1
+            elif right == len(found):
+                dropped["dropped_all_correct"] += 1
+            elif right == 0:
+                dropped["dropped_all_wrong"] += 1
+            else:
+                kept_tids.add(tid)
+        kept = of_tasks(exps, kept_tids)
+        return chosen(exps, kept), {"filtered_count": len(exps) - len(kept), **dropped}
+
+
+class Deduplication(ColumnOperator):
+    """Keeps the first of equal runs of a task, and the first of experiences with the same id (``uid``).
+
+    Runs are equal if their steps have the same tokens (and, for dpo, the same pair of responses) and the same action
+    mask. Runs with multi-modal inputs are never equal: their tokens do not say what was seen.
+    """
+
+    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+        """Return the experiences that are kept, ``filtered_count`` of experiences and ``duplicate_runs``."""
+        kept, runs = _first_runs(exps)
+        rids = ids(exps, "rid")
+        return chosen(exps, kept), {
+            "filtered_count": len(exps) - len(kept),
+            "duplicate_runs": runs - len({rids[number] for number in kept}),
+        }
+
+
+def _first_runs(exps: Experiences) -> tuple[list[int], int]:
+    """Return the numbers of the experiences to keep, in order, and how many runs there were."""
+    rids, tids, uids = (ids(exps, kind) for kind in ("rid", "tid", "uid"))
+    steps, contents = values(exps, "eid.step"), _contents(exps)
+    firsts = {uid: number for number, uid in reversed(list(enumerate(uids)))}
+    runs: dict[str, list[int]] = {}
+    for number in sorted(firsts.values()):
+        runs.setdefault(rids[number], []).append(number)
+    seen: set[tuple[Any, ...]] = set()
+    kept: list[int] = []
+    for numbers in runs.values():
+        key = (tids[numbers[0]], *sorted((steps[number], contents[number]) for number in numbers))
+        if key in seen and all(contents[number] for number in numbers):
+            continue
+        seen.add(key)
+        kept += numbers
+    return sorted(kept), len(runs)
+
+
+_CONTENT = ("tokens", "chosen", "rejected", "action_mask")
+
+
+def _contents(exps: Experiences) -> list[tuple[bytes, ...]]:
+    """Return the content of each experience, for comparison; the empty tuple where it cannot be told."""
+    columns: list[list[Any]]
+    if isinstance(exps, ExperienceBatch):
+        columns = [column_items(exps.column(name), len(exps)) for name in _CONTENT]
+        inputs = exps.columns()[2].values()
+        shown = [any(part.lengths[number] >= 0 for column in inputs for part in column) for number in range(len(exps))]
+    else:
+        columns = [[getattr(exp, name) for exp in exps] for name in _CONTENT]
+        shown = [bool(exp.multi_modal_inputs) for exp in exps]
+    rows = zip(*columns, strict=True)
+    return [
+        () if seen else tuple(b"" if tensor is None else _bytes(tensor) for tensor in row)
+        for row, seen in zip(rows, shown, strict=True)
+    ]
+
+
+def _bytes(tensor: Any) -> bytes:
+    """Return what is equal for equal values, also of different integer types."""
+    return tensor.numpy(force=True).astype("int64").tobytes()  # type: ignore[no-any-return]

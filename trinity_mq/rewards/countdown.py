@@ -1,0 +1,120 @@
+"""Reward for the countdown game: make a target from given numbers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+
+from trinity_mq.rewards.math_answer import boxed
+
+LONGEST = 300
+"""Characters of a formula that are looked at."""
+MAX_DIGITS = 20
+
+_NODES = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.USub)
+_ALLOWED = re.compile(r"[\d+\-*/() ]+")
+_SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u00b7": "*"})
+
+
+class FormulaError(ValueError):
+    """A text is no formula of whole numbers, + - * / and parentheses."""
+
+
+def countdown_reward(
+    response: str, truth: str | None, *, finished: bool, format_score: float = 0.1, score: float = 1.0
+) -> dict[str, float]:
+    r"""Return accuracy ``score`` for a formula that uses each number once and gives the target, ``format_score`` for
+    one that does not, 0 for none.
+
+    The sizes are those of TinyZero (https://github.com/Jiayi-Pan/TinyZero). Values are compared exactly, as fractions.
+
+    Args:
+        response: Its formula is in the last ``<answer></answer>``, else in the last ``\boxed{}``; what follows a ``=``
+            in it is not looked at.
+        truth: JSON ``{"target": 24, "numbers": [1, 2, 3, 4]}``.
+        finished: Not looked at: a formula that is there counts.
+        format_score: See above.
+        score: See above.
+
+    Raises:
+        ValueError: ``truth`` is something else.
+    """
+    target, numbers = _game(truth)
+    text = _formula(response)
+    try:
+        tree = _parse(text) if text is not None else None
+    except FormulaError:
+        tree = None
+    if tree is None:
+        return {"accuracy": 0.0, "format_score": 0.0}
+    try:
+        right = Counter(_numbers(tree)) == Counter(numbers) and _value(tree) == target
+    except ZeroDivisionError:
+        right = False
+    return {"accuracy": score if right else 0.0, "format_score": 0.0 if right else format_score}
+
+
+def _game(truth: str | None) -> tuple[int, list[int]]:
+    try:
+        found = json.loads(truth or "")
+        target, numbers = found["target"], found["numbers"]
+        if isinstance(target, int) and isinstance(numbers, list) and all(isinstance(one, int) for one in numbers):
+            return target, numbers
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    shown = (truth or "")[:80]
+    raise ValueError(f'the right answer is {shown!r}, wanted JSON such as {{"target": 24, "numbers": [1, 2, 3, 4]}}')
+
+
+def _formula(response: str) -> str | None:
+    end = response.rfind("</answer>")
+    start = response.rfind("<answer>", 0, max(end, 0))
+    if start >= 0:
+        return response[start + len("<answer>") : end]
+    found = boxed(response)
+    return found[1] if found else None
+
+
+def _parse(text: str) -> ast.expr:
+    """Return the tree of a formula; it is parsed as Python, and never run."""
+    if len(text) > LONGEST:
+        raise FormulaError(f"{len(text)} characters, wanted at most {LONGEST}")
+    text = text.replace("\\times", "*").replace("\\div", "/").replace("\\cdot", "*").translate(_SIGNS)
+    text = text.partition("=")[0].strip()
+    if not _ALLOWED.fullmatch(text) or re.search(rf"\d{{{MAX_DIGITS}}}", text):
+        raise FormulaError(f"{text!r} holds something else than whole numbers, + - * / and parentheses")
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise FormulaError(f"{text!r} is no formula: {error}") from error
+    for node in ast.walk(tree):
+        if not isinstance(node, _NODES):
+            raise FormulaError(f"{text!r} uses {type(node).__name__}, wanted + - * / and parentheses only")
+    return tree
+
+
+def _numbers(tree: ast.expr) -> Iterator[object]:
+    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+
+
+def _value(tree: ast.expr) -> Fraction:
+    match tree:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.UnaryOp(operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            first, second = _value(left), _value(right)
+            match op:
+                case ast.Add():
+                    return first + second
+                case ast.Sub():
+                    return first - second
+                case ast.Mult():
+                    return first * second
+            return first / second
+    raise FormulaError(f"unexpected {type(tree).__name__}")

@@ -1,0 +1,148 @@
+"""Reward for calling the right tools with the right arguments; nothing is called, and no code is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+MAX_CALLS = 16
+"""Calls of a response that are looked at; one with more is wrong."""
+LONGEST = 20_000
+"""Characters of a call that are looked at."""
+PARTIAL_WEIGHT = 0.5
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+Call = tuple[str, dict[str, str]]
+"""Name, and the canonical JSON of each argument."""
+
+
+def tool_call(
+    response: str, truth: str | None, *, finished: bool, partial_weight: float = PARTIAL_WEIGHT
+) -> dict[str, float]:
+    """Return accuracy 1 if the calls in ``response`` are those of ``truth``, in any order, else some credit.
+
+    The credit is ``partial_weight`` times the matching score of ToolRL (arXiv 2504.13958, section 3.2) divided by its
+    maximum ``1 + sum over wanted calls (1 + number of parameters)``:
+
+    * names: the overlap of the two multisets of names, intersection over union;
+    * for each pair of a wanted call and one of the same name: intersection over union of the parameter names, plus one
+      for each parameter with the wanted value. Pairs are chosen best first.
+
+    Args:
+        response: Calls are JSON objects ``{"name": ..., "arguments": {...}}`` in ``<tool_call></tool_call>`` (the
+            Hermes form). One that does not parse makes the response wrong, and earns nothing.
+        truth: JSON list of such objects; the empty list wants no call.
+        finished: The response ended by itself; one that did not is not exact.
+        partial_weight: Most that a response which is not exact can earn, 0 for a reward of 0 or 1.
+
+    Raises:
+        ValueError: ``truth`` is something else.
+    """
+    wanted = _wanted(truth)
+    calls, clean = _calls(response)
+    if finished and clean and _same(wanted, calls):
+        return {"accuracy": 1.0, "partial_credit": 0.0}
+    return {"accuracy": 0.0, "partial_credit": partial_weight * _share(wanted, calls) if calls else 0.0}
+
+
+def _wanted(truth: str | None) -> list[Call]:
+    try:
+        found = json.loads(truth or "")
+        calls = [_call(one) for one in found] if isinstance(found, list) else [None]
+    except (ValueError, RecursionError):
+        calls = [None]
+    wanted = [call for call in calls if call is not None]
+    if len(wanted) != len(calls) or len(wanted) > MAX_CALLS:
+        shown = (truth or "")[:80]
+        raise ValueError(
+            f"the right answer is {shown!r}, wanted a JSON list of at most {MAX_CALLS} calls such as "
+            '[{"name": "add", "arguments": {"a": 1}}]'
+        )
+    return wanted
+
+
+def _calls(response: str) -> tuple[list[Call], bool]:
+    """Return the calls that parse, and whether all do and there are not too many."""
+    blocks = response.split(_OPEN, MAX_CALLS + 1)[1:]
+    found: list[Call] = []
+    for block in blocks[:MAX_CALLS]:
+        text, closed, _ = block.partition(_CLOSE)
+        call = _parsed(text) if closed else None
+        if call is not None:
+            found.append(call)
+    return found, len(found) == len(blocks)
+
+
+def _parsed(text: str) -> Call | None:
+    if len(text) > LONGEST:
+        return None
+    try:
+        return _call(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(found: object) -> Call | None:
+    match found:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return name, {key: _canonical(value) for key, value in arguments.items()}
+        case {"name": str(name), "arguments": str(text)}:  # as OpenAI's API has them
+            inner = json.loads(text)
+            return _call({"name": name, "arguments": inner}) if isinstance(inner, dict) else None
+    return None
+
+
+def _same(wanted: list[Call], calls: list[Call]) -> bool:
+    left = list(calls)
+    for call in wanted:
+        if call not in left:
+            return False
+        left.remove(call)
+    return not left
+
+
+def _canonical(value: object) -> str:
+    """Return JSON that is equal for equal values: True is not 1, but 1.0 is; the order of keys does not count."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{json.dumps(key)}:{_canonical(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_canonical, value)) + "]"
+    return json.dumps(value)
+
+
+def _share(wanted: list[Call], calls: list[Call]) -> float:
+    """Return ToolRL's matching score divided by its maximum."""
+    most = 1 + sum(1 + len(arguments) for _, arguments in wanted)
+    left = [name for name, _ in calls]
+    shared = 0
+    for name, _ in wanted:
+        if name in left:
+            left.remove(name)
+            shared += 1
+    total = shared / (len(wanted) + len(calls) - shared)
+    scores = sorted(
+        (
+            (_match(one, other), -n, -m)
+            for n, (name, one) in enumerate(wanted)
+            for m, (called, other) in enumerate(calls)
+            if name == called
+        ),
+        reverse=True,
+    )
+    used_wanted: set[int] = set()
+    used_calls: set[int] = set()
+    for score, n, m in scores:
+        if n not in used_wanted and m not in used_calls:
+            used_wanted.add(n)
+            used_calls.add(m)
+            total += score
+    return total / most
+
+
+def _match(wanted: dict[str, str], given: dict[str, str]) -> float:
+    either = wanted.keys() | given.keys()
+    names = len(wanted.keys() & given.keys()) / len(either) if either else 1.0
+    return names + sum(given.get(key) == value for key, value in wanted.items())
