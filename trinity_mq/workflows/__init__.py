@@ -1,7 +1,10 @@
 """Workflows: how a model is used on a task, and what that was worth."""
 
+from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.boxed import AsyncMathBoxedWorkflow, MathBoxedWorkflow
 from trinity_mq.workflows.execution import RunFailedError, execute
 from trinity_mq.workflows.math import AsyncMathWorkflow, MathWorkflow
+from trinity_mq.workflows.math_eval import AsyncMathEvalWorkflow, MathEvalWorkflow
 from trinity_mq.workflows.registry import WORKFLOWS, load_workflow
 from trinity_mq.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
 from trinity_mq.workflows.step_wise import (
@@ -11,15 +14,24 @@ from trinity_mq.workflows.step_wise import (
     StepWiseRewardWorkflow,
 )
 from trinity_mq.workflows.task import Task, TaskError
+from trinity_mq.workflows.tool_agent import AsyncToolAgentWorkflow, ToolAgentWorkflow
+from trinity_mq.workflows.tool_call import AsyncToolCallWorkflow, ToolCallWorkflow
 from trinity_mq.workflows.workflow import AsyncMultiTurnWorkflow, MultiTurnWorkflow, Workflow
 
 __all__ = [
     "WORKFLOWS",
+    "Arguments",
+    "AsyncMathBoxedWorkflow",
+    "AsyncMathEvalWorkflow",
     "AsyncMathWorkflow",
     "AsyncMultiTurnWorkflow",
     "AsyncRewardPropagationWorkflow",
     "AsyncSimpleWorkflow",
     "AsyncStepWiseRewardWorkflow",
+    "AsyncToolAgentWorkflow",
+    "AsyncToolCallWorkflow",
+    "MathBoxedWorkflow",
+    "MathEvalWorkflow",
     "MathWorkflow",
     "MultiTurnWorkflow",
     "RewardPropagationWorkflow",
@@ -28,7 +40,10 @@ __all__ = [
     "StepWiseRewardWorkflow",
     "Task",
     "TaskError",
+    "ToolAgentWorkflow",
+    "ToolCallWorkflow",
     "Workflow",
+    "arguments_of",
     "execute",
     "load_workflow",
 ]

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trinity_mq.rewards.lookup import UnknownNameError, lookup
+from trinity_mq.runtime.plugins import plugin_names
 
 if TYPE_CHECKING:
     from trinity_mq.workflows.workflow import Workflow
 
 WORKFLOWS: Mapping[str, str] = {
+    "async_frozen_lake_workflow": "trinity_mq.workflows.frozen_lake:AsyncFrozenLakeWorkflow",
+    "async_math_boxed_workflow": "trinity_mq.workflows.boxed:AsyncMathBoxedWorkflow",
+    "async_math_eval_workflow": "trinity_mq.workflows.math_eval:AsyncMathEvalWorkflow",
+    "async_math_ruler_workflow": "trinity_mq.workflows.ruler:AsyncMathRulerWorkflow",
     "async_math_workflow": "trinity_mq.workflows.math:AsyncMathWorkflow",
+    "async_on_policy_distill_math_workflow": "trinity_mq.workflows.distillation:AsyncOnPolicyDistillMathWorkflow",
+    "async_on_policy_distill_workflow": "trinity_mq.workflows.distillation:AsyncOnPolicyDistillWorkflow",
+    "async_rubric_judge_workflow": "trinity_mq.workflows.rubric:AsyncRubricJudgeWorkflow",
+    "async_ruler_workflow": "trinity_mq.workflows.ruler:AsyncRulerWorkflow",
     "async_simple_workflow": "trinity_mq.workflows.simple:AsyncSimpleWorkflow",
+    "async_sudoku_workflow": "trinity_mq.workflows.sudoku:AsyncSudokuWorkflow",
+    "async_tool_agent_workflow": "trinity_mq.workflows.tool_agent:AsyncToolAgentWorkflow",
+    "async_tool_call_workflow": "trinity_mq.workflows.tool_call:AsyncToolCallWorkflow",
+    "frozen_lake_workflow": "trinity_mq.workflows.frozen_lake:FrozenLakeWorkflow",
+    "math_boxed_workflow": "trinity_mq.workflows.boxed:MathBoxedWorkflow",
+    "math_eval_workflow": "trinity_mq.workflows.math_eval:MathEvalWorkflow",
+    "math_ruler_workflow": "trinity_mq.workflows.ruler:MathRulerWorkflow",
     "math_workflow": "trinity_mq.workflows.math:MathWorkflow",
+    "on_policy_distill_math_workflow": "trinity_mq.workflows.distillation:OnPolicyDistillMathWorkflow",
+    "on_policy_distill_workflow": "trinity_mq.workflows.distillation:OnPolicyDistillWorkflow",
+    "rubric_judge_workflow": "trinity_mq.workflows.rubric:RubricJudgeWorkflow",
+    "ruler_workflow": "trinity_mq.workflows.ruler:RulerWorkflow",
     "simple_workflow": "trinity_mq.workflows.simple:SimpleWorkflow",
+    "sudoku_workflow": "trinity_mq.workflows.sudoku:SudokuWorkflow",
+    "tool_agent_workflow": "trinity_mq.workflows.tool_agent:ToolAgentWorkflow",
+    "tool_call_workflow": "trinity_mq.workflows.tool_call:ToolCallWorkflow",
 }
-"""Built-in workflows. Installed packages add theirs under the entry-point group ``trinity_mq.workflows``."""
+"""Built-in workflows. Installed packages add theirs under the entry-point group ``trinity_mq.workflows``; your own are
+named by dotted path, from anywhere on ``PYTHONPATH`` or from a folder in ``plugin_dirs`` of the configuration."""
 
 ENTRY_GROUP = "trinity_mq.workflows"
 
@@ -26,11 +51,33 @@ def load_workflow(name: str) -> type[Workflow]:
     """Return the workflow class that ``name`` means: a registered name, an entry point or a dotted path.
 
     Raises:
-        UnknownNameError: There is none; the message lists near misses.
+        UnknownNameError: There is none, or it cannot be imported; the message lists near misses.
     """
     from trinity_mq.workflows.workflow import Workflow
 
-    found = lookup("workflow", name, WORKFLOWS, ENTRY_GROUP)
+    try:
+        found = lookup("workflow", name, WORKFLOWS, ENTRY_GROUP)
+    except UnknownNameError as error:
+        if near := _near_plugins(name):
+            raise UnknownNameError(f"{error} (in plugin_dirs there is {' and '.join(near)})") from error.__cause__
+        raise
+    except ImportError as error:
+        raise UnknownNameError(
+            f"workflow {name!r} needs a package that is not here: {error}; install it beside trinity-mq"
+        ) from error
     if not (inspect.isclass(found) and issubclass(found, Workflow)):
         raise UnknownNameError(f"workflow {name!r} is {found!r}, wanted a subclass of trinity_mq.workflows.Workflow")
     return found
+
+
+def _near_plugins(name: str) -> list[str]:
+    """Return the classes in the plug-in folders whose name is like the last part of ``name``."""
+    known = {full: _core(full) for full in plugin_names()}
+    alike = difflib.get_close_matches(_core(name), set(known.values()), n=3)
+    return [repr(full) for full, core in known.items() if core in alike]
+
+
+def _core(name: str) -> str:
+    """Return the part of a dotted path by which workflows differ: most are called SomethingWorkflow."""
+    last = name.rpartition(".")[2]
+    return last.lower().removesuffix("workflow").strip("_") or last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +16,26 @@ from trinity_mq.workflows.workflow import Workflow
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
+
+
+def question_of(task: Task) -> str:
+    """Return the prompt of a task.
+
+    Raises:
+        TaskError: It is no text.
+    """
+    prompt = task.task_desc
+    if not isinstance(prompt, str):
+        raise TaskError(
+            f"raw_task[{task.format_args.prompt_key!r}] is a {type(prompt).__name__}, wanted the text of the prompt"
+        )
+    return prompt
+
+
+def truth_of(task: Task) -> str | None:
+    """Return the right answer of a task as text: what is no text, as JSON."""
+    truth: Any = task.truth
+    return truth if truth is None or isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
 
 
 class SingleTurnWorkflow(Workflow):
@@ -43,20 +64,27 @@ class SingleTurnWorkflow(Workflow):
         self.task = task
         self.reward_fn = create_reward(task.reward_fn or self.default_reward_fn, task.reward_fn_args)
 
-    def format_messages(self) -> list[dict[str, str]]:
+    @property
+    def system_prompt(self) -> str | None:
+        """What the model is told before the question: as the taskset's format says, else as the workflow does."""
+        return self.task.format_args.system_prompt or self.default_system_prompt
+
+    def question(self) -> str:
+        """Return the prompt of the task.
+
+        Raises:
+            TaskError: It is no text.
+        """
+        return question_of(self.task)
+
+    def format_messages(self) -> list[dict[str, Any]]:
         """Return the conversation that asks: the system prompt, if there is one, and the task.
 
         Raises:
             TaskError: The task's prompt is no text.
         """
-        prompt = self.task.task_desc
-        if not isinstance(prompt, str):
-            raise TaskError(
-                f"raw_task[{self.task.format_args.prompt_key!r}] is a {type(prompt).__name__}, "
-                "wanted the text of the prompt"
-            )
-        system = self.task.format_args.system_prompt or self.default_system_prompt
-        question = {"role": "user", "content": prompt}
+        system = self.system_prompt
+        question = {"role": "user", "content": self.question()}
         return [{"role": "system", "content": system}, question] if system else [question]
 
     def sampling(self) -> dict[str, Any]:
@@ -65,14 +93,15 @@ class SingleTurnWorkflow(Workflow):
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, its parts as metrics, and the run that each one is."""
-        truth = self.task.truth
+        truth = truth_of(self.task)
         for place, response in enumerate(responses):
             unasked = response.truncate_status == PROMPT_TRUNCATED  # then its text is no answer to the prompt
             parts = parts_of(
                 self.reward_fn,
                 "" if unasked else response.response_text or "",
-                None if truth is None else str(truth),
+                truth,
                 finished=response.truncate_status is None,
+                tokens=response.response_length,
             )
             response.reward = sum(parts.values())
             response.metrics.update(parts)
@@ -85,7 +114,11 @@ class SimpleWorkflow(SingleTurnWorkflow):
 
     def run(self) -> list[Experience]:
         """Ask, and return one rewarded experience for each run."""
-        return self.rewarded(self.model.chat(self.format_messages(), **self.sampling()))
+        return self.rewarded(self.ask())
+
+    def ask(self) -> list[Experience]:
+        """Return one response for each run."""
+        return self.model.chat(self.format_messages(), **self.sampling())
 
 
 class AsyncSimpleWorkflow(SingleTurnWorkflow):
@@ -95,5 +128,9 @@ class AsyncSimpleWorkflow(SingleTurnWorkflow):
 
     async def run_async(self) -> list[Experience]:
         """Ask, and return one rewarded experience for each run."""
-        responses = await self.model.chat_async(self.format_messages(), **self.sampling())
+        responses = await self.ask_async()
         return await in_thread(functools.partial(self.rewarded, responses), "reward")
+
+    async def ask_async(self) -> list[Experience]:
+        """Return one response for each run."""
+        return await self.model.chat_async(self.format_messages(), **self.sampling())

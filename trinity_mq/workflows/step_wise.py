@@ -10,15 +10,24 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.task import Task
+from trinity_mq.workflows.task import Task, TaskError
 from trinity_mq.workflows.workflow import Workflow
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
 
 
-class _RecordedWorkflow(Workflow, ABC):
-    """A workflow whose experiences are the model calls that were recorded during it."""
+TOO_LONG = "context_length_exceeded"
+
+
+class RecordedWorkflow(Workflow, ABC):
+    """A workflow whose experiences are the model calls that were recorded during it.
+
+    A step whose prompt is too long for the model ends the run, which keeps what there is: nothing would be different
+    in another try. The recorded experience of such a prompt is masked.
+    """
+
+    needs_history = True
 
     client: Any
     """The rollout model's OpenAI client, whose calls are recorded: existing agents need no change. None if unwanted."""
@@ -33,7 +42,7 @@ class _RecordedWorkflow(Workflow, ABC):
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         if not model.enable_history:
-            raise ValueError(
+            raise TaskError(  # which no retry cures
                 f"{type(self).__name__} collects experiences from the recorded history, which is off; set "
                 "explorer.rollout_model.enable_history: true in the configuration"
             )
@@ -54,6 +63,16 @@ class _RecordedWorkflow(Workflow, ABC):
         return experiences
 
 
+def prompt_too_long(error: BaseException) -> bool:
+    """Say whether a model was asked for more than it takes: the error or a cause of it has the API's code for that."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if getattr(cause, "code", None) == TOO_LONG:
+            return True
+        cause = cause.__cause__
+    return False
+
+
 def _give(experiences: list[Experience], reward: float) -> list[Experience]:
     for experience in experiences:
         experience.reward = reward
@@ -66,14 +85,19 @@ def _propagate(experiences: list[Experience], reward: float, steps: int) -> list
     return experiences
 
 
-class StepWiseRewardWorkflow(_RecordedWorkflow):
+class StepWiseRewardWorkflow(RecordedWorkflow):
     """Several steps, each with a reward of its own."""
 
     def run(self) -> list[Experience]:
         """Step until :meth:`step` says enough or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
         for step in range(self.max_step_num):
-            goes_on = self.step(step_num=step)
+            try:
+                goes_on = self.step(step_num=step)
+            except Exception as error:
+                if not prompt_too_long(error):
+                    raise
+                return experiences + _give(self._take(step), 0.0)
             recorded = self._take(step)
             experiences += _give(recorded, self.reward(recorded, step_num=step))
             if not goes_on:
@@ -89,7 +113,7 @@ class StepWiseRewardWorkflow(_RecordedWorkflow):
         """Return what the step ``step_num``, which made ``exps``, is worth."""
 
 
-class RewardPropagationWorkflow(_RecordedWorkflow):
+class RewardPropagationWorkflow(RecordedWorkflow):
     """Several steps with one reward at the end, which all of them get."""
 
     def run(self) -> list[Experience]:
@@ -97,7 +121,12 @@ class RewardPropagationWorkflow(_RecordedWorkflow):
         experiences: list[Experience] = []
         steps = 0
         for step in range(self.max_step_num):
-            goes_on = self.step(step_num=step)
+            try:
+                goes_on = self.step(step_num=step)
+            except Exception as error:
+                if not prompt_too_long(error):
+                    raise
+                goes_on = False
             experiences += self._take(step)
             steps = step + 1
             if not goes_on:
@@ -113,7 +142,7 @@ class RewardPropagationWorkflow(_RecordedWorkflow):
         """Return what the whole run, which made ``exps``, is worth."""
 
 
-class AsyncStepWiseRewardWorkflow(_RecordedWorkflow):
+class AsyncStepWiseRewardWorkflow(RecordedWorkflow):
     """:class:`StepWiseRewardWorkflow` on the event loop."""
 
     is_async = True
@@ -122,7 +151,12 @@ class AsyncStepWiseRewardWorkflow(_RecordedWorkflow):
         """Step until :meth:`step_async` says enough or ``max_step_num`` is reached; return all experiences."""
         experiences: list[Experience] = []
         for step in range(self.max_step_num):
-            goes_on = await self.step_async(step_num=step)
+            try:
+                goes_on = await self.step_async(step_num=step)
+            except Exception as error:
+                if not prompt_too_long(error):
+                    raise
+                return experiences + _give(self._take(step), 0.0)
             recorded = self._take(step)
             experiences += _give(recorded, await self.reward_async(recorded, step_num=step))
             if not goes_on:
@@ -138,7 +172,7 @@ class AsyncStepWiseRewardWorkflow(_RecordedWorkflow):
         """Return what the step ``step_num``, which made ``exps``, is worth."""
 
 
-class AsyncRewardPropagationWorkflow(_RecordedWorkflow):
+class AsyncRewardPropagationWorkflow(RecordedWorkflow):
     """:class:`RewardPropagationWorkflow` on the event loop."""
 
     is_async = True
@@ -148,7 +182,12 @@ class AsyncRewardPropagationWorkflow(_RecordedWorkflow):
         experiences: list[Experience] = []
         steps = 0
         for step in range(self.max_step_num):
-            goes_on = await self.step_async(step_num=step)
+            try:
+                goes_on = await self.step_async(step_num=step)
+            except Exception as error:
+                if not prompt_too_long(error):
+                    raise
+                goes_on = False
             experiences += self._take(step)
             steps = step + 1
             if not goes_on:

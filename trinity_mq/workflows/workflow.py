@@ -27,6 +27,8 @@ class Workflow:
     """One call makes all runs: see :meth:`set_repeat_times`."""
     is_async: ClassVar[bool] = False
     """:meth:`run_async` is the one that is written."""
+    needs_history: ClassVar[bool] = False
+    """The rollout model must record its calls (``explorer.rollout_model.enable_history``)."""
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None

@@ -37,6 +37,13 @@ class StubModel:
     async def chat_async(self, messages, **keys):
         return self.chat(messages, **keys)
 
+    def generate(self, prompts, **keys):
+        self.calls.append((prompts, keys))
+        return self._answer(keys.get("n", 1))
+
+    async def generate_async(self, prompts, **keys):
+        return self.generate(prompts, **keys)
+
     def extract_experience_from_history(self, clear_history=True):
         taken = list(self._history)
         if clear_history:

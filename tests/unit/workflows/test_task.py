@@ -5,13 +5,10 @@ from trinity_mq.messages import TaskBody, TaskSubmission, decode, encode
 from trinity_mq.rewards import UnknownNameError
 from trinity_mq.rewards.char_match import char_match
 from trinity_mq.workflows import (
-    WORKFLOWS,
     AsyncSimpleWorkflow,
-    SimpleWorkflow,
     Task,
     TaskError,
     Workflow,
-    load_workflow,
 )
 
 BODY = TaskBody(
@@ -101,13 +98,3 @@ def test_an_own_copy_shares_nothing_that_a_workflow_might_change():
     assert task.raw_task == {"state": {"a": [1]}}
     assert task.workflow_args == {"b": [1]}
     assert copied.task_id == task.task_id
-
-
-def test_every_registered_workflow_loads():
-    assert {load_workflow(name).__name__ for name in WORKFLOWS} == {
-        "AsyncMathWorkflow",
-        "AsyncSimpleWorkflow",
-        "MathWorkflow",
-        "SimpleWorkflow",
-    }
-    assert load_workflow("trinity_mq.workflows.simple.SimpleWorkflow") is SimpleWorkflow

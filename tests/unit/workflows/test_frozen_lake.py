@@ -1,0 +1,198 @@
+import pytest
+import torch
+
+from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
+from trinity_mq.config import FormatConfig
+from trinity_mq.models import EngineClients, ModelWrapper
+from trinity_mq.workflows import Task, TaskError, execute, load_workflow
+from trinity_mq.workflows.frozen_lake import INSTRUCTIONS, AsyncFrozenLakeWorkflow, FrozenLakeWorkflow, read_move
+
+BOTH = pytest.mark.parametrize("kind", [FrozenLakeWorkflow, AsyncFrozenLakeWorkflow])
+MAP = ["SFF", "FHF", "HFG"]
+WAY = ["<move>right</move>", "<move>right</move>", "<move>down</move>", "<move>down</move>"]
+
+
+def task(kind, **keys):
+    keys.setdefault("raw_task", {"map": MAP})
+    return Task(workflow=kind, **keys)
+
+
+async def run(kind, model, **keys):
+    made = task(kind, **keys)
+    return await execute(lambda: made.to_workflow(model), kind)
+
+
+def model_of(stub_model, *answers):
+    return stub_model(answers, enable_history=True)
+
+
+@BOTH
+async def test_reaching_the_goal_is_worth_one_for_every_step(kind, stub_model):
+    model = model_of(stub_model, *WAY)
+    experiences = await run(kind, model)
+    assert [exp.eid.step for exp in experiences] == [0, 1, 2, 3]
+    assert {exp.reward for exp in experiences} == {1.0}
+    for exp in experiences:
+        assert exp.metrics == {
+            "success": 1.0,
+            "moves": 4,
+            "unclear_answers": 0,
+            "fallen": 0.0,
+            "prompt_too_long": 0.0,
+            "actual_env_steps": 4,
+        }
+    first, last = model.calls[0][0], model.calls[3][0]
+    assert first == [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": "PFF\nFHF\nHFG"}]
+    assert [message["role"] for message in last] == ["system", *["user", "assistant"] * 3, "user"]
+    assert last[-1]["content"] == "FFF\nFHP\nHFG"
+    assert last[:2] == first, "the conversation only grows: what was sampled stays a prefix"
+    assert {keys["n"] for _, keys in model.calls} == {1}
+
+
+@BOTH
+async def test_a_hole_ends_the_run_with_nothing(kind, stub_model):
+    experiences = await run(kind, model_of(stub_model, "<move>down</move>", "<move>right</move>", "never"))
+    assert [exp.reward for exp in experiences] == [0.0, 0.0]
+    assert (experiences[0].metrics["fallen"], experiences[0].metrics["success"]) == (1.0, 0.0)
+
+
+@BOTH
+async def test_answers_without_a_move_cost_a_step_and_are_told(kind, stub_model):
+    model = model_of(stub_model, "hm", "<move>left</move>", "down")
+    experiences = await run(kind, model, workflow_args={"max_steps": 3})
+    assert len(experiences) == 3
+    assert experiences[0].metrics["unclear_answers"] == 1
+    assert "names no move" in model.calls[1][0][-1]["content"]
+    assert "where you were" in model.calls[2][0][-1]["content"]
+
+
+@BOTH
+async def test_partial_credit_is_the_share_of_the_way(kind, stub_model):
+    answers = ["<move>right</move>", "<move>right</move>", "<move>down</move>"]
+    args = {"max_steps": 3, "partial_credit": 0.4}
+    experiences = await run(kind, model_of(stub_model, *answers), workflow_args=args)
+    assert [exp.reward for exp in experiences] == pytest.approx([0.4 * 3 / 4] * 3)
+    fallen = await run(kind, model_of(stub_model, "<move>down</move>", "<move>right</move>"), workflow_args=args)
+    assert {exp.reward for exp in fallen} == {0.0}
+
+
+@BOTH
+async def test_terse_and_without_memory(kind, stub_model):
+    model = model_of(stub_model, "R", "?", "R", "D", "D")
+    experiences = await run(kind, model, workflow_args={"terse": True, "memory": False})
+    assert experiences[0].reward == 1.0
+    assert [messages for messages, _ in model.calls[:3]] == [
+        [{"role": "user", "content": "PFF\nFHF\nHFG"}],
+        [{"role": "user", "content": "FPF\nFHF\nHFG"}],
+        [{"role": "user", "content": "FPF\nFHF\nHFG"}],
+    ]
+
+
+@BOTH
+async def test_a_prompt_that_was_cut_ends_the_run(kind, stub_model):
+    model = model_of(stub_model, WAY[0], ("[masked]", "prompt_truncated"), "never")
+    experiences = await run(kind, model)
+    assert [exp.reward for exp in experiences] == [0.0, 0.0]
+    assert experiences[0].metrics["prompt_too_long"] == 1.0
+    assert experiences[0].metrics["moves"] == 1
+
+
+@BOTH
+async def test_all_runs_of_a_task_have_the_same_lake_and_tasks_differ(kind, stub_model):
+    shown = []
+    for index in (0, 0, 1, 2):
+        model = model_of(stub_model, "x")
+        args = {"max_steps": 14, "size": 8}
+        made = task(kind, raw_task={}, workflow_args=args, index={"taskset": "t", "index": index})
+        workflow = made.to_workflow(model)
+        shown.append(workflow.make_game().show())
+    assert shown[0] == shown[1]
+    assert len(set(shown)) == 3
+
+
+@BOTH
+def test_the_record_comes_before_the_arguments(kind, stub_model):
+    made = task(
+        kind,
+        raw_task={"size": 3, "seed": 5, "slippery": None, "question": "q"},
+        workflow_args={"size": 6, "slippery": True},
+        format_args=FormatConfig(system_prompt="Mine."),
+    )
+    arguments = made.to_workflow(model_of(stub_model)).arguments
+    assert (arguments.size, arguments.seed, arguments.slippery) == (3, 5, True)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("record", "args", "said"),
+    [
+        ({}, {"sise": 3}, "workflow_args.sise does not exist; did you mean 'size'"),
+        ({}, {"size": 1}, "workflow_args.size is 1: Input should be greater than or equal to 2"),
+        ({"size": "big"}, {}, "raw_task.size is 'big'"),
+        ({"size": 6}, {"max_steps": 3}, "needs at least 10 moves; 3 are allowed"),
+        ({"map": ["SHG"]}, {}, "no way from S to G"),
+        ({"map": ["S"]}, {}, "1 S and 0 G"),
+    ],
+)
+async def test_lakes_that_cannot_be_are_the_tasks_fault(kind, record, args, said, stub_model):
+    with pytest.raises(TaskError, match=said):
+        await run(kind, model_of(stub_model, "x"), raw_task=record, workflow_args=args)
+
+
+@pytest.mark.parametrize(
+    ("answer", "move"),
+    [
+        ("I go <move>left</move>, no: <move> DOWN </move>", "down"),
+        ("right", "right"),
+        (" U. ", "up"),
+        ("I think right is best", None),
+        ("<move>north</move>", None),
+        ("", None),
+        ("<move>" * 600, None),
+    ],
+)
+def test_moves_are_read(answer, move):
+    assert read_move(answer) == move
+
+
+def test_it_has_a_name():
+    assert load_workflow("frozen_lake_workflow") is FrozenLakeWorkflow
+    assert load_workflow("async_frozen_lake_workflow") is AsyncFrozenLakeWorkflow
+
+
+@BOTH
+async def test_what_a_real_engine_sampled_becomes_the_steps(kind, tmp_path):
+    generator = make_generator(tmp_path / "m", characters="SFHGPX\nLDRUabcd", max_model_len=64)
+    async with tiny_engine(generator) as handle, EngineClients() as clients:
+        model = ModelWrapper(handle, seed=3, enable_history=True, max_response_tokens=2, clients=clients)
+        args = {"terse": True, "max_steps": 5, "merge_turns": False}
+        experiences = await run(kind, model, workflow_args=args)
+    assert 1 <= len(experiences) <= 5
+    text = ""
+    for step, exp in enumerate(experiences):
+        assert exp.eid.step == step
+        assert exp.versions == [(0, 1, 7)]
+        assert exp.logprobs.shape == (exp.response_length,)
+        assert exp.prompt_text.startswith(text), "each prompt goes on from the one before"
+        text = exp.prompt_text + exp.response_text
+        assert generator.codec.encode(exp.prompt_text) == exp.tokens[: exp.prompt_length].tolist()
+
+
+@BOTH
+async def test_merged_turns_train_on_the_same_tokens_and_read_them_once(kind, tmp_path):
+    generator = make_generator(tmp_path / "m", characters="SFHGPX\nLDRUabcd", max_model_len=128)
+    made = {}
+    async with tiny_engine(generator) as handle, EngineClients() as clients:
+        for merge in (True, False):
+            model = ModelWrapper(handle, seed=3, enable_history=True, max_response_tokens=1, clients=clients)
+            args = {"terse": True, "max_steps": 6, "merge_turns": merge}
+            made[merge] = await run(kind, model, raw_task={"map": ["SFFFFG"]}, workflow_args=args)
+    whole, single = made[True], made[False]
+    assert len(whole) < len(single)
+    assert sum(len(exp.tokens) for exp in whole) < sum(len(exp.tokens) for exp in single)
+    tokens = [torch.cat([exp.tokens[exp.prompt_length :][exp.action_mask] for exp in each]) for each in made.values()]
+    logprobs = [torch.cat([exp.logprobs[exp.action_mask] for exp in each]) for each in made.values()]
+    assert torch.equal(*tokens)
+    assert torch.allclose(*logprobs, atol=1e-6, rtol=0)
+    assert {exp.reward for exp in whole} == {exp.reward for exp in single}
+    assert whole[0].metrics == single[0].metrics

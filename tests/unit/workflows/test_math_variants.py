@@ -1,0 +1,129 @@
+r"""Boxed math and the yardstick: what is asked, judged and trained on."""
+
+from __future__ import annotations
+
+import pytest
+
+from trinity_mq.config import FormatConfig
+from trinity_mq.rewards.char_match import char_match
+from trinity_mq.workflows import (
+    AsyncMathBoxedWorkflow,
+    AsyncMathEvalWorkflow,
+    MathBoxedWorkflow,
+    MathEvalWorkflow,
+    Task,
+    TaskError,
+    execute,
+)
+
+BOXED = pytest.mark.parametrize("kind", [MathBoxedWorkflow, AsyncMathBoxedWorkflow])
+EVAL = pytest.mark.parametrize("kind", [MathEvalWorkflow, AsyncMathEvalWorkflow])
+RIGHT = "It is \\boxed{12}."
+THOUGHT = "<think>3*4</think> It is \\boxed{12}."
+
+
+def task(kind, **keys):
+    return Task(workflow=kind, raw_task={"question": "3 times 4?", "answer": "12"}, **keys)
+
+
+async def judged(kind, model, made, runs):
+    workflow = made.to_workflow(model)
+    workflow.set_repeat_times(runs, 0)
+    return await execute(lambda: workflow, kind)
+
+
+@BOXED
+async def test_the_answer_is_in_the_box_and_the_form_is_worth_something(kind, stub_model):
+    model = stub_model([RIGHT, "It is 12.", "\\boxed{13}"])
+    experiences = await judged(kind, model, task(kind), 3)
+    assert [one.metrics["accuracy"] for one in experiences] == [1.0, 0.0, 0.0]
+    assert [one.reward for one in experiences] == [1.0, -0.1, 0.0]
+    system, user = model.calls[0][0]
+    assert "\\boxed{}" in system["content"]
+    assert "<think>" not in system["content"]
+    assert user == {"role": "user", "content": "3 times 4?"}
+
+
+@BOXED
+async def test_thinking_is_asked_for_and_looked_at(kind, stub_model):
+    model = stub_model([THOUGHT, RIGHT])
+    made = task(kind, workflow_args={"with_think": True, "format_score_coef": 0.25})
+    experiences = await judged(kind, model, made, 2)
+    assert [one.reward for one in experiences] == [1.0, 0.75]
+    assert "<think>" in model.calls[0][0][0]["content"]
+
+
+@BOXED
+async def test_a_base_model_gets_one_text(kind, stub_model):
+    model = stub_model([RIGHT, RIGHT])
+    made = task(kind, workflow_args={"use_base": True}, rollout_args={"temperature": 0.5})
+    experiences = await judged(kind, model, made, 2)
+    assert [one.reward for one in experiences] == [1.0, 1.0]
+    ([prompt], sampling) = model.calls[0]
+    assert sampling == {"temperature": 0.5, "n": 2}
+    assert prompt.endswith("\n\nProblem: 3 times 4?\nSolution:")
+    assert "\\boxed{}" in prompt
+
+
+@BOXED
+async def test_what_was_cut_is_judged_but_not_trained_on(kind, stub_model):
+    cut, whole = await judged(kind, stub_model([(RIGHT, "response_truncated"), RIGHT]), task(kind), 2)
+    assert cut.action_mask.tolist() == [False] * cut.response_length
+    assert cut.metrics["accuracy"] == 1.0
+    assert cut.reward == pytest.approx(0.9)
+    assert whole.action_mask.all()
+    again = type(cut).deserialize(cut.serialize())
+    assert (again.experience_type, again.action_mask.any().item()) == ("single_turn", False), "and so it travels"
+
+
+@BOXED
+async def test_the_task_says_otherwise(kind, stub_model):
+    model = stub_model(["12"])
+    made = task(kind, reward_fn=char_match, format_args=FormatConfig(system_prompt="Mine."))
+    (one,) = await judged(kind, model, made, 1)
+    assert one.reward == 1.0
+    assert model.calls[0][0][0]["content"] == "Mine."
+
+
+@BOXED
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"with_thinking": True}, "did you mean 'with_think'"),
+        ({"format_score_coef": -1}, "format_score_coef"),
+        ({"use_base": "perhaps"}, "use_base"),
+    ],
+)
+def test_wrong_arguments_are_named(kind, stub_model, arguments, said):
+    with pytest.raises(TaskError, match=said):
+        task(kind, workflow_args=arguments).to_workflow(stub_model([]))
+
+
+@BOXED
+async def test_reset_takes_another_task(kind, stub_model):
+    model = stub_model([RIGHT, THOUGHT])
+    workflow = task(kind).to_workflow(model)
+    await execute(lambda: workflow, kind)
+    workflow.reset(task(kind, workflow_args={"with_think": True}))
+    (one,) = await execute(lambda: workflow, kind)
+    assert one.reward == 1.0
+    assert "<think>" in model.calls[1][0][0]["content"]
+
+
+@EVAL
+async def test_the_yardstick_is_the_same_for_every_run(kind, stub_model):
+    model = stub_model([RIGHT, (RIGHT, "response_truncated"), "13"])
+    made = task(kind, is_eval=True, reward_fn=char_match, format_args=FormatConfig(system_prompt="Mine."))
+    experiences = await judged(kind, model, made, 3)
+    assert [one.metrics for one in experiences] == [
+        {"accuracy": 1.0, "finished": 1.0},
+        {"accuracy": 1.0, "finished": 0.0},
+        {"accuracy": 0.0, "finished": 1.0},
+    ]
+    assert "Mine." not in model.calls[0][0][0]["content"]
+
+
+@EVAL
+def test_the_yardstick_does_not_train(kind, stub_model):
+    with pytest.raises(TaskError, match=r"only measures; name it in buffer\.eval_tasksets"):
+        task(kind).to_workflow(stub_model([]))

@@ -1,0 +1,210 @@
+"""Every built-in workflow of this package's core on a real tiny model behind a real engine server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from tests.unit.workflows.running import running
+from tests.unit.workflows.speaking import chatting_generator
+from trinity_mq.experience import Experience
+from trinity_mq.models.engines.requests import ScoreRequest
+from trinity_mq.testing.scripted import ScriptedGenerator
+from trinity_mq.workflows import (
+    AsyncMultiTurnWorkflow,
+    AsyncRewardPropagationWorkflow,
+    AsyncStepWiseRewardWorkflow,
+    MultiTurnWorkflow,
+    RewardPropagationWorkflow,
+    StepWiseRewardWorkflow,
+    Task,
+    load_workflow,
+)
+
+TOOLS = [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
+
+
+def multiply(a: int, b: int) -> int:
+    """Return a times b."""
+    return a * b
+
+
+@pytest.fixture(scope="module")
+def generator(tmp_path_factory):
+    return chatting_generator(tmp_path_factory.mktemp("chatting") / "model")
+
+
+def check_exact(generator, experiences):
+    """The tokens are those that were sampled: the same weights give them the same logprobs."""
+    for one in experiences:
+        scored = generator.score([ScoreRequest(one.tokens.tolist(), one.temperature)])[0]
+        again = torch.tensor(scored[one.prompt_length - 1 :])
+        assert torch.allclose(one.logprobs, again, atol=1e-4), (one.logprobs, again)
+        assert generator.codec.decode([one.tokens[: one.prompt_length].tolist()]) == [one.prompt_text]
+        assert (one.version_min, one.version_max) == ((1, 7), (1, 7))
+
+
+CASES = [
+    ("simple_workflow", {}, "12"),
+    ("math_workflow", {}, "12"),
+    ("math_boxed_workflow", {}, "12"),
+    ("math_boxed_workflow", {"with_think": True, "use_base": True, "format_score_coef": 0.25}, "12"),
+    ("math_eval_workflow", {}, "12"),
+    ("tool_call_workflow", {"tools": TOOLS}, [{"name": "add", "arguments": {"a": 1}}]),
+    ("tool_agent_workflow", {"tools": [f"{__name__}.multiply"]}, "12"),
+]
+
+
+@pytest.mark.parametrize("twin", ["", "async_"])
+@pytest.mark.parametrize(("name", "arguments", "truth"), CASES)
+async def test_built_in_workflows_sample_and_judge(generator, tmp_path, twin, name, arguments, truth):
+    kind = load_workflow(twin + name)
+    assert kind.is_async == bool(twin)
+    task = Task(
+        workflow=kind,
+        raw_task={"question": "What is 3 times 4?", "answer": truth},
+        workflow_args=arguments,
+        is_eval="eval" in name,
+        batch_id=3,
+        task_id=5,
+    )
+    async with running(generator, tmp_path, max_response_tokens=12) as runner:
+        status, experiences = await runner.run_task_async(task, 2, 4)
+    assert status.ok, status.message
+    assert sorted({one.eid.rid for one in experiences}) == ["3/5/4", "3/5/5"]
+    assert all(isinstance(one.reward, float) and "accuracy" in one.metrics for one in experiences)
+    check_exact(generator, experiences)
+    first, second = experiences[0], experiences[-1]
+    assert first.tokens[first.prompt_length :].tolist() != second.tokens[second.prompt_length :].tolist()
+
+
+class Asks:
+    """Three questions, each with what was answered before."""
+
+    max_step_num = 3
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.messages = [{"role": "user", "content": "1"}]
+
+    def request(self):
+        return {"model": self.model.model_name, "messages": self.messages, "max_tokens": 5}
+
+    def heard(self, completion):
+        text = completion.choices[0].message.content
+        self.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "2"}]
+        return True
+
+
+class Sync(Asks):
+    def step(self, step_num):
+        return self.heard(self.client.chat.completions.create(**self.request()))
+
+
+class Async(Asks):
+    async def step_async(self, step_num):
+        return self.heard(await self.client.chat.completions.create(**self.request()))
+
+
+class Stepwise(Sync, StepWiseRewardWorkflow):
+    def reward(self, exps, step_num):
+        return float(step_num)
+
+
+class AsyncStepwise(Async, AsyncStepWiseRewardWorkflow):
+    async def reward_async(self, exps, step_num):
+        return float(step_num)
+
+
+class Propagation(Sync, RewardPropagationWorkflow):
+    def reward(self, exps):
+        return float(len(exps))
+
+
+class AsyncPropagation(Async, AsyncRewardPropagationWorkflow):
+    async def reward_async(self, exps):
+        return float(len(exps))
+
+
+@pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+async def test_steps_are_the_recorded_calls_token_for_token(generator, tmp_path, kind):
+    async with running(generator, tmp_path, max_response_tokens=12) as runner:
+        status, experiences = await runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=0), 3)
+    assert status.ok, status.message
+    assert [(one.eid.run, one.eid.step) for one in experiences] == [
+        (run, step) for run in range(3) for step in range(3)
+    ]
+    wanted = [0.0, 1.0, 2.0] if "Stepwise" in kind.__name__ else [3.0, 3.0, 3.0]
+    assert [one.reward for one in experiences] == wanted * 3
+    check_exact(generator, experiences)
+    for run in range(3):
+        first, second = (one for one in experiences if one.eid.run == run and one.eid.step < 2)
+        said = first.response_text.removesuffix("<eos>")
+        assert second.prompt_text.startswith(first.prompt_text + said), "a step sees what was answered before"
+
+
+@pytest.mark.parametrize("kind", [Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+@pytest.mark.parametrize("room", [10, 30])
+async def test_a_prompt_that_is_too_long_ends_the_run_with_what_there_is(tmp_path, kind, room):
+    scripted = ScriptedGenerator(["x" * 60] * 3, max_model_len=room)
+    async with running(scripted, tmp_path) as runner:
+        status, experiences = await runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=0))
+    assert status.ok, status.message
+    assert len(scripted.prompts) == (room == 30)
+    *good, masked = experiences
+    assert [one.eid.step for one in good] == list(range(len(scripted.prompts)))
+    assert (masked.eid.step, masked.truncate_status) == (len(good), "prompt_truncated")
+    assert not masked.action_mask.any()
+    assert masked.reward == (0.0 if "Stepwise" in kind.__name__ else float(len(experiences)))
+
+
+class Conversation(MultiTurnWorkflow):
+    def run(self):
+        experience = self.process_messages_to_experience(MESSAGES, 0.5, {"turns": 2})
+        return [experience]
+
+
+class AsyncConversation(AsyncMultiTurnWorkflow):
+    async def run_async(self):
+        return [await self.process_messages_to_experience_async(MESSAGES, 0.5, {"turns": 2})]
+
+
+MESSAGES = [
+    {"role": "user", "content": "1"},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "2"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+@pytest.mark.parametrize("kind", [Conversation, AsyncConversation])
+async def test_a_conversation_is_scored_where_the_assistant_spoke(generator, tmp_path, kind):
+    async with running(generator, tmp_path, max_response_tokens=12) as runner:
+        status, (one,) = await runner.run_task_async(Task(workflow=kind, batch_id=1, task_id=0))
+    assert status.ok, status.message
+    assert (one.experience_type, one.reward, one.metrics) == ("multi_turn", 0.5, {"turns": 2})
+    trained = one.tokens[one.prompt_length :][one.action_mask].tolist()
+    assert generator.codec.decode([trained]) in (["onetwo"], ["one\ntwo\n"])
+    scored = torch.tensor(generator.score([ScoreRequest(one.tokens.tolist(), 1.0)])[0][one.prompt_length - 1 :])
+    assert torch.allclose(one.logprobs, scored, atol=1e-4)
+
+
+async def test_runs_at_once_keep_their_histories_apart(generator, tmp_path):
+    """Sixteen runs of both kinds together on one engine."""
+    async with running(generator, tmp_path, max_response_tokens=12) as runner:
+        results = await asyncio.gather(
+            *(
+                runner.run_task_async(Task(workflow=kind, raw_task={}, batch_id=1, task_id=number), 4)
+                for number, kind in enumerate([Stepwise, AsyncStepwise, Propagation, AsyncPropagation])
+            )
+        )
+    for status, experiences in results:
+        assert status.ok, status.message
+        assert len(experiences) == 12
+        assert all(isinstance(one, Experience) for one in experiences)
+        for run in range(4):
+            steps = [one for one in experiences if one.eid.run == run]
+            assert [one.eid.step for one in steps] == [0, 1, 2]
+            assert steps[2].prompt_text.startswith(steps[1].prompt_text + steps[1].response_text.removesuffix("<eos>"))

@@ -1,0 +1,99 @@
+"""Real engine servers around real tiny models, and a stand-in for a judge that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import string
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from trinity_mq.config import ModelConfig, TinyModelConfig
+from trinity_mq.models import InferenceModel
+from trinity_mq.models.engines.generation import TextGenerator
+from trinity_mq.models.engines.server import EngineServer, ServerSettings
+from trinity_mq.models.tiny import ensure_model_folder
+
+PRINTABLE = "".join(dict.fromkeys(string.printable))
+"""A vocabulary that covers English prompts."""
+
+
+def make_generator(folder, *, characters=PRINTABLE, seed=0, max_model_len=4096):
+    """Return a tiny model of that vocabulary, with weights from the seed."""
+    config = ModelConfig(
+        tiny=TinyModelConfig(
+            characters=characters,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            max_position_embeddings=max_model_len,
+        ),
+        max_model_len=max_model_len,
+        max_prompt_tokens=max_model_len - 16,
+        max_response_tokens=16,
+    )
+    return TextGenerator.build(config, ensure_model_folder(config, folder, seed), num_threads=1)
+
+
+@asynccontextmanager
+async def tiny_engine(generator, name="tiny"):
+    """Serve ``generator`` on loopback; yields the handle."""
+    server = EngineServer(
+        generator,
+        ServerSettings(engine_id=name, model_name=name, model_path=f"/{name}", token="t", max_response_tokens=16),
+        None,
+    )
+    ready = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.run(lambda url: ready.set()))
+        await ready.wait()
+        server.state.phase, server.state.version = "current", (1, 7)
+        try:
+            yield InferenceModel(name, server.url, name, f"/{name}", (1, 7))
+        finally:
+            server.stop("test is over")
+
+
+class ScriptedJudge:
+    """An OpenAI server that answers what ``answers`` gives, one after the other, the last one for ever. It knows no
+    token ids. An answer is a text, None for none at all, a function of the messages, bytes: a whole body, or a number:
+    an HTTP status.
+    """
+
+    def __init__(self, answers):
+        self.answers = list(answers)
+        self.asked = []
+        self.model = None
+
+    async def chat(self, request):
+        body = await request.json()
+        self.asked.append(body["messages"])
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if callable(answer):
+            answer = answer(body["messages"])
+        if isinstance(answer, bytes):
+            return web.Response(body=answer, content_type="application/json")
+        if isinstance(answer, int):
+            return web.json_response({"error": {"message": "out of order", "code": "broken"}}, status=answer)
+        message = {"role": "assistant", "content": answer}
+        choices = [] if answer is None else [{"index": 0, "message": message, "finish_reason": "stop"}]
+        common = {"id": "x", "object": "chat.completion", "created": 0, "model": "judge"}
+        return web.json_response({**common, "choices": choices})
+
+
+@asynccontextmanager
+async def scripted_judge(*answers):
+    """Serve a ScriptedJudge on a free port."""
+    judge = ScriptedJudge(answers)
+    app = web.Application(client_max_size=2**24)
+    app.router.add_post("/v1/chat/completions", judge.chat)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = site._server.sockets[0].getsockname()[1]
+    judge.model = InferenceModel(id="j", url=f"http://127.0.0.1:{port}", name="judge", role="auxiliary")
+    try:
+        yield judge
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,83 @@
+"""Folders with modules of the user's own, which every agent of a run can import."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trinity_mq.runtime.errors import FatalError
+
+_added: dict[Path, None] = {}
+
+
+def add_plugins(folders: Sequence[str]) -> list[Path]:
+    """Make the modules in ``folders`` importable in this process and in those it starts with multiprocessing.
+
+    The folders go behind everything else on ``sys.path``, so that no file in them replaces a module that others import;
+    ``my_file.py`` with a class ``Mine`` gives the dotted path ``my_file.Mine``. Nothing of them is executed here.
+    Adding a folder twice changes nothing.
+
+    Args:
+        folders: Relative ones start where the process was started.
+
+    Returns:
+        The folders, absolute.
+
+    Raises:
+        FatalError: There is no such folder, or one of its modules is hidden by another of the same name.
+    """
+    paths = [Path(folder).expanduser().resolve() for folder in folders]
+    for given, path in zip(folders, paths, strict=True):
+        if not path.is_dir():
+            raise FatalError(
+                f"plugin_dirs: there is no folder {given!r} ({path}); relative folders start where the command is run"
+            )
+        if str(path) not in sys.path:
+            sys.path.append(str(path))
+    importlib.invalidate_caches()
+    for path in paths:
+        for file in _modules(path):
+            _check_not_hidden(file)
+        _added[path] = None
+    return paths
+
+
+def plugin_names() -> list[str]:
+    """Return what the added folders hold as dotted paths, ``my_file.Mine`` for each class at the top of a module.
+
+    The files are read, not executed; one that is no Python is left out: importing it says why.
+    """
+    return sorted(
+        f"{file.stem}.{node.name}"
+        for folder in _added
+        for file in _modules(folder)
+        for node in _statements(file)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    """Yield the modules of a folder; a name with a leading underscore is for its neighbours."""
+    return (file for file in sorted(folder.glob("*.py")) if file.stem.isidentifier() and not file.stem.startswith("_"))
+
+
+def _statements(file: Path) -> list[ast.stmt]:
+    try:
+        return ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def _check_not_hidden(file: Path) -> None:
+    loaded = sys.modules.get(file.stem)
+    spec = getattr(loaded, "__spec__", None) if loaded is not None else importlib.util.find_spec(file.stem)
+    found = None if spec is None else spec.origin
+    if found is None or Path(found).resolve() != file.resolve():
+        raise FatalError(
+            f"plugin_dirs: {file} is hidden by another module of that name ({found or loaded!r}); give the file a name "
+            "of its own"
+        )

@@ -1,0 +1,48 @@
+"""The arguments of a workflow: ``workflow_args`` of the taskset under what the record itself says, checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trinity_mq.workflows.task import Task, TaskError
+
+
+class Arguments(BaseModel):
+    """Base of what a workflow takes: a field for each argument, with its default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+A = TypeVar("A", bound=Arguments)
+
+
+def arguments_of(task: Task, kind: type[A], *, record_keys: Iterable[str] = ()) -> A:
+    """Return the arguments of ``task`` as a ``kind``.
+
+    Args:
+        task: Its ``workflow_args`` may hold nothing else.
+        kind: Says what there is.
+        record_keys: Arguments that ``raw_task`` may give too. It comes before ``workflow_args``, unless it says None.
+
+    Raises:
+        TaskError: An argument that does not exist, or a value it cannot have.
+    """
+    given: dict[str, Any] = dict(task.workflow_args)
+    unknown = next((name for name in given if name not in kind.model_fields), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(str(unknown), kind.model_fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(kind.model_fields)}"
+        raise TaskError(f"workflow_args.{unknown} does not exist; {hint}")
+    record = {name: task.raw_task[name] for name in record_keys if task.raw_task.get(name) is not None}
+    try:
+        return kind.model_validate(given | record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        names = [str(part) for part in first["loc"]]
+        where = ".".join(["raw_task" if names and names[0] in record else "workflow_args", *names])
+        seen = "missing" if first["type"] == "missing" else repr(first["input"])[:80]
+        raise TaskError(f"{where} is {seen}: {first['msg']}") from error

@@ -1,0 +1,204 @@
+"""A judge: an auxiliary model that gives scores. What it says is looked at as hostile input, and so is what it judges.
+
+A judge is asked through its OpenAI client: any server serves, also one that knows no token ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import PROMPT_TRUNCATED
+from trinity_mq.workflows.arguments import Arguments
+from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, asking, auxiliary_place
+from trinity_mq.workflows.workflow import Workflow
+
+JUDGE = "judge"
+MAX_VERDICT = 10_000
+"""Characters at the end of a judge's answer that are looked at."""
+MAX_SCORE = 40
+"""Characters of one score, with what stands around it."""
+
+Message = dict[str, str]
+
+
+class BadVerdictError(ValueError):
+    """A judge's answer holds no scores that can be used; the message says why."""
+
+
+class JudgeArguments(Arguments):
+    """What every workflow with a judge takes in ``workflow_args``."""
+
+    judge: Which = 0
+    """Which auxiliary model: its name, or its place from 0."""
+    judge_tries: int = Field(default=2, ge=1, le=10)
+    """Answers of the judge until one can be used; each further one is told what was wrong."""
+    judge_max_tokens: int = Field(default=1024, ge=8)
+    judge_temperature: float = Field(default=0.0, ge=0)
+    on_bad_judge: Literal["neutral", "fail"] = "neutral"
+    """No answer that can be used: ``neutral`` gives scores that teach nothing (metric ``judge_success`` 0), ``fail``
+    fails the run."""
+    max_answer_characters: int = Field(default=8000, ge=100)
+    """Of a longer response the judge sees both ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a judge said."""
+
+    scores: tuple[float, ...] | None
+    """From 0 to 1; None: no answer could be used."""
+    problem: str = ""
+    """Why not."""
+
+
+def read_scores(answer: str, count: int) -> tuple[float, ...]:
+    """Return the last list ``[...]`` of a judge's answer: ``count`` scores from 0 to 1. Its cost is bounded.
+
+    Raises:
+        BadVerdictError: There is no such list.
+    """
+    text = answer[-MAX_VERDICT:]
+    end = text.rfind("]")
+    start = text.rfind("[", 0, max(end, 0))
+    if start < 0:
+        raise BadVerdictError(f"there is no list of {count} scores in it, such as [0.5]")
+    piece = text[start : end + 1]
+    if len(piece) > MAX_SCORE * (count + 1):
+        raise BadVerdictError(f"its last list has {len(piece)} characters, too many for {count} scores")
+    try:
+        values = json.loads(piece, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        raise BadVerdictError(f"its last list, {piece[:80]!r}, is not a JSON list of numbers") from None
+    if len(values) != count:
+        raise BadVerdictError(f"its last list has {len(values)} scores, wanted {count}")
+    return tuple(_score(value) for value in values)
+
+
+def _score(value: Any) -> float:
+    if not isinstance(value, int | float) or not 0 <= value <= 1 or not math.isfinite(value):
+        raise BadVerdictError(f"{str(value)[:40]!r} is not a score from 0 to 1")
+    return float(value)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no score")
+
+
+def quoted(name: str, text: str, key: str, limit: int) -> str:
+    """Return ``text`` between marks that it cannot hold, its middle left out beyond ``limit`` characters."""
+    text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be sent
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    return f"<{name} {key}>\n{text}\n</{name} {key}>"
+
+
+def key_of(*texts: str) -> str:
+    """Return a mark for :func:`quoted`: it follows from all texts, so none of them can have been written to hold it."""
+    digest = hashlib.blake2b(digest_size=6)
+    for text in texts:
+        digest.update(f"{len(text)}:".encode() + text.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def judgeable(response: Experience) -> bool:
+    """Say whether there is an answer to judge: none follows a prompt that was cut."""
+    return response.truncate_status != PROMPT_TRUNCATED
+
+
+class Talk:
+    """The questions to a judge about one thing, until an answer can be used or its tries are over."""
+
+    def __init__(self, messages: Sequence[Message], count: int, arguments: JudgeArguments) -> None:
+        self.messages = list(messages)
+        self.verdict: Verdict | None = None
+        self._opening, self._count, self._arguments = list(messages), count, arguments
+        self._left = arguments.judge_tries
+
+    def hear(self, answer: str) -> None:
+        """Take an answer: there is a verdict now, or a further question.
+
+        Raises:
+            AuxiliaryError: The tries are over, where that is to fail the run.
+        """
+        self._left -= 1
+        try:
+            self.verdict = Verdict(read_scores(answer, self._count))
+        except BadVerdictError as error:
+            if self._left:
+                self.messages = [
+                    *self._opening,
+                    {"role": "assistant", "content": answer[-MAX_SCORE * 10 :]},
+                    {"role": "user", "content": f"That cannot be used: {error}. {ending(self._count)}"},
+                ]
+            elif self._arguments.on_bad_judge == "fail":
+                raise AuxiliaryError(
+                    f"the judge gave no scores in {self._arguments.judge_tries} tries: {error}; its answer ended with "
+                    f"{answer[-80:]!r}. Use a better judge, or on_bad_judge: neutral"
+                ) from None
+            else:
+                self.verdict = Verdict(None, str(error))
+
+
+def ending(count: int) -> str:
+    """Return how a judge is to end its answer."""
+    example = json.dumps([0.5] * count if count < 4 else [0.5, 0.5, "..."]).replace('"', "")
+    return f"End with one line that holds nothing but a JSON list of {count} numbers from 0 to 1, such as {example}"
+
+
+class Judge:
+    """The judge of a workflow."""
+
+    def __init__(self, workflow: Workflow, arguments: JudgeArguments) -> None:
+        self._workflow, self._arguments = workflow, arguments
+        self._place = auxiliary_place(workflow, arguments.judge, JUDGE)
+        self._model = workflow.auxiliary_model_wrappers[self._place]
+
+    def scores(self, messages: Sequence[Message], count: int) -> Verdict:
+        """Return ``count`` scores. Blocks.
+
+        Raises:
+            AuxiliaryError: The judge cannot be asked, or gave no scores where that is to fail the run.
+        """
+        talk = Talk(messages, count, self._arguments)
+        while talk.verdict is None:
+            with asking(self._model, JUDGE):
+                completion = self._client().chat.completions.create(messages=talk.messages, **self._options())
+            talk.hear(_text(completion))
+        return talk.verdict
+
+    async def scores_async(self, messages: Sequence[Message], count: int) -> Verdict:
+        """Return ``count`` scores; see :meth:`scores`."""
+        talk = Talk(messages, count, self._arguments)
+        while talk.verdict is None:
+            with asking(self._model, JUDGE):
+                completion = await self._client().chat.completions.create(messages=talk.messages, **self._options())
+            talk.hear(_text(completion))
+        return talk.verdict
+
+    def _client(self) -> Any:
+        return self._workflow.auxiliary_models[self._place]
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "model": self._model.model_name,
+            "n": 1,
+            "temperature": self._arguments.judge_temperature,
+            "max_tokens": self._arguments.judge_max_tokens,
+        }
+
+
+def _text(completion: Any) -> str:
+    """Return what a completion says; a server may leave anything out."""
+    choices = getattr(completion, "choices", None)
+    first = choices[0] if isinstance(choices, list) and choices else None
+    content = getattr(getattr(first, "message", None), "content", None)
+    return content if isinstance(content, str) else ""

@@ -1,0 +1,156 @@
+"""Python functions as tools of a model: described to it, and called with what it wrote, whatever that is."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
+from trinity_mq.rewards.lookup import lookup
+from trinity_mq.workflows.task import TaskError
+from trinity_mq.workflows.threads import in_thread, interrupt
+
+MAX_ARGUMENTS = 100_000
+"""Characters of one call's arguments that are parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a model is told about its call."""
+
+    text: str
+    ok: bool
+    """False: there was no such tool, it did not take the arguments, or it failed; the text says which."""
+
+
+class Toolbox:
+    """Functions that a model may call.
+
+    A function is described by its name, its docstring and its parameters: their types, and where wanted
+    ``Annotated[int, Field(description="...")]``. What the model gives is checked against these types before the
+    function sees it.
+
+    Args:
+        paths: Dotted paths of the functions.
+        max_result: Characters of a result that the model is shown.
+
+    Raises:
+        UnknownNameError: A path cannot be imported.
+        TaskError: What it leads to is no function that can be described, or two have one name.
+    """
+
+    def __init__(self, paths: Sequence[str], max_result: int = 4000) -> None:
+        self._max_result = max_result
+        self._tools: dict[str, _Tool] = {}
+        for path in paths:
+            tool = _Tool(path, lookup("tool", path, {}))
+            if tool.name in self._tools:
+                raise TaskError(f"two tools are called {tool.name!r}; rename one of {', '.join(paths)}")
+            self._tools[tool.name] = tool
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as the OpenAI API wants them."""
+        return [tool.schema for tool in self._tools.values()]
+
+    def need_synchronous(self) -> None:
+        """Raise TaskError if one of the tools has to be awaited."""
+        for tool in self._tools.values():
+            if tool.is_async:
+                raise TaskError(f"tool {tool.name!r} is asynchronous; use async_tool_agent_workflow")
+
+    def call(self, name: str, arguments: str) -> Result:
+        """Call a tool. Never raises: what goes wrong is told to the model."""
+        found = self._prepared(name, arguments)
+        if isinstance(found, Result):
+            return found
+        tool, given = found
+        try:
+            return self._told(tool.call(given))
+        except Exception as error:  # of the user's function, or about its arguments
+            return _failed(error)
+
+    async def call_async(self, name: str, arguments: str, timeout: float | None = None) -> Result:
+        """Call a tool, a synchronous one in a thread; see :meth:`call`.
+
+        Args:
+            name: Of the tool.
+            arguments: A JSON object.
+            timeout: Seconds until the model is told that it took too long.
+        """
+        found = self._prepared(name, arguments)
+        if isinstance(found, Result):
+            return found
+        tool, given = found
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                if tool.is_async:
+                    return self._told(await tool.call(given))
+                return self._told(await in_thread(lambda: tool.call(given), f"tool-{name}", interrupt))
+        except Exception as error:  # of the user's function, or about its arguments
+            if isinstance(error, TimeoutError) and limit.expired():
+                return Result(f"error: not done within {timeout:g} s", False)
+            return _failed(error)
+
+    def _prepared(self, name: str, arguments: str) -> tuple[_Tool, dict[str, Any]] | Result:
+        tool = self._tools.get(name)
+        if tool is None:
+            near = difflib.get_close_matches(name[:100], self._tools, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self._tools)}"
+            return Result(f"error: there is no tool {name[:100]!r}; {hint}", False)
+        if len(arguments) > MAX_ARGUMENTS:
+            return Result(f"error: the arguments are {len(arguments)} characters, at most {MAX_ARGUMENTS}", False)
+        try:
+            given = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            return Result(f"error: the arguments are not JSON: {error}", False)
+        if not isinstance(given, dict):
+            return Result(f"error: the arguments are a {type(given).__name__}, wanted a JSON object", False)
+        return tool, given
+
+    def _told(self, value: Any) -> Result:
+        text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+        over = len(text) - self._max_result
+        return Result(text if over <= 0 else f"{text[: self._max_result]}... ({over} characters more)", True)
+
+
+class _Tool:
+    """One function."""
+
+    def __init__(self, path: str, function: Any) -> None:
+        if not inspect.isroutine(function):
+            raise TaskError(f"tool {path!r} is a {type(function).__name__}, wanted a function")
+        self.name: str = function.__name__
+        self.is_async = inspect.iscoroutinefunction(function)
+        try:
+            self._checked: TypeAdapter[Any] = TypeAdapter(function)
+            parameters = self._checked.json_schema()
+        except (PydanticSchemaGenerationError, PydanticUserError, NameError, TypeError) as error:
+            raise TaskError(f"tool {path!r} cannot be described to a model: {str(error).splitlines()[0]}") from error
+        if parameters.get("type") != "object":
+            raise TaskError(f"tool {path!r} takes arguments without a name; give all of its parameters names")
+        self.schema: dict[str, Any] = {
+            "type": "function",
+            "function": {"name": self.name, "description": inspect.getdoc(function) or "", "parameters": parameters},
+        }
+
+    def call(self, given: Mapping[str, Any]) -> Any:
+        """Check the arguments and call the function; return what it returns."""
+        from pydantic_core import ArgsKwargs
+
+        return self._checked.validate_python(ArgsKwargs((), dict(given)))
+
+
+def _failed(error: Exception) -> Result:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        return Result(f"error: argument {where}: {first['msg']}"[:500], False)
+    return Result(f"error: {type(error).__name__}: {error}"[:500], False)
