@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
+import socket
 from typing import cast
 
 from trinity_mq.bus.connect import URL_VARIABLE
@@ -20,4 +22,11 @@ def run_agent(arguments: argparse.Namespace) -> int:
         os.environ[URL_VARIABLE] = url
     # by name: the command line must not import the daemons, which import torch
     module = importlib.import_module(f"trinity_agents.{arguments.command}")
+    if getattr(arguments, "engines_only", False):
+        return cast("int", module.host_engines(config, arguments.id or host_name()))
     return cast("int", module.main(config, arguments.id or f"{arguments.command}-0"))
+
+
+def host_name() -> str:
+    """Return what this machine's host of engines is called: the same after a restart, another on another machine."""
+    return f"engines-{re.sub('[^a-z0-9]+', '-', socket.gethostname().lower()).strip('-')[:40] or 'host'}"

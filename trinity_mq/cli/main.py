@@ -100,9 +100,18 @@ def _parser() -> argparse.ArgumentParser:
         agent = _add(commands, role, "trinity_mq.cli.agents:run_agent", f"run one {role} by itself: {words}")
         _add_config(agent)
         agent.add_argument("--id", help=f"its name among the agents of the run (default: {role}-0)")
+        if role == "explorer":
+            agent.add_argument(
+                "--engines-only",
+                action="store_true",
+                help="host further engines for a run whose explorer is elsewhere, and schedule nothing "
+                "(default name: engines-HOSTNAME)",
+            )
     _add_validate(commands)
     _add_submit(commands)
     _add_status(commands)
+    _add_inspect(commands)
+    _add_debug(commands)
     _add_dead(commands)
     _add_broker(commands)
     _add_convert(commands)
@@ -177,8 +186,49 @@ def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     status.add_argument("--seconds", type=float, default=3.0, help="how long to listen (default: 3)")
 
 
+def _add_inspect(commands: _Commands[argparse.ArgumentParser]) -> None:
+    inspect = _add(
+        commands,
+        "inspect",
+        "trinity_mq.cli.inspect:inspect",
+        "show experiences of a run, or of a file, token by token; takes nothing from anybody",
+    )
+    inspect.add_argument("target", metavar="RUN_OR_CONFIG", help="the run's name, its YAML file, or a .tmqx file")
+    for name in ("batch", "task", "run", "step"):
+        inspect.add_argument(f"--{name}", metavar="ID", help=f"only of this {name}")
+    inspect.add_argument("--limit", metavar="N", type=int, default=10, help="at most so many (default: 10)")
+    inspect.add_argument("--last", action="store_true", help="the last ones instead of the first ones")
+    inspect.add_argument("--json", action="store_true", help="one JSON object a line")
+    inspect.add_argument(
+        "--broker",
+        metavar="URL",
+        help="amqp://user:password@host:port/vhost (default: the run's, else TRINITY_MQ_BROKER_URL)",
+    )
+    inspect.add_argument("--blob-store", metavar="URL", help="where large ones are (default: that of the YAML file)")
+    inspect.add_argument("--tokenizer", metavar="FOLDER", help="with a tokenizer.json (default: the run's model)")
+
+
+def _add_debug(commands: _Commands[argparse.ArgumentParser]) -> None:
+    debug = _add(commands, "debug", "", "try one thing by itself, without a broker")
+    actions = debug.add_subparsers(dest="action", metavar="ACTION", required=True)
+    workflow = _add(
+        actions,
+        "workflow",
+        "trinity_mq.cli.debug:workflow",
+        "do one run of one task, and show every message, token, logprob and reward",
+    )
+    _add_config(workflow)
+    workflow.add_argument(
+        "--task", metavar="N", default="0", help="number of a record, or a task as JSON, @FILE or - (default: 0)"
+    )
+    workflow.add_argument("--taskset", metavar="NAME", help="of an evaluation taskset (default: what is trained on)")
+    workflow.add_argument("--engine", metavar="URL", help="use the engine there instead of starting one")
+    workflow.add_argument("--weights", metavar="FOLDER", help="such as runs/x/final (default: what a run begins with)")
+    workflow.add_argument("--json", action="store_true", help="one JSON object a line")
+
+
 def _add_dead(commands: _Commands[argparse.ArgumentParser]) -> None:
-    dead = _add(commands, "dead", "", "look at dead letters")
+    dead = _add(commands, "dead", "", "look at dead letters, and run batches among them again")
     actions = dead.add_subparsers(dest="action", metavar="ACTION", required=True)
     listing = _add(
         actions,
@@ -188,6 +238,16 @@ def _add_dead(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     _add_target(listing)
     listing.add_argument("--limit", type=int, default=100, help="at most so many (default: 100)")
+    replay = _add(
+        actions,
+        "replay",
+        "trinity_mq.cli.dead:replay",
+        "give batches that operators could not process back to the operators, after these were repaired",
+    )
+    _add_target(replay)
+    replay.add_argument(
+        "--batch", metavar="N", action="append", default=[], help="only this batch; may be given several times"
+    )
 
 
 def _add_broker(commands: _Commands[argparse.ArgumentParser]) -> None:

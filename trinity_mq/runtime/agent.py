@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, ClassVar
 
 import structlog
 
-from trinity_mq.bus import Bus, BusUnavailable, Consumer, Delivery, Topology
+from trinity_mq.bus import Bus, Consumer, Delivery, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import Beat, ControlEvent, Message, Metrics, Role
+from trinity_mq.runtime.beats import BEAT_INTERVAL, BEAT_LEASE, Beats
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.mail import envelope, opened, settle
 from trinity_mq.runtime.notify import Notifier
@@ -21,10 +22,7 @@ from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
 
-BEAT_INTERVAL = 2.0
-BEAT_LEASE = 10.0
-MIN_BEAT_GAP = 0.05
-"""A burst of changes makes one beat."""
+__all__ = ["BEAT_INTERVAL", "BEAT_LEASE", "Agent"]
 
 
 class Agent(ABC):
@@ -52,7 +50,7 @@ class Agent(ABC):
         self.beat_seq = 0
         self._waits_for: str | None = None
         self._waits_since = 0.0
-        self._beat_due = asyncio.Event()
+        self._beats = Beats(bus, topology, agent_id, self._beats_now)
 
     @abstractmethod
     async def serve(self) -> None:
@@ -82,7 +80,7 @@ class Agent(ABC):
 
     def beat_soon(self) -> None:
         """Send a beat now rather than at the next interval."""
-        self._beat_due.set()
+        self._beats.soon()
 
     def drain(self) -> None:
         """Ask the agent to finish what it holds and end."""
@@ -103,7 +101,7 @@ class Agent(ABC):
                 self._serve_once(heard), self._listen(heard), self._beat_forever(heard), self._send_metrics()
             )
             self.state, self._waits_for = "gone" if self.draining.is_set() else "finished", None
-            await self._beat_once()
+            await self._beats.once()
         finally:
             await self.bus.close()
 
@@ -187,21 +185,12 @@ class Agent(ABC):
 
     async def _beat_forever(self, heard: asyncio.Event) -> None:
         await heard.wait()
-        while True:
-            self._beat_due.clear()
-            if self.bus.usable:
-                await self._beat_once()
-            await asyncio.sleep(MIN_BEAT_GAP)
-            try:
-                async with asyncio.timeout(BEAT_INTERVAL):
-                    await self._beat_due.wait()
-            except TimeoutError:
-                continue
+        await self._beats.run()
 
-    async def _beat_once(self) -> None:
+    def _beats_now(self) -> Iterable[Beat]:
         now = asyncio.get_running_loop().time()
         self.beat_seq += 1
-        beat = Beat(
+        own = Beat(
             role=self.role,
             id=self.id,
             seq=self.beat_seq,
@@ -212,8 +201,4 @@ class Agent(ABC):
             waits_seconds=now - self._waits_since if self._waits_for else 0.0,
             detail=self.detail(),
         )
-        try:
-            for one in (beat, *self.extra_beats()):
-                await self.publish("telemetry", f"beat.{one.role}.{one.id}", one)
-        except BusUnavailable as error:
-            log.warning("beat_not_sent", agent=self.id, reason=str(error))  # a lost beat costs one beat
+        return own, *self.extra_beats()

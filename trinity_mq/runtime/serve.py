@@ -14,6 +14,7 @@ from trinity_mq.config import Config
 from trinity_mq.messages import Role
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RECYCLE, EXIT_RESTART, FatalError, RecycleMe, RestartMe
+from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import die_with_parent
 from trinity_mq.runtime.supervisor import PARENT_VARIABLE
 from trinity_mq.telemetry import setup_logging
@@ -34,6 +35,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
         die_with_parent(int(parent))
     setup_logging(role, agent_id, config.path, config.monitor.log_level)
     try:
+        add_plugins(config.plugin_dirs)
         asyncio.run(_serve(config, agent_id, build))
     except KeyboardInterrupt:
         return 130

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import structlog
-
-from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.bus import Bus, Topology
 from trinity_mq.messages import Beat
-from trinity_mq.runtime.agent import BEAT_INTERVAL, BEAT_LEASE, MIN_BEAT_GAP
-from trinity_mq.runtime.mail import envelope, opened, settle
+from trinity_mq.runtime.beats import BEAT_LEASE, Beats
+from trinity_mq.runtime.mail import opened, settle
 from trinity_mq.runtime.peers import Peers
-
-log = structlog.get_logger(__name__)
 
 ROLE = "scheduler"
 
@@ -36,18 +32,18 @@ class Beacon:
         self.seq = 0
         self._incarnation = uuid.uuid4().hex[:12]
         self._ears = topology.listener(self.id, self._incarnation, "telemetry", "beat.runner.#")
-        self._due = asyncio.Event()
+        self._beats = Beats(bus, topology, self.id, self._beats_now)
         bus.on_change(self._bus_changed)
 
     def soon(self) -> None:
         """Send a beat now rather than at the next interval."""
-        self._due.set()
+        self._beats.soon()
 
     async def run(self) -> None:
         """Beat and listen until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._listen(), name="hear runners")
-            group.create_task(self._beat_forever(), name="beat")
+            group.create_task(self._beats.run(), name="beat")
 
     async def close(self) -> None:
         """Take the ears off after :meth:`run` has ended: nobody empties them."""
@@ -63,19 +59,7 @@ class Beacon:
                     self._peers.hear(beat)
                 await settle(delivery)
 
-    async def _beat_forever(self) -> None:
-        while True:
-            self._due.clear()
-            if self._bus.usable:
-                await self._beat_once()
-            await asyncio.sleep(MIN_BEAT_GAP)
-            try:
-                async with asyncio.timeout(BEAT_INTERVAL):
-                    await self._due.wait()
-            except TimeoutError:
-                continue
-
-    async def _beat_once(self) -> None:
+    def _beats_now(self) -> Iterable[Beat]:
         self.seq += 1
         beat = Beat(
             role=ROLE,
@@ -86,10 +70,7 @@ class Beacon:
             state="working",
             detail=self._detail(),
         )
-        try:
-            await self._bus.publish(self._topology.exchange("telemetry"), f"beat.{ROLE}.{self.id}", envelope(beat))
-        except BusUnavailable as error:
-            log.warning("beat_not_sent", agent=self.id, reason=str(error))  # a lost beat costs one beat
+        return (beat,)
 
     def _bus_changed(self) -> None:
         if self._bus.usable:

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import BatchId, Deliver
 from trinity_mq.runtime.peers import Peers
 from trinity_mq.scheduling.batch_metrics import task_status
 from trinity_mq.scheduling.beacon import Beacon
+from trinity_mq.scheduling.done_task import DoneTask
 from trinity_mq.scheduling.shelves import Shelf
 from trinity_mq.scheduling.shelving import Shelving
 from trinity_mq.scheduling.status import Status
@@ -20,6 +23,8 @@ from trinity_mq.scheduling.tickets import Ticket
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience
     from trinity_mq.workflows import Task
+
+log = structlog.get_logger(__name__)
 
 
 async def _nothing() -> None:
@@ -121,6 +126,14 @@ class Scheduler(Shelving):
         if shelf is None:
             shelf = self._shelves[batch_id] = Shelf()
         return self._schedule(tasks, batch_id, shelf, deliver=deliver).ticket
+
+    def task_done_callback(self, async_task: DoneTask) -> None:
+        """Called once for each scheduled task that is done or cut off, on the event loop, before anybody who waits for
+        it is woken. Does nothing: written by subclasses, which must not block. What it raises is logged.
+
+        Args:
+            async_task: Read like a done ``asyncio.Task``; its result is the task's :class:`Status`.
+        """
 
     def has_step(self, batch_id: BatchId) -> bool:
         """Say whether anything of the batch is scheduled, running, or waits to be fetched."""
@@ -245,6 +258,16 @@ class Scheduler(Shelving):
                 group.create_task(self._beacon.run(), name="beacon")
 
     # -- inside
+
+    def on_task_done(self, ticket: Ticket, task: int) -> None:
+        """Put a task where it is fetched, and call :meth:`task_done_callback`."""
+        super().on_task_done(ticket, task)
+        if ticket.ticket not in self._shelf_of:
+            return  # opened by who owns its batch, not scheduled
+        try:
+            self.task_done_callback(DoneTask(ticket, task))
+        except Exception:
+            log.exception("task_done_callback_failed", batch=ticket.batch, task=ticket.first_task + task)
 
     async def _serve(self) -> None:
         """:meth:`run`, waking who waits when it ends: they tell why."""

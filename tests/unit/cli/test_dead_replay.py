@@ -1,0 +1,95 @@
+"""``trinity-mq dead replay``: which letters go back to the operators, and what is said of the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from trinity_mq.bus import Bus, Envelope, Topology, create_bus
+from trinity_mq.cli.main import main
+from trinity_mq.config import BrokerConfig
+from trinity_mq.messages import BatchClosed, decode
+from trinity_mq.runtime.mail import envelope
+
+pytestmark = pytest.mark.broker
+
+
+def do(url: str, run: str, what: Callable[[Bus, Topology], Awaitable[None]]) -> None:
+    async def connected() -> None:
+        topology = Topology(run)
+        bus = create_bus(BrokerConfig(url=url), topology, "test")
+        await bus.connect()
+        await what(bus, topology)
+        await bus.close()
+
+    asyncio.run(connected())
+
+
+async def bury(bus: Bus, topology: Topology, *batches: tuple[int, str]) -> None:
+    for batch, ticket in batches:
+        found = envelope(BatchClosed(batch=batch, ticket=ticket), headers={"operator": "0_Judge", "dead-reason": "no"})
+        await bus.publish(topology.exchange("dead"), "closed", found)
+
+
+def test_chosen_batches_go_back_and_the_rest_stays(
+    broker_url: str, unique_run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["dead", "replay", "--run", unique_run, "--broker", broker_url]
+
+    async def before(bus: Bus, topology: Topology) -> None:
+        await bus.declare(topology.dead, topology.closed, *(topology.batch_queue(n, f"t{n}") for n in (1, 2)))
+        odd = Envelope(body=b"x", kind="task_slice", headers={"kind": "task_slice"})
+        await bus.publish(topology.exchange("dead"), "odd", odd)
+        broken = Envelope(body=b"x", kind="batch_closed", message_id="b", headers={"kind": "batch_closed", "batch": 9})
+        await bus.publish(topology.exchange("dead"), "closed", broken)
+        await bury(bus, topology, (1, "t1"), (2, "t2"), (1, "t1"), (3, "t3"))
+
+    do(broker_url, unique_run, before)
+    assert main([*words, "--batch", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "batch 1 is with the operators again (ticket t1)" in said
+    assert "batch 2" not in said
+    assert main(words) == 1
+    said = capsys.readouterr().out
+    assert "batch 2 is with the operators again" in said
+    assert "batch 3: its experiences are gone" in said
+    assert "letter b: does not decode" in said
+    assert main([*words, "--batch", "2"]) == 0
+    assert "no dead batch to run again; 3 other letters stay" in capsys.readouterr().out
+
+    async def after(bus: Bus, topology: Topology) -> None:
+        async with await bus.consume(topology.closed, prefetch=10) as feed:
+            async with asyncio.timeout(10):
+                letters = [await anext(feed) for _ in range(2)]
+            assert [decode(letter.body, BatchClosed).ticket for letter in letters] == ["t1", "t2"]
+            assert not any(name.startswith("dead-") or name == "operator" for one in letters for name in one.headers)
+            assert feed.get_nowait() is None
+            for letter in letters:
+                await letter.ack()
+        assert await bus.depth(topology.dead.name) == 3
+
+    do(broker_url, unique_run, after)
+
+
+def test_nothing_to_run_again(broker_url: str, unique_run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dead", "replay", "--run", unique_run, "--broker", broker_url]) == 0
+    assert capsys.readouterr().out == f"run {unique_run!r} has no dead batch to run again\n"
+
+
+def test_without_operators_queue_the_letter_stays(
+    broker_url: str, unique_run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def before(bus: Bus, topology: Topology) -> None:
+        await bus.declare(topology.dead, topology.batch_queue(1, "t1"))
+        await bury(bus, topology, (1, "t1"))
+
+    do(broker_url, unique_run, before)
+    assert main(["dead", "replay", "--run", unique_run, "--broker", broker_url]) == 2
+    assert "does not exist: start the run" in capsys.readouterr().err
+
+    async def after(bus: Bus, topology: Topology) -> None:
+        assert await bus.depth(topology.dead.name) == 1
+
+    do(broker_url, unique_run, after)

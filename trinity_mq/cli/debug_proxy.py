@@ -1,0 +1,146 @@
+"""Between a workflow and its engine: passes every request on and writes down what was asked and answered.
+
+Whatever client or framework a workflow uses, this is where its calls pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+MAX_BODY = 64 * 1024**2
+NOT_PASSED = frozenset(
+    {"accept-encoding", "connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding"}
+)
+"""Headers that belong to one connection; and no compression, since answers are read here."""
+
+
+@dataclass
+class Call:
+    """One request and its answer."""
+
+    number: int
+    method: str
+    path: str
+    request: Any
+    """The JSON body; None if it is not JSON."""
+    status: int = 0
+    """HTTP status; 0 while there is no answer."""
+    answer: Any = None
+    """The JSON body; for a stream the list of its events."""
+    is_stream: bool = False
+    seconds: float = 0.0
+    error: str = ""
+    """Why there is no whole answer."""
+    engine: str = ""
+    """Which one, where it is not the policy's."""
+
+
+class Watch:
+    """A proxy on loopback in front of one engine.
+
+    Args:
+        upstream: The engine's base URL.
+        on_call: Told of each call once it is over.
+        name: What calls to it are to say of it.
+        numbers: Numbers for calls, shared with other proxies.
+    """
+
+    def __init__(
+        self, upstream: str, on_call: Callable[[Call], None], *, name: str = "", numbers: Iterator[int] | None = None
+    ) -> None:
+        self.url = ""
+        self._upstream, self._on_call, self._name = upstream, on_call, name
+        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._session: aiohttp.ClientSession | None = None
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        """Serve, and give the URL to use instead of the engine's."""
+        application = web.Application(client_max_size=MAX_BODY)
+        application.router.add_route("*", "/{path:.*}", self._pass_on)
+        runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        # limits are the caller's: this end waits as long as it does
+        timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
+            try:
+                site = web.TCPSite(runner, "127.0.0.1", 0)
+                await site.start()
+                self.url = f"http://127.0.0.1:{site.port}"
+                yield self.url
+            finally:
+                await runner.cleanup()
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        body = await request.read()
+        call = Call(next(self._numbers), request.method, request.path, _json(body), engine=self._name)
+        try:
+            return await self._exchange(request, body, call)
+        except asyncio.CancelledError:
+            call.error = "the caller did not wait for the answer"
+            raise
+        except (aiohttp.ClientError, OSError) as error:
+            call.error = f"{type(error).__name__}: {error}"
+            # no answer may look like one that can be had by asking again
+            words = {"error": {"message": f"the engine gave no answer: {call.error}", "code": "engine_lost"}}
+            return web.json_response(words, status=502)
+        finally:
+            call.seconds = loop.time() - started
+            self._on_call(call)
+
+    async def _exchange(self, request: web.Request, body: bytes, call: Call) -> web.StreamResponse:
+        assert self._session is not None
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_PASSED}
+        url = f"{self._upstream}{request.path_qs}"
+        async with self._session.request(
+            request.method, url, data=body, headers={**headers, "Accept-Encoding": "identity"}, allow_redirects=False
+        ) as got:
+            call.status = got.status
+            call.is_stream = got.content_type == "text/event-stream"
+            passed = {name: value for name, value in got.headers.items() if name.lower() not in NOT_PASSED}
+            if not call.is_stream:
+                whole = await got.read()
+                call.answer = _json(whole)
+                return web.Response(status=got.status, headers=passed, body=whole)
+            out = web.StreamResponse(status=got.status, headers=passed)
+            await out.prepare(request)
+            received = bytearray()
+            try:
+                async for chunk in got.content.iter_any():
+                    received += chunk
+                    await out.write(chunk)
+                await out.write_eof()
+            except (aiohttp.ClientError, OSError) as error:
+                call.error = f"the stream broke off: {type(error).__name__}: {error}"
+                if request.transport is not None:
+                    request.transport.close()  # it has begun: a cut is all that can still be passed on
+            finally:
+                call.answer = _events(bytes(received))
+            return out
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body) if body else None
+    except ValueError:
+        return None
+
+
+def _events(body: bytes) -> list[Any]:
+    """Return the JSON of each server-sent event."""
+    found = []
+    for line in body.decode(errors="replace").splitlines():
+        if line.startswith("data:") and (event := _json(line.removeprefix("data:").encode())) is not None:
+            found.append(event)
+    return found

@@ -1,0 +1,78 @@
+"""Token ids as texts a person can read, without loading a model library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity_mq.config import ModelConfig
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class TokenTexts:
+    """The text of each token by itself.
+
+    Args:
+        folder: A Hugging Face folder; None, or one without ``tokenizer.json``: no texts.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._tokenizer: Any = None
+        self.problem: str | None = None
+        """Why there are no texts."""
+        if folder is None:
+            self.problem = "no tokenizer is known"
+            return
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        except Exception as error:  # the Rust library raises plain Exception, also for a file that is not there
+            self.problem = f"{folder / TOKENIZER_FILE} cannot be loaded: {error}"
+
+    def of(self, ids: Iterable[int]) -> list[str | None]:
+        """Return the text of each token; None where it is not known."""
+        return [None if self._tokenizer is None else self._text(token) for token in ids]
+
+    def _text(self, token: int) -> str | None:
+        if token < 0 or self._tokenizer.id_to_token(token) is None:
+            return None
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        # part of a character: the vocabulary's own spelling of its bytes says more
+        return text if "\ufffd" not in text else self._tokenizer.id_to_token(token)
+
+
+def tokenizer_folder(model: ModelConfig, run_folder: Path) -> Path | None:
+    """Return where the tokenizer of a run's model lies on this machine, None if it is not here; fetches nothing."""
+    if model.tiny is not None:
+        folder = run_folder / "model"
+    else:
+        folder = Path(str(model.model_path)).expanduser()
+        if not folder.is_dir():
+            return _cached(str(model.model_path))
+    return folder if (folder / TOKENIZER_FILE).is_file() else None
+
+
+def _cached(hub_id: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(hub_id, TOKENIZER_FILE)
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def spelled(ids: Sequence[int], texts: Sequence[str | None]) -> str:
+    """Return tokens in one line: ``13'+' 5'3'``, without texts ``13 5``."""
+    return " ".join(str(token) if text is None else f"{token}{text!r}" for token, text in zip(ids, texts, strict=True))
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with what would move the cursor or change colours spelled out; line ends and tabs stay."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
+    )
