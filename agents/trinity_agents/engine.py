@@ -24,6 +24,9 @@ from trinity_mq.models.engines.admin_api import Receiver
 from trinity_mq.models.engines.generation import TextGenerator
 from trinity_mq.models.engines.ready import TOKEN_VARIABLE, ReadyFile, engine_digest
 from trinity_mq.models.engines.server import EngineServer, ServerSettings
+from trinity_mq.models.engines.vllm_engine import VllmParts, stop_with, vllm_parts
+from trinity_mq.models.engines.vllm_generator import VllmGenerator
+from trinity_mq.models.errors import EngineFailed
 from trinity_mq.models.tiny import ensure_model_folder
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
 from trinity_mq.telemetry import setup_logging
@@ -56,13 +59,32 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
         log.error("engine_ends", engine=options.id, reason=str(error))
         print(f"engine {options.id}: {error}", file=sys.stderr, flush=True)  # noqa: T201  # what its host shows
         return EXIT_FATAL
+    except EngineFailed as error:  # vLLM has said above why; our host tries again
+        log.error("engine_failed", engine=options.id, reason=str(error))
+        return 1
     return 0
 
 
 async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver) -> None:
     rollout = config.explorer.rollout_model
     folder = ensure_model_folder(config.model, config.path / "model", config.seed)
-    generator = TextGenerator.build(config.model, folder, num_threads=rollout.num_threads)
+    if rollout.engine == "vllm":
+        async with vllm_parts(config, folder) as vllm:
+            await _serve_generator(config, options, folder, vllm.generator, vllm.receiver, vllm)
+    else:
+        generator = TextGenerator.build(config.model, folder, num_threads=rollout.num_threads)
+        await _serve_generator(config, options, folder, generator, receiver)
+
+
+async def _serve_generator(
+    config: Config,
+    options: argparse.Namespace,
+    folder: Path,
+    generator: TextGenerator | VllmGenerator,
+    receiver: Receiver,
+    vllm: VllmParts | None = None,
+) -> None:
+    rollout = config.explorer.rollout_model
     gc.collect()
     gc.freeze()  # all that was imported stays: looking through it again and again would stop rounds for 0.2 s
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
@@ -80,7 +102,7 @@ async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver
         max_batch_delay=rollout.max_batch_delay,
         lease=rollout.lease,
     )
-    server = EngineServer(generator, settings, receiver)
+    server = EngineServer(generator, settings, receiver, vllm.rounds if vllm else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop, signal.Signals(number).name)
 
@@ -101,8 +123,13 @@ async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver
             os.close(options.ready_fd)
         log.info("engine_ready", engine=options.id, url=url, model=name, device=str(generator.device))
 
-    reason = await server.run(ready)
-    log.info("engine_done", engine=options.id, reason=reason)
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(stop_with(vllm.child, server.stop), name="vllm") if vllm else None
+        reason = await server.run(ready)
+        if watching is not None:
+            watching.cancel()
+    done = server.rounds.counters
+    log.info("engine_done", engine=options.id, reason=reason, sequences=done.sequences, tokens=done.tokens)
 
 
 def run(receiver: Receiver | None = None) -> None:

@@ -1,7 +1,9 @@
-"""The explorer: tasks in, slices out, outcomes counted, batches closed; evaluates and hosts the engine.
+"""The explorer: tasks in, slices out, outcomes counted, batches closed; evaluates and hosts engines.
 
 Waits for: committed weights (the pacing), outcomes on ``results``, and at the end the final weights for the last
 evaluation.
+
+:class:`EngineHosting` is what ``--engines-only`` starts: engines for the same run, without any scheduling.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from trinity_mq.config import Config
 from trinity_mq.data import Taskset, open_taskset
 from trinity_mq.messages import Beat, TaskBody
 from trinity_mq.runtime.agent import BEAT_LEASE, Agent
-from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.serve import run_daemon
+from trinity_mq.scheduling.engine_room import EngineRoom
 from trinity_mq.scheduling.exploration import Exploration
 from trinity_mq.scheduling.intake import TaskSupply
 from trinity_mq.scheduling.state import StateFile
@@ -33,8 +36,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 LOCK_RETRY = 2.0
-ENGINE_LEASE = 3 * BEAT_LEASE
-"""An engine is believed in for longer than its host: it outlives the host's restart."""
+NAME_PATIENCE = 30.0
+"""Seconds until the broker has noticed that a host of our name is gone."""
 
 
 class Explorer(Agent):
@@ -50,6 +53,8 @@ class Explorer(Agent):
         topology: Topology | None = None,
         agent_id: str = "explorer-0",
         engine: EngineHost | Any = None,
+        engines: Sequence[EngineHost | Any] = (),
+        auxiliaries: Sequence[EngineHost | Any] = (),
         folder: Path | None = None,
         taskset: TaskSupply | None = None,
         eval_sets: Mapping[str, Sequence[TaskBody]] | None = None,
@@ -57,7 +62,8 @@ class Explorer(Agent):
     ) -> None:
         topology = topology or Topology(config.name)
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
-        self.engine = engine
+        self.engines = list(engines) or [engine]
+        self.auxiliaries = list(auxiliaries)
         self._file = StateFile((folder or config.path) / "state" / "explorer.msgpack")
         self._taskset, self._eval_sets = taskset, eval_sets or {}
         self.exploration: Exploration | None = None
@@ -71,22 +77,8 @@ class Explorer(Agent):
         return others[0] if others else {"open": [], "finished": False}
 
     def extra_beats(self) -> list[Beat]:
-        """Return the engine's beat."""
-        if self.exploration is None or not self.engine.snapshot.alive:
-            return []
-        snapshot, version = self.engine.snapshot, self.exploration.membership.version
-        return [
-            Beat(
-                role="engine",
-                id=snapshot.id,
-                seq=self.beat_seq,
-                incarnation=self.incarnation,
-                lease=ENGINE_LEASE,
-                state="working" if version else "holding",
-                waits_for=None if version else "weights",
-                detail={**snapshot.detail(), "version": version},
-            )
-        ]
+        """Return the engines' beats."""
+        return [] if self.exploration is None else self.exploration.room.beats()
 
     async def serve(self) -> None:
         """Explore until the run is over or drained."""
@@ -99,21 +91,31 @@ class Explorer(Agent):
             self._taskset.restore(state.taskset)
         state.incarnations += 1
         self.beat_seq = state.incarnations << 32  # beats of a later life always count as later
-        self.exploration = Exploration(self, self.engine, state, self._file, self._taskset, self._eval_sets, lock=lock)
+        self.exploration = Exploration(
+            self,
+            self.engines,
+            state,
+            self._file,
+            self._taskset,
+            self._eval_sets,
+            auxiliaries=self.auxiliaries,
+            lock=lock,
+        )
+        room = self.exploration.room
         if state.finished:
             self.set_state("finished")
             await asyncio.sleep(BEAT_LEASE)  # those that were started beside us must hear that there is nothing to do
             return
         try:
-            await self.engine.start()
+            await room.start()
             background = await self.exploration.background()
             await self.with_background(self.explore(), self._stop_without_lock(lock), *background)
-            await self.exploration.membership.leave()
+            await room.leave()
             if state.finished:
                 await self._see_off()
         finally:
-            # a drained or finished run needs no engine; one whose explorer failed is adopted by the next
-            await (self.engine.stop() if self.draining.is_set() or state.finished else self.engine.detach())
+            # a drained or finished run needs no engines; those whose explorer failed are adopted by the next
+            await room.close(stop=self.draining.is_set() or state.finished)
 
     async def explore(self) -> str:
         """Open, follow and close batches and evaluate, period after period; returns this explorer's name at the end.
@@ -130,7 +132,8 @@ class Explorer(Agent):
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
     ) -> None:
-        """Meet rank 0 at ``master_address:master_port`` and take one broadcast of the tensors in ``state_dict_meta``.
+        """Have every engine hosted here meet rank 0 at ``master_address:master_port`` and take one broadcast of the
+        tensors in ``state_dict_meta``.
 
         Args:
             master_address: Where the sender's TCPStore listens.
@@ -145,20 +148,25 @@ class Explorer(Agent):
             "bucket_bytes": sync.bucket_bytes,
             "epoch": 0,
             "attempt": 0,
-            "rank": 1,
-            "world": 2,
+            "world": len(self.engines) + 1,
             "seconds": sync.sync_timeout,
             "manifest": list(state_dict_meta or []),
             "canary": {},
         }
-        await self.engine.pause(sync.sync_timeout)
-        await self.engine.receive(spec, sync.sync_timeout + 5.0)
+
+        async def take(rank: int, engine: EngineHost | Any) -> None:
+            await engine.pause(sync.sync_timeout)
+            await engine.receive({**spec, "rank": rank}, sync.sync_timeout + 5.0)
+
+        async with asyncio.TaskGroup() as group:
+            for rank, engine in enumerate(self.engines, start=1):
+                group.create_task(take(rank, engine))
 
     async def get_weight(self, name: str) -> Tensor:
         """Return one weight as the engine holds it, on the CPU."""
         from safetensors.torch import load
 
-        weight: Tensor = load(await self.engine.weight(name))[name]
+        weight: Tensor = load(await self.engines[0].weight(name))[name]
         return weight
 
     async def _see_off(self) -> None:
@@ -186,6 +194,68 @@ class Explorer(Agent):
         raise RestartMe("another explorer of this run has taken over while we were disconnected")
 
 
+class EngineHosting(Agent):
+    """Hosts engines for a run whose explorer is elsewhere; any number of these, each under a name of its own."""
+
+    role = "engine"
+
+    def __init__(
+        self, config: Config, *, bus: Bus, topology: Topology, agent_id: str, engines: Sequence[EngineHost | Any]
+    ) -> None:
+        super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
+        self.room = EngineRoom(self, engines)
+
+    def detail(self) -> dict[str, Any]:
+        """Return whose host it is; without a URL nobody takes it for an engine."""
+        return {"hosts": [engine.snapshot.id for engine in self.room.engines]}
+
+    def extra_beats(self) -> list[Beat]:
+        """Return the engines' beats."""
+        return self.room.beats()
+
+    async def serve(self) -> None:
+        """Keep the engines up and in the gate until drained or the run is over.
+
+        Raises:
+            FatalError: A host of the same name lives.
+        """
+        lock = await self._lock()
+        if lock is None or self._is_over():
+            return
+        try:
+            self.set_state("starting", "its engines")
+            await self.room.start()
+            self.set_state("working")
+            background = await self.room.background()
+            await self.with_background(self.woken.until(self._is_over), self._stop_without_lock(lock), *background)
+            await self.room.leave()
+        finally:
+            await self.room.close(stop=self._is_over())
+
+    def _is_over(self) -> bool:
+        return self.draining.is_set() or bool(self.peers.detail("explorer").get("finished"))
+
+    async def _lock(self) -> Lock | None:
+        """Return what makes our name, and so the names of our engines, ours alone; None when asked to drain."""
+        until = asyncio.get_running_loop().time() + NAME_PATIENCE
+        while not self._is_over():
+            try:
+                return await self.bus.lock(self.topology.lock(self.id))
+            except LockHeld:
+                if asyncio.get_running_loop().time() > until:
+                    raise FatalError(
+                        f"another host of engines of this run is called {self.id!r}, and so would its engines be; "
+                        "start this one with another --id"
+                    ) from None
+                self.set_state("holding", f"the other host called {self.id} to end")
+                await self.woken.wait(LOCK_RETRY)
+        return None
+
+    async def _stop_without_lock(self, lock: Lock) -> None:
+        await lock.wait_lost()
+        raise RestartMe("we were disconnected, and another host of our name may have taken over")
+
+
 def open_sets(config: Config) -> tuple[Taskset | None, dict[str, list[TaskBody]]]:
     """Return the training taskset, at its beginning, and the evaluation tasks by set."""
     training = config.buffer.taskset
@@ -201,7 +271,8 @@ def open_sets(config: Config) -> tuple[Taskset | None, dict[str, list[TaskBody]]
 
 def main(config: Config, agent_id: str = "explorer-0") -> int:
     """Run the scheduling explorer until the run is over; returns the exit code."""
-    from trinity_mq.models import EngineHost, ensure_model_folder
+    from trinity_mq.models import ensure_model_folder
+    from trinity_mq.models.engines.host import auxiliary_hosts, rollout_hosts
 
     def build(bus: Bus, topology: Topology) -> Explorer:
         ensure_model_folder(config.model, config.path / "model", config.seed)
@@ -211,10 +282,24 @@ def main(config: Config, agent_id: str = "explorer-0") -> int:
             bus=bus,
             topology=topology,
             agent_id=agent_id,
-            engine=EngineHost(config, config.path, f"{agent_id}-engine"),
+            engines=rollout_hosts(config, agent_id),
+            auxiliaries=auxiliary_hosts(config, agent_id),
             taskset=taskset,
             eval_sets=sets,
             metrics=MetricsWriter(config.path, "explorer", agent_id, config.monitor.tensorboard),
         )
 
     return run_daemon(config, agent_id, "explorer", build)
+
+
+def host_engines(config: Config, agent_id: str) -> int:
+    """Host ``explorer.rollout_model.engine_num`` engines until the run is over; returns the exit code."""
+    from trinity_mq.models import ensure_model_folder
+    from trinity_mq.models.engines.host import rollout_hosts
+
+    def build(bus: Bus, topology: Topology) -> EngineHosting:
+        ensure_model_folder(config.model, config.path / "model", config.seed)
+        engines = rollout_hosts(config, agent_id)
+        return EngineHosting(config, bus=bus, topology=topology, agent_id=agent_id, engines=engines)
+
+    return run_daemon(config, agent_id, "engine", build)

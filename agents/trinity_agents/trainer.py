@@ -390,7 +390,7 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
             topology=topology,
             agent_id=agent_id,
             learner=TorchLearner(config, model, config.buffer.total_steps),
-            channel=Sender(sync.host, sync.bucket_bytes, sync.sync_timeout),
+            channel=Sender(sync.host, sync.bucket_bytes, sync.sync_timeout, sync.backend),
             metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
             fingerprint=fingerprint(model),
         )

@@ -15,12 +15,14 @@ from trinity_mq.config.agents import (
 from trinity_mq.config.algorithm import AlgorithmConfig, OperatorConfig, OptimizerConfig
 from trinity_mq.config.buffer import BufferConfig, FormatConfig, TasksetConfig
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.config.engines import AuxiliaryModelConfig
 from trinity_mq.config.load import ConfigError, load_config
 from trinity_mq.config.model import ModelConfig, TinyModelConfig
 from trinity_mq.config.run import Config
 
 __all__ = [
     "AlgorithmConfig",
+    "AuxiliaryModelConfig",
     "BrokerConfig",
     "BufferConfig",
     "Config",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from trinity_mq.config.algorithm import OperatorConfig
 from trinity_mq.config.base import Section
+from trinity_mq.config.engines import AuxiliaryModelConfig
+from trinity_mq.config.vllm import VllmConfig
 
 ConcurrentMode = Literal["sequential", "asynchronous", "multi-threading"]
 
@@ -15,7 +17,10 @@ ConcurrentMode = Literal["sequential", "asynchronous", "multi-threading"]
 class RolloutModelConfig(Section):
     """The engine that samples, and the sampling parameters of training rollouts."""
 
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """``transformers``: a process of ours, torch only. ``vllm``: vLLM's server, with the section ``vllm`` here."""
+    engine_num: int = Field(default=1, ge=1)
+    """Engines that the explorer hosts, and each ``trinity-mq explorer --engines-only`` beside it; a process each."""
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     num_threads: int = Field(default=1, ge=1)
@@ -27,7 +32,21 @@ class RolloutModelConfig(Section):
     lease: float = Field(default=60.0, ge=5)
     """Seconds an engine outlives a host that is gone: long enough for the host's restart."""
     host: str = "127.0.0.1"
+    """Where engines listen, and the address at which runners ask them: for runners on other machines one of this
+    machine's that they can reach."""
     enable_history: bool = False
+    vllm: VllmConfig = Field(default_factory=VllmConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_weights(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("engine") == "external":
+            raise ValueError(
+                "engine is 'external', but a server elsewhere takes no weights from the trainer, so it cannot be the "
+                "policy. Name it in explorer.auxiliary_models: there workflows may ask it, and it answers evaluation "
+                "tasksets with rollout_args: {model: <its name>}"
+            )
+        return data
 
 
 class DynamicTimeoutConfig(Section):
@@ -81,6 +100,15 @@ class ExplorerConfig(Section):
     cancel_grace: float = Field(default=2.0, ge=0)
     """Seconds in which finished runs of slices that were cut off still count, where they are to be kept."""
     rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)
+    auxiliary_models: tuple[AuxiliaryModelConfig, ...] = ()
+    """Models that workflows get as ``auxiliary_models``, in this order, and operators by name."""
+
+    @model_validator(mode="after")
+    def _auxiliary_names(self) -> ExplorerConfig:
+        names = [model.name for model in self.auxiliary_models]
+        if len(set(names)) != len(names):
+            raise ValueError(f"auxiliary_models need different names, got {names}")
+        return self
 
     @model_validator(mode="after")
     def _times(self) -> ExplorerConfig:
@@ -175,6 +203,9 @@ class SyncConfig(Section):
     """Seconds for each phase of one try."""
     member_lease: float = Field(default=15.0, gt=0)
     """Seconds without a join event until a member counts as gone."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """What carries the broadcast: ``gloo`` over host memory, everywhere; ``nccl`` where the trainer and every engine
+    have a GPU of their own."""
     bucket_bytes: int = Field(default=64 * 1024**2, ge=1024)
     """Size of one broadcast."""
     host: str = "127.0.0.1"

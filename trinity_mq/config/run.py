@@ -35,6 +35,9 @@ class Config(Section):
     run_dir: str = ""
     """Checkpoints, logs, metrics, state. Empty: ``runs/<name>``."""
     seed: int = Field(default=0, ge=0)
+    plugin_dirs: tuple[str, ...] = ()
+    """Folders whose modules every agent can import: workflows, reward functions and operators in ``my_file.py`` there
+    have the dotted path ``my_file.Name``. Relative ones start where the command is run."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     model: ModelConfig
     buffer: BufferConfig = Field(default_factory=BufferConfig)
@@ -96,6 +99,23 @@ class Config(Section):
                 "distribution. Remove it, or set "
                 "algorithm.allow_truncated_sampling=true if that is what you want"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _asked_models(self) -> Config:
+        names = [model.name for model in self.explorer.auxiliary_models]
+        if "model" in self.buffer.taskset.rollout_args:
+            raise ValueError(
+                "buffer.taskset.rollout_args.model: training tasks are answered by the policy that is trained; "
+                "remove it. Only evaluation tasksets may name an auxiliary model"
+            )
+        for taskset in self.buffer.eval_tasksets:
+            asked = taskset.rollout_args.get("model")
+            if asked is not None and asked not in names:
+                raise ValueError(
+                    f"eval taskset {taskset.name!r}: rollout_args.model is {asked!r}, wanted one of "
+                    f"explorer.auxiliary_models: {', '.join(names) or 'there are none'}"
+                )
         return self
 
     @model_validator(mode="after")

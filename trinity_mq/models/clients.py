@@ -26,6 +26,8 @@ from trinity_mq.models.errors import (
     VersionMismatch,
 )
 
+VERSION_HEADER = "X-TMQ-Version"
+"""``generation.step``: of a request, the only version that may answer it; of an answer, the version that gave it."""
 CONNECT_SECONDS = 10.0
 IDLE_SECONDS = 30.0
 """Idle connections are closed by us before the server does it: no request meets one that is just going away."""
@@ -105,8 +107,16 @@ def understood(status: int, headers: Mapping[str, str], body: bytes, url: str) -
     except ValueError:
         raise EngineLost(f"{url}: HTTP status {status} with a body that is not JSON: {body[:80]!r}") from None
     if status == 200:
-        return answer
+        return with_version(answer, headers)
     raise engine_error(status, headers.get("Retry-After"), answer, url)
+
+
+def with_version(answer: Any, headers: Mapping[str, str]) -> Any:
+    """Return ``answer`` with the version of the weights that the server's header names, unless it says so itself."""
+    generation, _, step = headers.get(VERSION_HEADER, "").partition(".")
+    if isinstance(answer, dict) and generation.isdecimal() and step.isdecimal():
+        answer.setdefault("weight_version", [int(generation), int(step)])
+    return answer
 
 
 def engine_error(status: int, retry_after: str | None, answer: Any, url: str) -> EngineError:
@@ -123,6 +133,12 @@ def engine_error(status: int, retry_after: str | None, answer: Any, url: str) ->
     if code == "context_length_exceeded" and "prompt_token_ids" in error:
         return PromptTooLong(message, error["prompt_token_ids"], error["limit"])
     return EngineRefused(message, status, code)
+
+
+def stream_error(error: Any, url: str) -> EngineError:
+    """Return the exception for an error that came as an event of a stream, where there is no status any more."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return engine_error(503 if code in ("engine_stopping", "engine_not_current") else 500, None, {"error": error}, url)
 
 
 def _seconds(text: str | None) -> float:

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from trinity_mq.experience import Experience
 
+Partial = Callable[[], list[Experience]]
+"""Says what has come so far of an answer that is still on its way."""
+
 
 class History:
-    """Experiences in the order in which their answers came. Safe to use from several threads."""
+    """Experiences in the order in which their answers were complete. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._experiences: list[Experience] = []
+        self._coming: list[Partial] = []
 
     def add(self, experiences: Iterable[Experience]) -> None:
         """Keep ``experiences``."""
         with self._lock:
             self._experiences.extend(experiences)
 
-    def take(self, *, clear: bool) -> list[Experience]:
-        """Return what is kept; ``clear`` forgets it."""
+    def expect(self, partial: Partial) -> None:
+        """Keep what ``partial`` says when :meth:`settle` comes, or when somebody takes before."""
         with self._lock:
-            taken = list(self._experiences)
+            self._coming.append(partial)
+
+    def settle(self, partial: Partial, *, keep: bool = True) -> None:
+        """Keep what has come, once; without ``keep`` forget it. Does nothing if it was taken before."""
+        with self._lock:
+            if partial in self._coming:
+                self._coming.remove(partial)
+                if keep:
+                    self._experiences += partial()
+
+    def take(self, *, clear: bool) -> list[Experience]:
+        """Return what is kept; ``clear`` forgets it. What is still coming is taken as far as it has come."""
+        with self._lock:
+            taken = [*self._experiences, *(experience for partial in self._coming for experience in partial())]
             if clear:
                 self._experiences.clear()
+                self._coming.clear()
         return taken

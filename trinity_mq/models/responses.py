@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import RESPONSE_TRUNCATED, Versions
 from trinity_mq.models.errors import EngineRefused, PromptTooLong
+from trinity_mq.models.sse import numbers
 
+WHOLE = frozenset({"stop", "tool_calls", "function_call", "content_filter"})
+"""Finish reasons of a response that ended by itself."""
 MASKED_TEXT = "[the prompt is too long: this experience is masked out]"
 
 
-def experiences_of(answer: Mapping[str, Any], temperature: float) -> list[Experience]:
+def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: bool = False) -> list[Experience]:
     """Return one experience for each choice of a chat or text completion made with ``return_token_ids``.
+
+    Understood are our engines, vLLM and whoever speaks like them: prompt tokens beside the choices or in each, logprobs
+    as ``token_logprobs`` of the choice or inside its ``logprobs``. Versions are ``weight_versions`` of a choice, else
+    ``weight_version`` of the answer, else unknown. A response that was cut off, by a limit, by the server or by whoever
+    closed the stream, is ``response_truncated``.
 
     Args:
         answer: The JSON body.
         temperature: As requested. At 0 the logprobs are those of temperature 1, and so the experience says.
+        text_only: Without token ids make experiences of the texts alone, with nothing to train on.
 
     Raises:
-        EngineRefused: The answer holds no token ids: the server does not know ``return_token_ids``.
+        EngineRefused: The answer holds no choices, no token ids, or no logprob for each.
     """
-    choices = answer["choices"]
-    try:
-        prompts = [choice["prompt_token_ids"] if "text" in choice else answer["prompt_token_ids"] for choice in choices]
-        responses = [choice["token_ids"] for choice in choices]
-        logprobs = [choice["token_logprobs"] for choice in choices]
-    except KeyError as error:
-        raise EngineRefused(
-            f"the server's answer has no {error}: only engines that know return_token_ids make experiences",
-            200,
-            "no_token_ids",
-        ) from error
+    choices = answer.get("choices")
+    if not isinstance(choices, list):
+        raise EngineRefused("the server's answer has no choices: it is no completion", 200, "no_choices")
+    if text_only and any(choice.get("token_ids") is None for choice in choices):
+        return [_text_experience(choice, temperature) for choice in choices]
+    prompts = [_prompt(choice, answer) for choice in choices]
+    responses = [_ids(choice, "token_ids") for choice in choices]
+    logprobs = [_logprobs(choice, len(ids)) for choice, ids in zip(choices, responses, strict=True)]
     sizes = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
     flat = [token for prompt, response in zip(prompts, responses, strict=True) for token in (*prompt, *response)]
     tokens = torch.tensor(flat, dtype=torch.int32).split_with_sizes(sizes)
@@ -47,13 +55,74 @@ def experiences_of(answer: Mapping[str, Any], temperature: float) -> list[Experi
             logprobs=values[place],
             prompt_length=len(prompts[place]),
             prompt_text=choice.get("prompt_text", answer.get("prompt_text")),
-            response_text=choice["text"] if "text" in choice else choice["message"]["content"],
-            truncate_status="response_truncated" if choice["finish_reason"] == "length" else None,
-            versions=[tuple(row) for row in choice.get("weight_versions") or ()] or None,
+            response_text=_text(choice),
+            truncate_status=None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
+            versions=_versions(choice, answer),
             temperature=heat,
         )
         for place, choice in enumerate(choices)
     ]
+
+
+def _prompt(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> list[int]:
+    return _ids(choice if choice.get("prompt_token_ids") is not None else answer, "prompt_token_ids")
+
+
+def _ids(where: Mapping[str, Any], name: str) -> list[int]:
+    ids: list[int] | None = where.get(name)
+    if ids is None:
+        raise EngineRefused(
+            f"the server's answer has no {name!r}: only engines that know return_token_ids make experiences",
+            200,
+            "no_token_ids",
+        )
+    return ids
+
+
+def _logprobs(choice: Mapping[str, Any], count: int) -> list[float]:
+    found = numbers(choice)
+    if found is None or len(found) != count:
+        raise EngineRefused(
+            f"the server's answer has {'no' if found is None else len(found)} logprobs for {count} tokens, wanted one "
+            "for each: only engines that return logprobs of what they sampled make experiences",
+            200,
+            "no_logprobs",
+        )
+    return found
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """Return all that was written; of calls of tools that a server took out of it, what they must have been."""
+    if choice.get("response_text") is not None:
+        return str(choice["response_text"])
+    if "text" in choice:
+        return str(choice["text"])
+    message = choice["message"]
+    return "".join([message.get("content") or "", *map(_call_text, message.get("tool_calls") or ())])
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call.get("function") or {}
+    name, arguments = json.dumps(function.get("name")), function.get("arguments") or "{}"
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _versions(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> Versions | None:
+    rows = choice.get("weight_versions")
+    if not rows and answer.get("weight_version") is not None:
+        rows = [[0, *answer["weight_version"]]]
+    return [(int(first), int(generation), int(step)) for first, generation, step in rows] if rows else None
+
+
+def _text_experience(choice: Mapping[str, Any], temperature: float) -> Experience:
+    return Experience(
+        tokens=torch.zeros(2, dtype=torch.int32),  # an experience has some; none of these is trained on
+        action_mask=torch.zeros(1, dtype=torch.bool),
+        response_text=_text(choice),
+        truncate_status=None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
+        temperature=temperature or 1.0,
+        info={"text_only": True},
+    )
 
 
 def masked_experiences(error: PromptTooLong, count: int, temperature: float) -> list[Experience]:

@@ -12,19 +12,19 @@ from tenacity import AsyncRetrying, RetryCallState, Retrying, retry_if_exception
 
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
-from trinity_mq.models.clients import EngineClients
+from trinity_mq.models.calls import Call
+from trinity_mq.models.clients import VERSION_HEADER, EngineClients
 from trinity_mq.models.errors import EngineNotReady, PromptTooLong
 from trinity_mq.models.history import History
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.responses import conversation_experience, experiences_of, masked_experiences
+from trinity_mq.models.merging import merge_turns as merged
+from trinity_mq.models.responses import conversation_experience
 from trinity_mq.models.seeds import Seeds
 
 if TYPE_CHECKING:
     import openai
 
 Message = Mapping[str, Any]
-
-PIN_HEADER = "X-TMQ-Version"
 
 
 class ModelWrapper:
@@ -61,7 +61,8 @@ class ModelWrapper:
             seed: Makes the run repeat itself.
             pinned: Only this version of the weights may answer; another raises VersionMismatch.
             enable_history: Keep every answer until :meth:`extract_experience_from_history`.
-            max_prompt_tokens: A longer prompt gives masked experiences. None: as long as fits the model.
+            max_prompt_tokens: A longer prompt of :meth:`chat` or :meth:`generate` gives masked experiences. None: as
+                long as fits the model, as with OpenAI clients, whose prompts are conversations that grow.
             max_response_tokens: None: the engine's own limit.
             temperature: Of sampling.
             top_p: Of sampling.
@@ -81,7 +82,7 @@ class ModelWrapper:
         self._answered_by: Version | None = None
         limits = {} if max_response_tokens is None else {"max_tokens": max_response_tokens}
         self._sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, **limits, **(rollout_args or {})}
-        self._headers = {} if pinned is None else {PIN_HEADER: f"{pinned[0]}.{pinned[1]}"}
+        self._headers = {} if pinned is None else {VERSION_HEADER: f"{pinned[0]}.{pinned[1]}"}
 
     # -- what it is
 
@@ -110,25 +111,25 @@ class ModelWrapper:
             EngineLost: No answer.
             EngineRefused: The request cannot be served as it is.
         """
-        return self._asked("/v1/chat/completions", self._body({"messages": list(messages)}, sampling))
+        return self._asked("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
 
     async def chat_async(self, messages: Sequence[Message], **sampling: Any) -> list[Experience]:
         """Return ``n`` answers to a conversation; errors as :meth:`chat`."""
-        return await self._asked_async("/v1/chat/completions", self._body({"messages": list(messages)}, sampling))
+        return await self._asked_async("/v1/chat/completions", self._call({"messages": list(messages)}, sampling))
 
     def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
         """Return ``n`` continuations of each prompt, all of the first one first; errors as :meth:`chat`."""
         return [
             experience
             for prompt in prompts
-            for experience in self._asked("/v1/completions", self._body({"prompt": prompt}, sampling))
+            for experience in self._asked("/v1/completions", self._call({"prompt": prompt}, sampling))
         ]
 
     async def generate_async(self, prompts: Sequence[str], **sampling: Any) -> list[Experience]:
         """Return ``n`` continuations of each prompt, all of the first one first; errors as :meth:`chat`."""
-        bodies = [self._body({"prompt": prompt}, sampling) for prompt in prompts]
+        calls = [self._call({"prompt": prompt}, sampling) for prompt in prompts]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._asked_async("/v1/completions", body)) for body in bodies]
+            tasks = [group.create_task(self._asked_async("/v1/completions", call)) for call in calls]
         return [experience for task in tasks for experience in task.result()]
 
     def logprobs(self, tokens: Sequence[int], temperature: float | None = None) -> torch.Tensor:
@@ -173,7 +174,10 @@ class ModelWrapper:
     def get_openai_client(self) -> openai.OpenAI:
         """Return a client of this model, with this wrapper's sampling parameters where a call gives none.
 
-        What ``chat.completions.create`` answers is recorded when history is enabled.
+        When history is enabled, every answer to ``chat.completions`` and ``completions`` is recorded: streamed or not,
+        with ``n``, tools, ``with_options``, ``with_raw_response``. A stream is recorded when it has ended; closed or
+        dropped early, the engine stops sampling and what had come is recorded as ``response_truncated``. A prompt that
+        does not fit the model raises ``openai.BadRequestError``, and its masked experiences are recorded.
         """
         from trinity_mq.models.openai_clients import recorded_client
 
@@ -191,15 +195,23 @@ class ModelWrapper:
 
     # -- history
 
-    def extract_experience_from_history(self, clear_history: bool = True) -> list[Experience]:
-        """Return what was answered since the last call that cleared.
+    def extract_experience_from_history(
+        self, clear_history: bool = True, *, merge_turns: bool = False
+    ) -> list[Experience]:
+        """Return what was answered since the last call that cleared, one experience for each answer.
+
+        Args:
+            clear_history: Forget it. Streams still open are taken as far as they have come.
+            merge_turns: Make turns one experience where a prompt begins with exactly the tokens of an earlier answer
+                and its prompt; see :func:`trinity_mq.models.merging.merge_turns`.
 
         Raises:
             ValueError: History is off.
         """
         if not self.enable_history:
             raise ValueError("history is off; set explorer.rollout_model.enable_history=true in the configuration")
-        return self._history.take(clear=clear_history)
+        taken = self._history.take(clear=clear_history)
+        return merged(taken) if merge_turns else taken
 
     def clone_with_isolated_history(self) -> ModelWrapper:
         """Return a wrapper of the same model with a history, and seeds, of its own."""
@@ -243,14 +255,14 @@ class ModelWrapper:
         """Headers of every request."""
         return dict(self._headers)
 
-    def record(self, answer: Mapping[str, Any], temperature: float) -> list[Experience]:
-        """Return an answer as experiences, and keep them when history is enabled."""
-        experiences = experiences_of(answer, temperature)
-        if experiences and experiences[0].versions:
-            self._answered_by = experiences[0].version_max
-        if self.enable_history:
-            self._history.add(experiences)
-        return experiences
+    @property
+    def history(self) -> History:
+        """What is recorded now; another one after :meth:`start_over`."""
+        return self._history
+
+    def note_version(self, version: Version) -> None:
+        """Keep in mind which version gave the latest answer."""
+        self._answered_by = version
 
     def not_ready_policy(self) -> dict[str, Any]:
         """Return how long and how often to ask an engine that is not ready, for tenacity."""
@@ -261,43 +273,39 @@ class ModelWrapper:
             "reraise": True,
         }
 
-    def _body(self, what: dict[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
-        body = {"model": self.model.name, **what, **self._sampling, **sampling, "return_token_ids": True}
-        body.pop("logprobs", None)  # always there, and cheaper without the texts
-        if self.max_prompt_tokens is not None:
-            body.setdefault("max_prompt_tokens", self.max_prompt_tokens)
-        if body.get("seed") is None:
-            body["seed"] = self.next_seed()
-        return body
+    def _call(self, what: dict[str, Any], sampling: Mapping[str, Any]) -> Call:
+        if sampling.get("stream"):
+            raise ValueError(
+                "stream=True: chat and generate return whole answers; stream with get_openai_client() or "
+                "get_openai_async_client(), whose calls are recorded too"
+            )
+        given = {name: value for name, value in sampling.items() if name != "logprobs"}  # there anyway
+        limit = {} if self.max_prompt_tokens is None else {"max_prompt_tokens": self.max_prompt_tokens}
+        return Call(self, {**limit, **what, **given}, tokens=True)
 
-    def _asked(self, path: str, body: dict[str, Any]) -> list[Experience]:
+    def _asked(self, path: str, call: Call) -> list[Experience]:
         try:
-            answer = self._post(path, body)
+            answer = self._post(path, call.body, call.headers)
         except PromptTooLong as error:
-            return self._masked(error, body)
-        return self.record(answer, body["temperature"])
+            return call.too_long(error)
+        return call.experiences(answer)
 
-    async def _asked_async(self, path: str, body: dict[str, Any]) -> list[Experience]:
+    async def _asked_async(self, path: str, call: Call) -> list[Experience]:
         try:
-            answer = await self._post_async(path, body)
+            answer = await self._post_async(path, call.body, call.headers)
         except PromptTooLong as error:
-            return self._masked(error, body)
-        return self.record(answer, body["temperature"])
+            return call.too_long(error)
+        return call.experiences(answer)
 
-    def _masked(self, error: PromptTooLong, body: Mapping[str, Any]) -> list[Experience]:
-        experiences = masked_experiences(error, body.get("n") or 1, body["temperature"])
-        if self.enable_history:
-            self._history.add(experiences)
-        return experiences
-
-    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def _post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         retrying = Retrying(**self.not_ready_policy())
-        return retrying(self._clients.post, self.model.url + path, body, self._headers, self.request_timeout)
+        url, sent = self.model.url + path, self._headers if headers is None else headers
+        return retrying(self._clients.post, url, body, sent, self.request_timeout)
 
-    async def _post_async(self, path: str, body: Mapping[str, Any]) -> Any:
+    async def _post_async(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         retrying = AsyncRetrying(**self.not_ready_policy())
-        url = self.model.url + path
-        return await retrying(self._clients.post_async, url, body, self._headers, self.request_timeout)
+        url, sent = self.model.url + path, self._headers if headers is None else headers
+        return await retrying(self._clients.post_async, url, body, sent, self.request_timeout)
 
     def _score_body(self, tokens: Sequence[int], temperature: float | None) -> dict[str, Any]:
         return {"tokens": [int(token) for token in tokens], "temperature": self._heat(temperature)}

@@ -1,10 +1,10 @@
-"""Which of the engines heard of a runner asks: by health and load."""
+"""Which of the engines heard of a runner or an operator asks: by health and load."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -28,6 +28,51 @@ class Engines(Protocol):
     def lost(self, engine: InferenceModel) -> None: ...
 
 
+@runtime_checkable
+class AuxiliaryEngines(Protocol):
+    """Says which engine of an auxiliary model to use."""
+
+    def auxiliary(self, name: str) -> InferenceModel: ...
+
+
+def auxiliary_models(
+    names: Sequence[str], models: object, given: Sequence[InferenceModel] = ()
+) -> list[InferenceModel]:
+    """Return the auxiliary models of a workflow, in order of ``names``: those ``given``, else engines now alive.
+
+    Raises:
+        EngineLost: One has no living engine.
+    """
+    if given or not names or not isinstance(models, AuxiliaryEngines):
+        return list(given)
+    return [models.auxiliary(name) for name in names]
+
+
+class Answering:
+    """In place of the policy an auxiliary model: what evaluation tasks with ``rollout_args.model`` ask.
+
+    Args:
+        name: Of the model.
+        choice: Says which engine of it to use.
+    """
+
+    def __init__(self, name: str, choice: AuxiliaryEngines) -> None:
+        self._name, self._choice = name, choice
+
+    def __call__(self) -> InferenceModel:
+        """Return the engine to ask now; errors as :meth:`EngineChoice.auxiliary`."""
+        return self._choice.auxiliary(self._name)
+
+    def auxiliary(self, name: str) -> InferenceModel:
+        """Return an engine of another auxiliary model."""
+        return self._choice.auxiliary(name)
+
+    def lost(self, engine: InferenceModel) -> None:
+        """An engine did not answer."""
+        if isinstance(self._choice, Engines):
+            self._choice.lost(engine)
+
+
 @dataclass(slots=True)
 class _Known:
     """An engine as last heard of, and what happened since."""
@@ -38,6 +83,11 @@ class _Known:
     beat: Beat
     heard: float
 
+    @property
+    def serves(self) -> bool:
+        """Whether it has said that it serves."""
+        return self.beat.state == "working" if self.model.role == "auxiliary" else self.model.version is not None
+
 
 @dataclass(slots=True)
 class _Trouble:
@@ -47,10 +97,11 @@ class _Trouble:
 
 
 class EngineChoice:
-    """Chooses among rollout engines: an object to call.
+    """Chooses among rollout engines: an object to call; and among those of an auxiliary model.
 
-    Those that are silent or did not answer lately come last, then those without weights; among the others the one with
-    the least load wins, counting what was sent to it since its last beat. A tie is drawn by lot.
+    Those that are silent or did not answer lately come last, then those that serve nothing at present (without weights,
+    or without the server behind them); among the others the one with the least load wins, counting what was sent to it
+    since its last beat. A tie is drawn by lot.
 
     Args:
         beats: Returns the beats of the living engines.
@@ -59,6 +110,8 @@ class EngineChoice:
     def __init__(self, beats: Callable[[], Iterable[Beat]]) -> None:
         self._beats = beats
         self._known: dict[str, _Known] = {}
+        self._auxiliary: dict[str, dict[str, _Known]] = {}
+        """By name of the model, then by engine."""
         self._troubles: dict[str, _Trouble] = {}
 
     def hear(self) -> None:
@@ -81,16 +134,28 @@ class EngineChoice:
         Raises:
             EngineLost: There is none.
         """
+        return self._chosen(lambda: self._known, "rollout engine")
+
+    def auxiliary(self, name: str) -> InferenceModel:
+        """Return the engine of an auxiliary model to ask now.
+
+        Raises:
+            EngineLost: There is none.
+        """
+        return self._chosen(lambda: self._auxiliary.get(name, {}), f"engine of auxiliary model {name!r}")
+
+    def _chosen(self, among: Callable[[], Mapping[str, _Known]], what: str) -> InferenceModel:
         now = asyncio.get_running_loop().time()
-        if not self._known or any(now - known.heard > STALE for known in self._known.values()):
+        if not among() or any(now - known.heard > STALE for known in among().values()):
             self._look(now)
-        if not self._known:
-            raise EngineLost("no living rollout engine is known")
-        if len(self._known) == 1:
-            return next(iter(self._known.values())).model
+        found = among()
+        if not found:
+            raise EngineLost(f"no living {what} is known")
+        if len(found) == 1:
+            return next(iter(found.values())).model
         ranked: dict[tuple[bool, bool, int], list[_Known]] = {}
-        for known in self._known.values():
-            ranked.setdefault((self._doubtful(known, now), known.model.version is None, known.load), []).append(known)
+        for known in found.values():
+            ranked.setdefault((self._doubtful(known, now), not known.serves, known.load), []).append(known)
         chosen = random.choice(ranked[min(ranked)])
         chosen.load += 1
         return chosen.model
@@ -101,24 +166,34 @@ class EngineChoice:
         return shunned or now - known.heard > STALE
 
     def _look(self, now: float) -> None:
+        before = {**self._known, **{name: known for each in self._auxiliary.values() for name, known in each.items()}}
         found: dict[str, _Known] = {}
         for beat in self._beats():
-            known = self._known.get(beat.id)
+            known = before.get(beat.id)
             if known is not None and known.beat is beat:
                 found[beat.id] = known
             elif (made := _known(beat, now)) is not None:
                 found[beat.id] = made
-        self._known = found
+        self._known = {name: known for name, known in found.items() if known.model.role == "rollout"}
+        self._auxiliary = {}
+        for name, known in found.items():
+            if known.model.role == "auxiliary":
+                self._auxiliary.setdefault(known.model.name, {})[name] = known
         self._troubles = {name: trouble for name, trouble in self._troubles.items() if name in found}
 
 
 def _known(beat: Beat, now: float) -> _Known | None:
-    """Return the engine in a beat; None for one that does not say where it is served, or serves something else."""
-    load = beat.detail.get("load", 0)
+    """Return the engine in a beat; None for one that does not say what it serves, and where."""
+    load, model = beat.detail.get("load", 0), known_model(beat)
+    if model is None or beat.detail.get("role") not in ("rollout", "auxiliary") or not isinstance(load, int):
+        return None
+    return _Known(model=model, load=load, beat=beat, heard=now)
+
+
+def known_model(beat: Beat) -> InferenceModel | None:
+    """Return the model that an engine's beat speaks of, None for one that does not say what is served and where."""
     try:
         model = InferenceModel.from_dict(beat.detail)
     except (KeyError, TypeError, ValueError, IndexError):
         return None
-    if model.role != "rollout" or beat.detail.get("role") != "rollout" or not isinstance(load, int):
-        return None
-    return _Known(model=model, load=load, beat=beat, heard=now)
+    return model if isinstance(model.name, str) and isinstance(model.url, str) else None

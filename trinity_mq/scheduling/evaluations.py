@@ -11,10 +11,10 @@ from trinity_mq.config import Config
 from trinity_mq.messages import TaskBody, Version
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.scheduling.batch_metrics import eval_metrics
+from trinity_mq.scheduling.engine_room import EngineRoom
 from trinity_mq.scheduling.scheduler import Scheduler
 from trinity_mq.scheduling.state import ExplorerState
 from trinity_mq.scheduling.tickets import Ticket
-from trinity_mq.sync.membership import Membership
 
 log = structlog.get_logger(__name__)
 
@@ -30,25 +30,25 @@ class Evaluations:
         config: Config,
         state: ExplorerState,
         scheduler: Scheduler,
-        membership: Membership,
+        room: EngineRoom,
         sets: Mapping[str, Sequence[TaskBody]],
         *,
         save: Callable[[], Awaitable[None]],
         report: Callable[[int, dict[str, float]], None],
         woken: Notifier,
     ) -> None:
-        self._config, self._state, self._scheduler, self._membership = config, state, scheduler, membership
+        self._config, self._state, self._scheduler, self._room = config, state, scheduler, room
         self._sets, self._save, self._report, self._woken = sets, save, report, woken
         self.running: int | None = None
         if state.due:
             # from the first moment: a version committed before we have caught up would be the wrong one
-            membership.hold(config.explorer.eval_timeout)
+            room.hold(config.explorer.eval_timeout)
 
     def request(self, label: int) -> None:
         """Have the sets evaluated; from now on the engine keeps its version until that is done. The caller saves."""
         if self._sets and label not in self._state.due and not self.is_done(label):
             self._state.due.append(label)
-            self._membership.hold(self._config.explorer.eval_timeout)
+            self._room.hold(self._config.explorer.eval_timeout)
             self._woken.notify()
 
     def is_done(self, label: int) -> bool:
@@ -66,7 +66,7 @@ class Evaluations:
             self.running = None
             await self._save()
             if not self._state.due:
-                self._membership.release()
+                self._room.release()
             self._woken.notify()
 
     async def _evaluate(self, label: int) -> None:
@@ -78,7 +78,7 @@ class Evaluations:
             lost = any(
                 piece.result is not None and not piece.result.runs for ticket in tickets for piece in ticket.slices
             )
-            served = self._membership.version
+            served = self._room.version
             if not lost or tickets[0].pinned == served or attempt == MAX_TRIES:
                 break
             log.warning("evaluation_again", label=label, pinned=tickets[0].pinned, served=served)
@@ -106,8 +106,8 @@ class Evaluations:
         for ticket in found:
             del self._scheduler.tickets[ticket.ticket]
         # a try that was under way when the hold began ends first
-        await self._woken.until(lambda: self._membership.idle and self._membership.version is not None)
-        pinned: Version | None = self._membership.version
+        await self._woken.until(lambda: self._room.idle and self._room.version is not None)
+        pinned: Version | None = self._room.version
         tickets = [
             self._scheduler.make_ticket(self._sets[name], f"{label}/{name}", deliver="none", lane="eval", pinned=pinned)
             for name in names

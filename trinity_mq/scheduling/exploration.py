@@ -1,29 +1,26 @@
-"""The parts of one life of an explorer, wired: batches, evaluations, submissions, its engine's place in the gate."""
+"""The parts of one life of an explorer, wired: batches, evaluations, submissions, its engines' place in the gate."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
 from trinity_mq.bus import Delivery, Lock
-from trinity_mq.messages import RunEnd, SubmissionOutcome, SyncEvent, TaskBody, TaskSubmission, Version
+from trinity_mq.messages import RunEnd, SubmissionOutcome, TaskBody, TaskSubmission, Version
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.locks import ensure_held
 from trinity_mq.runtime.mail import envelope, park
 from trinity_mq.scheduling.batches import NO_TASKS, Batches
+from trinity_mq.scheduling.engine_room import EngineRoom
 from trinity_mq.scheduling.evaluations import Evaluations
 from trinity_mq.scheduling.intake import Intake, TaskSupply
 from trinity_mq.scheduling.scheduler import Scheduler
 from trinity_mq.scheduling.state import ExplorerState, StateFile
 from trinity_mq.scheduling.tickets import SubmissionRef
-from trinity_mq.sync.membership import Membership
-
-if TYPE_CHECKING:
-    from trinity_mq.models import EngineHost
 
 log = structlog.get_logger(__name__)
 
@@ -38,15 +35,16 @@ class Exploration:
     def __init__(
         self,
         agent: Agent,
-        engine: EngineHost | Any,
+        engines: Sequence[Any],
         state: ExplorerState,
         file: StateFile,
         taskset: TaskSupply | None,
         eval_sets: Mapping[str, Sequence[TaskBody]],
         *,
+        auxiliaries: Sequence[Any] = (),
         lock: Lock | None = None,
     ) -> None:
-        self.agent, self.engine, self.state, self._file, self._lock = agent, engine, state, file, lock
+        self.agent, self.state, self._file, self._lock = agent, state, file, lock
         self._waits_for: str | None = None
         config, woken = agent.config, agent.woken
         self.config = config
@@ -64,17 +62,10 @@ class Exploration:
             tickets=state.tickets,
             results_offset=0 if state.results_offset is None else state.results_offset,
         )
-        self.membership = Membership(
-            name=agent.id,
-            lease=config.synchronizer.member_lease,
-            engine=engine,
-            publish=self._publish_sync,
-            committed=self._committed,
-        )
-        self.membership.on_commit = self._on_commit
+        self.room = EngineRoom(agent, engines, auxiliaries, on_commit=self._on_commit)
         self.intake = Intake(config, state, taskset)
         self.evaluations = Evaluations(
-            config, state, self.scheduler, self.membership, eval_sets, save=self.save, report=agent.report, woken=woken
+            config, state, self.scheduler, self.room, eval_sets, save=self.save, report=agent.report, woken=woken
         )
         self.batches = Batches(
             config,
@@ -115,24 +106,15 @@ class Exploration:
 
     async def background(self) -> list[Any]:
         """Return the coroutines that run beside :meth:`run`; what they need to be ready is."""
-        agent = self.agent
-        verbs = ("prepare", "go", "commit", "abort")
-        ears = agent.topology.listener(agent.id, agent.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
-        await agent.bus.declare(ears)
-        feed = await agent.bus.consume(ears)
-        self.engine.on_change = self._engine_changed
-        self._engine_changed()
         return [
+            *await self.room.background(),
             self.scheduler.run(),
-            self.membership.run(feed, agent.each),
-            self.engine.keep(),
             self.evaluations.run(),
             self._close(),
             self._clock(),
             self._keep_queues(),
             self._submissions(),
             self._forward(self.scheduler.changed),
-            self._watch_gate(),
             self._follow_trainer(),
             self._compare_state(),
         ]
@@ -146,7 +128,7 @@ class Exploration:
             self.evaluations.request(0)
             await self._until("the first evaluation", lambda: self.evaluations.is_done(0))
         while not self.intake.is_over and not agent.draining.is_set():
-            obstacle = self.batches.obstacle(self.membership.version is not None)
+            obstacle = self.batches.obstacle(self.room.version is not None)
             if obstacle is None:
                 self._say("working", None)
                 await self.batches.open()
@@ -179,7 +161,7 @@ class Exploration:
         while not done():
             if self.agent.draining.is_set():
                 return False
-            if self.membership.version is None:
+            if self.room.version is None:
                 self._say("holding", "an engine to take the weights")
             else:
                 self._say("working", what)
@@ -209,7 +191,7 @@ class Exploration:
         trainer = self.agent.peers.detail("trainer")
         if not (trainer.get("finished") and self.batches.are_all_consumed):
             return False
-        return self.membership.version == (trainer["generation"], trainer["step"])
+        return self.room.version == (trainer["generation"], trainer["step"])
 
     async def _let_runners_finish(self) -> None:
         """Keep the engine up while draining runners finish what they hold."""
@@ -249,7 +231,7 @@ class Exploration:
             await asyncio.sleep(CLOCK_TICK)
             if not (agent.bus.usable and self.scheduler.is_caught_up):
                 continue
-            await self.batches.tick(CLOCK_TICK, moving=bool(agent.peers.alive("runner")) and self.engine.snapshot.alive)
+            await self.batches.tick(CLOCK_TICK, moving=bool(agent.peers.alive("runner")) and self.room.lives)
             now = self._movement()
             still = still + CLOCK_TICK if now == seen and agent.state in {"holding", "working"} else 0.0
             seen = now
@@ -306,14 +288,6 @@ class Exploration:
         await self.save()
         agent.woken.notify()
 
-    async def _watch_gate(self) -> None:
-        """Wake who waits for a version or for the gate to stand still, and look at the engine again: what it lost in
-        the middle of a try shows only after that.
-        """
-        while True:
-            await self.membership.changed.wait()
-            self._engine_changed()
-
     async def _forward(self, changed: Any) -> None:
         while True:
             await changed.wait()
@@ -329,24 +303,5 @@ class Exploration:
                 )
             await self.agent.peers.changed.wait()
 
-    def _engine_changed(self) -> None:
-        """Tell the gate of an engine that has come, gone, or lost its weights by itself."""
-        snapshot, membership = self.engine.snapshot, self.membership
-        if snapshot.alive and not membership.engine_ready:
-            membership.engine_up(snapshot.version, snapshot.fingerprint or None)
-        elif not snapshot.alive and membership.engine_ready:
-            membership.engine_down()
-        elif snapshot.state in {"empty", "dirty"} and membership.idle and membership.version is not None:
-            membership.engine_up(None, snapshot.fingerprint or None)
-        self.agent.woken.notify()
-
-    def _committed(self) -> Version | None:
-        committed = self.agent.peers.detail("trainer").get("committed")
-        return (committed[0], committed[1]) if committed else None
-
     def _on_commit(self, version: Version | None, progress: int) -> None:
         self.batches.heard(version[0] if version else self.batches.generation, committed=progress)
-        self.agent.beat_soon()
-
-    async def _publish_sync(self, event: SyncEvent) -> None:
-        await self.agent.publish("sync", f"weights.{event.verb}", event)

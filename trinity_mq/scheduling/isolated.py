@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgpack
@@ -22,7 +22,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.messages import DecodeError, TaskResult, TaskSlice, decode, encode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
-from trinity_mq.scheduling.engine_choice import Engines
+from trinity_mq.scheduling.engine_choice import Engines, auxiliary_models
 from trinity_mq.scheduling.isolated_child import ASK, LOST, RUN, child_main
 from trinity_mq.scheduling.status import SliceOutcome
 from trinity_mq.scheduling.tally import Tally
@@ -79,7 +79,7 @@ class IsolatedPool:
             ChildDied: The process ended without an outcome, or was killed because its time was over.
         """
         tally = Tally() if tally is None else tally
-        talk = _Talk(models, tally)
+        talk = _Talk(models, tally, [model.name for model in config.explorer.auxiliary_models])
         async with self._slots:
             child = _Child(piece, config)
             self._children.add(child)
@@ -103,13 +103,13 @@ class IsolatedPool:
 class _Talk:
     """What the process of a slice is told, and what becomes of what it says; its methods are called in a thread."""
 
-    def __init__(self, models: Callable[[], InferenceModel], tally: Tally) -> None:
-        self._models, self._tally = models, tally
+    def __init__(self, models: Callable[[], InferenceModel], tally: Tally, auxiliaries: Sequence[str]) -> None:
+        self._models, self._tally, self._auxiliaries = models, tally, auxiliaries
         self._loop = asyncio.get_running_loop()
 
     def engine(self) -> bytes:
         """Return which engine to use now."""
-        return asyncio.run_coroutine_threadsafe(_engine(self._models), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(_engine(self._models, self._auxiliaries), self._loop).result()
 
     def lost(self, engine: bytes) -> None:
         """Pass on that an engine did not answer."""
@@ -203,11 +203,12 @@ def _died(exitcode: int | None) -> ChildDied:
     return ChildDied(f"its process {how} before it had an outcome", exitcode)
 
 
-async def _engine(models: Callable[[], InferenceModel]) -> bytes:
-    """Return which engine to use, or why there is none, as the process reads it."""
+async def _engine(models: Callable[[], InferenceModel], auxiliaries: Sequence[str]) -> bytes:
+    """Return which engines to use, or why there is none, as the process reads it."""
     answer: dict[str, Any]
     try:
-        answer = {"engine": models().to_dict()}
+        beside = auxiliary_models(auxiliaries, models)
+        answer = {"engine": models().to_dict(), "auxiliary": [model.to_dict() for model in beside]}
     except EngineNotReady as error:
         answer = {"error": str(error), "retry_after": error.retry_after}
     except EngineLost as error:

@@ -104,16 +104,25 @@ class _Asked:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
+        self._auxiliary: dict[str, InferenceModel] = {}
+        """As told with the latest engine."""
 
     def __call__(self) -> InferenceModel:
         """Ask the runner which engine to use."""
         self._pipe.send_bytes(ASK)
         answer: dict[str, Any] = msgpack.unpackb(self._pipe.recv_bytes())
         if "engine" in answer:
+            self._auxiliary = {each["name"]: InferenceModel.from_dict(each) for each in answer["auxiliary"]}
             return InferenceModel.from_dict(answer["engine"])
         if "retry_after" in answer:
             raise EngineNotReady(answer["error"], answer["retry_after"])
         raise EngineLost(answer["error"])
+
+    def auxiliary(self, name: str) -> InferenceModel:
+        """Return the engine of an auxiliary model that the runner named with the latest one."""
+        if name not in self._auxiliary:
+            raise EngineLost(f"no living engine of auxiliary model {name!r} is known")
+        return self._auxiliary[name]
 
     def lost(self, engine: InferenceModel) -> None:
         """Tell the runner that an engine did not answer."""

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import structlog
 
 from trinity_mq.config import Config
+from trinity_mq.messages import TaskSlice
 from trinity_mq.models import InferenceModel
+from trinity_mq.scheduling.engine_choice import Answering, AuxiliaryEngines
 from trinity_mq.scheduling.isolated import GRACE, START_LIMIT, ChildDied, IsolatedPool
 from trinity_mq.scheduling.status import SliceOutcome
 from trinity_mq.scheduling.work import OVERDUE, Work
@@ -66,7 +68,8 @@ class Turns:
             if in_process:
                 outcome = await self._in_process(work, self._isolated if again else self._processes)
             else:
-                outcome = await self._workflows.run_slice(work.piece, self._models, work.tally)
+                piece, models = self._asking(work.piece)
+                outcome = await self._workflows.run_slice(piece, models, work.tally)
         except asyncio.CancelledError:
             if not work.given_up and not work.was_ended():
                 raise
@@ -91,13 +94,14 @@ class Turns:
         await self._workflows.close()
 
     async def _in_process(self, work: Work, pool: IsolatedPool) -> SliceOutcome:
-        piece, tally = work.piece, work.tally
+        tally = work.tally
+        piece, models = self._asking(work.piece)
         if work.delivery.deliveries_before:
             log.info("isolated", ticket=piece.ticket, task=piece.task_id, deliveries=work.delivery.deliveries_before)
         try:
             # the wait for a free process is the slice's time too: the broker takes back what is held for too long
             async with asyncio.timeout(piece.slice_timeout + ISOLATED_MARGIN):
-                return await pool.run(piece, self._config, self._models, tally)
+                return await pool.run(piece, self._config, models, tally)
         except TimeoutError:
             tally.trouble(
                 f"not done within the {piece.slice_timeout:g} s of the slice, the wait for one of "
@@ -108,6 +112,15 @@ class Turns:
                 raise
             tally.trouble(str(error))
         return tally.outcome(work.seconds)
+
+    def _asking(self, piece: TaskSlice) -> tuple[TaskSlice, Callable[[], InferenceModel]]:
+        """Return who answers a slice: the policy, or for an evaluation the auxiliary model that its task names, which
+        has no versions to be pinned to.
+        """
+        name = piece.task.rollout_args.get("model")
+        if piece.lane != "eval" or name is None or not isinstance(self._models, AuxiliaryEngines):
+            return piece, self._models
+        return piece.model_copy(update={"pinned": None}), Answering(str(name), self._models)
 
     def _leave_behind(self, work: Work) -> None:
         if work.running:

@@ -12,6 +12,7 @@ from trinity_mq.messages import TaskSlice, Version
 from trinity_mq.models import EngineClients, InferenceModel, ModelWrapper
 from trinity_mq.rewards import UnknownNameError
 from trinity_mq.scheduling.attempts import Job, Limits, Unit
+from trinity_mq.scheduling.engine_choice import auxiliary_models
 from trinity_mq.scheduling.instances import Instances
 from trinity_mq.scheduling.seeds import stable_seed
 from trinity_mq.scheduling.status import SliceOutcome, Status
@@ -164,7 +165,7 @@ class WorkflowRunner:
             task,
             job.kind,
             lambda engine, run_seed: self._wrap(engine, task, limits, run_seed, pinned, shared),
-            lambda: [ModelWrapper(model, clients=shared) for model in self.auxiliary_models],
+            lambda: self._wrap_auxiliaries(models, shared),
             keep=mode == "sequential" and job.kind.can_reset and not job.kind.can_repeat,
         )
         units = [Unit(job, share, instances) for share in ([runs] if job.kind.can_repeat else [[run] for run in runs])]
@@ -180,6 +181,13 @@ class WorkflowRunner:
         finally:
             await instances.aclose()
         return tally.outcome(loop.time() - start)
+
+    def _wrap_auxiliaries(
+        self, models: Callable[[], InferenceModel], clients: EngineClients | None
+    ) -> list[ModelWrapper]:
+        names = [model.name for model in self.config.explorer.auxiliary_models]
+        found = auxiliary_models(names, models, self.auxiliary_models)
+        return [ModelWrapper(model, clients=clients) for model in found]
 
     def _wrap(
         self,

@@ -9,10 +9,11 @@ collective.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from trinity_mq.sync.flat import ManifestEntry, fill, plan, split
 
 T = TypeVar("T")
+Backend = Literal["gloo", "nccl"]
 
 
 class CollectiveError(Exception):
@@ -67,9 +69,12 @@ async def in_daemon_thread(work: Callable[[], T], seconds: float, name: str) -> 
 class Group:
     """One epoch's process group, seen from one rank."""
 
-    def __init__(self, store: Store, epoch: int, rank: int, world: int, seconds: float) -> None:
+    def __init__(
+        self, store: Store, epoch: int, rank: int, world: int, seconds: float, backend: Backend = "gloo"
+    ) -> None:
         self.store, self.epoch, self.rank, self.world = store, epoch, rank, world
         self.timeout = timedelta(seconds=seconds)
+        self._backend = backend
         self._group: Any = None
 
     def barrier(self, attempt: int) -> None:
@@ -79,21 +84,37 @@ class Group:
         self.store.wait(keys, self.timeout)
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Send ``flat`` from rank 0 into everybody's ``flat``."""
+        """Send ``flat`` from rank 0 into everybody's ``flat``; it is on the CPU, whatever the way."""
         if self._group is None:
-            self._group = dist.ProcessGroupGloo(
-                PrefixStore(f"pg/{self.epoch}", self.store), self.rank, self.world, self.timeout
-            )
+            self._group = self._opened()
+        travelling = flat.cuda() if self._backend == "nccl" else flat
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self.timeout
-        self._group.broadcast([flat], options).wait(self.timeout)
+        self._group.broadcast([travelling], options).wait(self.timeout)
+        if travelling is not flat and self.rank:
+            flat.copy_(travelling)
+
+    def _opened(self) -> Any:
+        store = PrefixStore(f"pg/{self.epoch}", self.store)
+        if self._backend == "gloo":
+            return dist.ProcessGroupGloo(store, self.rank, self.world, self.timeout)
+        if not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise CollectiveError(
+                "synchronizer.backend is nccl, and this process has no GPU or a torch without NCCL; trainer and "
+                "engines need a GPU each, else use gloo"
+            )
+        # a peer that does not come is an error here after the timeout, not the end of the process
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout  # noqa: SLF001  # the only way to set it on a group of one's own
+        return dist.ProcessGroupNCCL(store, self.rank, self.world, options)
 
 
 class Sender:
     """The trainer's end: hosts the rendezvous and broadcasts."""
 
-    def __init__(self, host: str, bucket_bytes: int, seconds: float) -> None:
-        self.host, self.bucket_bytes, self.seconds = host, bucket_bytes, seconds
+    def __init__(self, host: str, bucket_bytes: int, seconds: float, backend: Backend = "gloo") -> None:
+        self.host, self.bucket_bytes, self.seconds, self.backend = host, bucket_bytes, seconds, backend
         self._store: TCPStore | None = None
         self._group: Group | None = None
 
@@ -102,7 +123,7 @@ class Sender:
         store = self._store
         if store is None:
             self._store = store = await in_daemon_thread(self._open, self.seconds, "rendezvous")
-        return {"host": self.host, "port": store.port, "bucket_bytes": self.bucket_bytes}
+        return {"host": self.host, "port": store.port, "bucket_bytes": self.bucket_bytes, "backend": self.backend}
 
     async def broadcast(
         self,
@@ -120,7 +141,7 @@ class Sender:
         if self._store is None:
             raise CollectiveError("no rendezvous is open")
         if self._group is None or self._group.epoch != epoch:
-            self._group = Group(self._store, epoch, 0, world, self.seconds)
+            self._group = Group(self._store, epoch, 0, world, self.seconds, self.backend)
         group, named = self._group, dict(tensors)
 
         def work() -> None:
@@ -152,13 +173,25 @@ class Receiver:
     async def receive(self, spec: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return the broadcast tensors by name, on the CPU.
 
-        ``spec``: host, port, bucket_bytes, epoch, attempt, rank, world, seconds, manifest.
+        ``spec``: host, port, bucket_bytes, backend, epoch, attempt, rank, world, seconds, manifest.
 
         Raises:
             CollectiveError: Nothing was received; nothing of the model was touched.
         """
+        work = self._prepared(spec)
+        group, tensors = await in_daemon_thread(work, float(spec["seconds"]) + 1.0, "receive")
+        self._keep(group, spec)
+        return tensors
+
+    def receive_blocking(self, spec: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Receive in this thread, for a process that has no event loop; see :meth:`receive`. Raises what torch does."""
+        group, tensors = self._prepared(spec)()
+        self._keep(group, spec)
+        return tensors
+
+    def _prepared(self, spec: dict[str, Any]) -> Callable[[], tuple[Group, dict[str, torch.Tensor]]]:
         seconds = float(spec["seconds"])
-        address = (str(spec["host"]), int(spec["port"]))
+        address = _address(spec)
         manifest: list[ManifestEntry] = [(name, dtype, list(shape)) for name, dtype, shape in spec["manifest"]]
         kept = self._group if self._group and self._address == address and self._group.epoch == spec["epoch"] else None
         self._group = None  # until this one is through
@@ -167,7 +200,8 @@ class Receiver:
             group = kept
             if group is None:
                 store = TCPStore(*address, None, False, timedelta(seconds=seconds))
-                group = Group(store, int(spec["epoch"]), int(spec["rank"]), int(spec["world"]), seconds)
+                backend = spec.get("backend", "gloo")
+                group = Group(store, int(spec["epoch"]), int(spec["rank"]), int(spec["world"]), seconds, backend)
             group.barrier(int(spec["attempt"]))
             tensors: dict[str, torch.Tensor] = {}
             for bucket in plan(manifest, int(spec["bucket_bytes"])):
@@ -176,9 +210,14 @@ class Receiver:
                 tensors.update(split(bucket, flat))
             return group, tensors
 
-        group, tensors = await in_daemon_thread(work, seconds + 1.0, "receive")
-        self._group, self._address = group, address
-        return tensors
+        return work
+
+    def _keep(self, group: Group, spec: dict[str, Any]) -> None:
+        self._group, self._address = group, _address(spec)
+
+
+def _address(spec: dict[str, Any]) -> tuple[str, int]:
+    return str(spec["host"]), int(spec["port"])
 
 
 _RECEIVER = Receiver()

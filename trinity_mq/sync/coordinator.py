@@ -139,12 +139,16 @@ class Coordinator:
         """A member says that it lives and what it holds."""
         if version != self.committed and member in self._grouped and now - self._committed_at < COMMIT_TRAVEL:
             version = self.committed  # said before our commit reached it
+        if version is None and self.phase is Phase.IDLE and member in self._grouped:
+            self._grouped = ()  # perhaps another process by now, which has never been in this group
         self.members[member] = Member(now + (lease or self.lease), version, fingerprint)
         return []
 
     def leave(self, member: str, now: float, reason: str = "left") -> list[Command]:
         """A member goes, or is known to have gone."""
         known = self.members.pop(member, None)
+        if self.phase is Phase.IDLE and member in self._grouped:
+            self._grouped = ()
         if known is None or self.phase is Phase.IDLE or member not in self._taking_part:
             return []
         return self._fail(f"{member} {reason}", (member,))
@@ -205,8 +209,11 @@ class Coordinator:
         ]
 
     def wait(self, event: SyncEvent, now: float) -> list[Command]:
-        """A member asks for time before it can be ready (an evaluation is open)."""
+        """A member asks for time before it can be ready (an evaluation is open). The others go on serving meanwhile,
+        and say ready once more when it is.
+        """
         if self.phase is Phase.PREPARING and self._is_ours(event):
+            self._ready.clear()
             self._deadline = min(max(self._deadline, now + self.timeout), self._latest)
         return []
 

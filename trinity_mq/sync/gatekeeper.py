@@ -29,7 +29,7 @@ from trinity_mq.sync.coordinator import (
 
 log = structlog.get_logger(__name__)
 
-CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
 """Largest allowed difference of a canary token's logprob between trainer and engine, by dtype of the weights. In
 bfloat16 0.07 was seen between two sound sides of a sharply trained tiny model."""
 
@@ -88,7 +88,7 @@ class Gatekeeper:
         self.syncs = 0
         self.aborts = 0
         self.last_seconds = 0.0
-        self._tolerance = CANARY_TOLERANCE.get(dtype, 1e-3)
+        self._tolerance = CANARY_TOLERANCE.get(dtype, 1e-4)
         self._weights, self._channel, self._canary = weights, channel, list(canary)
         self._publish = publish
         self._fingerprint = fingerprint

@@ -8,7 +8,7 @@ idle ──prepare──▶ pausing ──paused──▶ ready ──go──�
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_mq.messages import SyncEvent, Version
@@ -87,7 +87,9 @@ class Member:
     _prepare: SyncEvent | None = None
     _touched: bool = False
     _held: SyncEvent | None = None
-    """The prepare that waits for the hold to end."""
+    """The prepare that waits for the hold to end, ours or another member's."""
+    _waits: set[str] = field(default_factory=set)
+    """Other members that have asked for time in the try of :attr:`_held`: until they are ready we go on serving."""
 
     @property
     def key(self) -> tuple[int, int] | None:
@@ -106,6 +108,9 @@ class Member:
         commands: list[Command] = []
         if self._prepare is not None:
             commands += self._give_up()
+        if self._held is not None and self._waits and _try_of(self._held) == _try_of(event):
+            return commands  # a repeat: whoever asked for time has not said ready
+        self._waits.clear()
         if self.hold_seconds > 0 and self.version is not None:
             self._held = event
             wait = event.model_copy(
@@ -122,6 +127,32 @@ class Member:
         self.hold_seconds = 0.0
         held, self._held = self._held, None
         return self.prepare(held, now) if held is not None else []
+
+    def other_waits(self, event: SyncEvent) -> list[Command]:
+        """Another member asks for time, such as one whose host evaluates the present version: serve meanwhile, or what
+        it waits for might wait for us.
+        """
+        if event.sender == self.name:
+            return []
+        if self._prepare is not None and self._same_round(self._prepare, event):
+            if self.stage not in {Stage.PAUSING, Stage.READY}:
+                return []
+            self._held = self._prepare
+            self._waits.add(event.sender)
+            return self._give_up()
+        if self._held is not None and self._same_round(self._held, event) and self.hold_seconds <= 0:
+            self._waits.add(event.sender)
+        return []
+
+    def other_ready(self, event: SyncEvent, now: float) -> list[Command]:
+        """Another member is ready: once all are that asked for time, so are we."""
+        if self._held is None or event.sender not in self._waits or not self._same_round(self._held, event):
+            return []
+        self._waits.discard(event.sender)
+        if self._waits:
+            return []
+        held, self._held = self._held, None
+        return self.prepare(held, now)
 
     def paused(self, key: tuple[int, int]) -> list[Command]:
         """The engine stands still."""
@@ -178,6 +209,7 @@ class Member:
             self._held.attempt,
         ):
             self._held = None
+            self._waits.clear()
         if self._prepare is None or not self._same_try(event):
             return []
         return self._give_up()
@@ -191,22 +223,24 @@ class Member:
         return self._give_up() if now >= self.lease_ends else []
 
     def lost_engine(self) -> list[Command]:
-        """The engine died; its successor holds nothing."""
+        """The engine died; its successor holds nothing, and is in no group. Nobody is to wait for us until it is up."""
         self.version, self._touched = None, False
+        leave = Reply(SyncEvent(verb="leave", sender=self.name, reason="the engine died"))
         if self._prepare is None:
-            return [Rejoin()]
+            return [leave]
         answer = self._answer("failed").model_copy(update={"reason": "the engine died"})
         self._clear()
-        return [Reply(answer), Rejoin()]
+        return [Reply(answer), leave]
 
     # -- inside
 
     def _same_try(self, event: SyncEvent) -> bool:
-        def of(one: SyncEvent) -> tuple[object, ...]:
-            # with the version: a restarted trainer counts epochs and attempts anew under the same name
-            return (one.sender, one.version, one.epoch, one.attempt)
+        return self._prepare is not None and _try_of(event) == _try_of(self._prepare)
 
-        return self._prepare is not None and of(event) == of(self._prepare)
+    @staticmethod
+    def _same_round(prepare: SyncEvent, event: SyncEvent) -> bool:
+        """Say whether another member speaks of the try that ``prepare`` began."""
+        return (event.version, event.epoch, event.attempt) == (prepare.version, prepare.epoch, prepare.attempt)
 
     def _extend(self, event: SyncEvent, now: float) -> None:
         # longer than the coordinator's own deadline, so that it decides first
@@ -231,12 +265,18 @@ class Member:
 
     def _give_up(self) -> list[Command]:
         # while receiving nobody can say yet whether weights were touched: only a sure "no" keeps the old version
-        touched = self._touched or self.stage is Stage.RECEIVING
+        receiving, touched = self.stage is Stage.RECEIVING, self._touched or self.stage is Stage.RECEIVING
         self._clear()
         if touched:
             self.version = None
-            return [Rejoin()]
+            # what is cut off here might wait for its peers for ever, and no further transfer could begin
+            return [Resume(), Rejoin()] if receiving else [Rejoin()]
         return [Resume()]
 
     def _clear(self) -> None:
         self._prepare, self._touched, self.stage, self.lease_ends = None, False, Stage.IDLE, float("inf")
+
+
+def _try_of(event: SyncEvent) -> tuple[object, ...]:
+    # with the version: a restarted trainer counts epochs and attempts anew under the same name
+    return (event.sender, event.version, event.epoch, event.attempt)

@@ -17,6 +17,8 @@ from trinity_mq.sync.member import Command, Commit, Member, Pause, Receive, Rejo
 log = structlog.get_logger(__name__)
 
 TICK = 1.0
+HEARD = ("prepare", "go", "commit", "abort", "wait", "ready")
+"""What a member listens to; the last two are said by the other members."""
 
 
 class EnginePort(Protocol):
@@ -88,10 +90,13 @@ class Membership:
         self.engine_ready = False
         self._enqueue(self.machine.lost_engine())
 
-    async def run(self, feed: Consumer, each: Callable[..., Coroutine[Any, Any, None]]) -> None:
-        """Serve the gate until cancelled."""
+    async def run(
+        self, feed: Consumer | None = None, each: Callable[..., Coroutine[Any, Any, None]] | None = None
+    ) -> None:
+        """Serve the gate until cancelled. Without a feed of its own, somebody else hands events to :meth:`heard`."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(each(feed, self._heard), name="sync-events")
+            if feed is not None and each is not None:
+                group.create_task(each(feed, self.heard), name="sync-events")
             group.create_task(self._perform(group), name="sync-commands")
             group.create_task(self._keep_joined(), name="sync-joins")
             group.create_task(self._tick(), name="sync-clock")
@@ -108,7 +113,8 @@ class Membership:
             self._commands.put_nowait(command)
         self.changed.notify()
 
-    async def _heard(self, message: Message, delivery: Delivery) -> None:
+    async def heard(self, message: Message, delivery: Delivery) -> None:
+        """Take in an event of the gate."""
         if not isinstance(message, SyncEvent):
             return
         now = asyncio.get_running_loop().time()
@@ -119,6 +125,10 @@ class Membership:
             self._enqueue(self.machine.go(message, now))
         elif message.verb == "abort":
             self._enqueue(self.machine.abort(message))
+        elif message.verb == "wait":
+            self._enqueue(self.machine.other_waits(message))
+        elif message.verb == "ready":
+            self._enqueue(self.machine.other_ready(message, now))
         elif message.verb == "commit":
             commands = self.machine.commit(message)
             self._enqueue(commands)
@@ -169,6 +179,7 @@ class Membership:
         prepare = command.prepare
         spec = {
             **prepare.rendezvous,
+            "version": None if prepare.version is None else list(prepare.version),
             "epoch": prepare.epoch,
             "attempt": prepare.attempt,
             "rank": prepare.members.index(self.machine.name) + 1,

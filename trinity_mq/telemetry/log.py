@@ -19,7 +19,7 @@ from structlog.types import Processor
 from trinity_mq.telemetry.jsonline import dump_line
 
 _PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):[^\s@]+@")
-_CHATTY = ("asyncio", "httpcore", "httpx", "openai", "urllib3")
+_CHATTY = ("asyncio", "httpcore", "httpx", "httpx2", "openai", "urllib3")
 """Libraries whose info lines are one a request or a connection."""
 
 

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 import torch
 
+from tests.unit.models.talker import taught
 from trinity_mq.config import Config, ModelConfig, TinyModelConfig
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.engines.admin_client import EngineAdmin
@@ -113,3 +114,9 @@ async def admin_of() -> AsyncIterator[Callable[[EngineServer], EngineAdmin]]:
 def handle_of() -> Callable[[EngineServer], InferenceModel]:
     """What a runner would be given."""
     return lambda server: InferenceModel("e0", server.url, "tiny", "/models/tiny", VERSION)
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> TextGenerator:
+    """A tiny model that was taught to call a tool; see talker.py."""
+    return taught(tmp_path_factory.mktemp("talker") / "model")

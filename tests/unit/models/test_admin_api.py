@@ -194,12 +194,12 @@ async def test_a_pause_that_comes_too_late_is_taken_back(
         loop = asyncio.get_running_loop()
         generate = generator.generate
 
-        def slow(requests: list[GenerationRequest]) -> Any:
+        def slow(requests: list[GenerationRequest], watch: Any = None) -> Any:
             loop.call_soon_threadsafe(started.set)
             import time
 
             time.sleep(0.3)
-            return generate(requests)
+            return generate(requests, watch)
 
         generator.generate = slow  # type: ignore[method-assign, assignment]
         asked = asyncio.create_task(server.rounds.generate([GenerationRequest([3], 2)], None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -133,8 +134,10 @@ async def test_models_and_health(server: EngineServer) -> None:
 @pytest.mark.parametrize(
     ("options", "status", "param", "says"),
     [
-        ({"stream": True}, 400, "stream", "stream=true is not supported"),
-        ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, 400, "tools.0", "has no name"),
+        ({"tools": [{"type": "retrieval"}]}, 400, "tools.0", "wanted 'function'"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, None, "has no place for tools"),
+        ({"tool_choice": "required"}, 400, "tool_choice", "cannot be promised"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "leave it out (or send 0)"),
         ({"top_logprobs": 5}, 400, "top_logprobs", "not supported"),
         ({"temprature": 1}, 400, "temprature", "unknown option 'temprature'"),
@@ -272,3 +275,36 @@ async def test_a_client_that_hangs_up_before_its_round_costs_nothing(server: Eng
     ):
         assert response.status == 200
     assert server.rounds.counters.sequences == 1
+
+
+async def test_a_stream_is_server_sent_events(server: EngineServer, shared_generator: TextGenerator) -> None:
+    body = question(stream=True, return_token_ids=True, logprobs=True, stream_options={"include_usage": True}, seed=1)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{server.url}/v1/chat/completions", json=body) as response,
+    ):
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        assert response.headers["X-TMQ-Version"] == "1.7"
+        *events, done, rest = (await response.text()).split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    first, *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert {chunk["object"] for chunk in (first, *chunks, last)} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in (first, *chunks, last)}) == 1
+    assert first["prompt_token_ids"] == shared_generator.codec.encode("+372=")
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert first["choices"][0]["weight_versions"] == [[0, 1, 7]]
+    ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": len(ids), "total_tokens": 5 + len(ids)}
+    assert [chunk["choices"][0]["finish_reason"] is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+
+
+async def test_what_cannot_be_streamed_is_refused_with_a_status(post: Post) -> None:
+    status, answer = await post("/v1/completions", {"prompt": ["1", "2"], "stream": True})
+    assert status == 400
+    assert "stream one prompt a request" in answer["error"]["message"]
+    status, answer = await post("/v1/chat/completions", question(stream=True), **{"X-TMQ-Version": "1.6"})
+    assert (status, answer["error"]["code"]) == (409, "version_mismatch")
+    status, answer = await post("/v1/chat/completions", question(stream=True, stream_options={"include_usage": "x"}))
+    assert (status, answer["error"]["param"]) == (400, "stream_options.include_usage")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest
+from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest, Watch
 from trinity_mq.models.engines.rounds import Rounds
 from trinity_mq.models.engines.state import EngineState
 
@@ -27,7 +27,7 @@ class Recorder:
         self.cancelled = False
         self.fail = False
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
         self.rounds.append(len(requests))
         self.threads.add(threading.current_thread().name)
         self.started.set()

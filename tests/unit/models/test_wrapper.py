@@ -192,8 +192,8 @@ async def test_openai_clients_are_recorded(wrap: Wrap) -> None:
     async with model.get_openai_async_client() as client:
         completion = await client.chat.completions.create(model=model.model_name, messages=MESSAGES, n=3)  # type: ignore[arg-type]
         assert [choice.message.content for choice in completion.choices] == [e.response_text for e in wanted]
-        with pytest.raises(openai.BadRequestError, match="stream=true is not supported"):
-            await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+        with pytest.raises(openai.BadRequestError, match="presence_penalty"):
+            await client.chat.completions.create(model="tiny", messages=MESSAGES, presence_penalty=1)  # type: ignore[arg-type]
     recorded = model.extract_experience_from_history()
     for left, right in zip(recorded, wanted, strict=True):
         assert left == _with_eid(left, right)
@@ -273,8 +273,11 @@ def test_sixteen_experiences_from_one_answer_are_cheap() -> None:
 
 
 def test_a_server_that_knows_no_token_ids_is_named() -> None:
+    choice = {"message": {"content": ""}, "finish_reason": "stop"}
     with pytest.raises(EngineRefused, match="return_token_ids"):
-        experiences_of({"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}, 1.0)
+        experiences_of({"choices": [choice]}, 1.0)
+    with pytest.raises(EngineRefused, match="no logprobs for 2 tokens"):
+        experiences_of({"prompt_token_ids": [1], "choices": [{**choice, "token_ids": [2, 3]}]}, 1.0)
 
 
 def test_the_handle_travels_in_a_beat() -> None:

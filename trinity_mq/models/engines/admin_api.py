@@ -24,6 +24,23 @@ Receiver = Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
 """Given the spec of a transfer, returns the tensors by name once all have arrived; touches no model."""
 
 
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+def guarded(token: str, handler: Handler) -> Handler:
+    """Return ``handler`` for those who know ``token``."""
+
+    async def checked(request: web.Request) -> web.Response:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
+            raise ApiError(
+                401, "admin routes want 'Authorization: Bearer <token of the ready-file>'", code="invalid_token"
+            )
+        return await handler(request)
+
+    return checked
+
+
 class AdminApi:
     """The routes under ``/admin``. Every answer holds the engine's state."""
 
@@ -55,22 +72,12 @@ class AdminApi:
         }
         gets = {"state": self.state, "weight": self.weight}
         return [
-            *(web.post(f"/admin/{name}", self._guarded(handler)) for name, handler in posts.items()),
-            *(web.get(f"/admin/{name}", self._guarded(handler), allow_head=False) for name, handler in gets.items()),
+            *(web.post(f"/admin/{name}", guarded(self._token, handler)) for name, handler in posts.items()),
+            *(
+                web.get(f"/admin/{name}", guarded(self._token, handler), allow_head=False)
+                for name, handler in gets.items()
+            ),
         ]
-
-    def _guarded(
-        self, handler: Callable[[web.Request], Awaitable[web.Response]]
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def guarded(request: web.Request) -> web.Response:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._token.encode()):
-                raise ApiError(
-                    401, "admin routes want 'Authorization: Bearer <token of the ready-file>'", code="invalid_token"
-                )
-            return await handler(request)
-
-        return guarded
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state that every answer holds."""

@@ -31,17 +31,20 @@ class ApiError(Exception):
         self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
         self.extra = extra or {}
 
-    def response(self) -> web.Response:
-        """Return the answer with an OpenAI error body."""
-        error = {
+    def body(self) -> dict[str, Any]:
+        """Return the error in the form of the OpenAI API."""
+        return {
             "message": str(self),
             "type": _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error"),
             "param": self.param,
             "code": self.code,
             **self.extra,
         }
+
+    def response(self) -> web.Response:
+        """Return the answer with an OpenAI error body."""
         headers = {} if self.retry_after is None else {"Retry-After": f"{self.retry_after:g}"}
-        return web.json_response({"error": error}, status=self.status, headers=headers)
+        return web.json_response({"error": self.body()}, status=self.status, headers=headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None, **extra: Any) -> ApiError:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from trinity_mq.models.engines.api_errors import bad_request
+from trinity_mq.models.engines.tools import checked_calls, checked_tools
 
 MAX_STOPS = 16
 MIN_TEMPERATURE = 1e-3
@@ -28,8 +29,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "stream": (False,),
-    "stream_options": (),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -43,6 +42,7 @@ _IGNORED = frozenset(
         "metadata",
         "parallel_tool_calls",
         "prompt_cache_key",
+        "return_prompt_text",
         "safety_identifier",
         "service_tier",
         "store",
@@ -71,6 +71,13 @@ def _temperature(value: float) -> float:
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_temperature)]
 
 
+class StreamOptions(BaseModel):
+    """What a stream carries besides its chunks; options that do not change what is sampled are let pass."""
+
+    include_usage: bool = False
+    """End with a chunk without choices that says how many tokens were used."""
+
+
 class SamplingBody(BaseModel):
     """What chat and completions have in common."""
 
@@ -83,6 +90,8 @@ class SamplingBody(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1)
     stop: Stops = ()
     seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     """Ours: add prompt_token_ids, prompt_text, and per choice token_ids, token_logprobs, weight_versions."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
@@ -95,6 +104,24 @@ class ChatBody(SamplingBody):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
+    tools: list[Any] = []
+    tool_choice: Any = "auto"
+
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the model may call.
+
+        Raises:
+            ApiError: 400; a tool is malformed, or the model is to be forced to call one.
+        """
+        if self.tool_choice not in ("auto", "none"):
+            raise bad_request(
+                f"tool_choice={json.dumps(self.tool_choice)[:80]} cannot be promised: this engine does not constrain "
+                'what is sampled; send "auto" or "none" and ask for the tool in the prompt',
+                "tool_choice",
+                "unsupported_option",
+            )
+        tools = checked_tools(self.tools)
+        return tools if self.tool_choice == "auto" else []
 
 
 class CompletionBody(SamplingBody):
@@ -196,4 +223,6 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
         content = "".join(texts)
     elif not isinstance(content, str | None):
         raise bad_request(f"{where}.content is a {type(content).__name__}, wanted text", f"{where}.content")
-    return {**message, "content": content or ""}
+    calls = message.get("tool_calls")
+    called = {"tool_calls": checked_calls(calls, f"{where}.tool_calls")} if calls else {}
+    return {**message, "content": content or "", **called}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trinity_mq.models.engines.requests import FinishReason, GenerationRequest
 from trinity_mq.models.engines.sampling import Uniforms, choose
+from trinity_mq.models.engines.watching import RowWatch
 
 COMPACT_BELOW = 0.5
 """Share of unfinished rows at which the finished ones are cut out: cutting copies the cache, keeping them computes for
@@ -87,9 +88,12 @@ def decode(
     pad_id: int,
     device: torch.device,
     stop_watch: StopWatch | None = None,
+    row_watch: RowWatch | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Sampled]:
     """Return what each row sampled; request i has ``n`` rows, requests in order.
+
+    Rows that ``row_watch`` says nobody waits for end at once, with nothing.
 
     Raises:
         GenerationCancelled: ``cancelled()`` became true between two steps.
@@ -115,6 +119,12 @@ def decode(
         ended = (stopped | (rows.limits <= step)) & ~rows.done
         recorder.lengths[rows.ids[ended]] = step
         recorder.stopped[rows.ids[ended]] = stopped[ended]
+        if row_watch is not None:
+            if row_watch.listening:
+                live = ~rows.done
+                row_watch.step(*(values[live] for values in (rows.ids, tokens, logprobs, ended, stopped)))
+            if (left := row_watch.left()) is not None:
+                rows.done |= left[rows.ids]
         rows.done |= ended
         unfinished = int((~rows.done).sum())
         if unfinished == 0:

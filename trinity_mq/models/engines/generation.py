@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from trinity_mq.config import ModelConfig
-from trinity_mq.models.engines.decoding import Sampled, decode
-from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest
+from trinity_mq.models.engines.decoding import decode
+from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest, Watch
 from trinity_mq.models.engines.sampling import tempered_logprobs
-from trinity_mq.models.engines.stopping import StopStrings, cut
+from trinity_mq.models.engines.stopping import StopStrings, cut, without_end
 from trinity_mq.models.engines.text import TextCodec
+from trinity_mq.models.engines.watching import RowWatch
 from trinity_mq.models.engines.weights import ManifestEntry, WeightsError, check, copy_into, manifest, named_weights
 from trinity_mq.models.errors import ModelError
 
@@ -61,8 +62,8 @@ class TextGenerator:
         longest = getattr(described.get_text_config(), "max_position_embeddings", None) or config.max_model_len
         return cls(model, codec, max_model_len=min(config.max_model_len, longest))
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        """Return the completions of each request, in order.
+    def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
+        """Return the completions of each request, in order; ``watch`` hears of each token and says who has left.
 
         Raises:
             GenerationCancelled: :meth:`cancel` was called.
@@ -74,10 +75,13 @@ class TextGenerator:
             pad_id=self.codec.pad_id,
             device=self.device,
             stop_watch=StopStrings(stops, self.codec.decode) if any(stops) else None,
+            row_watch=None if watch is None else RowWatch(requests, watch, self.device),
             cancelled=self._cancelled.is_set,
         )
         stop_ids = [request.stop_ids for request in requests for _ in range(request.n)]
-        texts = self.codec.decode([_without_end(row, ends) for row, ends in zip(sampled, stop_ids, strict=True)])
+        texts = self.codec.decode(
+            [without_end(row.token_ids, ends) for row, ends in zip(sampled, stop_ids, strict=True)]
+        )
         completions = iter(
             [
                 Completion(row.token_ids, row.logprobs, cut(text, stop) if stop else text, row.finish_reason)
@@ -154,10 +158,6 @@ def choose_device(wanted: str) -> str:
             "model.device is cuda, but torch sees no GPU; set model.device=auto or cpu, or install torch for CUDA"
         )
     return wanted
-
-
-def _without_end(row: Sampled, stop_ids: frozenset[int]) -> list[int]:
-    return row.token_ids[:-1] if row.token_ids and row.token_ids[-1] in stop_ids else row.token_ids
 
 
 def _batches(requests: Sequence[ScoreRequest]) -> list[list[ScoreRequest]]:

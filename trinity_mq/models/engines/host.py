@@ -23,10 +23,10 @@ from tenacity import (
     wait_exponential_jitter,
 )
 
-from trinity_mq.config import Config
+from trinity_mq.config import AuxiliaryModelConfig, Config
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.admin_client import EngineAdmin
-from trinity_mq.models.engines.process import ENGINE_COMMAND, EngineProcess
+from trinity_mq.models.engines.process import AUXILIARY_COMMAND, ENGINE_COMMAND, EngineProcess
 from trinity_mq.models.engines.ready import ReadyFile, engine_digest
 from trinity_mq.models.engines.snapshot import EngineSnapshot
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
@@ -43,7 +43,10 @@ ADOPT_TIMEOUT = 10.0
 
 
 class EngineHost:
-    """One engine's host: ``start``, then ``keep`` as a task; at the end ``stop``, or ``detach``: it lives on."""
+    """One engine's host: ``start``, then ``keep`` as a task; at the end ``stop``, or ``detach``: it lives on.
+
+    With ``auxiliary`` the engine serves that model instead of the policy, and takes none of the gate's commands.
+    """
 
     def __init__(
         self,
@@ -51,15 +54,17 @@ class EngineHost:
         run_dir: Path,
         engine_id: str,
         *,
+        auxiliary: AuxiliaryModelConfig | None = None,
         on_change: Callable[[], None] = lambda: None,
-        command: Sequence[str] = ENGINE_COMMAND,
-        start_timeout: float = START_TIMEOUT,
+        command: Sequence[str] | None = None,
+        start_timeout: float | None = None,
     ) -> None:
-        self.config, self.id = config, engine_id
+        self.config, self.id, self.auxiliary = config, engine_id, auxiliary
         self.run_dir = run_dir.resolve()
         self.snapshot = EngineSnapshot(engine_id)
         self.on_change = on_change
-        self._command, self._start_timeout = command, start_timeout
+        self._command = command or (ENGINE_COMMAND if auxiliary is None else AUXILIARY_COMMAND)
+        self._start_timeout = start_timeout or _start_timeout(config, auxiliary)
         self._lease = config.explorer.rollout_model.lease
         self._process: EngineProcess | None = None
         self._admin: EngineAdmin | None = None
@@ -212,7 +217,7 @@ class EngineHost:
         process = EngineProcess(ready, None)
         try:
             state = await self._connect(process).state(ADOPT_TIMEOUT)
-            if ready.digest == engine_digest(self.config):
+            if ready.digest == engine_digest(self.config, self.auxiliary):
                 await self._command_engine("lease", {"seconds": self._lease})
                 log.info(
                     "engine_adopted", engine=self.id, pid=ready.pid, state=state["state"], version=state["version"]
@@ -235,6 +240,9 @@ class EngineHost:
         self._change(alive=False, state="loading", url="", version=None, load=0)
         command = [*self._command, "--config", str(settings), "--id", self.id]
         threads = self.config.explorer.rollout_model.num_threads
+        if self.auxiliary is not None:
+            command += ["--auxiliary", self.auxiliary.name]
+            threads = self.auxiliary.num_threads
         process = await EngineProcess.spawn(
             command, self.ready_file, self.output, num_threads=threads, timeout=self._start_timeout
         )
@@ -312,6 +320,30 @@ class EngineHost:
     async def _close_session(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+def _start_timeout(config: Config, auxiliary: AuxiliaryModelConfig | None) -> float:
+    rollout = config.explorer.rollout_model
+    return rollout.vllm.start_timeout if rollout.engine == "vllm" and auxiliary is None else START_TIMEOUT
+
+
+def rollout_hosts(config: Config, agent_id: str) -> list[EngineHost]:
+    """Return the hosts of an agent's engines of the policy."""
+    number = config.explorer.rollout_model.engine_num
+    return [EngineHost(config, config.path, name) for name in _names(f"{agent_id}-engine", number)]
+
+
+def auxiliary_hosts(config: Config, agent_id: str) -> list[EngineHost]:
+    """Return the hosts of an agent's auxiliary engines."""
+    return [
+        EngineHost(config, config.path, name, auxiliary=model)
+        for model in config.explorer.auxiliary_models
+        for name in _names(f"{agent_id}-auxiliary-{model.name}", model.engine_num)
+    ]
+
+
+def _names(first: str, number: int) -> list[str]:
+    return [first, *(f"{first}-{n}" for n in range(1, number))]
 
 
 def _log_restart(state: RetryCallState) -> None:

@@ -25,9 +25,13 @@ from trinity_mq.models.engines.bodies import (
 from trinity_mq.models.engines.requests import GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.rounds import Rounds
 from trinity_mq.models.engines.state import EngineState
+from trinity_mq.models.engines.streaming import Chunks, send
 from trinity_mq.models.engines.text import TextCodec, TextError
+from trinity_mq.models.engines.tools import checked_tools
 
 PIN_HEADER = "X-TMQ-Version"
+LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"
+"""Leave out ``logprobs`` with their texts where ``token_logprobs`` say the same: what our own clients ask for."""
 SEED_MASK = (1 << 63) - 1
 
 
@@ -60,23 +64,29 @@ class OpenAIApi:
             web.get("/v1/models", self.models),
         ]
 
-    async def chat(self, request: web.Request) -> web.Response:
+    async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation."""
         pin = self._admitted(request)
         body = parse(await request.read(), ChatBody)
-        text = self._text(lambda: self._codec.render(checked_messages(body.messages)))
+        if request.headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
+            body.logprobs = False
+        tools = body.offered_tools()
+        text = self._text(lambda: self._codec.render_with_tools(checked_messages(body.messages), tools))
         prompt = self._text(lambda: self._codec.encode(text))
-        limit = body.max_completion_tokens or body.max_tokens
-        [(completions, version)] = await self._rounds.generate([self._request(body, prompt, limit, body.seed)], pin)
+        wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
+        if body.stream:
+            return await self._streamed(request, body, wanted, pin, text, tools=bool(tools))
+        [(completions, version)] = await self._rounds.generate([wanted], pin)
         choices = [
-            chat_choice(number, completion, body, version, self._codec) for number, completion in enumerate(completions)
+            chat_choice(number, completion, body, version, self._codec, tools=bool(tools))
+            for number, completion in enumerate(completions)
         ]
         answer = envelope("chat.completion", "chatcmpl", self._served.name, choices, [prompt], completions)
         if body.return_token_ids:
             answer |= {"prompt_token_ids": prompt, "prompt_text": text}
         return _json(answer, version)
 
-    async def completions(self, request: web.Request) -> web.Response:
+    async def completions(self, request: web.Request) -> web.StreamResponse:
         """Continue prompts."""
         pin = self._admitted(request)
         body = parse(await request.read(), CompletionBody)
@@ -85,6 +95,8 @@ class OpenAIApi:
                 f"logprobs={body.logprobs} asks for the likeliest tokens, which are not kept; send logprobs=0",
                 "logprobs",
             )
+        if request.headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
+            body.logprobs = None
         prompts = [self._prompt(prompt) for prompt in body.prompts()]
         if not prompts:
             raise bad_request("prompt is an empty list, wanted at least one prompt", "prompt")
@@ -92,6 +104,10 @@ class OpenAIApi:
             self._request(body, ids, body.max_tokens, None if body.seed is None else body.seed + number)
             for number, (_, ids) in enumerate(prompts)
         ]
+        if body.stream:
+            if len(prompts) > 1:
+                raise bad_request(f"stream=true with {len(prompts)} prompts; stream one prompt a request", "prompt")
+            return await self._streamed(request, body, requests[0], pin, prompts[0][0], tools=False)
         answers = await self._rounds.generate(requests, pin)
         choices: list[dict[str, Any]] = []
         for (text, ids), (completions, version) in zip(prompts, answers, strict=True):
@@ -105,6 +121,22 @@ class OpenAIApi:
         answer = envelope("text_completion", "cmpl", self._served.name, choices, asked, flat)
         return _json(answer, min(version for _, version in answers))
 
+    async def _streamed(
+        self,
+        request: web.Request,
+        body: ChatBody | CompletionBody,
+        wanted: GenerationRequest,
+        pin: Version | None,
+        text: str,
+        *,
+        tools: bool,
+    ) -> web.StreamResponse:
+        """Answer token by token; a client that closes the connection ends the sampling."""
+        chunks = Chunks(body, wanted, self._codec, model=self._served.name, prompt_text=text, tools=tools)
+        async with self._rounds.stream(wanted, pin) as feed:
+            version = await feed.begun()  # until here an error has a status of its own
+            return await send(request, feed, chunks, version, _version_header(version))
+
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return a text, or a conversation with the mask of what the assistant wrote, as tokens."""
         body = parse(await request.read(), TokenizeBody)
@@ -116,7 +148,8 @@ class OpenAIApi:
             answer["tokens"] = self._text(lambda: self._codec.encode(prompt, special=True))
         else:
             messages = checked_messages(body.messages)
-            masked = self._text(lambda: self._codec.conversation(messages, body.tools))
+            tools = checked_tools(body.tools or [])
+            masked = self._text(lambda: self._codec.conversation(messages, tools))
             answer |= {"tokens": masked.token_ids, "assistant_mask": masked.assistant_mask}
         return web.json_response(answer)
 
@@ -212,7 +245,11 @@ class OpenAIApi:
 
 
 def _json(answer: dict[str, Any], version: Version) -> web.Response:
-    return web.json_response(answer, headers={PIN_HEADER: f"{version[0]}.{version[1]}"})
+    return web.json_response(answer, headers=_version_header(version))
+
+
+def _version_header(version: Version) -> dict[str, str]:
+    return {PIN_HEADER: f"{version[0]}.{version[1]}"}
 
 
 def parse_pin(text: str | None) -> Version | None:

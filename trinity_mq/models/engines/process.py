@@ -19,6 +19,7 @@ from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.process import wait_exit
 
 ENGINE_COMMAND = (sys.executable, "-m", "trinity_agents.engine")
+AUXILIARY_COMMAND = (sys.executable, "-m", "trinity_agents.auxiliary")
 TAIL_LINES = 20
 EXIT_SECONDS = 10.0
 """From closing its pipe to the end of a process that failed to start."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from trinity_mq.config import Config
+from trinity_mq.config import AuxiliaryModelConfig, Config
 from trinity_mq.runtime.process import write_atomic
 
 TOKEN_VARIABLE = "TRINITY_MQ_ENGINE_TOKEN"
@@ -57,11 +58,21 @@ class ReadyFile:
             return False
 
 
-def engine_digest(config: Config) -> str:
+def announce(path: Path, fd: int | None, **said: str) -> None:
+    """Write the ready-file of this process, with what it says beside pid and start, and close ``fd``, at which its host
+    waits.
+    """
+    process = psutil.Process()
+    ReadyFile(pid=process.pid, create_time=process.create_time(), **said).write(path)
+    if fd is not None:
+        os.close(fd)
+
+
+def engine_digest(config: Config, auxiliary: AuxiliaryModelConfig | None = None) -> str:
     """Return a digest of what an engine is built from: one that was built from other settings must not be adopted."""
-    parts = {
-        "model": config.model.model_dump(mode="json"),
-        "rollout_model": config.explorer.rollout_model.model_dump(mode="json"),
-        "seed": config.seed,
-    }
+    rollout = config.explorer.rollout_model.model_dump(mode="json", exclude={"engine_num"})
+    parts = {"model": config.model.model_dump(mode="json"), "rollout_model": rollout, "seed": config.seed}
+    if auxiliary is not None:
+        parts = {"auxiliary": auxiliary.model_dump(mode="json", exclude={"engine_num"}), "seed": config.seed}
+        parts["served"] = {key: rollout[key] for key in ("host", "max_batch_sequences", "max_batch_delay")}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length"]
 
@@ -47,3 +47,32 @@ class Completion:
     text: str
     """Without the end of sequence; other special tokens show."""
     finish_reason: FinishReason
+    versions: tuple[tuple[int, int, int], ...] = ()
+    """``(first token, generation, step)`` of each run of tokens, where weights may change while it is sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token as it is sampled."""
+
+    request: int
+    """Number of the request in its round."""
+    choice: int
+    """Which of the request's ``n`` completions it belongs to."""
+    token_id: int
+    logprob: float
+    finish_reason: FinishReason | None
+    """Set on the last token of a completion."""
+
+
+class Watch(Protocol):
+    """Who waits for a round; called in the worker thread while it runs. Requests go by their number in the round."""
+
+    def listens(self, request: int) -> bool:
+        """Return whether the tokens of ``request`` are wanted one by one."""
+
+    def left(self, request: int) -> bool:
+        """Return whether nobody waits for ``request`` any more."""
+
+    def sampled(self, tokens: list[Token]) -> None:
+        """Take what one step sampled for those who listen."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -13,7 +14,8 @@ import structlog
 
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError, not_current, stopping
-from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest
+from trinity_mq.models.engines.feeds import Feed, Job, RoundWatch
+from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest, Watch
 from trinity_mq.models.engines.state import EngineState
 
 log = structlog.get_logger(__name__)
@@ -28,7 +30,7 @@ HOLD_SECONDS = 60.0
 class Generator(Protocol):
     """What does the work, in the worker thread."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
         """Return the completions of each request."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
@@ -36,16 +38,6 @@ class Generator(Protocol):
 
     def cancel(self) -> None:
         """Make what runs raise soon."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One request's place in a round."""
-
-    request: GenerationRequest | ScoreRequest
-    pin: Version | None
-    answer: asyncio.Future[Any]
-    sequences: int
 
 
 @dataclass(slots=True)
@@ -100,6 +92,26 @@ class Rounds:
     async def score(self, requests: Sequence[ScoreRequest], pin: Version | None) -> list[tuple[list[float], Version]]:
         """Return the logprobs of each request, with the version they are of; errors as :meth:`generate`."""
         return await self._submit([(request, 1) for request in requests], pin)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[Feed]:
+        """Hand out the tokens of one request as they are sampled; leaving the block early ends the sampling.
+
+        Raises:
+            ApiError: The engine cannot serve this now.
+        """
+        if problem := self._state.problem(pin):
+            raise problem
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        feed = Feed(answer)
+        self._pending.append(Job(request, pin, answer, request.n, feed))
+        self._arrived.set()
+        try:
+            yield feed
+        finally:
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # looked at: whoever iterated has had it, whoever left does not want it
+            answer.cancel()
 
     async def _submit(
         self, requests: Sequence[tuple[GenerationRequest | ScoreRequest, int]], pin: Version | None
@@ -198,8 +210,11 @@ class Rounds:
         started = loop.time()
         self._idle.clear()
         self._running_sequences = sum(job.sequences for job in jobs)
+        for job in jobs:
+            if job.feed is not None:
+                job.feed.put(version)
         try:
-            results = await self.call(lambda: self._work(jobs))
+            results = await self.call(lambda: self._work(jobs, loop))
         except Exception as error:
             if self._closing:  # it was cut off
                 failure = stopping()
@@ -220,12 +235,13 @@ class Rounds:
             self._running_sequences = 0
             self._idle.set()
 
-    def _work(self, jobs: list[Job]) -> list[Any]:
+    def _work(self, jobs: list[Job], loop: asyncio.AbstractEventLoop) -> list[Any]:
         to_generate = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, GenerationRequest)]
         to_score = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, ScoreRequest)]
         results: list[Any] = [None] * len(jobs)
         if to_generate:
-            generated = self._generator.generate([request for _, request in to_generate])
+            watch = RoundWatch([jobs[place] for place, _ in to_generate], loop)
+            generated = self._generator.generate([request for _, request in to_generate], watch)
             for (place, _), completions in zip(to_generate, generated, strict=True):
                 results[place] = completions
                 self.counters.tokens += sum(len(completion.token_ids) for completion in completions)

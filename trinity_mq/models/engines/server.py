@@ -46,10 +46,21 @@ class ServerSettings:
 class EngineServer:
     """Serves one generator until its lease runs out or somebody ends it."""
 
-    def __init__(self, generator: Any, settings: ServerSettings, receiver: Receiver) -> None:
+    def __init__(
+        self,
+        generator: Any,
+        settings: ServerSettings,
+        receiver: Receiver,
+        rounds: Callable[[EngineState], Any] | None = None,
+    ) -> None:
+        """``rounds`` makes what stands in for :class:`Rounds`, where the generator batches by itself."""
         self.state = EngineState()
-        self.rounds = Rounds(
-            generator, self.state, max_sequences=settings.max_batch_sequences, max_delay=settings.max_batch_delay
+        self.rounds = (
+            rounds(self.state)
+            if rounds
+            else Rounds(
+                generator, self.state, max_sequences=settings.max_batch_sequences, max_delay=settings.max_batch_delay
+            )
         )
         self.url = ""
         self._generator, self._settings, self._receiver = generator, settings, receiver

@@ -99,6 +99,10 @@ class EngineState:
         self.paused = False
         self.running.set()
 
+    def hold_for_good(self) -> None:
+        """Serve the weights that are there, as version 0.0: those of a model that is not trained."""
+        self.phase, self.version = "current", (0, 0)
+
     def commit(self, version: Version, progress: int) -> None:
         """Stamp what was applied (or what is held already) as ``version`` and serve it.
 

@@ -43,3 +43,8 @@ def cut(text: str, stops: Sequence[str]) -> str:
     """Return ``text`` up to the first of the stop strings in it."""
     places = [place for place in (text.find(stop) for stop in stops) if place >= 0]
     return text[: min(places)] if places else text
+
+
+def without_end(token_ids: list[int], stop_ids: frozenset[int]) -> list[int]:
+    """Return ``token_ids`` less the end of sequence, which belongs to the tokens but not to the text."""
+    return token_ids[:-1] if token_ids and token_ids[-1] in stop_ids else token_ids

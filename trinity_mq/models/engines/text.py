@@ -97,6 +97,20 @@ class TextCodec:
             raise TextError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from error
         return text
 
+    def render_with_tools(self, messages: Messages, tools: Tools) -> str:
+        """Return the conversation as the chat template writes it, tools included.
+
+        Raises:
+            TextError: As :meth:`render`, or the template leaves tools out.
+        """
+        text = self.render(messages, tools)
+        if tools and text == self.render(messages):
+            raise TextError(
+                f"the chat template has no place for tools, so the model would not hear of the {len(tools)} offered; "
+                "leave tools out, or use a model whose template writes them"
+            )
+        return text
+
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each sequence, special tokens included."""
         if self._fast is not None:

@@ -1,0 +1,116 @@
+"""Auxiliary engines as processes: one with the weights of its folder, one that leads to another server."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.models.test_external import ASK, Theirs
+from trinity_mq.config import Config, load_config
+from trinity_mq.models import EngineHost, EngineRefused, ModelError, ModelWrapper
+from trinity_mq.models.engines.host import auxiliary_hosts, rollout_hosts
+from trinity_mq.models.engines.ready import engine_digest
+
+PROMPT = [{"role": "user", "content": "3,7="}]
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+
+
+@pytest.fixture
+async def theirs() -> AsyncIterator[Theirs]:
+    server = Theirs()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+def configured(folder: Path, *models: dict[str, object]) -> Config:
+    small = {"tiny": {}, "max_model_len": 64, "max_prompt_tokens": 32, "max_response_tokens": 8}
+    explorer = {"auxiliary_models": list(models), "rollout_model": {"engine_num": 2}}
+    return load_config({"name": "a", "run_dir": str(folder), "model": small, "explorer": explorer})
+
+
+def teacher(folder: Path, **more: object) -> Config:
+    small = {"tiny": {}, "max_model_len": 64, "max_prompt_tokens": 32, "max_response_tokens": 8}
+    return configured(folder, {"name": "teacher", "model": small, **more})
+
+
+async def end(host: EngineHost) -> None:
+    await host.stop()
+    assert not host.snapshot.alive
+
+
+@pytest.mark.timeout(150)
+async def test_a_hosted_model_serves_the_weights_of_its_folder_at_once(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (host,) = auxiliary_hosts(teacher(tmp_path), "x")
+    assert host.id == "x-auxiliary-teacher"
+    await host.start()
+    snapshot = host.snapshot
+    assert (snapshot.state, snapshot.version, snapshot.name) == ("current", (0, 0), "teacher")
+    model = ModelWrapper(snapshot.model("auxiliary"))
+    tokens = (await model.chat_async(PROMPT, max_tokens=4))[0].tokens
+    given = await model.logprobs_async(tokens.tolist(), temperature=1.0)
+    await model.aclose()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model-teacher")
+    with torch.inference_mode():
+        logits = saved(input_ids=tokens[None].long()).logits[0, :-1]
+    wanted = logits.log_softmax(-1).gather(-1, tokens[1:, None].long())[:, 0]
+    assert torch.allclose(given, wanted, atol=1e-4)
+    await host.pause()
+    with pytest.raises(EngineRefused, match="takes no weights"):
+        await host.receive({})
+    await end(host)
+
+
+async def test_an_external_one_is_hosted_as_any_engine(
+    tmp_path: Path, theirs: Theirs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret-key")
+    judge = {"name": "judge", "engine": "external", "url": theirs.url, "api_key_env": "JUDGE_KEY"}
+    (host,) = auxiliary_hosts(configured(tmp_path, judge), "x")
+    await host.start()
+    assert (host.snapshot.alive, host.snapshot.state, host.snapshot.name) == (True, "current", "judge")
+    assert "secret-key" not in str(host.snapshot.detail("auxiliary"))
+    model = ModelWrapper(host.snapshot.model("auxiliary"))
+    assert (await model.chat_async(ASK))[0].response_text == "42"
+    await model.aclose()
+    assert theirs.headers[-1]["Authorization"] == "Bearer secret-key"
+    await host.detach()
+    assert not any("secret-key" in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    # our successor finds it
+    (again,) = auxiliary_hosts(configured(tmp_path, judge), "x")
+    await again.start()
+    assert again.snapshot.url == host.snapshot.url
+    await end(again)
+
+
+async def test_a_key_that_is_not_set_is_said_before_anything_runs(tmp_path: Path) -> None:
+    judge = {"name": "judge", "engine": "external", "url": "http://127.0.0.1:9/v1", "api_key_env": "NO_SUCH_KEY"}
+    (host,) = auxiliary_hosts(configured(tmp_path, judge), "x")
+    with pytest.raises(ModelError, match="NO_SUCH_KEY"):
+        await host.start()
+
+
+def test_engines_have_names_of_their_own_and_the_first_one_keeps_its(tmp_path: Path) -> None:
+    config = teacher(tmp_path, engine_num=3)
+    assert [host.id for host in rollout_hosts(config, "explorer-0")] == ["explorer-0-engine", "explorer-0-engine-1"]
+    names = [host.id for host in auxiliary_hosts(config, "explorer-0")]
+    assert names == ["explorer-0-auxiliary-teacher"] + [f"explorer-0-auxiliary-teacher-{n}" for n in (1, 2)]
+
+
+def test_more_engines_are_no_reason_to_replace_those_there_are(tmp_path: Path) -> None:
+    one, two = teacher(tmp_path), teacher(tmp_path, engine_num=2)
+    assert engine_digest(one) == engine_digest(two)
+    (first,), (second,) = one.explorer.auxiliary_models, two.explorer.auxiliary_models
+    assert engine_digest(one, first) == engine_digest(two, second)
+    assert engine_digest(one, first) != engine_digest(one)

@@ -1,0 +1,265 @@
+"""The way to somebody else's server: a real one of few features on the other side, and what it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from trinity_mq.config import AuxiliaryModelConfig
+from trinity_mq.models import EngineLost, EngineNotReady, EngineRefused, InferenceModel, ModelWrapper
+from trinity_mq.models.auxiliary_clients import auxiliary_clients
+from trinity_mq.models.engines.external import ExternalServer
+
+ASK = [{"role": "user", "content": "7*6?"}]
+TOKEN = "secret"
+
+
+class Theirs:
+    """An OpenAI-compatible server that is as strict as they come: fields it does not know are an error."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.models = ["gpt-x"]
+        self.answer: web.Response | None = None
+        self.knows = {"model", "messages", "temperature", "top_p", "max_tokens", "n", "seed", "stream", "logprobs"}
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> None:
+        application = web.Application()
+        application.add_routes(
+            [
+                web.get("/v1/models", self._models),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completions),
+            ]
+        )
+        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site.port}/v1"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") == "Bearer wrong":
+            return web.Response(status=401)
+        return web.json_response({"data": [{"id": name} for name in self.models]})
+
+    async def _taken(self, request: web.Request) -> dict[str, Any]:
+        body: dict[str, Any] = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        return body
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._taken(request)
+        if self.answer is not None:
+            return self.answer
+        if unknown := sorted(body.keys() - self.knows):
+            return web.json_response({"error": {"message": f"unknown field {unknown}"}}, status=400)
+        if body.get("stream"):
+            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await stream.prepare(request)
+            for piece in ("4", "2"):
+                chunk = '{"id": "c", "object": "chat.completion.chunk", "created": 0, "model": "gpt-x", "choices": '
+                await stream.write(f'data: {chunk}[{{"index": 0, "delta": {{"content": "{piece}"}}}}]}}\n\n'.encode())
+            await stream.write(b"data: [DONE]\n\n")
+            return stream
+        return web.json_response(self._completion(body))
+
+    def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {"message": {"role": "assistant", "content": "42"}, "finish_reason": "stop"}
+        ids: dict[str, Any] = {}
+        if body.get("return_token_ids"):
+            choice["token_ids"] = [4, 2]
+            choice["logprobs"] = {"content": [{"token": t, "logprob": -0.5} for t in "42"]}
+            ids["prompt_token_ids"] = [1, 2, 3]
+        choices = [{"index": n, **choice} for n in range(body.get("n", 1))]
+        return {"id": "c", "object": "chat.completion", "created": 0, "model": "gpt-x", "choices": choices, **ids}
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        body = await self._taken(request)
+        rows = [None, *({str(token): {"logprob": -token / 10}} for token in body["prompt"][1:])]
+        return web.json_response({"choices": [{"text": "", "prompt_logprobs": rows}]})
+
+
+@pytest.fixture
+async def theirs() -> AsyncIterator[Theirs]:
+    server = Theirs()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def serving(theirs: Theirs, key: str | None = "key", **settings: Any) -> AsyncIterator[ExternalServer]:
+    model = AuxiliaryModelConfig(
+        name="judge", engine="external", url=theirs.url, **{"health_interval": 0.1, "timeout": 5.0, **settings}
+    )
+    server = ExternalServer(model, engine_id="e", key=key, token=TOKEN, lease=30.0)
+    ready = asyncio.Event()
+    async with asyncio.timeout(40), asyncio.TaskGroup() as group:
+        running = group.create_task(server.run(lambda url: ready.set()))
+        await ready.wait()
+        yield server
+        server.stop("test")
+        assert await running == "test"
+
+
+@contextlib.asynccontextmanager
+async def wrapped(server: ExternalServer, **options: Any) -> AsyncIterator[ModelWrapper]:
+    wrapper = ModelWrapper(
+        InferenceModel("e", server.url, "judge", role="auxiliary"), **{"not_ready_timeout": 0.0, **options}
+    )
+    try:
+        yield wrapper
+    finally:
+        await wrapper.aclose()
+
+
+async def until_trouble(server: ExternalServer, wanted: bool) -> None:
+    async with asyncio.timeout(10):
+        while (server.trouble is not None) is not wanted:  # noqa: ASYNC110  # it tells nobody but its host
+            await asyncio.sleep(0.02)
+
+
+async def test_a_chat_reaches_the_server_as_it_understands_it(theirs: Theirs) -> None:
+    async with serving(theirs) as server, wrapped(server, max_prompt_tokens=9, seed=3) as model:
+        answers = await model.chat_async(ASK, n=2)
+        assert [one.response_text for one in answers] == ["42", "42"]
+        client = model.get_openai_async_client()
+        said = await client.chat.completions.create(model=model.model_name, messages=ASK)  # type: ignore[arg-type]
+        assert said.choices[0].message.content == "42"
+    assert {body["model"] for body in theirs.bodies} == {"gpt-x"}
+    assert theirs.headers[0]["Authorization"] == "Bearer key"
+    assert not {name for headers in theirs.headers for name in headers if name.lower().startswith("x-tmq")}
+
+
+async def test_streams_pass_as_they_come(theirs: Theirs) -> None:
+    async with serving(theirs) as server, aiohttp.ClientSession() as session:
+        body = {"model": "judge", "messages": ASK, "stream": True}
+        async with session.post(f"{server.url}/v1/chat/completions", json=body) as answer:
+            text = (await answer.read()).decode()
+    assert answer.content_type == "text/event-stream"
+    assert text.count("data: ") == 3
+    assert text.endswith("[DONE]\n\n")
+
+
+async def test_token_ids_where_the_server_gives_them(theirs: Theirs) -> None:
+    theirs.knows |= {"return_token_ids"}
+    async with serving(theirs, token_ids=True) as server, wrapped(server, enable_history=True) as model:
+        await model.chat_async(ASK)
+        (kept,) = model.extract_experience_from_history()
+        assert kept.tokens.tolist() == [1, 2, 3, 4, 2]
+        assert theirs.bodies[0]["logprobs"] is True
+        assert (await model.logprobs_async([5, 1, 2], temperature=1.0)).tolist() == pytest.approx([-0.1, -0.2])
+        with pytest.raises(EngineRefused, match="at temperature 1 only"):
+            await model.logprobs_async([5, 1, 2], temperature=0.7)
+
+
+async def test_what_needs_tokens_is_refused_where_there_are_none(theirs: Theirs) -> None:
+    async with serving(theirs) as server, wrapped(server) as model:
+        with pytest.raises(
+            EngineRefused, match=r"does not give logprobs of given tokens.*set token_ids: true"
+        ) as refused:
+            await model.logprobs_async([1, 2])
+        assert refused.value.code == "no_token_ids"
+        with pytest.raises(EngineRefused, match="does not give the tokens of a text"):
+            await model.convert_messages_to_experience_async(ASK)
+    async with serving(theirs) as server, wrapped(server, enable_history=True) as model:
+        with pytest.raises(EngineRefused, match="token"):
+            await model.chat_async(ASK)
+
+
+async def test_a_server_that_goes_away_is_waited_for(theirs: Theirs) -> None:
+    port = int(theirs.url.split(":")[2].removesuffix("/v1"))
+    async with serving(theirs) as server, wrapped(server) as model:
+        await theirs.stop()
+        with pytest.raises(EngineNotReady, match="auxiliary model 'judge'"):
+            await model.chat_async(ASK)
+        assert server.snapshot()["state"] == "unreachable"
+        await theirs.start(port)
+        await until_trouble(server, False)
+        assert (await model.chat_async(ASK))[0].response_text == "42"
+        assert server.load == 0
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_busy_server_is_asked_again_when_it_says(theirs: Theirs, status: int) -> None:
+    theirs.answer = web.Response(status=status, text="slow down", headers={"Retry-After": "7"})
+    async with serving(theirs) as server, wrapped(server) as model:
+        with pytest.raises(EngineNotReady, match="slow down") as busy:
+            await model.chat_async(ASK)
+    assert busy.value.retry_after == 7.0
+
+
+async def test_its_refusals_are_passed_on(theirs: Theirs) -> None:
+    theirs.knows = set()
+    async with serving(theirs) as server, wrapped(server) as model:
+        with pytest.raises(EngineRefused, match="unknown field"):
+            await model.chat_async(ASK)
+
+
+@pytest.mark.parametrize(
+    ("models", "settings", "key", "says"),
+    [
+        (["a", "b"], {}, None, r"lists 2 models \(a, b\); say which one with served_name"),
+        (["a"], {"api_key_env": "JUDGE_KEY"}, "wrong", "the key in JUDGE_KEY is not accepted"),
+        (["a"], {}, "wrong", "it wants a key; set api_key_env"),
+    ],
+)
+async def test_what_is_wrong_with_a_server_is_said(
+    theirs: Theirs, models: list[str], settings: dict[str, Any], key: str | None, says: str
+) -> None:
+    theirs.models = models
+    async with serving(theirs, key=key, **settings) as server, wrapped(server) as model:
+        with pytest.raises(EngineNotReady, match=says):
+            await model.chat_async(ASK)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[" * 100_000, b'{"messages": 3}', b"\xff\xfe"])
+async def test_bad_bodies_are_answered(theirs: Theirs, body: bytes) -> None:
+    async with serving(theirs) as server, aiohttp.ClientSession() as session:
+        async with session.post(f"{server.url}/v1/chat/completions", data=body) as answer:
+            await answer.read()
+        assert answer.status in {200, 400}
+        async with session.get(f"{server.url}/health") as health:
+            assert (await health.json())["state"] == "current"
+
+
+async def test_the_admin_routes_want_the_token(theirs: Theirs) -> None:
+    async with serving(theirs) as server, aiohttp.ClientSession() as session:
+        async with session.get(f"{server.url}/admin/state") as answer:
+            assert answer.status == 401
+        async with session.get(f"{server.url}/admin/state", headers={"Authorization": f"Bearer {TOKEN}"}) as answer:
+            assert (await answer.json())["state"]["state"] == "current"
+
+
+async def test_a_client_that_is_kept_follows_its_engine(theirs: Theirs) -> None:
+    async with serving(theirs) as server, serving(theirs) as other:
+        now: list[InferenceModel] = []
+
+        def choose(name: str) -> InferenceModel:
+            if not now:
+                raise EngineLost(f"no living engine of auxiliary model {name!r} is known")
+            return now[-1]
+
+        (client,) = auxiliary_clients(["judge"], choose)["judge"]
+        for at in (server, other):
+            now.append(InferenceModel("e", at.url, "judge", role="auxiliary"))
+            answer = await client.chat.completions.create(model="judge", messages=ASK)  # type: ignore[arg-type]
+            assert answer.choices[0].message.content == "42"
+        await client.close()
+    assert len(theirs.bodies) == 2

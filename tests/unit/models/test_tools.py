@@ -1,0 +1,118 @@
+"""Tools offered and calls understood, hostile ones too."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_mq.models.engines.api_errors import ApiError
+from trinity_mq.models.engines.bodies import checked_messages
+from trinity_mq.models.engines.text import TextError
+from trinity_mq.models.engines.textflow import TextFlow
+from trinity_mq.models.engines.tools import MAX_CALLS, MAX_TOOLS, calls_in, checked_tools
+from trinity_mq.testing.scripted import byte_codec
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_calls_are_understood() -> None:
+    content, calls = calls_in(f"I add. \n{CALL}\n{CALL}")
+    assert content == "I add."
+    assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 1}'}] * 2
+    assert len({call["id"] for call in calls}) == 2
+    assert calls_in('<tool_call>{"name": "f"}')[1][0]["function"] == {"name": "f", "arguments": "{}"}, "no closing tag"
+    assert calls_in('<tool_call>{"name": "f", "arguments": "x"}')[1][0]["function"]["arguments"] == "x"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nothing",
+        "<tool_call>",
+        "<tool_call>{}</tool_call>",
+        '<tool_call>{"name": 1}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f"</tool_call>',
+        f"{CALL}<tool_call>no</tool_call>",
+        "<tool_call>" + "[" * 100_000,
+        "<tool_call>" + '{"name":' * 50_000,
+        CALL * (MAX_CALLS + 1),
+        '<tool_call>{"name": "f", "arguments": "' + "x" * 400_000 + '"}',
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_is_no_call_stays_text(text: str) -> None:
+    assert calls_in(text) == (text, [])
+
+
+def test_megabytes_of_tags_take_no_time() -> None:
+    started = time.process_time()
+    for text in ("<tool_call>" * 300_000, "<tool_call" * 300_000, CALL * 50_000):
+        assert calls_in(text) == (text, [])
+    assert time.process_time() - started < 5.0
+
+
+@pytest.mark.parametrize(
+    ("tools", "says"),
+    [
+        ([1], "tools.0.type is 1, wanted 'function'"),
+        ([{"type": "function", "function": {"name": ""}}], "tools.0.function has no name"),
+        ([{"type": "function", "function": {"name": "f", "parameters": 3}}], "wanted a JSON schema"),
+        ([{"type": "function", "function": {"name": "f"}}] * (MAX_TOOLS + 1), "at most 128"),
+    ],
+)
+def test_malformed_tools_are_refused(tools: Any, says: str) -> None:
+    with pytest.raises(ApiError, match=says):
+        checked_tools(tools)
+
+
+def test_calls_in_messages_keep_their_ids_and_hand_arguments_as_objects() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    broken = {"id": "c2", "type": "function", "function": {"name": "f", "arguments": "{no"}}
+    [message] = checked_messages([{"role": "assistant", "content": None, "tool_calls": [call, broken]}])
+    assert message["content"] == ""
+    assert message["tool_calls"][0] == {**call, "function": {"name": "f", "arguments": {"a": [1]}}}
+    assert message["tool_calls"][1] == broken
+    for wrong in ([3], {"a": 1}, [{"function": {}}]):
+        with pytest.raises(ApiError, match=r"messages\.0\.tool_calls"):
+            checked_messages([{"role": "assistant", "tool_calls": wrong}])
+
+
+def test_a_conversation_with_tools_is_rendered_as_it_was_sampled() -> None:
+    codec = byte_codec()
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    asked = codec.render_with_tools([{"role": "user", "content": "1+1?"}], [tool])
+    assert json.dumps(tool) in asked
+    _, calls = calls_in(CALL)
+    messages = checked_messages([{"role": "user", "content": "1+1?"}, {"role": "assistant", "tool_calls": calls}])
+    again = codec.render(messages, [tool], add_generation_prompt=False)
+    assert again == f"{asked}{CALL}<|im_end|>\n"
+    bare = byte_codec.__wrapped__()
+    bare._tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(TextError, match="has no place for tools"):
+        bare.render_with_tools(messages, [tool])
+
+
+@given(
+    st.text(alphabet="ab <é€😀\n", max_size=30),
+    st.lists(st.integers(1, 5), max_size=60),
+    st.sampled_from([(), ("b<",), ("ab", "<é")]),
+    st.booleans(),
+)
+def test_a_text_that_flows_is_the_whole_text(text: str, cuts: list[int], stops: tuple[str, ...], tools: bool) -> None:
+    codec = byte_codec()
+    ids = codec.encode(text)
+    flow = TextFlow(codec.decode, stops=stops, calls="<a" if tools else "")
+    end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+    given_out, place = "", 0
+    for size in cuts:
+        given_out += flow.add(ids[place : place + size])
+        place += size
+        assert text[:end].startswith(given_out), "never more than is certain"
+        assert not tools or "<a" not in given_out
+    assert given_out + flow.finish(text[:end]) == text[:end]

@@ -1,0 +1,165 @@
+"""Members that live and die by themselves: one waits and the others serve, one dies and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tests.unit.sync.test_drivers import Gate, now
+from trinity_mq.messages import SyncEvent
+from trinity_mq.sync.coordinator import Coordinator
+from trinity_mq.sync.member import Member, Pause, Rejoin, Reply, Resume, Stage
+
+
+def prepare(*members: str, attempt: int = 1) -> SyncEvent:
+    return SyncEvent(
+        verb="prepare",
+        sender="t",
+        version=(1, 1),
+        progress=1,
+        epoch=1,
+        attempt=attempt,
+        members=list(members),
+        seconds=10,
+    )
+
+
+def said(verb: Any, sender: str, attempt: int = 1) -> SyncEvent:
+    return SyncEvent(verb=verb, sender=sender, version=(1, 1), epoch=1, attempt=attempt)
+
+
+def ready_member() -> Member:
+    member = Member("b", version=(1, 0))
+    member.prepare(prepare("a", "b"), 0.0)
+    member.paused((1, 1))
+    assert member.stage is Stage.READY
+    return member
+
+
+def test_a_ready_member_serves_while_another_waits_and_is_ready_again_after_it() -> None:
+    member = ready_member()
+    assert member.other_waits(said("wait", "a")) == [Resume()]
+    assert (member.stage, member.version) == (Stage.IDLE, (1, 0))
+    assert member.prepare(prepare("a", "b"), 1.0) == [], "a repeat changes nothing"
+    assert member.other_waits(said("wait", "a")) == []
+    assert member.other_ready(said("ready", "c"), 2.0) == [], "it was not that one"
+    assert member.other_ready(said("ready", "a"), 3.0) == [Pause((1, 1), 10)]
+    (answer,) = member.paused((1, 1))
+    assert isinstance(answer, Reply)
+    assert answer.event.verb == "ready"
+
+
+def test_waits_of_another_try_or_of_its_own_move_nobody() -> None:
+    member = ready_member()
+    assert member.other_waits(said("wait", "a", attempt=2)) == []
+    assert member.other_waits(said("wait", "b")) == []
+    assert member.stage is Stage.READY
+    member.go(prepare("a", "b"), 1.0)
+    assert member.other_waits(said("wait", "a")) == [], "too late: the weights are on their way"
+    assert member.stage is Stage.RECEIVING
+
+
+def test_a_wait_ends_with_its_try() -> None:
+    member = ready_member()
+    member.other_waits(said("wait", "a"))
+    assert member.abort(prepare("a", "b").model_copy(update={"verb": "abort"})) == []
+    assert member.prepare(prepare("a", "b"), 2.0) == [Pause((1, 1), 10)], "nothing is left of the wait"
+    member = ready_member()
+    member.other_waits(said("wait", "a"))
+    assert member.prepare(prepare("a", "b", attempt=2), 2.0) == [Pause((1, 2), 10)]
+
+
+def test_the_coordinator_wants_ready_again_from_all_after_a_wait() -> None:
+    machine = Coordinator(name="t", timeout=10.0, lease=15.0)
+    for name in ("a", "b"):
+        machine.join(name, None, 0.0)
+    machine.start((1, 1), 1, prepare(), 0.0)
+    machine.ready(said("ready", "b"), 0.1)
+    machine.wait(said("wait", "a"), 0.2)
+    assert machine.ready(said("ready", "a"), 0.3) == []
+    assert len(machine.ready(said("ready", "b"), 0.4)) == 2
+
+
+def test_an_evaluation_of_one_host_is_served_by_the_engines_of_another() -> None:
+    """The sync waits for the evaluation, so no engine may stand still meanwhile: the evaluation would wait for it."""
+    gate = Gate(3)
+    stood_still: list[bool] = []
+
+    async def act() -> float:
+        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 3)
+        await gate.keeper.sync((1, 0), 0)
+        gate.members[0].hold(100.0)
+        syncing = asyncio.ensure_future(gate.keeper.sync((1, 1), 1))
+        await asyncio.sleep(0.5)
+        for _ in range(40):
+            stood_still.append(any(engine.paused for engine in gate.engines))
+            await asyncio.sleep(1.0)
+        began = now()
+        gate.members[0].release()
+        await syncing
+        return now() - began
+
+    hear_each_other(gate)
+    assert gate.play(act) < 2.0
+    assert not any(stood_still)
+    assert [engine.served for engine in gate.engines] == [[(1, 0), (1, 1)]] * 3
+    assert gate.keeper.aborts == 0
+
+
+def hear_each_other(gate: Gate) -> None:
+    """Let members hear what members say, as they do on the bus."""
+    to_trainer = gate.wire.from_member
+
+    async def to_all(event: SyncEvent) -> None:
+        await to_trainer(event)
+        for queue in gate.wire.to_members:
+            queue.put_nowait(event)
+
+    for member in gate.members:
+        member._publish = to_all
+
+
+def test_an_engine_that_dies_costs_the_others_nothing() -> None:
+    gate = Gate(2, timeout=20.0)
+
+    async def act() -> float:
+        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
+        await gate.keeper.sync((1, 0), 0)
+        gate.members[1].engine_down()
+        await asyncio.sleep(0.1)
+        began = now()
+        await gate.keeper.sync((1, 1), 1)
+        took = now() - began
+        gate.members[1].engine_up(None, None)
+        await asyncio.sleep(0.1)
+        assert gate.keeper.someone_is_behind
+        await gate.keeper.sync((1, 1), 1)
+        return took
+
+    assert gate.play(act) < 1.0, "nobody waited for its lease to end"
+    assert [engine.served for engine in gate.engines] == [[(1, 0), (1, 1), (1, 1)], [(1, 0), (1, 1)]]
+    assert gate.keeper.aborts == 0
+    assert gate.keeper.machine.epoch == 3, "a group without it, and a new one with it"
+
+
+def test_one_that_comes_back_between_two_syncs_gets_a_new_group() -> None:
+    """Its process has never been in the old one."""
+    gate = Gate(2)
+
+    async def act() -> None:
+        await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
+        await gate.keeper.sync((1, 0), 0)
+        gate.members[1].engine_down()
+        gate.members[1].engine_up(None, None)
+        await asyncio.sleep(0.1)
+        await gate.keeper.sync((1, 1), 1)
+
+    gate.play(act)
+    assert gate.keeper.machine.epoch == 2
+
+
+def test_what_is_cut_off_while_it_receives_is_told_so() -> None:
+    member = ready_member()
+    member.go(prepare("a", "b"), 1.0)
+    assert member.abort(prepare("a", "b").model_copy(update={"verb": "abort"})) == [Resume(), Rejoin()]
+    assert member.version is None, "until the engine says what it holds"

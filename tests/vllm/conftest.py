@@ -1,0 +1,206 @@
+"""Real vLLM engines on tiny models, started once each; every test adopts them as a restarted host would."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
+
+import httpx  # noqa: E402
+import torch  # noqa: E402
+
+from trinity_mq.config import Config, ModelConfig, TinyModelConfig  # noqa: E402
+from trinity_mq.messages import Version  # noqa: E402
+from trinity_mq.models import EngineHost, ensure_model_folder  # noqa: E402
+from trinity_mq.models.engines.ready import ReadyFile  # noqa: E402
+from trinity_mq.models.engines.weights import manifest, named_weights  # noqa: E402
+from trinity_mq.sync.collective import Sender  # noqa: E402
+
+START_SECONDS = 600.0
+"""Three processes import vLLM one after the other: half a minute where nothing else runs, minutes where much does."""
+CANARY = [3, 7, 2, 9, 4, 11, 5]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.timeout(START_SECONDS + 60))
+
+
+@dataclass
+class Started:
+    """An engine that runs, and what it said before it had weights."""
+
+    config: Config
+    folder: Path
+    first_answer: httpx.Response
+
+
+def untied(folder: Path) -> ModelConfig:
+    tiny = ModelConfig(tiny=TinyModelConfig(), max_model_len=64, max_prompt_tokens=16, max_response_tokens=48)
+    ensure_model_folder(tiny, folder, 0)
+    return ModelConfig(model_path=str(folder), max_model_len=64, max_prompt_tokens=16, max_response_tokens=48)
+
+
+def _tied(folder: Path) -> ModelConfig:
+    """The same model with its output layer tied to the embeddings."""
+    config = untied(folder)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "tie_word_embeddings": True}))
+    new_weights(folder, 0).save_pretrained(folder)
+    return config
+
+
+def new_weights(folder: Path, seed: int) -> Any:
+    """Return the Hugging Face model of ``folder`` with other random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.from_pretrained(folder)
+    config.initializer_range = 0.2  # sharp enough for weights to make a difference
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def _started(model: ModelConfig, run_dir: Path, mode: str) -> Iterator[Started]:
+    rollout = {"engine": "vllm", "lease": 3600.0, "max_batch_sequences": 64}
+    rollout["vllm"] = {"pause_mode": mode, "kv_cache_memory_bytes": 32 * 2**20, "start_timeout": START_SECONDS}
+    data = {"model": model.model_dump(), "run_dir": str(run_dir), "explorer": {"rollout_model": rollout}}
+    config = Config.model_validate(data)
+
+    async def start() -> httpx.Response:
+        host = EngineHost(config, run_dir, "e0")
+        await host.start()
+        try:
+            async with httpx.AsyncClient(base_url=host.snapshot.url) as client:
+                return await client.post("/v1/completions", json={"prompt": [3, 4]})
+        finally:
+            await host.detach()
+
+    async def stop() -> None:
+        host = EngineHost(config, run_dir, "e0")
+        ready = ReadyFile.read(host.ready_file)
+        if ready is not None and ready.lives():  # a test may have killed it
+            await host.start()
+            await host.stop()
+
+    answer = asyncio.run(start())
+    try:
+        yield Started(config, Path(str(model.model_path)), answer)
+    finally:
+        asyncio.run(stop())
+
+
+@pytest.fixture(scope="session")
+def waiting_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    base = tmp_path_factory.mktemp("untied")
+    yield from _started(untied(base / "model"), base / "run", "wait")
+
+
+@pytest.fixture(scope="session")
+def keeping_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    base = tmp_path_factory.mktemp("tied")
+    yield from _started(_tied(base / "model"), base / "run", "keep")
+
+
+@pytest.fixture(scope="session")
+def aborting_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    base = tmp_path_factory.mktemp("aborting")
+    yield from _started(untied(base / "model"), base / "run", "abort")
+
+
+class Engine:
+    """An adopted engine, and the trainer's side of its weight sync."""
+
+    def __init__(self, started: Started, host: EngineHost) -> None:
+        self.started, self.host, self.url = started, host, host.snapshot.url
+        self.version: Version = (1, 0)
+        self.sender = Sender("127.0.0.1", 2**16, 30.0)
+        self.epoch = 0
+
+    def spec(self, model: Any, version: Version, rendezvous: dict[str, Any], seconds: float = 30.0) -> dict[str, Any]:
+        return {
+            **rendezvous,
+            "version": list(version),
+            "epoch": self.epoch,
+            "attempt": 1,
+            "rank": 1,
+            "world": 2,
+            "seconds": seconds,
+            "manifest": manifest(model),
+            "canary": {"tokens": CANARY},
+        }
+
+    async def receive(self, model: Any, version: Version) -> list[float]:
+        """Send the weights of ``model`` to the paused engine; returns the canary's logprobs."""
+        self.epoch += 1
+        spec = self.spec(model, version, await self.sender.rendezvous())
+        tensors = list(named_weights(model).items())
+        async with asyncio.TaskGroup() as group:
+            receiving = group.create_task(self.host.receive(spec))
+            group.create_task(self.sender.broadcast(tensors, spec["manifest"], self.epoch, 1, 2))
+        logprobs: list[float] = receiving.result()["logprobs"]
+        return logprobs
+
+    async def sync(self, model: Any, version: Version) -> list[float]:
+        """Pause, send, commit; returns the canary's logprobs."""
+        await self.host.pause()
+        logprobs = await self.receive(model, version)
+        await self.host.commit(version, version[1])
+        self.version = version
+        return logprobs
+
+    async def complete(self, **body: Any) -> dict[str, Any]:
+        """Return the answer to a completion request with token ids."""
+        async with httpx.AsyncClient(base_url=self.url, timeout=60.0) as client:
+            response = await client.post("/v1/completions", json={"return_token_ids": True, **body})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def adopted(started: Started) -> AsyncIterator[Engine]:
+    host = EngineHost(started.config, started.config.path, "e0")
+    await host.start()
+    try:
+        yield Engine(started, host)
+    finally:
+        await host.detach()
+
+
+@pytest.fixture
+async def waiting(waiting_engine: Started) -> AsyncIterator[Engine]:
+    async with adopted(waiting_engine) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def keeping(keeping_engine: Started) -> AsyncIterator[Engine]:
+    async with adopted(keeping_engine) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def aborting(aborting_engine: Started) -> AsyncIterator[Engine]:
+    async with adopted(aborting_engine) as engine:
+        yield engine
+
+
+def reference(model: Any, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Return the logprobs of a response by one plain forward pass of the Hugging Face model."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0].float() / temperature
+    return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+__all__ = ["CANARY", "Engine", "Started", "new_weights", "reference", "untied"]

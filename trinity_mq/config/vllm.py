@@ -1,0 +1,63 @@
+"""The section of the vllm engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from trinity_mq.config.base import Section
+
+OURS = frozenset(
+    {
+        "dtype",
+        "enable-scale-out",
+        "enforce-eager",
+        "generation-config",
+        "gpu-memory-utilization",
+        "kv-cache-memory-bytes",
+        "load-format",
+        "logprobs-mode",
+        "max-logprobs",
+        "max-model-len",
+        "max-num-seqs",
+        "model",
+        "pipeline-parallel-size",
+        "served-model-name",
+        "skip-tokenizer-init",
+        "tensor-parallel-size",
+        "uds",
+        "weight-transfer-config",
+    }
+)
+"""Options of the server that follow from other settings, or that the weight sync cannot do with."""
+
+
+class VllmConfig(Section):
+    """Settings of vLLM's server, where ``explorer.rollout_model.engine`` is vllm. It uses one device."""
+
+    pause_mode: Literal["wait", "keep", "abort"] = "wait"
+    """What happens to requests under way when new weights come. ``wait``: they end first. ``keep``: they go on with the
+    new weights, and their tokens say which weights each is of. ``abort``: they begin anew with the new weights."""
+    kv_cache_memory_bytes: int | None = Field(default=None, ge=2**20)
+    """None: 256 MiB on a CPU; on a GPU what ``gpu_memory_utilization`` leaves."""
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    """Share of the GPU's memory for model and cache together: the trainer may need the rest."""
+    enforce_eager: bool = True
+    """Nothing is compiled: a start in seconds, slower sampling."""
+    start_timeout: float = Field(default=900.0, gt=0)
+    """Seconds from its start until it takes requests."""
+    extra_args: tuple[str, ...] = ()
+    """More command-line options of ``vllm serve``, such as ``--max-num-batched-tokens=8192``."""
+
+    @field_validator("extra_args")
+    @classmethod
+    def _not_ours(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in value:
+            name = argument.lstrip("-").split("=")[0].replace("_", "-")
+            if argument.startswith("-") and name in OURS:
+                raise ValueError(
+                    f"extra_args holds {argument!r}, which is set from other settings of this file or is needed by the "
+                    "weight sync as it is; remove it"
+                )
+        return value

@@ -1,0 +1,57 @@
+"""OpenAI clients of auxiliary models for whoever keeps them long, such as operators: each request finds its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from trinity_mq.models.inference import InferenceModel
+
+if TYPE_CHECKING:
+    import openai
+
+TIMEOUT = 600.0
+"""Seconds for one answer."""
+RETRIES = 5
+"""Of requests that find no engine, or one that serves nothing at present."""
+
+
+def auxiliary_clients(
+    names: Iterable[str], choose: Callable[[str], InferenceModel]
+) -> dict[str | int, list[openai.AsyncOpenAI]]:
+    """Return a client of each auxiliary model by name; whoever made them closes them.
+
+    Each request goes to the engine that serves the model then, since an engine moves when it is started again. Where
+    there is none it fails, after some tries, as one does whose server cannot be reached: ``openai.APIConnectionError``.
+
+    Args:
+        names: Of the models, those of ``explorer.auxiliary_models``.
+        choose: Returns an engine of a model, such as :meth:`EngineChoice.auxiliary`; raises EngineLost.
+    """
+    import openai
+
+    return {
+        name: [
+            openai.AsyncOpenAI(
+                base_url=f"http://{name}/v1",
+                api_key="none",  # engines ask for none, the client insists on one
+                timeout=TIMEOUT,
+                max_retries=RETRIES,
+                http_client=openai.DefaultAsyncHttpxClient(
+                    event_hooks={"request": [_to_engine_of(name, choose)]},
+                    trust_env=False,  # no proxy leads to an engine
+                ),
+            )
+        ]
+        for name in names
+    }
+
+
+def _to_engine_of(name: str, choose: Callable[[str], InferenceModel]) -> Callable[[Any], Awaitable[None]]:
+    async def redirect(request: Any) -> None:
+        engine = urlsplit(choose(name).url)
+        request.url = request.url.copy_with(scheme=engine.scheme, host=engine.hostname, port=engine.port)
+        request.headers["Host"] = engine.netloc
+
+    return redirect

@@ -1,0 +1,311 @@
+"""An engine that is somebody else's server: requests pass through to an OpenAI-compatible URL, whose health is watched.
+
+A process of ours stands between, so that keys stay where they are needed, runners find it as they find any engine, and
+what only our engines understand does not reach a server that would refuse it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from trinity_mq.config import AuxiliaryModelConfig
+from trinity_mq.models.engines.admin_api import guarded
+from trinity_mq.models.engines.admin_bodies import LeaseBody, parsed
+from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current, stopping
+from trinity_mq.models.engines.lease import Lease
+from trinity_mq.models.engines.openai_api import errors_as_json
+
+log = structlog.get_logger(__name__)
+
+MAX_BODY = 64 * 1024**2
+HEALTH_SECONDS = 10.0
+"""For one look at whether the server answers."""
+OURS = ("max_prompt_tokens", "return_prompt_text", "return_token_ids")
+"""Fields of requests that only engines of ours know, and vLLM the last one."""
+BUSY = frozenset({429, 502, 503, 504})
+"""Answers that say: not now."""
+
+
+class ExternalServer:
+    """Serves what the server at ``model.url`` serves, until its lease runs out or somebody ends it.
+
+    Args:
+        model: Where, and what it is called there.
+        engine_id: The engine's id.
+        key: The server's API key.
+        token: Of the admin routes.
+        host: Where to listen.
+        lease: Seconds to live without hearing from our host.
+    """
+
+    def __init__(
+        self,
+        model: AuxiliaryModelConfig,
+        *,
+        engine_id: str,
+        key: str | None,
+        token: str,
+        host: str = "127.0.0.1",
+        lease: float = 60.0,
+    ) -> None:
+        self.model, self._id, self._token, self._host, self._seconds = model, engine_id, token, host, lease
+        self._base = str(model.url).rstrip("/")
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.served_name = model.served_name
+        self.trouble: str | None = "it was not asked yet"
+        """Why nothing is served; None: all is well."""
+        self.url = ""
+        self.load = self.answered = 0
+        self._draining = False
+        self._ended, self._look_now = asyncio.Event(), asyncio.Event()
+        self._reason = ""
+
+    def stop(self, reason: str) -> None:
+        """Take no more requests and end :meth:`run`."""
+        if not self._ended.is_set():
+            self._reason, self._draining = reason, True
+            self._ended.set()
+
+    async def run(self, ready: Callable[[str], None] = lambda url: None) -> str:
+        """Serve; call ``ready`` with the URL when requests are taken. Returns why it ended."""
+        self._lease = Lease(self._seconds, lambda: self.stop("lease ran out"))
+        limit = aiohttp.ClientTimeout(total=self.model.timeout, sock_connect=HEALTH_SECONDS)
+        runner = web.AppRunner(self._application(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
+        async with aiohttp.ClientSession(timeout=limit, headers=self._headers) as self._session:
+            await runner.setup()
+            try:
+                site = web.TCPSite(runner, self._host, 0)
+                await site.start()
+                self.url = f"http://{self._host}:{site.port}"
+                await self._look()
+                async with asyncio.TaskGroup() as group:
+                    watching = group.create_task(self._watch(), name="health")
+                    ready(self.url)
+                    await self._ended.wait()
+                    watching.cancel()
+            finally:
+                self._lease.end()
+                await runner.cleanup()
+        return self._reason
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state that every admin answer holds."""
+        return {
+            "id": self._id,
+            "name": self.model.name,
+            "model_path": "",
+            "fingerprint": "",
+            "state": "draining" if self._draining else "unreachable" if self.trouble else "current",
+            "trouble": self.trouble,
+            "version": None,
+            "progress": 0,
+            "load": self.load,
+            "tokens": 0,
+        }
+
+    def _application(self) -> web.Application:
+        application = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY)
+        admin = {"lease": self._renew, "shutdown": self._shutdown}
+        application.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.post("/v1/chat/completions", self._pass_on),
+                web.post("/v1/completions", self._pass_on),
+                web.post("/v1/embeddings", self._pass_on),
+                web.post("/v1/tokenize", self._not_there),
+                web.post("/v1/logprobs", self._score),
+                web.get("/admin/state", guarded(self._token, self._state), allow_head=False),
+                *(web.post(f"/admin/{name}", guarded(self._token, handler)) for name, handler in admin.items()),
+            ]
+        )
+        return application
+
+    # -- its health
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self.model.health_interval):
+                    await self._look_now.wait()
+            except TimeoutError:
+                pass
+            else:
+                self._look_now.clear()
+                await asyncio.sleep(min(1.0, self.model.health_interval))  # it has only just failed
+            await self._look()
+
+    async def _look(self) -> None:
+        """Ask the server what it serves."""
+        url = f"{self._base}/models"
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS), self._session.get(url) as response:
+                body = await response.read()
+                trouble = self._read_models(response.status, body)
+        except TimeoutError:
+            trouble = f"{url}: no answer within {HEALTH_SECONDS:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            trouble = f"{url}: {type(error).__name__}: {error}"
+        if trouble != self.trouble:
+            log.info("external_server", model=self.model.name, url=self._base, trouble=trouble)
+        self.trouble = trouble
+
+    def _read_models(self, status: int, body: bytes) -> str | None:
+        """Return what is wrong with the server's list of models, and note the model's name there."""
+        url = f"{self._base}/models"
+        if status in {401, 403}:
+            given = self.model.api_key_env
+            return f"{url}: HTTP status {status}: " + (
+                f"the key in {given} is not accepted" if given else "it wants a key; set api_key_env"
+            )
+        if self.served_name is not None and status == 404:
+            return None  # a server without a list may serve all the same
+        if status != 200:
+            return f"{url}: HTTP status {status}; wanted the list of models of an OpenAI-compatible server"
+        try:
+            names = [str(each["id"]) for each in json.loads(body)["data"]]
+        except (ValueError, KeyError, TypeError):
+            return f"{url}: {body[:80]!r} is no list of models; is {self.model.url} an OpenAI-compatible server's?"
+        if self.model.served_name is None:
+            if len(names) != 1:
+                return f"{url} lists {len(names)} models ({', '.join(names[:5])}); say which one with served_name"
+            self.served_name = names[0]
+        return None
+
+    # -- what passes
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        body = self._for_them(await self._body(request), request.path)
+        return await self._asked(request, request.path.removeprefix("/v1"), body)
+
+    async def _body(self, request: web.Request) -> dict[str, Any]:
+        self._admit()
+        try:
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError) as error:
+            raise bad_request(f"the body is not JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise bad_request(f"the body is {type(body).__name__}, wanted an object")
+        return body
+
+    def _admit(self) -> None:
+        if self._draining:
+            raise stopping()
+        if self.trouble is not None:
+            raise not_current(f"auxiliary model {self.model.name!r}: {self.trouble}")
+
+    def _for_them(self, body: dict[str, Any], path: str) -> dict[str, Any]:
+        """Return a request as the server understands it."""
+        wants_ids = bool(body.get("return_token_ids"))
+        sent = {key: value for key, value in body.items() if key not in OURS and value is not None}
+        if wants_ids and self.model.token_ids:
+            sent["return_token_ids"] = True
+            sent.setdefault("logprobs", True if path.endswith("/chat/completions") else 0)
+        return {**sent, "model": self.served_name}
+
+    async def _asked(self, request: web.Request, path: str, body: dict[str, Any]) -> web.StreamResponse:
+        """Send a request on and give back what is answered, as it comes where it is a stream."""
+        stream: web.StreamResponse | None = None
+        self.load += 1
+        try:
+            async with self._session.post(self._base + path, json=body) as answer:
+                if answer.status in BUSY:
+                    raise await self._busy(answer)
+                if answer.content_type != "text/event-stream":
+                    content = await answer.read()
+                    self.answered += answer.status == 200
+                    return web.Response(body=content, status=answer.status, content_type=answer.content_type)
+                stream = web.StreamResponse(status=answer.status, headers={"Content-Type": "text/event-stream"})
+                await stream.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await stream.write(piece)
+                await stream.write_eof()
+                self.answered += 1
+                return stream
+        except (TimeoutError, aiohttp.ClientError) as error:
+            if stream is not None:  # too late for an answer of ours: the stream breaks off
+                raise ConnectionResetError(f"{self._base}{path}: {type(error).__name__}: {error}") from error
+            raise self._failed(path, error) from None
+        finally:
+            self.load -= 1
+
+    def _failed(self, path: str, error: Exception) -> ApiError:
+        """Return what is answered where the server does not answer."""
+        message = f"auxiliary model {self.model.name!r}: {self._base}{path}: {type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError):
+            said = f"{self._base}{path}: no answer within {self.model.timeout:g} s (auxiliary_models.timeout)"
+            return ApiError(504, said, code="server_timeout")
+        if not isinstance(error, aiohttp.ClientConnectionError):
+            return ApiError(502, message, code="server_answer")
+        self.trouble = f"{self._base}{path}: {type(error).__name__}: {error}"
+        self._look_now.set()
+        return not_current(message)
+
+    async def _busy(self, answer: aiohttp.ClientResponse) -> ApiError:
+        said = (await answer.content.read(300)).decode(errors="replace")
+        try:
+            wait = float(answer.headers.get("Retry-After", 1.0))
+        except ValueError:  # a date
+            wait = 1.0
+        message = f"auxiliary model {self.model.name!r}: {answer.url}: HTTP status {answer.status}: {said}"
+        return ApiError(503, message, code="server_busy", retry_after=wait)
+
+    async def _score(self, request: web.Request) -> web.Response:
+        """Return the logprob of every given token after the first, from a server that speaks as vLLM does."""
+        body = await self._body(request)
+        if not self.model.token_ids:
+            raise self._lacks("logprobs of given tokens")
+        tokens, temperature = body.get("tokens"), body.get("temperature", 1.0)
+        if not isinstance(tokens, list) or not tokens or temperature not in {1, None}:
+            raise bad_request(
+                f"an external server scores tokens at temperature 1 only; got temperature {temperature!r} and "
+                f"{len(tokens) if isinstance(tokens, list) else tokens!r} tokens"
+            )
+        asked = {"model": self.served_name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        answer = await self._asked(request, "/completions", asked)
+        if not isinstance(answer, web.Response) or answer.status != 200 or not isinstance(answer.body, bytes):
+            raise ApiError(502, f"{self._base}/completions: HTTP status {answer.status}", code="server_answer")
+        try:
+            rows = json.loads(answer.body)["choices"][0]["prompt_logprobs"][1:]
+            logprobs = [float(row[str(token)]["logprob"]) for row, token in zip(rows, tokens[1:], strict=True)]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise self._lacks(f"prompt_logprobs ({type(error).__name__})") from error
+        return web.json_response({"logprobs": logprobs, "weight_version": [0, 0]})
+
+    async def _not_there(self, request: web.Request) -> web.Response:
+        raise self._lacks("the tokens of a text")
+
+    def _lacks(self, what: str) -> ApiError:
+        return bad_request(
+            f"auxiliary model {self.model.name!r} at {self._base} does not give {what}, which is needed here. Use "
+            "one that an engine of this run serves, or, where the server is a vLLM, set token_ids: true",
+            code="no_token_ids",
+        )
+
+    # -- ours
+
+    async def _health(self, request: web.Request) -> web.Response:
+        state = self.snapshot()
+        return web.json_response({"status": "ok", **{key: state[key] for key in ("state", "trouble", "load")}})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self.model.name, "object": "model", "created": 0, "owned_by": self._base}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _state(self, request: web.Request) -> web.Response:
+        return web.json_response({"state": self.snapshot()})
+
+    async def _renew(self, request: web.Request) -> web.Response:
+        self._lease.renew((await parsed(request, LeaseBody)).seconds)
+        return web.json_response({"state": self.snapshot()})
+
+    async def _shutdown(self, request: web.Request) -> web.Response:
+        self.stop("asked to")
+        return web.json_response({"state": self.snapshot()})

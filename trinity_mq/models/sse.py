@@ -1,0 +1,115 @@
+"""Streamed completions put together again while they pass: server-sent events to chunks, chunks to one answer."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+MAX_EVENT = 1 << 24
+"""Bytes of one event that are waited for; a server that sends more without an end is no event stream."""
+
+
+class EventReader:
+    """Takes bytes as they come and gives back the JSON of each event that is complete (WHATWG HTML, section 9.2)."""
+
+    def __init__(self) -> None:
+        self._line = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[Any]:
+        """Return what the events that end in ``piece`` say.
+
+        Raises:
+            ValueError: One is not JSON, or does not end.
+        """
+        events: list[Any] = []
+        *lines, self._line = (self._line + piece).split(b"\n")
+        for ended in lines:
+            line = ended.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                data, self._data = b"\n".join(self._data), []
+                if data != b"[DONE]":
+                    events.append(json.loads(data))
+        if len(self._line) + sum(map(len, self._data)) > MAX_EVENT:
+            raise ValueError(f"an event of the stream is over {MAX_EVENT} bytes")
+        return events
+
+
+class Gathered:
+    """The answer that chunks make up, in the form of one that is not streamed. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answer: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        """Take in one chunk."""
+        with self._lock:
+            for name in ("prompt_token_ids", "prompt_text", "weight_version"):
+                if chunk.get(name) is not None:
+                    self._answer[name] = chunk[name]
+            for piece in chunk.get("choices") or ():
+                _extend(self._choices.setdefault(piece.get("index") or 0, _nothing()), piece)
+
+    def answer(self) -> dict[str, Any]:
+        """Return what there is so far. Choices of which nothing has come are left out."""
+        with self._lock:
+            choices = [
+                {name: list(value) if isinstance(value, list) else value for name, value in choice.items()}
+                for _, choice in sorted(self._choices.items())
+                if choice["token_ids"] or (choice["token_ids"] is None and (any(choice["written"]) or choice["calls"]))
+            ]
+            return {**self._answer, "choices": [_settled(choice) for choice in choices]}
+
+
+def numbers(choice: Mapping[str, Any]) -> list[float] | None:
+    """Return the logprobs of a choice, or of a part of one, in whichever form the server gives them."""
+    logprobs = choice.get("logprobs") or {}
+    found: list[float] | None = choice.get("token_logprobs")
+    if found is None:
+        found = logprobs.get("token_logprobs")  # text completions
+    if found is None and logprobs.get("content") is not None:  # chat completions
+        found = [entry["logprob"] for entry in logprobs["content"]]
+    return found
+
+
+def _nothing() -> dict[str, Any]:
+    return {
+        "token_ids": None,
+        "token_logprobs": [],
+        "weight_versions": [],
+        "written": [],
+        "calls": {},
+        "finish_reason": None,
+    }
+
+
+def _extend(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
+    if piece.get("token_ids") is not None:
+        choice["token_ids"] = [*(choice["token_ids"] or ()), *piece["token_ids"]]
+    choice["token_logprobs"] += numbers(piece) or ()
+    choice["weight_versions"] += piece.get("weight_versions") or ()
+    if "text" in piece:
+        choice["is_text"] = True
+    delta = piece.get("delta") or {}
+    choice["written"].append(piece.get("text") or delta.get("content") or "")
+    for call in delta.get("tool_calls") or ():
+        known = choice["calls"].setdefault(call.get("index") or 0, {"name": "", "arguments": ""})
+        for name in known:
+            known[name] += (call.get("function") or {}).get(name) or ""
+    for name in ("finish_reason", "response_text", "prompt_token_ids", "prompt_text"):
+        if piece.get(name) is not None:
+            choice[name] = piece[name]
+
+
+def _settled(choice: dict[str, Any]) -> dict[str, Any]:
+    written, calls = "".join(choice.pop("written")), choice.pop("calls")
+    if choice.pop("is_text", False):
+        return {**choice, "text": written}
+    called = [{"function": dict(call)} for _, call in sorted(calls.items())]
+    return {**choice, "message": {"content": written, "tool_calls": called}}

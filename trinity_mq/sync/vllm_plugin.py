@@ -1,0 +1,11 @@
+"""vLLM's plug-in point ``vllm.general_plugins``: its workers receive weights through our collective channel."""
+
+from __future__ import annotations
+
+from trinity_mq.models.engines import vllm_api
+from trinity_mq.sync.collective import Receiver
+
+
+def register() -> None:
+    """Register our weight-transfer backend; vLLM calls this in each of its processes."""
+    vllm_api.install(Receiver().receive_blocking)
