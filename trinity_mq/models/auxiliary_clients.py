@@ -29,7 +29,10 @@ def auxiliary_clients(
         names: Of the models, those of ``explorer.auxiliary_models``.
         choose: Returns an engine of a model, such as :meth:`EngineChoice.auxiliary`; raises EngineLost.
     """
-    import openai
+    wanted = list(names)
+    if not wanted:
+        return {}
+    import openai  # takes seconds, which a run without such models need not spend
 
     return {
         name: [
@@ -44,7 +47,7 @@ def auxiliary_clients(
                 ),
             )
         ]
-        for name in names
+        for name in wanted
     }
 
 
