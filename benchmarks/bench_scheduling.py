@@ -9,7 +9,7 @@ A task is 8 experiences from a workflow that asks no model (trinity_mq.testing.n
   nothing with them;
 - *plain loop*: one process without a broker runs the same workflow, encodes and decodes what it returns.
 
-The latency of a task is that of one scheduled alone. ``--profile`` writes what cProfile saw in scheduler and runners.
+The latency is that of a batch of one task. ``--profile`` writes what cProfile saw in scheduler and runners.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ async def through_the_queue(
         before = {name: sum(seconds_of(group)) for name, group in everyone.items()}
         with profiled(profiles / "scheduler.prof" if profiles else None):
             seconds = await finished(scheduler, setting, 1000, setting.tasks)
-        print(f"  one task alone: median {statistics.median(alone) * 1e3:.1f} ms, slowest {alone[-1] * 1e3:.1f} ms")
+        middle, slowest = statistics.median(alone) * 1e3, alone[-1] * 1e3
+        print(f"  a batch of one task, its queue declared and all: median {middle:.1f} ms, slowest {slowest:.1f} ms")
         print(f"  idle runners: {', '.join(f'{share:.1%}' for share in idle)} of a core each")
         for name, group in everyone.items():
             spent = sum(seconds_of(group)) - before[name]

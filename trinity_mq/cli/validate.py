@@ -17,7 +17,12 @@ from trinity_mq.runtime.plugins import add_plugins
 def validate(arguments: argparse.Namespace) -> int:
     """Check a configuration and print what it says."""
     config = load_config(arguments.config, arguments.overrides)
-    for line in (*check_tasksets(config), *check_workflows(config), *check_operators(config), *check_blob_store(config)):
+    for line in (
+        *check_tasksets(config),
+        *check_workflows(config),
+        *check_operators(config),
+        *check_blob_store(config),
+    ):
         print(line)
     print(f"{arguments.config}: run {config.name!r} is valid; it would use {config.path}")
     return 0

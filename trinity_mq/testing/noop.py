@@ -10,7 +10,7 @@ PROMPT = 16
 
 
 class NoopWorkflow(Workflow):
-    """Returns one experience for each run, at once: ``workflow_args.tokens`` tokens (64), the first 16 of them prompt."""
+    """Returns one experience for each run, at once, of ``workflow_args.tokens`` tokens (64), 16 of them prompt."""
 
     is_async = True
     can_repeat = True
