@@ -35,7 +35,8 @@ from trinity_mq.messages import (
     decode_any,
 )
 from trinity_mq.runtime.mail import EXPERIENCES, envelope
-from trinity_mq.scheduling.parts import wanted_mails
+from trinity_mq.scheduling.parts import Part, wanted_mails
+from trinity_mq.scheduling.shares import Share
 
 CLIENT = Path(__file__).parents[2] / "schemas" / "clients" / "go"
 UNAVAILABLE = 69
@@ -132,7 +133,7 @@ class Run:
         accepted = Accepted(task_id=0, run_base=0, attempt="a", runs=[0], parts=len(bodies))
         wanted = Wanted(task_id=0, reply_to=to.reply_to, correlation_id=to.correlation_id)
         manifest = BatchClosed(batch=3, ticket="t", accepted=[accepted], wanted=[wanted])
-        parts = {("a", number): incoming(body) for number, body in enumerate(bodies)}
+        parts = {("a", number): Part(incoming(body), Share(("a", number))) for number, body in enumerate(bodies)}
         for reply_to, mail in wanted_mails(manifest, parts):
             assert await self.bus.publish("", reply_to, mail)
 
