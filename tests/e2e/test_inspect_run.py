@@ -6,15 +6,20 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from trinity_mq.cli.inspect import Target, _stream
+from trinity_mq.cli.inspect_stream import Choice
+from trinity_mq.config import load_config
 from trinity_mq.testing.runs import LocalRun
 from trinity_mq.training.history import lineage
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
-STEPS = 6
+STEPS = 40
+"""So many that the run goes on for several times as long as a look takes."""
 RUNS = 16 * 8
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -52,3 +57,10 @@ async def test_a_run_is_looked_at_and_is_none_the_worse(tmp_path: Path) -> None:
         assert one["versions"][0][1] == 1
     code, last, err = await inspected(run, "--last", "--limit", "1")
     assert (code, [one["eid"]["batch"] for one in last]) == (0, [STEPS]), err
+    # the run ended between finding its broker and connecting to it
+    config = load_config(tmp_path / "run" / "config.yaml")
+    gone = config.broker.model_copy(update={"url": "amqp://guest:guest@127.0.0.1:1/", "connect_timeout": 1.0})
+    taken: list[Any] = []
+    seen = await _stream(Target(config.name, config, gone), Choice(batch="1"), SimpleNamespace(take=taken.extend))  # type: ignore[arg-type]
+    assert seen.experiences == RUNS
+    assert sum(len(batch) for batch in taken) == RUNS

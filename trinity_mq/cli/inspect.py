@@ -8,10 +8,11 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.connect import URL_VARIABLE
 from trinity_mq.bus.topology import RUN_NAME
 from trinity_mq.cli.broker import OwnBroker
@@ -109,7 +110,14 @@ async def _stream(target: Target, choice: Choice, printer: Printer) -> Seen:
     from trinity_mq.cli.inspect_stream import ReadyReader
     from trinity_mq.runtime.blobs import open_store
 
-    async with _broker(target) as broker, connected(target.run, broker, "inspect") as (bus, topology):
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            broker, bus, topology = await stack.enter_async_context(_bus(target))
+        except BusUnavailable:
+            if not _ended_meanwhile(target):
+                raise
+            own = target.broker.model_copy(update={"url": None})
+            broker, bus, topology = await stack.enter_async_context(_bus(replace(target, broker=own)))
         store = open_store(broker, target.run)
         reader = ReadyReader(bus, topology, choice, store, printer.take)
         try:
@@ -117,6 +125,19 @@ async def _stream(target: Target, choice: Choice, printer: Printer) -> Seen:
         finally:
             for note in reader.seen.notes:
                 _tell(note)
+
+
+@contextlib.asynccontextmanager
+async def _bus(target: Target) -> AsyncIterator[tuple[BrokerConfig, Bus, Topology]]:
+    async with _broker(target) as broker, connected(target.run, broker, "inspect") as (bus, topology):
+        yield broker, bus, topology
+
+
+def _ended_meanwhile(target: Target) -> bool:
+    """Say whether the broker was the run's own and went away with it while we looked for it."""
+    if target.broker.url is None or target.config is None:
+        return False
+    return known_broker(target.config) is None and (RunFolder(target.config).path / "broker").is_dir()
 
 
 @contextlib.asynccontextmanager
