@@ -33,9 +33,13 @@ def sparkline(
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return sum(known) / len(known) if known else None
+    if not known:
+        return None
+    # the sum of great numbers is infinite, their mean is not
+    return min(max(known), max(min(known), sum(value / len(known) for value in known)))
 
 
 def _bar(value: float, low: float, high: float) -> str:
-    share = (value - low) / (high - low) if high > low else 0.0
+    span = high / 2 - low / 2  # halves: the difference of great numbers is infinite
+    share = (value / 2 - low / 2) / span if span > 0.0 else 0.0
     return _BARS[min(len(_BARS) - 1, max(0, int(share * len(_BARS))))]

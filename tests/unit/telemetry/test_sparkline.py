@@ -29,6 +29,12 @@ def test_fixed_ends() -> None:
     assert sparkline([-1, 2], low=0, high=1) == "▁█"
 
 
+def test_the_greatest_numbers_there_are() -> None:
+    great = 1.7e308
+    assert sparkline([great, -great]) == "█▁"
+    assert sparkline([great, great, -great, -great], width=2) == "█▁"
+
+
 def test_width_must_hold_a_bar() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         sparkline([1], width=0)
