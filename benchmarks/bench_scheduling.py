@@ -43,6 +43,7 @@ from trinity_mq.messages import encode as encode_message
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engines.snapshot import EngineSnapshot
 from trinity_mq.runtime.mail import envelope
+from trinity_mq.runtime.serve import collect_seldom
 from trinity_mq.scheduling import Scheduler, WorkflowRunner
 from trinity_mq.testing.noop import NoopWorkflow
 from trinity_mq.workflows import Task
@@ -242,6 +243,7 @@ async def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(1)
+    collect_seldom()  # as agents do
     if options.profile:
         options.profile.mkdir(parents=True, exist_ok=True)
     settings = [

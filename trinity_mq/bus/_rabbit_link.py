@@ -23,6 +23,7 @@ from aiormq.exceptions import (
     ProbableAuthenticationError,
 )
 
+from trinity_mq.bus._rabbit_sending import GatheringTransport
 from trinity_mq.bus.base import BusRefused, QueueGone
 
 CONNECT_TIMEOUT = 10.0
@@ -93,6 +94,7 @@ class Link:
             LinkError: The broker cannot be reached now.
         """
         connection = Connection(make_url(url, heartbeat=round(heartbeat)), client_properties={"connection_name": name})
+        connection.kwargs["transport_factory"] = GatheringTransport()
         try:
             with amqp_errors():
                 try:

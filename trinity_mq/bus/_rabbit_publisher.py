@@ -11,6 +11,7 @@ from aiormq.exceptions import DeliveryError, PublishError
 
 from trinity_mq.bus._common import CLOSED
 from trinity_mq.bus._rabbit_link import Link, LinkError, amqp_errors
+from trinity_mq.bus._rabbit_sending import Places
 from trinity_mq.bus.base import BusUnavailable, Envelope
 from trinity_mq.bus.retry import retrying
 
@@ -37,6 +38,7 @@ class Publisher:
         self._overdue = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._same_id: dict[str, asyncio.Future[None]] = {}
+        self._places = Places()
 
     @property
     def ready(self) -> bool:
@@ -88,6 +90,7 @@ class Publisher:
             done.set_result(None)
 
     async def _once(self, exchange: str, routing_key: str, envelope: Envelope) -> bool:
+        await self._places.take()
         channel = await self._usable_channel()
         self._begin()
         try:

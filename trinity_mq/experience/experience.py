@@ -199,12 +199,13 @@ class Experience:
         check_lengths(self.experience_type, self.truncate_status, self.prompt_length, lengths)
 
     def _default_mask(self) -> Tensor:
-        length = max(self.tokens.shape[0] - self.prompt_length, 0)
+        length, value = max(self.tokens.shape[0] - self.prompt_length, 0), b"\1"
         if self.truncate_status == PROMPT_TRUNCATED:
             # What follows a prompt that was cut is no response to it: nothing of it is trained on.
-            length = length if self.logprobs is None else self.logprobs.shape[0]
-            return self.tokens.new_zeros(length, dtype=torch.bool)
-        return self.tokens.new_ones(length, dtype=torch.bool)
+            length, value = length if self.logprobs is None else self.logprobs.shape[0], b"\0"
+        if not length or not self.tokens.is_cpu:
+            return self.tokens.new_full((length,), bool(value[0]), dtype=torch.bool)
+        return torch.frombuffer(bytearray(value * length), dtype=torch.bool)  # half the time of torch.ones
 
     def _single_response(self) -> int | None:
         return None if self.experience_type == DPO else self.response_length

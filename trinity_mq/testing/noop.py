@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from trinity_mq.experience import EID, Experience
 from trinity_mq.workflows import Workflow
 
@@ -17,13 +19,14 @@ class NoopWorkflow(Workflow):
 
     async def run_async(self) -> list[Experience]:
         """Return the experiences of all runs."""
-        tokens = int(self.task.workflow_args.get("tokens", TOKENS))
+        count = int(self.task.workflow_args.get("tokens", TOKENS))
+        tokens, logprobs = torch.arange(count, dtype=torch.int32), torch.full((count - PROMPT,), -0.5)
         return [
             Experience(
                 eid=EID(run=self.run_id_base + run),
-                tokens=list(range(tokens)),
+                tokens=tokens,
                 prompt_length=PROMPT,
-                logprobs=[-0.5] * (tokens - PROMPT),
+                logprobs=logprobs,
                 reward=1.0,
             )
             for run in range(self.repeat_times)
