@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from trinity_mq.bus import Bus, Envelope, Lock, LockHeld, Topology
+from trinity_mq.bus import Bus, Lock, LockHeld, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import Progress, SyncEvent
 from trinity_mq.models import ensure_model_folder, fingerprint
@@ -32,13 +32,11 @@ from trinity_mq.training.checkpoint import CheckpointStore, StepAttempts, Traine
 from trinity_mq.training.chunk_blobs import ChunkBlobs
 from trinity_mq.training.history import History
 from trinity_mq.training.learner import MODEL_FOLDER, Learner, TorchLearner
+from trinity_mq.training.material import MAX_STARTS, MAX_STARTS_REPAIRED, fresh, skipped_letter, trained_counts
 from trinity_mq.training.source import StreamSource, TrainBatch
-from trinity_mq.training.staleness import drop_stale
 
 log = structlog.get_logger(__name__)
 
-MAX_STARTS = 2
-"""Unfinished starts on one batch; the next start skips it."""
 LOCK_RETRY = 2.0
 CANARY = (2, 3, 4, 5, 6, 7)
 """Token ids of the canary prompt; any fixed ones do, and every vocabulary has these."""
@@ -204,6 +202,9 @@ class Trainer(Agent):
             else:
                 self.set_state("idle", f"batch {self.progress + 1}")
                 await self.woken.wait()
+        if self._is_run_over and (unused := self.source.unused):
+            log.warning("repaired_batches_unused", batches=unused, reason="no batch came after them")
+            self.report(self.progress, {"sample/unused_repaired_batches": float(len(unused))})
         await self._save()
 
     @property
@@ -252,10 +253,26 @@ class Trainer(Agent):
         self._in_hand = batch.ticket
         loop = asyncio.get_running_loop()
         started = loop.time()
-        outcome, reason, metrics = await self._decide(batch)
+        metrics = await self._decide(batch)
         self.progress += 1
         self.source.consumed()
         self._in_hand = None
+        self._record(batch)
+        for one in batch.repaired:
+            self._record(one, repaired=True)
+            log.info("repaired_batch", batch=one.batch, along_with=batch.batch, outcome=one.outcome, reason=one.reason)
+        told = self._told(batch, dropped=int(metrics.get("sample/dropped_stale_experiences", 0)))
+        mail = envelope(told, message_id=f"progress-{self.generation}-{self.progress}")
+        await self.bus.publish(self.topology.exchange("results"), "progress", mail)
+        metrics["time/batch"] = loop.time() - started
+        counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
+        self.report(self.progress, counters | trained_counts(batch) | metrics)
+        self.beat_soon()
+        due = self.progress - self._saved_progress >= self.config.trainer.save_interval
+        if due or self.source.bytes_since_save > self.config.broker.ready_max_bytes / 4:
+            await self._save()
+
+    def _record(self, batch: TrainBatch, *, repaired: bool = False) -> None:
         assert self._history is not None
         self._history.record(
             progress=self.progress,
@@ -263,70 +280,51 @@ class Trainer(Agent):
             batch=batch.batch,
             ticket=batch.ticket,
             op=batch.op,
-            outcome=outcome,
-            uids=batch.experiences.ids("uid") if outcome == "trained" else [],
+            outcome=batch.outcome,
+            uids=batch.experiences.ids("uid") if batch.state == "trained" else [],
+            repaired=repaired,
         )
-        dropped = int(metrics.get("sample/dropped_stale_experiences", 0))
-        told = Progress(
-            progress=self.progress,
-            generation=self.generation,
-            step=self.step,
-            batch=batch.batch,
-            ticket=batch.ticket,
-            outcome=outcome,
-            dropped=dropped,
-            reason=reason,
-        )
-        mail = envelope(told, message_id=f"progress-{self.generation}-{self.progress}")
-        await self.bus.publish(self.topology.exchange("results"), "progress", mail)
-        metrics["sample/skipped_step"] = float(outcome != "trained")
-        metrics["time/batch"] = loop.time() - started
-        counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
-        self.report(self.progress, counters | metrics)
-        self.beat_soon()
-        due = self.progress - self._saved_progress >= self.config.trainer.save_interval
-        if due or self.source.bytes_since_save > self.config.broker.ready_max_bytes / 4:
-            await self._save()
 
-    async def _decide(self, batch: TrainBatch) -> tuple[Any, str | None, dict[str, float]]:
-        """Train on the batch if there is something to train on; returns outcome, reason and metrics."""
+    def _told(self, batch: TrainBatch, **more: int) -> Progress:
+        found: dict[str, Any] = {name: getattr(batch, name) for name in ("batch", "ticket", "outcome", "reason")}
+        found |= {name: getattr(self, name) for name in ("progress", "generation", "step")}
+        return Progress(**{**found, **more})
+
+    async def _decide(self, batch: TrainBatch) -> dict[str, float]:
+        """Train on the batch, and repaired ones along with it, if there is something to train on; each gets its outcome
+        as its state.
+        """
+        usable = [batch] if await self._is_usable(batch, MAX_STARTS) else []
+        usable += [one for one in batch.repaired if await self._is_usable(one, MAX_STARTS_REPAIRED)]
+        if not usable:
+            return {}
+        kept, metrics = fresh(usable, self.step, self.config.synchronizer.effective_max_staleness)
+        tickets = [one.ticket for one in usable if one.experiences]
+        if not tickets:
+            return metrics
+        self._attempts.begin(tickets)
+        metrics |= await self.learner.step(kept, self.step + 1)
+        self._attempts.finish(tickets)
+        stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
+        self.step += int(stepped)
+        for one in usable:
+            if one.experiences:
+                one.state, one.reason = ("trained", None) if stepped else ("skipped", "no optimizer step was possible")
+        return metrics
+
+    async def _is_usable(self, batch: TrainBatch, max_starts: int) -> bool:
+        """Whether it was processed, and has not ended the trainer too often."""
         if batch.state != "ready":
             log.warning("batch_skipped", batch=batch.batch, state=batch.state, reason=batch.reason)
-            return batch.state, batch.reason, {}
-        if self._attempts.starts(batch.ticket) >= MAX_STARTS:
-            reason = f"the trainer did not survive {MAX_STARTS} starts on this batch"
-            body = envelope(
-                Progress(
-                    progress=self.progress + 1,
-                    generation=self.generation,
-                    step=self.step,
-                    batch=batch.batch,
-                    ticket=batch.ticket,
-                    outcome="skipped",
-                    reason=reason,
-                )
-            ).body
-            headers = {
-                "dead-reason": reason,
-                "dead-by": self.id,
-                "dead-queue": self.topology.ready.name,
-                "ticket": batch.ticket,
-            }
-            letter = Envelope(body=body, kind="progress", message_id=f"skipped-{batch.ticket}", headers=headers)
-            await self.bus.publish(self.topology.exchange("dead"), "ready", letter)
-            # its starts stay on record: a restart from an older checkpoint meets it again, and must skip it again
-            return "skipped", reason, {}
-        kept, metrics = drop_stale(batch.experiences, self.step, self.config.synchronizer.effective_max_staleness)
-        batch.experiences = kept
-        if not kept:
-            return "dropped", "every group was too old", metrics
-        self._attempts.begin([batch.ticket])
-        metrics |= await self.learner.step(kept, self.step + 1)
-        self._attempts.finish([batch.ticket])
-        if metrics.get("actor/optimizer_steps", 1.0) > 0:
-            self.step += 1
-            return "trained", None, metrics
-        return "skipped", "no optimizer step was possible", metrics
+            return False
+        if self._attempts.starts(batch.ticket) < max_starts:
+            return True
+        starts = "1 start" if max_starts == 1 else f"{max_starts} starts"
+        batch.state, batch.reason = "skipped", f"the trainer did not survive {starts} on this batch"
+        letter = skipped_letter(self._told(batch, progress=self.progress + 1), self.id, self.topology)
+        await self.bus.publish(self.topology.exchange("dead"), "ready", letter)
+        # its starts stay on record: a restart from an older checkpoint meets it again, and must skip it again
+        return False
 
     # -- saving and the end
 

@@ -25,6 +25,7 @@ from trinity_mq.messages import Accepted, BatchClosed, BatchReady, DecodeError, 
 from trinity_mq.runtime.mail import envelope
 from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.scheduling.parts import part_mail
+from trinity_mq.training.source import StreamSource
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 
@@ -91,12 +92,30 @@ class Stage:
                     found.append(decode(delivery.body, BatchReady, delivery.content_type))
         return found
 
+    def source(self) -> StreamSource:
+        """What a trainer reads from."""
+        return StreamSource(self.bus, self.topology, "trainer-0")
+
     async def command(self, *words: str) -> int:
         return await asyncio.to_thread(command, [*words, "--run", self.topology.run, "--broker", self.url])
 
 
 def pid(ready: BatchReady) -> int:
     return int(next(value for name, value in ready.metrics.items() if name.endswith("/pid")))
+
+
+async def taken(source: StreamSource, count: int) -> list[tuple[int, str, list[tuple[int, str, int]]]]:
+    """The next so many batches, each with the repaired ones that come with it: number, state, experiences."""
+    found = []
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        reading = group.create_task(source.run())
+        for _ in range(count):
+            batch = await source.next()
+            repaired = [(one.batch, one.state, len(one.experiences)) for one in batch.repaired]
+            found.append((batch.batch, batch.state, repaired))
+            source.consumed()
+        reading.cancel()
+    return found
 
 
 @asynccontextmanager
@@ -172,6 +191,14 @@ async def test_a_failing_batch_is_parked_the_run_goes_on_and_a_replay_does_it(
         assert await stage.bus.depth(topology.dead.name) == 0
         await stage.closed(3)
         assert [ready.state for ready in (await stage.decided(4))[3:]] == ["ready"]
+        # a trainer passes batch 1 as failed, and takes it along with the one that came after its repair: once
+        first, again = stage.source(), stage.source()
+        assert await taken(first, 2) == [(1, "failed", []), (2, "ready", [])]
+        again.restore(first.state())
+        assert await taken(again, 1) == [(3, "ready", [(1, "ready", 2)])]
+        whole = stage.source()
+        assert [repaired for _, _, repaired in await taken(whole, 3)] == [[], [], [(1, "ready", 2)]]
+        assert whole.state()["consumed"] == again.state()["consumed"] == ["t1", "t2", "t3"]
 
 
 async def test_two_operators_share_the_work_and_one_alone_does_it_when_the_other_is_killed(

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
 from trinity_mq.runtime.process import wait_exit
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
@@ -132,6 +133,28 @@ async def test_auxiliary_models_are_there_and_seen(folder: Path) -> None:
     first, second = [event for event in events if event["event"] == "call"]
     assert (first["number"], first["engine"], second["number"], second["engine"]) == (1, None, 2, "judge")
     assert set("".join(second["choices"][0]["token_texts"])) <= set("abc<eopsad>")
+    assert (events[-1]["calls"], events[-1]["metrics"]["reward"]) == (2, 1.0)
+    assert left(folder) == []
+
+
+async def test_an_auxiliary_model_may_be_served_elsewhere(folder: Path) -> None:
+    """By our own engine here: an OpenAI-compatible server like any."""
+    settings = yaml.safe_load(EXAMPLE.read_text())
+    settings["buffer"]["taskset"]["workflow"] = "mine.Judged"
+    generator = await asyncio.to_thread(make_generator, folder / "elsewhere", characters="abc", max_model_len=64)
+    async with tiny_engine(generator, "their-model", lease=2 * START_SECONDS) as served:
+        judge = {"name": "judge", "engine": "external", "url": f"{served.url}/v1", "served_name": "their-model"}
+        settings["explorer"]["auxiliary_models"] = [judge]
+        config = folder / "judged.yaml"
+        config.write_text(yaml.safe_dump(settings))
+        async with command(folder, "--json", config=config) as process:
+            code, events, err = await ended(process)
+    assert code == 0, err
+    first, second = [event for event in events if event["event"] == "call"]
+    assert (first["engine"], second["engine"]) == (None, "judge")
+    assert second["request"]["messages"] == [{"role": "user", "content": "ab"}]
+    (choice,) = second["choices"]
+    assert set(choice["text"]) <= set("abc<eopsad>")
     assert (events[-1]["calls"], events[-1]["metrics"]["reward"]) == (2, 1.0)
     assert left(folder) == []
 

@@ -55,3 +55,6 @@ async def test_a_student_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
     distance = [value for _, value in run.values("rollout/kl_divergence/mean")]
     assert len(distance) == 60
     assert sum(distance[-10:]) < 0.85 * sum(distance[:10]), distance
+    by_advantage = [value for _, value in run.values("advantage/kl/mean")]
+    assert by_advantage == pytest.approx(distance, abs=1e-5), "the same tokens, seen by the workflow and the algorithm"
+    assert {value for _, value in run.values("rollout/nonfinite_logprobs")} == {0.0}

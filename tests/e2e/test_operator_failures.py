@@ -1,4 +1,6 @@
-"""A whole run whose operator cannot do one batch: it is skipped, the run goes on, and a replay does it meanwhile."""
+"""A whole run whose operator cannot do one batch: it is skipped, the run goes on, a replay does it meanwhile, and the
+trainer takes it along with a later batch.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import pytest
 import yaml
 
 from trinity_mq.testing.runs import LocalRun
+from trinity_mq.training.history import lineage
 
 ROOT = Path(__file__).parents[2]
 OPERATOR = """
@@ -36,6 +39,7 @@ async def test_the_run_goes_on_without_the_batch_and_a_replay_does_it(tmp_path: 
     config["operator"] = {"operators": [{"name": "choosy.Choosy"}]}
     config["broker"] = {"delivery_limit": 2}
     config["buffer"] |= {"total_steps": BATCHES, "batch_size": 4}
+    config["synchronizer"] |= {"max_staleness": BATCHES}  # however long the replay takes
     path = tmp_path / "smoke.yaml"
     path.write_text(yaml.safe_dump(config))
     async with LocalRun(path, tmp_path / "run") as run:
@@ -51,3 +55,10 @@ async def test_the_run_goes_on_without_the_batch_and_a_replay_does_it(tmp_path: 
     skipped = dict(run.values("sample/skipped_step"))
     assert skipped == {batch: float(batch == 2) for batch in range(1, BATCHES + 1)}
     assert sorted(step for step, _ in run.values(SEEN)) == list(range(1, BATCHES + 1)), "batch 2 was done, late"
+    history = lineage(tmp_path / "run" / "history", 1, BATCHES)
+    (late,) = (entry for entry in history if entry.get("repaired"))
+    assert (late["batch"], late["outcome"], len(late["uids"])) == (2, "trained", 4 * 8)
+    assert run.values("sample/repaired_batches") == [(late["progress"], 1.0)]
+    trained = [uid for entry in history for uid in entry["uids"]]
+    assert len(trained) == len(set(trained)) == BATCHES * 4 * 8, "each experience once"
+    assert dict(run.values("trainer/step"))[BATCHES] == BATCHES - 1, "and no step more for it"

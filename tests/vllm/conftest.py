@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import os
+import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +18,14 @@ import pytest
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
 
 import httpx  # noqa: E402
+import psutil  # noqa: E402
 import torch  # noqa: E402
 
-from trinity_mq.config import Config, ModelConfig, TinyModelConfig  # noqa: E402
+from tests.unit.models.talker import talker_config, taught  # noqa: E402
+from trinity_mq.config import Config, ModelConfig  # noqa: E402
 from trinity_mq.messages import Version  # noqa: E402
 from trinity_mq.models import EngineHost, ensure_model_folder  # noqa: E402
+from trinity_mq.models.engines.generation import TextGenerator  # noqa: E402
 from trinity_mq.models.engines.ready import ReadyFile  # noqa: E402
 from trinity_mq.models.engines.weights import manifest, named_weights  # noqa: E402
 from trinity_mq.sync.collective import Sender  # noqa: E402
@@ -28,13 +33,21 @@ from trinity_mq.sync.collective import Sender  # noqa: E402
 START_SECONDS = 600.0
 """Three processes import vLLM one after the other: half a minute where nothing else runs, minutes where much does."""
 CANARY = [3, 7, 2, 9, 4, 11, 5]
+MARK = "TRINITY_MQ_TEST_SESSION"
+"""In the environment of every process that these tests start, and of those that they start."""
+LEAVE_SECONDS = 20.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.vllm)
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in ours:
+        item.add_marker(pytest.mark.vllm)
+        if not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(START_SECONDS + 60))
+    # whole runs first: beside the engines of the others they would have to share the machine
+    places = [number for number, item in enumerate(items) if item in ours]
+    for number, item in zip(places, sorted(ours, key=lambda item: not item.get_closest_marker("e2e")), strict=True):
+        items[number] = item
 
 
 @dataclass
@@ -46,10 +59,30 @@ class Started:
     first_answer: httpx.Response
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """After the tests no process lives that they have started."""
+    os.environ[MARK] = secrets.token_hex(8)
+    yield
+    base = tmp_path_factory.getbasetemp()
+    _, left = psutil.wait_procs([one for one in psutil.process_iter() if _is_ours(one, base)], LEAVE_SECONDS)
+    assert not left, f"processes of these tests live on: {left}"
+
+
+def _is_ours(process: psutil.Process, base: Path) -> bool:
+    try:
+        if process.name().startswith("VLLM"):  # which it wrote over its environment; its output stays
+            return any(base in Path(opened.path).parents for opened in process.open_files())
+        return process.environ().get(MARK) == os.environ[MARK]
+    except psutil.Error:  # gone, or another user's
+        return False
+
+
 def untied(folder: Path) -> ModelConfig:
-    tiny = ModelConfig(tiny=TinyModelConfig(), max_model_len=64, max_prompt_tokens=16, max_response_tokens=48)
-    ensure_model_folder(tiny, folder, 0)
-    return ModelConfig(model_path=str(folder), max_model_len=64, max_prompt_tokens=16, max_response_tokens=48)
+    """Make the folder of a tiny model, the one that can be taught to call tools."""
+    config = talker_config()
+    ensure_model_folder(config, folder, 0)
+    return config.model_copy(update={"tiny": None, "model_path": str(folder)})
 
 
 def _tied(folder: Path) -> ModelConfig:
@@ -98,6 +131,12 @@ def _started(model: ModelConfig, run_dir: Path, mode: str) -> Iterator[Started]:
         yield Started(config, Path(str(model.model_path)), answer)
     finally:
         asyncio.run(stop())
+
+
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> TextGenerator:
+    """The same model, taught to call a tool."""
+    return taught(tmp_path_factory.mktemp("talker") / "model")
 
 
 @pytest.fixture(scope="session")

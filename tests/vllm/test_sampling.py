@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from trinity_mq.config import TinyModelConfig
+from tests.unit.models.talker import CHARACTERS
 
 from .conftest import Engine, Started, new_weights, reference
 
@@ -74,7 +74,7 @@ async def test_logprobs_are_those_before_truncation(waiting: Engine) -> None:
 async def test_given_tokens_are_scored_at_any_temperature(waiting: Engine, temperature: float) -> None:
     model = new_weights(waiting.started.folder, 5)
     await waiting.sync(model, (1, 5))
-    tokens = [(7 * place + 3) % 16 for place in range(64)]  # as long as the model takes
+    tokens = [(7 * place + 3) % 16 for place in range(waiting.started.config.model.max_model_len)]
     async with httpx.AsyncClient(base_url=waiting.url) as client:
         answer = (await client.post("/v1/logprobs", json={"tokens": tokens, "temperature": temperature})).json()
     expected = reference(model, tokens[:1], tokens[1:], temperature)
@@ -97,7 +97,7 @@ async def test_a_response_ends_with_the_end_of_sequence_which_its_tokens_keep_an
     waiting: Engine,
 ) -> None:
     await waiting.sync(new_weights(waiting.started.folder, 7), (1, 7))
-    answer = await waiting.complete(prompt=PROMPT, n=32, max_tokens=40, temperature=1.5)
+    answer = await waiting.complete(prompt=PROMPT, n=64, max_tokens=40, temperature=1.5)
     ended = [choice for choice in answer["choices"] if choice["finish_reason"] == "stop"]
     assert ended
     for choice in answer["choices"]:
@@ -128,7 +128,7 @@ async def test_a_stop_string_ends_text_and_tokens_where_it_is_complete(waiting: 
 async def test_a_prompt_without_room_is_refused_as_by_our_own_engine(waiting: Engine) -> None:
     await waiting.sync(new_weights(waiting.started.folder, 9), (1, 9))
     async with httpx.AsyncClient(base_url=waiting.url) as client:
-        response = await client.post("/v1/completions", json={"prompt": [3] * 64})
+        response = await client.post("/v1/completions", json={"prompt": [3] * 256})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
@@ -138,4 +138,4 @@ def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
 
 
 def letters(token: int) -> str:
-    return ["<pad>", "<eos>", *TinyModelConfig().characters][token]
+    return ["<pad>", "<eos>", *CHARACTERS][token]

@@ -23,7 +23,7 @@ async def test_weights_that_do_not_fit_end_vllm_and_its_engine_and_the_host_begi
     bad.model.norm.weight = torch.nn.Parameter(torch.ones(3))
     await aborting.sync(good, (7, 1))
     family = processes(host)
-    assert len(family) >= 4  # the engine, vLLM's server, its core, a worker
+    assert len(family) >= 3  # the engine, vLLM's server, its core
     await host.pause()
     with pytest.raises(BaseExceptionGroup) as failed:
         await aborting.receive(bad, (7, 2))

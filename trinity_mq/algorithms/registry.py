@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from trinity_mq.algorithms.advantage import group_relative_advantages
+from trinity_mq.algorithms.distillation import distillation_advantages
 from trinity_mq.algorithms.losses import LossTerms, clipped_policy_loss
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.experience.access import E
@@ -32,10 +33,10 @@ class Algorithm:
     name: str
     advantage: AdvantageFunction
     where: Literal["operator", "trainer"]
-    """Who computes advantages: the trainer only if they need values, reference or teacher logprobs."""
+    """Who computes advantages: the trainer only if they need what a model of its own says of the tokens."""
     loss: LossFunction
     needs: frozenset[Literal["critic", "reference", "teacher"]]
-    """Models beside the policy."""
+    """Models beside the policy that the trainer holds."""
     schema: Literal["experience", "sft", "dpo"]
     """What a training example is."""
 
@@ -45,6 +46,14 @@ ALGORITHMS: dict[str, Algorithm] = {
         name="grpo",
         advantage=group_relative_advantages,
         where="operator",
+        loss=clipped_policy_loss,
+        needs=frozenset(),
+        schema="experience",
+    ),
+    "on_policy_distill": Algorithm(
+        name="on_policy_distill",
+        advantage=distillation_advantages,
+        where="operator",  # workflows bring the teacher's logprobs along
         loss=clipped_policy_loss,
         needs=frozenset(),
         schema="experience",

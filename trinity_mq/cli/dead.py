@@ -59,8 +59,9 @@ def replay(arguments: argparse.Namespace) -> int:
         print(line)
     if given:
         print(
-            "what the operators make of them goes to the ready stream, where `trinity-mq inspect` shows it; a trainer "
-            "that has skipped a batch by now does not go back to it"
+            "what the operators make of them goes to the ready stream, where `trinity-mq inspect` shows it. A trainer "
+            "that has passed a batch by now takes what is at most synchronizer.max_staleness train steps old along "
+            "with its next batch (sample/repaired_batches), and counts the rest (sample/dropped_stale_groups)"
         )
     else:
         rest = f"; {kept} other letters stay where they are, see `trinity-mq dead list`" if kept else ""
@@ -69,31 +70,42 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 async def _replay(run: str, broker: BrokerConfig, batches: set[str]) -> tuple[list[str], list[str], int]:
-    """Return what to say of batches that were given back and of those that could not be, and how many letters stay."""
+    async with connected(run, broker, "dead") as (bus, topology):
+        return await give_back_batches(bus, topology, batches)
+
+
+async def give_back_batches(bus: Bus, topology: Topology, batches: set[str]) -> tuple[list[str], list[str], int]:
+    """Publish manifests among the dead letters again, all or those of ``batches``.
+
+    Returns:
+        What to say of batches that were given back and of those that could not be, and how many letters stay.
+
+    Raises:
+        CommandError: The operators' queue does not exist.
+    """
     given: list[str] = []
     trouble: list[str] = []
     tickets: set[str] = set()
-    async with connected(run, broker, "dead") as (bus, topology):
-        total = kept = await bus.depth(topology.dead.name) or 0
-        async for letter in _each(bus, topology, total):
-            if letter.kind != BatchClosed.kind or (batches and str(letter.headers.get("batch")) not in batches):
-                continue
-            try:
-                manifest = decode(letter.body, BatchClosed, letter.content_type)
-                problem = await _problem(bus, topology, manifest)
-            except DecodeError as error:
-                problem = f"letter {letter.message_id}: does not decode: {error}"
-            if problem is not None:
-                trouble.append(problem)
-                continue
-            if manifest.ticket not in tickets:
-                again = envelope(manifest, message_id=f"closed-{manifest.ticket}-{uuid.uuid4().hex}")
-                if not await bus.publish(topology.exchange("batches"), "closed", again):
-                    raise CommandError(f"the queue {topology.closed.name} does not exist: start the run, and try again")
-                tickets.add(manifest.ticket)
-                given.append(f"batch {manifest.batch} is with the operators again (ticket {manifest.ticket})")
-            await letter.ack()
-            kept -= 1
+    total = kept = await bus.depth(topology.dead.name) or 0
+    async for letter in _each(bus, topology, total):
+        if letter.kind != BatchClosed.kind or (batches and str(letter.headers.get("batch")) not in batches):
+            continue
+        try:
+            manifest = decode(letter.body, BatchClosed, letter.content_type)
+            problem = await _problem(bus, topology, manifest)
+        except DecodeError as error:
+            problem = f"letter {letter.message_id}: does not decode: {error}"
+        if problem is not None:
+            trouble.append(problem)
+            continue
+        if manifest.ticket not in tickets:
+            again = envelope(manifest, message_id=f"closed-{manifest.ticket}-{uuid.uuid4().hex}")
+            if not await bus.publish(topology.exchange("batches"), "closed", again):
+                raise CommandError(f"the queue {topology.closed.name} does not exist: start the run, and try again")
+            tickets.add(manifest.ticket)
+            given.append(f"batch {manifest.batch} is with the operators again (ticket {manifest.ticket})")
+        await letter.ack()
+        kept -= 1
     return given, trouble, kept
 
 

@@ -157,7 +157,7 @@ class ReadyReader:
         if not (isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int)):
             self.seen.notes.append(f"offset {offset} holds a chunk without the headers ticket, op and n")
         elif self._is_wanted(batch):
-            if ticket not in self._decider.consumed:
+            if not self._decider.is_settled(ticket):
                 self._open.setdefault(ticket, str(batch))
             self._decider.chunk(ticket, op, n, Chunk(delivery.body, delivery.content_type), offset)
 
@@ -172,7 +172,9 @@ class ReadyReader:
             return False
         decision = self._decider.ready(ready, offset)
         if decision is None:
-            if ready.ticket not in self._decider.consumed:
+            if ready.ticket in self._decider.failed:
+                self._open.pop(ready.ticket, None)  # run again, it has failed again
+            elif ready.ticket not in self._decider.consumed:
                 self.seen.notes.append(
                     f"a set of batch {ready.batch} is not whole: some of its {ready.chunks} chunks lie before the "
                     "beginning of the stream"
@@ -180,7 +182,8 @@ class ReadyReader:
             return False
         self._decider.consume(decision)
         self._open.pop(ready.ticket, None)
-        self.seen.batches.append(str(ready.batch))
+        if str(ready.batch) not in self.seen.batches:
+            self.seen.batches.append(str(ready.batch))
         if ready.state != "ready":
             why = f": {ready.reason}" if ready.reason else ""
             self.seen.notes.append(f"batch {ready.batch} has no experiences, it is {ready.state}{why}")

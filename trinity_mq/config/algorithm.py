@@ -25,15 +25,19 @@ class OptimizerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Group-relative policy optimisation with a clipped loss."""
+    """Where advantages come from, and the clipped loss that all of them share."""
 
-    algorithm_type: Literal["grpo"] = "grpo"
+    algorithm_type: Literal["grpo", "on_policy_distill"] = "grpo"
+    """``grpo`` compares the rewards of a task's runs; ``on_policy_distill`` looks at no reward and follows, token by
+    token, the teacher that the workflow has asked."""
     repeat_times: int = Field(default=8, ge=1)
     """Runs of each task: the group size."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Groups with fewer finished runs are dropped. None: half of ``repeat_times``, at least 2."""
+    """grpo: groups with fewer finished runs are dropped. None: half of ``repeat_times``, at least 2."""
+    kl_coef: float = Field(default=1.0, gt=0)
+    """on_policy_distill: times teacher's minus student's logprob of a token, in nats, is its advantage."""
     std_level: Literal["group", "batch", "none"] = "group"
-    """What the centred reward is divided by: the standard deviation of its group, of the batch, or nothing."""
+    """grpo: what the centred reward is divided by: the standard deviation of its group, of the batch, or nothing."""
     std_epsilon: float = Field(default=1e-4, gt=0)
     clip_range_low: float = Field(default=0.2, gt=0, lt=1)
     clip_range_high: float = Field(default=0.28, gt=0)
@@ -55,6 +59,8 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _groups(self) -> AlgorithmConfig:
+        if self.algorithm_type != "grpo":
+            return self
         if self.repeat_times < 2:
             raise ValueError(
                 f"repeat_times is {self.repeat_times}; {self.algorithm_type} compares the runs of a task and needs at "

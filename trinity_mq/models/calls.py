@@ -14,6 +14,7 @@ from trinity_mq.models.responses import experiences_of, masked_experiences
 from trinity_mq.models.sse import EventReader, Gathered
 
 if TYPE_CHECKING:
+    from trinity_mq.models.inference import InferenceModel
     from trinity_mq.models.wrapper import ModelWrapper
 
 LOGPROBS_HEADERS = {"X-TMQ-Logprobs": "numbers"}
@@ -36,9 +37,14 @@ class Call:
         self.headers = wrapper.headers | ({} if wants_logprobs or not tokens else LOGPROBS_HEADERS)
 
     @property
+    def model(self) -> InferenceModel:
+        """Who is asked."""
+        return self._wrapper.model
+
+    @property
     def url(self) -> str:
         """Of the engine."""
-        return self._wrapper.model.url
+        return self.model.url
 
     @property
     def temperature(self) -> float:
@@ -137,9 +143,10 @@ class WholeAnswer:
         try:
             answer = json.loads(b"".join(self._pieces))
         except ValueError as error:
-            raise EngineLost(f"{self._call.url}: the answer is not JSON: {error}") from error
+            raise EngineLost(f"{self._call.url}: the answer is not JSON: {error}", self._call.model) from error
         if not isinstance(answer, dict):
-            raise EngineLost(f"{self._call.url}: the answer is a {type(answer).__name__}, wanted a JSON object")
+            kind = type(answer).__name__
+            raise EngineLost(f"{self._call.url}: the answer is a {kind}, wanted a JSON object", self._call.model)
         self._call.experiences({**self._named, **answer})
 
     def close(self) -> None:
@@ -169,7 +176,7 @@ class StreamedAnswer:
             chunks = self._reader.feed(piece)
         except ValueError as error:
             self.forget()
-            raise EngineLost(f"{self._call.url}: the stream cannot be read: {error}") from error
+            raise EngineLost(f"{self._call.url}: the stream cannot be read: {error}", self._call.model) from error
         for chunk in chunks:
             if not isinstance(chunk, dict):
                 continue

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from trinity_mq.messages import Version
 from trinity_mq.runtime.errors import FatalError
+
+if TYPE_CHECKING:
+    from trinity_mq.models.inference import InferenceModel
 
 
 class ModelError(FatalError):
@@ -25,6 +30,19 @@ class EngineNotReady(EngineError):
 
 class EngineLost(EngineError):
     """No answer: refused, reset, or too late. Another engine may serve."""
+
+    def __init__(self, message: str, engine: InferenceModel | None = None) -> None:
+        super().__init__(message)
+        self.engine = engine
+        """Which one did not answer, where that is known."""
+
+    def __str__(self) -> str:
+        """Return the message, with who was lost."""
+        said, engine = super().__str__(), self.engine
+        if engine is None:
+            return said
+        what = "rollout engine" if engine.role == "rollout" else f"engine of auxiliary model {engine.name!r}"
+        return f"{what} {engine.id} is lost: {said}"
 
 
 class EngineRefused(EngineError):

@@ -20,6 +20,7 @@ from trinity_mq.models.clients import engine_error, with_version
 from trinity_mq.models.errors import EngineLost, PromptTooLong
 
 if TYPE_CHECKING:
+    from trinity_mq.models.inference import InferenceModel
     from trinity_mq.models.wrapper import ModelWrapper
 
 API_KEY = "none"  # engines ask for none, the client insists on one
@@ -64,7 +65,7 @@ class RecordingClient(openai.DefaultHttpxClient):
         response: httpx2.Response = Retrying(**self._wrapper.not_ready_policy())(attempt)
         if (recording := _recording(response, call)) is not None:
             assert isinstance(response.stream, httpx2.SyncByteStream)
-            response.stream = RecordedStream(response.stream, recording, request.url)
+            response.stream = RecordedStream(response.stream, recording, request.url, self._wrapper.model)
         if not stream:
             try:
                 response.read()
@@ -77,7 +78,7 @@ class RecordingClient(openai.DefaultHttpxClient):
         try:
             return super().send(request, stream=stream, **options)
         except httpx2.TransportError as error:  # a timeout is one too
-            raise _lost(request.url, error) from error
+            raise _lost(request.url, error, self._wrapper.model) from error
 
 
 class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
@@ -103,7 +104,7 @@ class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
         response: httpx2.Response = await AsyncRetrying(**self._wrapper.not_ready_policy())(attempt)
         if (recording := _recording(response, call)) is not None:
             assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = AsyncRecordedStream(response.stream, recording, request.url)
+            response.stream = AsyncRecordedStream(response.stream, recording, request.url, self._wrapper.model)
         if not stream:
             try:
                 await response.aread()
@@ -116,14 +117,16 @@ class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
         try:
             return await super().send(request, stream=stream, **options)
         except httpx2.TransportError as error:  # a timeout is one too
-            raise _lost(request.url, error) from error
+            raise _lost(request.url, error, self._wrapper.model) from error
 
 
 class RecordedStream(httpx2.SyncByteStream):
     """An answer's bytes, which are recorded while they pass."""
 
-    def __init__(self, inner: httpx2.SyncByteStream, recording: Recording, url: httpx2.URL) -> None:
-        self._inner, self._recording, self._url = inner, recording, url
+    def __init__(
+        self, inner: httpx2.SyncByteStream, recording: Recording, url: httpx2.URL, model: InferenceModel
+    ) -> None:
+        self._inner, self._recording, self._url, self._model = inner, recording, url, model
 
     def __iter__(self) -> Iterator[bytes]:
         try:
@@ -132,7 +135,7 @@ class RecordedStream(httpx2.SyncByteStream):
                 yield piece
         except httpx2.TransportError as error:
             self._recording.forget()
-            raise _lost(self._url, error) from error
+            raise _lost(self._url, error, self._model) from error
         self._recording.end()
 
     def close(self) -> None:
@@ -145,8 +148,10 @@ class RecordedStream(httpx2.SyncByteStream):
 class AsyncRecordedStream(httpx2.AsyncByteStream):
     """:class:`RecordedStream` for an event loop."""
 
-    def __init__(self, inner: httpx2.AsyncByteStream, recording: Recording, url: httpx2.URL) -> None:
-        self._inner, self._recording, self._url = inner, recording, url
+    def __init__(
+        self, inner: httpx2.AsyncByteStream, recording: Recording, url: httpx2.URL, model: InferenceModel
+    ) -> None:
+        self._inner, self._recording, self._url, self._model = inner, recording, url, model
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
@@ -155,7 +160,7 @@ class AsyncRecordedStream(httpx2.AsyncByteStream):
                 yield piece
         except httpx2.TransportError as error:
             self._recording.forget()
-            raise _lost(self._url, error) from error
+            raise _lost(self._url, error, self._model) from error
         self._recording.end()
 
     async def aclose(self) -> None:
@@ -232,5 +237,5 @@ def _recording(response: httpx2.Response, call: Call) -> Recording | None:
     return call.streamed(named) if streams else call.whole(named)
 
 
-def _lost(url: httpx2.URL, error: Exception) -> EngineLost:
-    return EngineLost(f"{url}: {type(error).__name__}: {error}")
+def _lost(url: httpx2.URL, error: Exception, model: InferenceModel) -> EngineLost:
+    return EngineLost(f"{url}: {type(error).__name__}: {error}", model)

@@ -93,7 +93,9 @@ def _extend(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
     if piece.get("token_ids") is not None:
         choice["token_ids"] = [*(choice["token_ids"] or ()), *piece["token_ids"]]
     choice["token_logprobs"] += numbers(piece) or ()
-    choice["weight_versions"] += piece.get("weight_versions") or ()
+    for run in piece.get("weight_versions") or ():
+        # weights that changed before a token came replace those it began with
+        choice["weight_versions"] = [known for known in choice["weight_versions"] if known[0] < run[0]] + [run]
     if "text" in piece:
         choice["is_text"] = True
     delta = piece.get("delta") or {}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
 from trinity_mq.models.calls import Call
 from trinity_mq.models.clients import VERSION_HEADER, EngineClients
-from trinity_mq.models.errors import EngineNotReady, PromptTooLong
+from trinity_mq.models.errors import EngineLost, EngineNotReady, PromptTooLong
 from trinity_mq.models.history import History
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.merging import merge_turns as merged
@@ -300,12 +301,23 @@ class ModelWrapper:
     def _post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         retrying = Retrying(**self.not_ready_policy())
         url, sent = self.model.url + path, self._headers if headers is None else headers
-        return retrying(self._clients.post, url, body, sent, self.request_timeout)
+        with self._named():
+            return retrying(self._clients.post, url, body, sent, self.request_timeout)
 
     async def _post_async(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         retrying = AsyncRetrying(**self.not_ready_policy())
         url, sent = self.model.url + path, self._headers if headers is None else headers
-        return await retrying(self._clients.post_async, url, body, sent, self.request_timeout)
+        with self._named():
+            return await retrying(self._clients.post_async, url, body, sent, self.request_timeout)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Say in an EngineLost which engine it was."""
+        try:
+            yield
+        except EngineLost as error:
+            error.engine = self.model
+            raise
 
     def _score_body(self, tokens: Sequence[int], temperature: float | None) -> dict[str, Any]:
         return {"tokens": [int(token) for token in tokens], "temperature": self._heat(temperature)}

@@ -21,6 +21,7 @@ from trinity_mq.scheduling.seeds import stable_seed
 from trinity_mq.scheduling.tally import Tally
 from trinity_mq.telemetry import get_logger
 from trinity_mq.workflows import RunFailedError, Task, TaskError, Workflow, execute
+from trinity_mq.workflows.auxiliary import AuxiliaryError
 
 log = get_logger(__name__)
 
@@ -162,8 +163,8 @@ class Unit:
                 ) from None
             raise
         except Exception as error:
-            if isinstance(job.models, Engines) and isinstance(engine_trouble(error), EngineLost):
-                job.models.lost(engine)
+            if isinstance(job.models, Engines) and (lost := lost_engine(error, engine)) is not None:
+                job.models.lost(lost)
             raise
         self._instances.give_back(instance)
         return experiences, loop.time() - start
@@ -200,6 +201,20 @@ def engine_trouble(error: BaseException) -> BaseException | None:
             return cause
         if isinstance(cause, VersionMismatch) and cause.wanted is not None:
             return cause if cause.held is None or cause.held < cause.wanted else None
+        cause = cause.__cause__
+    return None
+
+
+def lost_engine(error: BaseException, asked: InferenceModel) -> InferenceModel | None:
+    """Return the engine that did not answer: the one that ``error`` or a cause of it names, else the rollout engine
+    ``asked``; None if that is not the reason.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, EngineLost):
+            return cause.engine or asked
+        if isinstance(cause, AuxiliaryError):
+            return cause.lost
         cause = cause.__cause__
     return None
 

@@ -39,7 +39,8 @@ class Tally:
         metrics = {"response_tokens:sum": float(tokens)}
         if last.reward is not None:
             metrics["reward"] = last.reward
-        metrics |= aggregate_runs([experience.metrics for experience in experiences])
+        if told := [experience.metrics for experience in experiences if experience.metrics]:
+            metrics |= aggregate_runs(told)
         metrics["time/run_execution"] = seconds
         self.keep(run, experiences, metrics)
 

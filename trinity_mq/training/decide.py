@@ -24,6 +24,8 @@ class Decision:
 
     ready: BatchReady
     chunks: tuple[Chunk, ...]
+    offset: int
+    """Of its BatchReady on the stream."""
 
     @property
     def batch(self) -> int:
@@ -41,12 +43,17 @@ class _Sets:
 
 class Decider:
     """Reads the ready stream in order. The first complete ``(ticket, op)``, by its BatchReady, decides its ticket;
-    other sets are freed.
+    other sets are freed. A ticket that was decided as failed is progress, and may still be repaired: the first complete
+    set that operators make of it afterwards (``trinity-mq dead replay``) is handed out once, beside a later batch.
     """
 
-    def __init__(self, consumed: Iterable[str] = (), next_offset: int = 0) -> None:
+    def __init__(self, consumed: Iterable[str] = (), next_offset: int = 0, failed: Iterable[str] = ()) -> None:
         self.consumed: set[str] = set(consumed)
-        """Tickets that were trained on or skipped."""
+        """Tickets that are done with: trained on, or skipped for good."""
+        self._failed: set[str] = set(failed)
+        """Tickets decided as failed and not repaired yet, or not consumed since."""
+        self._repaired: dict[str, tuple[int, Decision]] = {}
+        """First offset and set of failed tickets, in stream order."""
         self.next_offset = next_offset
         self.ended: int | None = None
         """Batches of the run, once known."""
@@ -57,7 +64,7 @@ class Decider:
     def chunk(self, ticket: str, op: str, n: int, chunk: Chunk, offset: int) -> None:
         """A chunk has come; repeats and chunks of decided tickets are nothing new."""
         self.next_offset = offset + 1
-        if ticket in self.consumed or ticket in self._held:
+        if self.is_settled(ticket):
             return
         sets = self._open.setdefault(ticket, _Sets(offset))
         sets.by_op.setdefault(op, {}).setdefault(n, chunk)
@@ -65,15 +72,24 @@ class Decider:
     def ready(self, message: BatchReady, offset: int) -> Decision | None:
         """A set is said to be complete; returns the decision if it is, and is the first."""
         self.next_offset = offset + 1
-        if message.ticket in self.consumed or message.ticket in self._held or not isinstance(message.batch, int):
+        if self.is_settled(message.ticket) or not isinstance(message.batch, int):
             return None
+        again = message.ticket in self._failed
+        if again and message.state not in {"ready", "empty"}:
+            self._open.pop(message.ticket, None)
+            return None  # it has failed once more
         sets = self._open.get(message.ticket) or _Sets(offset)
         chunks = sets.by_op.get(message.op, {})
         if any(n not in chunks for n in range(message.chunks)):
             return None  # its chunks lie before our offset: another set, or a repeat of this one, decides
         self._open.pop(message.ticket, None)
+        decision = Decision(message, tuple(chunks[n] for n in range(message.chunks)), offset)
+        if again:
+            self._repaired[message.ticket] = sets.first_offset, decision
+            return decision
         self._held[message.ticket] = sets.first_offset
-        decision = Decision(message, tuple(chunks[n] for n in range(message.chunks)))
+        if message.state == "failed":
+            self._failed.add(message.ticket)
         self._decided[decision.batch] = decision
         return decision
 
@@ -85,11 +101,41 @@ class Decider:
         """Return the decision of batch ``batch`` if it has been made."""
         return self._decided.get(batch)
 
+    def is_settled(self, ticket: str) -> bool:
+        """Whether nothing that may still come of ``ticket`` counts."""
+        if ticket in self._failed:
+            return ticket in self._repaired
+        return ticket in self.consumed or ticket in self._held
+
+    def repaired(self, before: Decision) -> list[Decision]:
+        """Return the sets of failed tickets that go along with batch ``before``: those on the stream before its own,
+        of batches before it. Only the stream's order has a part in this, so that a restart does the same.
+        """
+        found = (decision for _, decision in self._repaired.values())
+        return [decision for decision in found if decision.offset < before.offset and decision.batch < before.batch]
+
     def consume(self, decision: Decision) -> None:
-        """The batch was trained on or skipped."""
+        """The batch was trained on or skipped, or a repaired one along with it."""
+        ticket = decision.ready.ticket
+        if self._repaired.get(ticket, (0, None))[1] is decision:
+            del self._repaired[ticket]
+            self._failed.discard(ticket)
+            self.consumed.add(ticket)
+            return
         self._decided.pop(decision.batch, None)
-        self._held.pop(decision.ready.ticket, None)
-        self.consumed.add(decision.ready.ticket)
+        self._held.pop(ticket, None)
+        if ticket not in self._failed:
+            self.consumed.add(ticket)
+
+    @property
+    def failed(self) -> set[str]:
+        """Tickets consumed as failed, of which operators may still make a set that counts."""
+        return self._failed - self._held.keys()
+
+    @property
+    def unused(self) -> list[int]:
+        """Batches that were repaired, and that no later one has taken along."""
+        return [decision.batch for _, decision in self._repaired.values()]
 
     @property
     def waiting(self) -> list[str]:
@@ -98,7 +144,8 @@ class Decider:
 
     def resume_offset(self) -> int:
         """Return the lowest offset that a restart needs: the first chunk of undecided tickets and unconsumed batches,
-        else the next.
+        repaired ones among them, else the next.
         """
         firsts = [sets.first_offset for sets in self._open.values()]
+        firsts += [first for first, _ in self._repaired.values()]
         return min([*firsts, *self._held.values()], default=self.next_offset)

@@ -52,23 +52,25 @@ class History:
         op: str,
         outcome: StepOutcome,
         uids: Sequence[str],
+        repaired: bool = False,
     ) -> None:
         """Note a decided ticket, before any checkpoint that contains it is saved.
 
         Args:
-            progress: Closed batches consumed, this one included: rises by one with each line.
+            progress: Closed batches consumed, this one included: rises by one with each line, ``repaired`` ones aside.
             step: Train steps that changed the weights, this one included.
             batch: Its batch.
             ticket: The ticket.
             op: The processing that decided it.
             outcome: What became of it.
             uids: The experiences trained on.
+            repaired: It was recorded before, as failed, and went along with the batch of the line before.
 
         Raises:
             HistoryError: It cannot be written.
         """
         entry = {"progress": progress, "step": step, "batch": batch, "ticket": ticket, "op": op, "outcome": outcome}
-        self._append(entry | {"uids": list(uids)})
+        self._append(entry | {"uids": list(uids)} | ({"repaired": True} if repaired else {}))
 
     def _append(self, line: dict[str, Any]) -> None:
         try:
@@ -91,7 +93,8 @@ class History:
 
 
 def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]]:
-    """Return the entries that made the checkpoint of ``generation`` at ``progress``: progress 1, 2, ... in order.
+    """Return the entries that made the checkpoint of ``generation`` at ``progress``: progress 1, 2, ... in order, each
+    followed by the ``repaired`` ones that went along with it, if any.
 
     What a generation decided after the checkpoint from which the next one went on is not part of it.
 
@@ -106,8 +109,8 @@ def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]
         origin = header.get("resumed_from")
         start = origin["progress"] if origin else 0
         found = [entry for entry in entries if start < entry["progress"] <= end]
-        if [entry["progress"] for entry in found] != list(range(start + 1, end + 1)):
-            has = [entry["progress"] for entry in found]
+        has = [entry["progress"] for entry in found if not entry.get("repaired")]
+        if has != list(range(start + 1, end + 1)):
             raise HistoryError(f"{path} should hold progress {start + 1} to {end}, each once, in order; it has {has}")
         result = found + result
         if not origin:

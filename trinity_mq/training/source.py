@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import structlog
 
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
 from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.messages import BatchReady, Mark, RunEnd
+from trinity_mq.messages.batches import StepOutcome
 from trinity_mq.runtime.blobs import BlobStore, StoreUnavailable, patiently
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.mail import EXPERIENCES, REFERENCE, envelope, opened, park
@@ -33,11 +34,20 @@ class TrainBatch:
     batch: int
     ticket: str
     op: str
-    state: str
-    """ready, empty, failed, gone."""
+    state: StepOutcome | Literal["ready"]
+    """ready, empty, failed or gone; once the trainer has decided about it, its outcome."""
     experiences: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
+    repaired: list[TrainBatch] = field(default_factory=list)
+    """Earlier batches that were progress as failed, and that operators could process since: to be trained on with this
+    one, so that a step more does not make other batches older."""
+
+    @property
+    def outcome(self) -> StepOutcome:
+        """What became of it, once that is decided."""
+        assert self.state != "ready", "the trainer has not decided about it"
+        return self.state
 
 
 class Source(Protocol):
@@ -75,6 +85,11 @@ class StreamSource:
         """Tickets that are here and not consumed."""
         return self._decider.waiting
 
+    @property
+    def unused(self) -> list[int]:
+        """Batches repaired so late that none came after them to be trained with."""
+        return self._decider.unused
+
     def available(self) -> bool:
         """The next batch is here, and we know that the stream is ours."""
         return self._marked and self._decider.peek(self._consumed_batches + 1) is not None
@@ -88,6 +103,11 @@ class StreamSource:
         await self.changed.until(self.available)
         decision = self._decider.peek(self._consumed_batches + 1)
         assert decision is not None
+        batch = await self._read(decision)
+        batch.repaired = [await self._read(one) for one in self._decider.repaired(decision)]
+        return batch
+
+    async def _read(self, decision: Decision) -> TrainBatch:
         ready = decision.ready
         batch = TrainBatch(
             decision.batch, ready.ticket, ready.op, ready.state, metrics=dict(ready.metrics), reason=ready.reason
@@ -104,16 +124,18 @@ class StreamSource:
         return batch
 
     def consumed(self) -> None:
-        """The batch that :meth:`next` returned last is done with."""
+        """The batch that :meth:`next` returned last is done with, and so are the repaired ones in it."""
         self._consumed_batches += 1
         decision = self._decider.peek(self._consumed_batches)
         assert decision is not None
-        self._decider.consume(decision)
+        for one in (*self._decider.repaired(decision), decision):
+            self._decider.consume(one)
 
     def state(self) -> dict[str, Any]:
         """Return consumed tickets and the offset to read on from."""
         return {
             "consumed": sorted(self._decider.consumed),
+            "failed": sorted(self._decider.failed),
             "batches": self._consumed_batches,
             "offset": self._decider.resume_offset(),
             "ended": self._decider.ended,
@@ -121,7 +143,7 @@ class StreamSource:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken."""
-        self._decider = Decider(state["consumed"], state["offset"])
+        self._decider = Decider(state["consumed"], state["offset"], state.get("failed", ()))
         self._decider.ended = state.get("ended")
         self._consumed_batches = state["batches"]
 

@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from trinity_mq.models.errors import EngineNotReady
+from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.workflows.task import TaskError
 from trinity_mq.workflows.workflow import Workflow
 
 if TYPE_CHECKING:
-    from trinity_mq.models import ModelWrapper
+    from trinity_mq.models import InferenceModel, ModelWrapper
 
 
 class AuxiliaryError(RuntimeError):
     """An auxiliary model cannot be asked, or what it answered cannot be used; the run has failed and may be retried."""
+
+    lost: InferenceModel | None = None
+    """Its engine, if that did not answer at all: the next attempt is to ask another one, if there is one."""
 
 
 Which = Annotated[int, Field(ge=0)] | Annotated[str, Field(min_length=1)]
@@ -60,6 +63,8 @@ def asking(model: ModelWrapper, purpose: str) -> Iterator[None]:
         raise
     except Exception as error:  # of the engine, of the client, or of whatever chokes on a strange server's answer
         # without a cause: the chain of causes is searched for signs that the rollout engine is lost
-        raise AuxiliaryError(
+        failed = AuxiliaryError(
             f"the {purpose} {model.model_name!r} at {model.model.url} cannot be asked: {type(error).__name__}: {error}"
-        ) from None
+        )
+        failed.lost = model.model if isinstance(error, EngineLost) else None
+        raise failed from None

@@ -129,6 +129,25 @@ def test_only_what_is_wanted(wanted: dict[str, str], runs: list[Any]) -> None:
     play(act)
 
 
+def test_a_failed_batch_that_was_run_again_is_seen() -> None:
+    async def act(stream: Stream) -> None:
+        await stream.ready(1, 0, state="failed", reason="its operator failed")
+        await stream.whole(2)
+        await stream.chunk(1, made(1), op="half")
+        assert (await stream.look()).under_way == ["1"]
+        await stream.ready(1, 0, op="y", state="failed", reason="once more")
+        assert (await stream.look()).under_way == []
+        await stream.chunk(1, made(1, run=1), op="again")
+        await stream.ready(1, op="again")
+        await stream.chunk(1, made(1, run=2), op="third")
+        await stream.ready(1, op="third")
+        seen = await stream.look()
+        assert stream.runs == [(2, 0, 0, 0), (1, 0, 1, 0)], "once, as a trainer sees it"
+        assert (seen.batches, seen.under_way, len(seen.notes)) == (["1", "2"], [], 1)
+
+    play(act)
+
+
 def test_enough_is_enough() -> None:
     async def act(stream: Stream) -> None:
         for batch in range(5):

@@ -86,6 +86,7 @@ def test_the_server_says_processed_logprobs_and_has_no_tokenizer() -> None:
     assert options["--generation-config"] == "vllm"  # the model's own defaults would truncate
     assert options["--max-model-len"] == "65"
     assert {"--skip-tokenizer-init", "--enforce-eager", "--seed=3"} <= set(command)
+    assert options["--distributed-executor-backend"].endswith("UniProcExecutor")  # one process less
     assert "--kv-cache-memory-bytes" in command
     assert "--gpu-memory-utilization" not in command
 

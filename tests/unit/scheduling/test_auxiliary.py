@@ -12,11 +12,13 @@ from trinity_mq.config import load_config
 from trinity_mq.messages import Beat, TaskBody, TaskSlice
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost
+from trinity_mq.scheduling.attempts import lost_engine
 from trinity_mq.scheduling.engine_choice import SHUNNED, STALE, Answering, auxiliary_models
 from trinity_mq.scheduling.isolated import IsolatedPool
 from trinity_mq.scheduling.turns import Turns
 from trinity_mq.scheduling.workflow_runner import WorkflowRunner
 from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.workflows.auxiliary import AuxiliaryError
 
 WORKFLOW = """
 from trinity_mq.workflows import Workflow
@@ -56,6 +58,36 @@ def a_slice(workflow, **task):
     times = {"max_timeout": 20.0, "slice_timeout": 40.0, "max_retry_times": 0}
     pinned = (9, 9) if lane == "eval" else None
     return TaskSlice(batch=1, ticket="t", task_id=0, task=body, lane=lane, pinned=pinned, **times)
+
+
+ASKING = """
+from trinity_mq.workflows import Workflow
+from trinity_mq.workflows.auxiliary import asking
+
+class Judged(Workflow):
+    is_async = True
+    async def run_async(self):
+        ask = [{"role": "user", "content": "q"}]
+        experiences = await self.model.chat_async(ask)
+        (judge, *_) = self.auxiliary_model_wrappers
+        with asking(judge, "judge"):
+            await judge.chat_async(ask)
+        experiences[0].reward = 1.0
+        return experiences
+"""
+BY_OPENAI = """
+from trinity_mq.workflows import Workflow
+
+class Judged(Workflow):
+    is_async = True
+    async def run_async(self):
+        ask = [{"role": "user", "content": "q"}]
+        experiences = await self.model.chat_async(ask)
+        (judge, *_) = self.auxiliary_model_wrappers
+        await judge.get_openai_async_client().chat.completions.create(messages=ask)
+        experiences[0].reward = 1.0
+        return experiences
+"""
 
 
 class Alive:
@@ -141,6 +173,84 @@ async def test_an_evaluation_is_answered_by_the_model_it_names(workflow, before)
         await turns.take(Held(a_slice(workflow, rollout_args={"model": "judge"})))
         assert len(policy.requests) == 1
         await turns.close()
+
+
+class Moving(Alive):
+    """Another engine takes over from the one that was lost."""
+
+    def __init__(self, policy, then, **models):
+        super().__init__(policy, **models)
+        self.then = then
+
+    def lost(self, engine):
+        super().lost(engine)
+        self.models[engine.name] = self.then
+
+
+@pytest.mark.parametrize(
+    ("kind", "retries", "before"), [(WORKFLOW, 0, 0), (BY_OPENAI, 0, 0), (ASKING, 1, 0), (WORKFLOW, 0, 1)]
+)
+async def test_a_judge_that_is_lost_is_named_and_left_out_and_the_rollout_engine_is_not(
+    tmp_path, workflow, kind, retries, before
+):
+    (tmp_path / "judged_workflow.py").write_text(kind)
+    dead = InferenceModel("dead-judge", "http://127.0.0.1:9", "judge", role="auxiliary")
+    async with scripted_engine() as policy, scripted_engine("j") as other:
+        models = Moving(policy.model, judge(other, "judge"), judge=dead, critic=judge(other, "critic"))
+        pool = IsolatedPool(1)
+        turns = Turns(
+            config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, go_on_without=lambda work: None
+        )
+        piece = a_slice(workflow).model_copy(update={"max_retry_times": retries})
+        outcome = await turns.take(Held(piece, before))
+        await turns.close()
+    assert outcome.runs == [0], outcome.message
+    assert models.gone == ["dead-judge"]
+    assert len(policy.requests) == 2, "the answers are made anew"
+
+
+@pytest.mark.parametrize("kind", [WORKFLOW, BY_OPENAI])
+async def test_the_error_says_who_was_lost(tmp_path, workflow, kind):
+    (tmp_path / "judged_workflow.py").write_text(kind)
+    dead = InferenceModel("dead-judge", "http://127.0.0.1:9", "judge", role="auxiliary")
+    async with scripted_engine() as policy:
+        models = Alive(policy.model, judge=dead, critic=dead)
+        runner = WorkflowRunner(config(), None)
+        piece = a_slice(workflow).model_copy(update={"slice_timeout": 1.5, "max_timeout": 1.5})
+        outcome = await runner.run_slice(piece, models)
+        await runner.close()
+    assert outcome.runs == []
+    assert "engine of auxiliary model 'judge' dead-judge is lost: http://127.0.0.1:9" in outcome.message
+    assert set(models.gone) == {"dead-judge"}
+
+
+async def test_a_rollout_engine_that_is_lost_is_named_and_left_out(workflow):
+    policy = InferenceModel("policy-7", "http://127.0.0.1:9", "m")
+    async with scripted_engine("j") as other:
+        models = Alive(policy, judge=judge(other, "judge"), critic=judge(other, "critic"))
+        runner = WorkflowRunner(config(), None)
+        piece = a_slice(workflow).model_copy(update={"slice_timeout": 1.0, "max_timeout": 1.0})
+        outcome = await runner.run_slice(piece, models)
+        await runner.close()
+    assert "rollout engine policy-7 is lost: http://127.0.0.1:9" in outcome.message
+    assert set(models.gone) == {"policy-7"}
+
+
+def test_whose_loss_an_error_speaks_of():
+    asked, other = InferenceModel("p", "u", "m"), InferenceModel("j", "v", "judge", role="auxiliary")
+
+    def caused(cause):
+        error = RuntimeError("a workflow's own")
+        error.__cause__ = cause
+        return error
+
+    judged = AuxiliaryError("the judge cannot be asked")
+    assert lost_engine(caused(EngineLost("gone")), asked) is asked, "nobody else is named"
+    assert lost_engine(caused(EngineLost("gone", other)), asked) is other
+    assert lost_engine(judged, asked) is None, "it answered, and was of no use"
+    judged.lost = other
+    assert lost_engine(judged, asked) is other
+    assert lost_engine(caused(None), asked) is None
 
 
 def test_one_asked_in_place_of_the_policy_is_told_apart_when_it_is_lost():

@@ -109,3 +109,26 @@ def test_a_generation_has_one_history(tmp_path: Path) -> None:
     with pytest.raises(HistoryError, match="new generation"):
         History(tmp_path, 1, None)
     assert len(lineage(tmp_path, 1, 1)) == 1
+
+
+def test_a_repaired_batch_is_another_line_of_the_same_progress(tmp_path: Path) -> None:
+    def line(history: History, progress: int, batch: int, repaired: bool = False) -> None:
+        history.record(
+            progress=progress,
+            step=progress,
+            batch=batch,
+            ticket=f"t{batch}",
+            op="o",
+            outcome="trained",
+            uids=[],
+            repaired=repaired,
+        )
+
+    with History(tmp_path, 1, None) as history:
+        line(history, 1, 1)
+        line(history, 2, 2)
+        line(history, 2, 1, repaired=True)
+        line(history, 3, 3)
+    found = [(entry["progress"], entry["batch"], "repaired" in entry) for entry in lineage(tmp_path, 1, 3)]
+    assert found == [(1, 1, False), (2, 2, False), (2, 1, True), (3, 3, False)]
+    assert len(lineage(tmp_path, 1, 1)) == 1

@@ -127,11 +127,72 @@ def test_the_state_names_the_first_offset_that_a_restart_needs_and_leads_there()
         return stream.source.state()
 
     state = play(act, first)
-    assert state == {"consumed": ["t1"], "batches": 1, "offset": 3, "ended": 3}
+    assert state == {"consumed": ["t1"], "failed": [], "batches": 1, "offset": 3, "ended": 3}
     again = StreamSource(first.bus, first.topology, "trainer-0")
     again.restore(state)
     assert again.ended == 3
     assert again._decider.next_offset == 3
+
+
+async def repaired_after_two(stream: Stream) -> None:
+    """Batch 1 failed, 2 came, 1 was repaired, 3 came."""
+    await stream.source.changed.wait()  # our own mark, offset 0
+    await stream.ready(1, "t1", "o", 0, state="failed")  # 1
+    await stream.whole(2)  # 2, 3
+    await stream.chunk("t1", "again", 0)  # 4
+    await stream.ready(1, "t1", "again", 1)  # 5
+    await stream.whole(3)  # 6, 7
+
+
+async def take(source: StreamSource, until: int) -> list[tuple[int, str, list[int]]]:
+    taken = []
+    while not taken or taken[-1][0] < until:
+        batch = await source.next()
+        assert all(len(one.experiences) == 1 and one.state == "ready" for one in batch.repaired)
+        taken.append((batch.batch, batch.state, [one.batch for one in batch.repaired]))
+        source.consumed()
+    return taken
+
+
+def test_a_repaired_batch_goes_along_with_the_first_one_behind_it_on_the_stream() -> None:
+    async def act(stream: Stream) -> None:
+        await repaired_after_two(stream)
+        await stream.whole(4)
+        assert await take(stream.source, 4) == [
+            (1, "failed", []),
+            (2, "ready", []),
+            (3, "ready", [1]),
+            (4, "ready", []),
+        ]
+        assert stream.source.state()["failed"] == []
+        assert "t1" in stream.source.state()["consumed"]
+
+    play(act)
+
+
+@pytest.mark.parametrize("saved_at", [1, 2, 3])
+def test_a_restart_from_any_state_gives_a_repaired_batch_along_with_the_same_one(saved_at: int) -> None:
+    first = Stream()
+
+    async def act(stream: Stream) -> tuple[dict[str, Any], Any]:
+        await repaired_after_two(stream)
+        await take(stream.source, saved_at)
+        return stream.source.state(), await take(stream.source, 3) if saved_at < 3 else []
+
+    state, rest = play(act, first)
+    assert state["failed"] == (["t1"] if saved_at < 3 else [])
+
+    async def again(stream: Stream) -> None:
+        stream.source = StreamSource(stream.bus, stream.topology, "trainer-0")
+        stream.source.restore(state)
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(stream.source.run())
+            assert (await take(stream.source, 3) if saved_at < 3 else []) == rest
+            await stream.whole(4)
+            assert await take(stream.source, 4) == [(4, "ready", [])]
+            reading.cancel()
+
+    play(again, first)
 
 
 def test_bytes_read_are_counted() -> None:

@@ -36,13 +36,10 @@ def make_generator(folder, *, characters=PRINTABLE, seed=0, max_model_len=4096):
 
 
 @asynccontextmanager
-async def tiny_engine(generator, name="tiny"):
-    """Serve ``generator`` on loopback; yields the handle."""
-    server = EngineServer(
-        generator,
-        ServerSettings(engine_id=name, model_name=name, model_path=f"/{name}", token="t", max_response_tokens=16),
-        None,
-    )
+async def tiny_engine(generator, name="tiny", lease=60.0):
+    """Serve ``generator`` on loopback for ``lease`` seconds at most; yields the handle."""
+    names = {"engine_id": name, "model_name": name, "model_path": f"/{name}"}
+    server = EngineServer(generator, ServerSettings(**names, token="t", max_response_tokens=16, lease=lease), None)
     ready = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(server.run(lambda url: ready.set()))

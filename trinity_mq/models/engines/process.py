@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import secrets
@@ -26,6 +27,14 @@ EXIT_SECONDS = 10.0
 
 _left_alone: list[subprocess.Popen[bytes]] = []
 """Processes that live on without us, kept so that their handles do not complain about it."""
+
+
+@atexit.register
+def _let_go() -> None:
+    """Forget at our end those that live on: Popen takes them for forgotten children, and would say so."""
+    for child in _left_alone:
+        if child.poll() is None:
+            child.returncode = 0
 
 
 class EngineProcess:

@@ -63,6 +63,8 @@ class Token:
     logprob: float
     finish_reason: FinishReason | None
     """Set on the last token of a completion."""
+    version: tuple[int, int] | None = None
+    """Set on the first token that other weights sampled than those the request began with, or the token before."""
 
 
 class Watch(Protocol):

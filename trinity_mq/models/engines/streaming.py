@@ -71,7 +71,7 @@ class Chunks:
             choice = self._choice(index, {"role": "assistant", "content": ""} if self._chat else "")
             prompt = {}
             if self._body.return_token_ids:
-                # no weights change within a round
+                # where these change on the way, a later chunk says from which token on
                 choice |= {"token_ids": [], "token_logprobs": [], "weight_versions": [[0, *version]]}
                 prompt = {"prompt_token_ids": list(self._request.prompt), "prompt_text": self._prompt_text}
                 if not self._chat:
@@ -96,6 +96,8 @@ class Chunks:
         state, request = self._choices[index], self._request
         written: dict[str, Any] = {}
         ids, logprobs = [token.token_id for token in news], [token.logprob for token in news]
+        places = enumerate(news, len(state.token_ids))
+        changed = [[place, *token.version] for place, token in places if token.version is not None]
         state.token_ids += ids
         ended = news[-1].finish_reason
         delta: Any
@@ -118,6 +120,7 @@ class Chunks:
             state.characters += sum(map(len, choice["logprobs"]["tokens"]))
         if self._body.return_token_ids:
             choice |= {"token_ids": ids, "token_logprobs": logprobs, **written}
+            choice |= {"weight_versions": changed} if changed else {}
         return choice
 
     def _choice(self, index: int, delta: Any, finish_reason: str | None = None) -> dict[str, Any]:

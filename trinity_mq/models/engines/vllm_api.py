@@ -30,6 +30,10 @@ PLUGIN = "trinity_mq"
 LEASH = "TRINITY_MQ_VLLM_LEASH"
 """Set for our children: each process of vLLM ends with the one that started it."""
 CPU_KV_CACHE = 256 * 1024**2
+CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The model in the process of vLLM's core, as on one GPU, not in one more. By its path, since ``uni`` is overruled on a
+CPU for the sake of binding threads to cores, which we leave alone.
+"""
 SCORED_AT_ONCE = 1 << 22
 """Logprobs of a prompt that are read where the temperature is not 1: the whole vocabulary at every token."""
 
@@ -95,6 +99,8 @@ def server_command(
         options["kv-cache-memory-bytes"] = cache
     else:
         options["gpu-memory-utilization"] = settings.gpu_memory_utilization
+    if cpu:
+        options["distributed-executor-backend"] = CPU_EXECUTOR
     flags = ["enable-scale-out", "skip-tokenizer-init", "disable-uvicorn-access-log"]
     flags += ["enforce-eager"] if settings.enforce_eager else []
     flags += ["trust-remote-code"] if model.trust_remote_code else []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,15 +16,16 @@ import structlog
 
 from trinity_mq.messages import Version
 from trinity_mq.models.engines import vllm_api as api
-from trinity_mq.models.engines.api_errors import bad_request, not_current, stopping
+from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current, stopping
 from trinity_mq.models.engines.feeds import Feed
-from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest, Token
+from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.rounds import HOLD_SECONDS, Counters
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.stopping import cut, without_end
 from trinity_mq.models.engines.text import TextCodec
-from trinity_mq.models.engines.vllm_choices import Choices
+from trinity_mq.models.engines.vllm_choices import Choices, as_tokens
 from trinity_mq.models.engines.vllm_client import PauseMode, VllmClient
+from trinity_mq.models.engines.vllm_tasks import together, unless
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +36,8 @@ class Flow:
     """All requests of one engine. What ``pause_mode`` means for those under way when weights come:
 
     ``wait``: they end first. ``keep``: they go on with the new weights, and their tokens say which weights each is of.
-    ``abort``: they begin anew with the new weights.
+    ``abort``: they begin anew with the new weights. What was streamed stays: with both a stream is cut off before new
+    weights come and asked for anew from where it is, so that it is known which weights each token is of.
     """
 
     def __init__(
@@ -58,6 +60,10 @@ class Flow:
         self._busy_since = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._streams = 0
+        self._streamless = asyncio.Event()
+        self._streamless.set()
+        self._weights_come = asyncio.Event()
         self._closed = asyncio.Event()
 
     @property
@@ -73,11 +79,11 @@ class Flow:
         Raises:
             ApiError: The engine cannot serve this now, or vLLM failed.
         """
-        return await _together([self._generated(request, pin) for request in requests])
+        return await together([self._generated(request, pin) for request in requests])
 
     async def score(self, requests: Sequence[ScoreRequest], pin: Version | None) -> list[tuple[list[float], Version]]:
         """Return the logprobs of each request, with the version they are of; errors as :meth:`generate`."""
-        return await _together([self._scored(request, pin) for request in requests])
+        return await together([self._scored(request, pin) for request in requests])
 
     @contextlib.asynccontextmanager
     async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[Feed]:
@@ -103,6 +109,12 @@ class Flow:
 
     async def idle(self) -> None:
         """Return when weights may be received: see the class for what happens to requests under way."""
+        if self._mode != "wait":
+            self._weights_come.set()
+            try:
+                await self._streamless.wait()
+            finally:
+                self._weights_come.clear()
         if self._mode == "keep":
             return
         if self._mode == "abort" and self._under_way:
@@ -137,7 +149,8 @@ class Flow:
         self._waiting += sequences
         try:
             async with asyncio.timeout(self._hold):
-                await self._state.running.wait()
+                while not self._state.running.is_set():  # once more where the next pause has come meanwhile
+                    await self._state.running.wait()
         except TimeoutError:
             raise not_current(
                 f"the engine has been paused for {self._hold:g} s; ask again, or use another engine"
@@ -171,12 +184,19 @@ class Flow:
         while True:
             async with self._admitted(request.n, pin) as version:
                 choices = await self._asked(request, version)
-            if not any(choice.aborted for choice in choices):
+            if any(choice.aborted for choice in choices):
+                continue
+            versions = [choice.versions or ((0, *version),) for choice in choices]
+            by = {(span[1], span[2]) for spans in versions for span in spans}
+            await self._committed(max(by))
+            if pin is not None and by != {pin}:  # it was kept running while the weights it wants went
+                raise self._state.problem(pin) or not_current("the weights that this is pinned to have gone")
+            if request.top_p == 1:
                 break
-        versions = [choice.versions or ((0, *version),) for choice in choices]
-        await self._committed(max((span[1], span[2]) for spans in versions for span in spans))
-        if request.top_p < 1:
-            choices = [await self._untruncated(request, choice, pin) for choice in choices]
+            scored = [await self._untruncated(request, choice, pin) for choice in choices]
+            if by == {scorer for _, scorer in scored}:
+                choices = [choice for choice, _ in scored]
+                break  # else weights have come in between: these logprobs are not those of whoever sampled
         self.counters.tokens += sum(len(choice.token_ids) for choice in choices)
         completions = [
             self._completion(request, choice, spans) for choice, spans in zip(choices, versions, strict=True)
@@ -187,21 +207,24 @@ class Flow:
         if request.temperature == 0 and request.n > 1:  # vLLM refuses what would be the same n times
             return await self._asked(replace(request, n=1), version) * request.n
         if request.stop:
-            return await self._followed(request, version, None)
+            choices = Choices(request, self._codec.decode, None)
+            await self._followed(request, version, choices)
+            return choices.result()
         answer = await self._client.post(api.GENERATE, api.generate_body(request, api.label(version)))
         return api.read_choices(answer)
 
-    async def _followed(self, request: GenerationRequest, version: Version, feed: Feed | None) -> list[api.Choice]:
+    async def _followed(
+        self, request: GenerationRequest, version: Version, choices: Choices, only: int | None = None
+    ) -> None:
         """Read an answer as it is sampled; stop strings are looked for here, since vLLM has no tokenizer."""
-        choices = Choices(request, self._codec.decode, feed)
         body = api.generate_body(request, api.label(version), stream=True)
+        # which weights made which tokens is said at the very end only
+        to_the_end = self._mode == "keep" and not choices.streamed
         async with contextlib.aclosing(self._client.events(api.GENERATE, body)) as events:
             async for event in events:
-                choices.take(event)
-                # which weights made which tokens is said at the very end only
-                if choices.all_ended and self._mode != "keep":
+                choices.take(event, only)
+                if choices.ended(only) and not to_the_end:
                     break
-        return choices.result()
 
     async def _feed(
         self, request: GenerationRequest, pin: Version | None, feed: Feed, answer: asyncio.Future[Any]
@@ -211,7 +234,7 @@ class Flow:
             if request.top_p < 1 or (request.temperature == 0 and request.n > 1):
                 completions, version = await self._generated(request, pin)
                 feed.put(version)
-                feed.put(_as_tokens(completions))
+                feed.put(as_tokens(completions, version))
             else:
                 await self._fed(request, pin, feed)
             if not answer.done():
@@ -221,14 +244,30 @@ class Flow:
                 answer.set_exception(error)
 
     async def _fed(self, request: GenerationRequest, pin: Version | None, feed: Feed) -> None:
-        async with self._admitted(request.n, pin) as version:
-            feed.put(version)
-            choices = await self._followed(request, version, feed)
-        if any(choice.aborted for choice in choices):
-            raise not_current("new weights have come while this was streamed; ask again")
-        if any(span[1:] != version for choice in choices for span in choice.versions):
-            raise not_current("weights changed while this was streamed, under its version's name; ask again")
-        self.counters.tokens += sum(len(choice.token_ids) for choice in choices)
+        choices = Choices(request, self._codec.decode, feed)
+        while not choices.all_ended:
+            parts = choices.rest()
+            async with self._admitted(sum(part.n for _, part in parts), pin) as version, self._streaming():
+                choices.begin(version)
+                work = together([self._followed(part, version, choices, only) for only, part in parts])
+                cut_off = await unless(self._weights_come, work)
+            if choices.strayed:
+                raise not_current("weights changed while this was streamed, under its version's name; ask again")
+            if choices.aborted or not (cut_off or choices.all_ended):
+                raise ApiError(500, "vLLM did not end what it began to stream; ask again", code="generation_failed")
+        self.counters.tokens += choices.tokens
+
+    @contextlib.asynccontextmanager
+    async def _streaming(self) -> AsyncIterator[None]:
+        """Have the block known as a stream, which :meth:`idle` waits for."""
+        self._streams += 1
+        self._streamless.clear()
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            if not self._streams:
+                self._streamless.set()
 
     async def _committed(self, newest: Version) -> None:
         """Return when the newest version that sampled an answer is committed, or raise if it never will be."""
@@ -238,11 +277,13 @@ class Flow:
         if self._state.version is None or self._state.version < newest:
             raise not_current("the weights that sampled this were not committed; ask again, or use another engine")
 
-    async def _untruncated(self, request: GenerationRequest, choice: api.Choice, pin: Version | None) -> api.Choice:
-        """Return the choice with the logprobs before truncation: vLLM gives those after it."""
+    async def _untruncated(
+        self, request: GenerationRequest, choice: api.Choice, pin: Version | None
+    ) -> tuple[api.Choice, Version]:
+        """Return the choice with the logprobs before truncation, and whose they are: vLLM gives those after it."""
         whole = ScoreRequest([*request.prompt, *choice.token_ids], request.temperature or 1.0)
-        scores, _ = await self._scored(whole, pin)
-        return replace(choice, logprobs=scores[len(request.prompt) - 1 :])
+        scores, version = await self._scored(whole, pin)
+        return replace(choice, logprobs=scores[len(request.prompt) - 1 :]), version
 
     async def _scored(self, request: ScoreRequest, pin: Version | None) -> tuple[list[float], Version]:
         heat = request.temperature or 1.0
@@ -254,14 +295,13 @@ class Flow:
                 "temperature",
                 "unsupported_option",
             )
-        async with self._admitted(1, pin) as version:
-            body = api.score_body(request.token_ids, heat, api.label(version))
-            answer = await self._client.post(api.GENERATE, body)
-        scores = api.read_scores(answer, request.token_ids, heat)
-        sampled = api.read_choices(answer)[0].versions
-        newest = max(((span[1], span[2]) for span in sampled), default=version)
-        await self._committed(newest)
-        return scores, newest
+        while True:
+            async with self._admitted(1, pin) as version:
+                body = api.score_body(request.token_ids, heat, api.label(version))
+                answer = await self._client.post(api.GENERATE, body)
+            [sampled] = api.read_choices(answer)
+            if not sampled.aborted and all(span[1:] == version for span in sampled.versions):
+                return api.read_scores(answer, request.token_ids, heat), version
 
     def _completion(
         self, request: GenerationRequest, choice: api.Choice, versions: tuple[tuple[int, int, int], ...]
@@ -274,21 +314,3 @@ class Flow:
             "stop" if choice.stopped else "length",
             versions,
         )
-
-
-def _as_tokens(completions: Sequence[Completion]) -> list[Token]:
-    return [
-        Token(0, number, token, logprob, completion.finish_reason if place == len(completion.token_ids) else None)
-        for number, completion in enumerate(completions)
-        for place, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True), 1)
-    ]
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return what each returns, in order; the first failure ends the others and is raised by itself."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -14,7 +14,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.models.merging import merge_turns
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.step_wise import AsyncRewardPropagationWorkflow, RewardPropagationWorkflow
+from trinity_mq.workflows.step_wise import AsyncRewardPropagationWorkflow, RecordedWorkflow, RewardPropagationWorkflow
 from trinity_mq.workflows.task import Task
 from trinity_mq.workflows.threads import in_thread
 
@@ -120,16 +120,8 @@ def game_seed(task: Task, arguments: GameArguments) -> int:
     return arguments.seed if arguments.seed is not None else position if isinstance(position, int) else 0
 
 
-def _joined(experiences: list[Experience], arguments: GameArguments) -> list[Experience]:
-    return merge_turns(experiences) if arguments.memory and arguments.merge_turns else experiences
-
-
-class GameWorkflow(RewardPropagationWorkflow):
-    """A game, played once in each run. Write :meth:`make_game`, and say in ``arguments_kind`` what it takes.
-
-    Each step is one request, whose recorded tokens are what is trained on. The reward is 1 for a game that was won,
-    else ``partial_credit`` times its progress.
-    """
+class _Playing(RecordedWorkflow):
+    """What the two workflows share."""
 
     arguments_kind: ClassVar[type[GameArguments]] = GameArguments
 
@@ -152,14 +144,28 @@ class GameWorkflow(RewardPropagationWorkflow):
         """Most answers of a run."""
         return self.arguments.max_steps
 
+    def _begin(self, game: Game) -> None:
+        self._episode = Episode(game, self.arguments, self.task.format_args.system_prompt)
+
+    def _joined(self, experiences: list[Experience]) -> list[Experience]:
+        return merge_turns(experiences) if self.arguments.memory and self.arguments.merge_turns else experiences
+
+
+class GameWorkflow(_Playing, RewardPropagationWorkflow):
+    """A game, played once in each run. Write :meth:`make_game`, and say in ``arguments_kind`` what it takes.
+
+    Each step is one request, whose recorded tokens are what is trained on. The reward is 1 for a game that was won,
+    else ``partial_credit`` times its progress.
+    """
+
     def run(self) -> list[Experience]:
         """Play; return the experiences of all steps."""
-        return _joined(super().run(), self.arguments)
+        return self._joined(super().run())
 
     def step(self, step_num: int) -> bool:
         """Ask for a move and play it."""
         if step_num == 0:
-            self._episode = Episode(self.make_game(), self.arguments, self.task.format_args.system_prompt)
+            self._begin(self.make_game())
         (response,) = self.model.chat(self._episode.ask(), n=1)
         return self._episode.answered(response)
 
@@ -168,39 +174,17 @@ class GameWorkflow(RewardPropagationWorkflow):
         return self._episode.settle(exps)
 
 
-class AsyncGameWorkflow(AsyncRewardPropagationWorkflow):
+class AsyncGameWorkflow(_Playing, AsyncRewardPropagationWorkflow):
     """:class:`GameWorkflow` on the event loop; games are made in a thread."""
-
-    arguments_kind: ClassVar[type[GameArguments]] = GameArguments
-
-    def __init__(
-        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
-    ) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models, use_openai_client=False)
-        self.arguments = arguments_of(task, self.arguments_kind, record_keys=self.arguments_kind.model_fields)
-
-    @abstractmethod
-    def make_game(self) -> Game:
-        """Return the task's game at its beginning.
-
-        Raises:
-            TaskError: There is no such game.
-        """
-
-    @property
-    def max_step_num(self) -> int:
-        """Most answers of a run."""
-        return self.arguments.max_steps
 
     async def run_async(self) -> list[Experience]:
         """Play; return the experiences of all steps."""
-        return _joined(await super().run_async(), self.arguments)
+        return self._joined(await super().run_async())
 
     async def step_async(self, step_num: int) -> bool:
         """Ask for a move and play it."""
         if step_num == 0:
-            game = await in_thread(self.make_game, "game")
-            self._episode = Episode(game, self.arguments, self.task.format_args.system_prompt)
+            self._begin(await in_thread(self.make_game, "game"))
         (response,) = await self.model.chat_async(self._episode.ask(), n=1)
         return self._episode.answered(response)
 

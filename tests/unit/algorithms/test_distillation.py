@@ -1,0 +1,162 @@
+"""Advantages of on-policy distillation: values by hand, what has a part in them and what has not, what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from trinity_mq.algorithms.distillation import distillation_advantages
+from trinity_mq.algorithms.losses import clipped_policy_loss
+from trinity_mq.config import AlgorithmConfig
+from trinity_mq.experience import EID, Experience, ExperienceBatch
+
+CONFIG = AlgorithmConfig(algorithm_type="on_policy_distill")
+
+
+def experience(
+    run: int,
+    student: Sequence[float] | None,
+    teacher: Sequence[float] | None,
+    *,
+    mask: Sequence[bool] = (True, True, True),
+    step: int = 0,
+    **fields: Any,
+) -> Experience:
+    tokens = list(range(3, 4 + len(mask)))
+    given = {"logprobs": student, "teacher_logprobs": teacher, "action_mask": list(mask), "prompt_length": 1, **fields}
+    return Experience(eid=EID(7, 0, run, step), tokens=tokens, **given)
+
+
+def listed(experiences: Sequence[Experience]) -> list[list[float]]:
+    return [one.advantages.tolist() for one in experiences]
+
+
+@pytest.fixture(params=["objects", "columns"])
+def form(request):
+    return list if request.param == "objects" else ExperienceBatch.of
+
+
+def test_each_token_gets_how_much_likelier_the_teacher_finds_it(form):
+    given = [
+        experience(0, [-1.0, -2.0, -0.5], [-0.5, -4.0, -0.5]),
+        experience(1, [-1.0, -1.0, -1.0], [-1.5, -9.0, -0.75], mask=(True, False, True)),
+    ]
+    kept, metrics = distillation_advantages(form(given), CONFIG)
+    assert listed(kept) == [[0.5, -2.0, 0.0], [-0.5, 0.0, 0.25]]
+    assert not any(math.copysign(1, value) < 0 for row in listed(kept) for value in row if value == 0)
+    assert metrics["rollout/nonfinite_logprobs"] == 0
+    # means over trained tokens of student minus teacher: 1.5 / 3 and 0.25 / 2
+    assert metrics["advantage/kl/mean"] == pytest.approx((0.5 + 0.125) / 2)
+    assert metrics["advantage/kl/max"] == pytest.approx(0.5)
+    assert metrics["advantage/kl/min"] == pytest.approx(0.125)
+
+
+def test_the_coefficient_is_a_factor_and_the_reward_is_not_looked_at(form):
+    given = form([experience(0, [-1.0] * 3, [-2.0, -1.0, 0.0], reward=math.nan), experience(1, [0.0] * 3, [-1.0] * 3)])
+    kept, metrics = distillation_advantages(given, CONFIG.model_copy(update={"kl_coef": 0.25}))
+    assert listed(kept) == [[-0.25, 0.0, 0.25], [-0.25] * 3]
+    assert metrics["advantage/kl/mean"] == 0.5, "the distance itself"
+
+
+def test_metrics_are_over_runs_and_no_other_run_changes_an_advantage(form):
+    alone = experience(0, [-1.0] * 3, [-2.0] * 3)
+    long = [experience(1, [-1.0] * 3, [-4.0] * 3, step=step) for step in range(20)]
+    kept, metrics = distillation_advantages(form([alone, *long]), CONFIG)
+    assert listed(kept) == [[-1.0] * 3] + [[-3.0] * 3] * 20
+    assert metrics["advantage/kl/mean"] == 2.0, "a run of twenty steps weighs as much as a run of one"
+    by_itself, _ = distillation_advantages(form([alone]), CONFIG)
+    assert listed(by_itself) == [[-1.0] * 3]
+
+
+def test_the_objects_given_are_those_returned_and_own_their_numbers():
+    given = [experience(0, [-1.0] * 3, [-2.0] * 3), experience(1, [-1.0] * 3, [-1.0] * 3)]
+    kept, _ = distillation_advantages(given, CONFIG)
+    assert all(one is other for one, other in zip(kept, given, strict=True))
+    kept[0].advantages.fill_(9)
+    assert kept[1].advantages.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("who", ["student", "teacher"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_run_with_a_number_that_is_none_is_dropped_whole(form, who, value):
+    odd = {"student": [-1.0] * 3, "teacher": [-1.0] * 3, who: [-1.0, value, -1.0]}
+    given = [
+        experience(0, [-1.0] * 3, [-1.5] * 3),
+        experience(1, [-1.0] * 3, [-1.5] * 3, step=0),
+        experience(1, odd["student"], odd["teacher"], step=1),
+        experience(2, odd["student"], odd["teacher"], mask=(True, False, True)),
+    ]
+    kept, metrics = distillation_advantages(form(given), CONFIG)
+    assert [one.eid.run for one in kept] == [0, 2], "what is not trained on may be anything"
+    assert listed(kept) == [[-0.5] * 3, [0.0] * 3]
+    assert metrics["rollout/nonfinite_logprobs"] == 1
+    assert metrics["advantage/kl/mean"] == 0.25
+
+
+def test_where_nothing_is_trained_on_no_teacher_is_needed(form):
+    given = [experience(0, None, None, mask=(False,) * 3), experience(1, [-1.0] * 3, [-2.0] * 3)]
+    kept, metrics = distillation_advantages(form(given), CONFIG)
+    assert listed(kept) == [[0.0] * 3, [-1.0] * 3]
+    assert metrics["advantage/kl/mean"] == 1.0
+    alone, metrics = distillation_advantages(form(given[:1]), CONFIG)
+    assert listed(alone) == [[0.0] * 3]
+    assert metrics == {"rollout/nonfinite_logprobs": 0.0}
+
+
+def test_an_empty_batch_stays_empty(form):
+    kept, metrics = distillation_advantages(form([]), CONFIG)
+    assert list(kept) == []
+    assert metrics == {"rollout/nonfinite_logprobs": 0.0}
+
+
+def test_numbers_of_half_precision_are_taken_as_they_are(form):
+    half = {"logprobs": torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float16)}
+    given = form([experience(0, None, [-0.5] * 3, **half), experience(1, [-1.0] * 3, [0.0] * 3)])
+    kept, _ = distillation_advantages(given, CONFIG)
+    assert listed(kept) == [[0.5, 1.5, 2.5], [1.0] * 3]
+    assert all(one.advantages.dtype == torch.float32 for one in kept)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ({"teacher": None}, r"7/0/1/0\S* \(.*\) has no teacher_logprobs.*on_policy_distill_workflow.*auxiliary_models"),
+        ({"student": None}, r"has no logprobs, wanted one per response token; the engine returns them"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_brings_it(form, lacks, said):
+    whole = {"student": [-1.0] * 3, "teacher": [-1.0] * 3}
+    with pytest.raises(ValueError, match=said):
+        distillation_advantages(form([experience(0, **whole), experience(1, **{**whole, **lacks})]), CONFIG)
+
+
+def test_preference_pairs_are_refused(form):
+    pair = Experience(eid=EID(7, 0, 0), tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=2)
+    with pytest.raises(ValueError, match=r"\(dpo\) has no action_mask"):
+        distillation_advantages(form([pair]), CONFIG)
+
+
+def test_one_run_of_a_task_is_enough():
+    assert AlgorithmConfig(algorithm_type="on_policy_distill", repeat_times=1).repeat_times == 1
+
+
+def test_the_gradient_leads_to_the_teacher():
+    """Over all samples of a one-token policy the expected gradient is that of KL(student || teacher)."""
+    logits = torch.tensor([0.3, -0.2, 0.5], requires_grad=True)
+    teacher = torch.tensor([0.1, 0.6, 0.3]).log()
+    student = logits.log_softmax(-1)
+    torch.nn.functional.kl_div(teacher, student, log_target=True, reduction="sum").backward()
+    wanted = logits.grad.clone()
+    logits.grad = None
+    found = torch.zeros(3)
+    for token in range(3):
+        old = student.detach()[token : token + 1]
+        one = experience(token, old.tolist(), teacher[token : token + 1].tolist(), mask=(True,))
+        ((kept,), _) = distillation_advantages([one], CONFIG)
+        loss = clipped_policy_loss(logits.log_softmax(-1)[token : token + 1], old, kept.advantages, CONFIG).loss
+        found += old.exp() * torch.autograd.grad(loss, logits)[0]
+    torch.testing.assert_close(found, wanted)
