@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
 
     Args:
         arguments: The command line.
-        receiver: Takes weights in; None: the collective channel.
+        receiver: Takes weights in; None: by whatever channel the trainer uses.
     """
     parser = argparse.ArgumentParser(prog="python -m trinity_agents.engine", description="One rollout engine.")
     parser.add_argument("--config", type=Path, required=True, help="the run's configuration as JSON")
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
         config = Config.model_validate(json.loads(options.config.read_bytes()))
         setup_logging("engine", options.id, config.path, config.monitor.log_level)
         if receiver is None:
-            from trinity_mq.sync.collective import receive_weights
+            from trinity_mq.sync.channel_receiver import receive_weights
 
             receiver = receive_weights
         asyncio.run(_serve(config, options, receiver))
@@ -100,6 +100,7 @@ async def _serve_generator(
         max_response_tokens=config.model.max_response_tokens,
         max_batch_sequences=rollout.max_batch_sequences,
         max_batch_delay=rollout.max_batch_delay,
+        pause_mode=config.synchronizer.effective_pause_mode,
         lease=rollout.lease,
     )
     server = EngineServer(generator, settings, receiver, vllm.rounds if vllm else None)

@@ -7,7 +7,6 @@ closed batch is one unit of progress, whatever is left in it.
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -24,26 +23,27 @@ from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.locks import ensure_held
 from trinity_mq.runtime.mail import envelope
 from trinity_mq.runtime.serve import run_daemon
-from trinity_mq.scheduling.pacing import sync_due
-from trinity_mq.sync.collective import Sender
-from trinity_mq.sync.gatekeeper import Channel, Gatekeeper
+from trinity_mq.scheduling.pacing import Boundary, sync_due
+from trinity_mq.sync.channel import Channel, open_channel
+from trinity_mq.sync.gatekeeper import Gatekeeper
 from trinity_mq.telemetry import MetricsWriter
-from trinity_mq.training.checkpoint import CheckpointStore, StepAttempts, TrainerState
+from trinity_mq.training.checkpoint import CheckpointStore, StepAttempts, TrainerState, publish_final
 from trinity_mq.training.chunk_blobs import ChunkBlobs
 from trinity_mq.training.history import History
 from trinity_mq.training.learner import MODEL_FOLDER, Learner, TorchLearner
-from trinity_mq.training.material import MAX_STARTS, MAX_STARTS_REPAIRED, fresh, skipped_letter, trained_counts
 from trinity_mq.training.source import StreamSource, TrainBatch
+from trinity_mq.training.verdict import Verdict, skipped_letter, work_off
 
 log = structlog.get_logger(__name__)
 
 LOCK_RETRY = 2.0
-CANARY = (2, 3, 4, 5, 6, 7)
-"""Token ids of the canary prompt; any fixed ones do, and every vocabulary has these."""
+CANARY = tuple(2 + n * n % 6 for n in range(24))
+"""Token ids of the canary prompt; any fixed ones do, and every vocabulary has these. More of them show smaller changes:
+see :mod:`trinity_mq.sync.canary`."""
 
 
 class Trainer(Agent):
-    """Steps the optimizer in batch order."""
+    """Steps the optimizer: in batch order under style fixed, else in the order in which batches are ready."""
 
     role = "trainer"
     store: CheckpointStore
@@ -69,11 +69,14 @@ class Trainer(Agent):
         self.generation = self.step = self.progress = 0
         self.finished = False
         blobs = open_store(config.broker, topology.run)
-        self.source = StreamSource(bus, topology, agent_id, blobs)
+        self._in_batch_order = config.synchronizer.sync_style == "fixed"
+        self.source = StreamSource(bus, topology, agent_id, blobs, in_batch_order=self._in_batch_order)
         self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
         self._lock: Lock | None = None
         self._history: History | None = None
-        self._saved_progress = 0
+        self._saved_progress = self._first_step = 0
+        self._answered = 0
+        """The last batch for which the explorer asked for our newest weights and for which they were committed."""
         self._in_hand: str | None = None
         self.gate = Gatekeeper(
             name=agent_id,
@@ -82,7 +85,7 @@ class Trainer(Agent):
             max_wait=config.explorer.eval_timeout,
             weights=learner,
             channel=channel,
-            canary=CANARY,
+            canary=CANARY[: config.model.max_model_len],
             publish=self._publish_sync,
             fingerprint=fingerprint,
         )
@@ -106,10 +109,12 @@ class Trainer(Agent):
             "progress": self.progress,
             "committed": machine.committed,
             "committed_progress": machine.committed_progress,
+            "answered": self._answered,
             "epoch": machine.epoch,
             "phase": self.gate.phase,
             "members": sorted(machine.members),
             "in_hand": [*self.source.waiting, *([self._in_hand] if self._in_hand else [])],
+            "sync": self.gate.report(),
             "finished": self.finished,
         }
 
@@ -168,7 +173,7 @@ class Trainer(Agent):
             resumed = (state.generation, state.progress)
             found = {"generation": self.generation, "step": self.step, "progress": self.progress}
             log.info("resumed", checkpoint=checkpoint.path.name, **found)
-        self._saved_progress = self.progress
+        self._saved_progress, self._first_step = self.progress, self.step
         self._history = History(self.folder / "history", self.generation, resumed)
 
     async def _forward_wakes(self) -> None:
@@ -191,7 +196,7 @@ class Trainer(Agent):
         while not (self.draining.is_set() or self._is_run_over):
             if self.gate.someone_is_behind or self._sync_is_due():
                 await self._sync()
-            elif self.source.ended is not None and self.progress >= self.source.ended:
+            elif self._is_at_end:
                 if not self.finished:
                     await self._finish()
                 else:
@@ -200,7 +205,7 @@ class Trainer(Agent):
             elif self.source.available():
                 await self._consume()
             else:
-                self.set_state("idle", f"batch {self.progress + 1}")
+                self.set_state("idle", f"batch {self.progress + 1}" if self._in_batch_order else "the next batch")
                 await self.woken.wait()
         if self._is_run_over and (unused := self.source.unused):
             log.warning("repaired_batches_unused", batches=unused, reason="no batch came after them")
@@ -212,23 +217,43 @@ class Trainer(Agent):
         """The explorer has done the last evaluation."""
         return any(beat.detail.get("finished", False) for beat in self.peers.alive("explorer"))
 
+    @property
+    def _is_at_end(self) -> bool:
+        return self.source.ended is not None and self.progress >= self.source.ended
+
+    @property
+    def _wanted(self) -> int:
+        """The last batch for which the explorer asks for our newest weights."""
+        wanted = self.peers.detail("explorer").get("wants", 0)
+        return wanted if isinstance(wanted, int) else 0
+
     def _sync_is_due(self) -> bool:
-        """A multiple of the interval was reached, or the end, and the engines do not know it yet."""
         machine = self.gate.machine
-        at_end = self.source.ended is not None and self.progress >= self.source.ended
-        due = sync_due(self.progress, self.config.synchronizer) or at_end
-        return due and (machine.committed != self.version or machine.committed_progress < self.progress)
+        boundary = Boundary(
+            progress=self.progress,
+            version=self.version,
+            committed=machine.committed,
+            committed_progress=machine.committed_progress,
+            wanted=self._wanted,
+            answered=self._answered,
+            first_step=self._first_step,
+            at_end=self._is_at_end,
+        )
+        return sync_due(boundary, self.config.synchronizer)
 
     async def _sync(self) -> None:
-        machine = self.gate.machine
+        machine, wanted = self.gate.machine, self._wanted
         if machine.committed == self.version and not self.gate.someone_is_behind:
             await self.gate.confirm_unchanged(self.progress)
+            self._answered = max(self._answered, wanted)
+            self.beat_soon()
             return
         self.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
         started = asyncio.get_running_loop().time()
         if await self._unless_over(self.gate.sync(self.version, self.progress)):
             spent = asyncio.get_running_loop().time() - started
-            self.report(self.progress, {"time/sync_weight": spent, "sync/aborts": float(self.gate.aborts)})
+            self._answered = max(self._answered, wanted)
+            self.report(self.progress, {"time/sync_weight": spent, **self.gate.metrics()})
         await self.gate.settled()
         self.beat_soon()
 
@@ -253,26 +278,37 @@ class Trainer(Agent):
         self._in_hand = batch.ticket
         loop = asyncio.get_running_loop()
         started = loop.time()
-        metrics = await self._decide(batch)
+        verdict = await work_off(
+            batch,
+            self.step,
+            learner=self.learner,
+            attempts=self._attempts,
+            max_staleness=self.config.synchronizer.effective_max_staleness,
+        )
+        self.step += verdict.stepped
         self.progress += 1
+        ended = [(batch, verdict), *zip(batch.repaired, verdict.repaired, strict=True)]
+        for one, end in ended:
+            if end.kills:
+                letter = skipped_letter(self._progress_of(one, end), self.id, self.topology)
+                await self.bus.publish(self.topology.exchange("dead"), "ready", letter)
         self.source.consumed()
         self._in_hand = None
-        self._record(batch)
-        for one in batch.repaired:
-            self._record(one, repaired=True)
-            log.info("repaired_batch", batch=one.batch, along_with=batch.batch, outcome=one.outcome, reason=one.reason)
-        told = self._told(batch, dropped=int(metrics.get("sample/dropped_stale_experiences", 0)))
-        mail = envelope(told, message_id=f"progress-{self.generation}-{self.progress}")
+        for one, end in ended:
+            self._record(one, end, repaired=one is not batch)
+        mail = envelope(self._progress_of(batch, verdict), message_id=f"progress-{self.generation}-{self.progress}")
         await self.bus.publish(self.topology.exchange("results"), "progress", mail)
+        metrics = verdict.counts | verdict.metrics
         metrics["time/batch"] = loop.time() - started
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
-        self.report(self.progress, counters | trained_counts(batch) | metrics)
+        # the gate's once more: how long engines took to serve again is known only now
+        self.report(self.progress, counters | metrics | self.gate.metrics())
         self.beat_soon()
         due = self.progress - self._saved_progress >= self.config.trainer.save_interval
         if due or self.source.bytes_since_save > self.config.broker.ready_max_bytes / 4:
             await self._save()
 
-    def _record(self, batch: TrainBatch, *, repaired: bool = False) -> None:
+    def _record(self, batch: TrainBatch, end: Verdict, *, repaired: bool) -> None:
         assert self._history is not None
         self._history.record(
             progress=self.progress,
@@ -280,51 +316,25 @@ class Trainer(Agent):
             batch=batch.batch,
             ticket=batch.ticket,
             op=batch.op,
-            outcome=batch.outcome,
-            uids=batch.experiences.ids("uid") if batch.state == "trained" else [],
+            outcome=end.outcome,
+            uids=batch.experiences.ids("uid") if end.outcome == "trained" else [],
             repaired=repaired,
         )
+        if repaired:
+            log.info("repaired_batch", batch=batch.batch, outcome=end.outcome, reason=end.reason)
 
-    def _told(self, batch: TrainBatch, **more: int) -> Progress:
-        found: dict[str, Any] = {name: getattr(batch, name) for name in ("batch", "ticket", "outcome", "reason")}
-        found |= {name: getattr(self, name) for name in ("progress", "generation", "step")}
-        return Progress(**{**found, **more})
-
-    async def _decide(self, batch: TrainBatch) -> dict[str, float]:
-        """Train on the batch, and repaired ones along with it, if there is something to train on; each gets its outcome
-        as its state.
-        """
-        usable = [batch] if await self._is_usable(batch, MAX_STARTS) else []
-        usable += [one for one in batch.repaired if await self._is_usable(one, MAX_STARTS_REPAIRED)]
-        if not usable:
-            return {}
-        kept, metrics = fresh(usable, self.step, self.config.synchronizer.effective_max_staleness)
-        tickets = [one.ticket for one in usable if one.experiences]
-        if not tickets:
-            return metrics
-        self._attempts.begin(tickets)
-        metrics |= await self.learner.step(kept, self.step + 1)
-        self._attempts.finish(tickets)
-        stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
-        self.step += int(stepped)
-        for one in usable:
-            if one.experiences:
-                one.state, one.reason = ("trained", None) if stepped else ("skipped", "no optimizer step was possible")
-        return metrics
-
-    async def _is_usable(self, batch: TrainBatch, max_starts: int) -> bool:
-        """Whether it was processed, and has not ended the trainer too often."""
-        if batch.state != "ready":
-            log.warning("batch_skipped", batch=batch.batch, state=batch.state, reason=batch.reason)
-            return False
-        if self._attempts.starts(batch.ticket) < max_starts:
-            return True
-        starts = "1 start" if max_starts == 1 else f"{max_starts} starts"
-        batch.state, batch.reason = "skipped", f"the trainer did not survive {starts} on this batch"
-        letter = skipped_letter(self._told(batch, progress=self.progress + 1), self.id, self.topology)
-        await self.bus.publish(self.topology.exchange("dead"), "ready", letter)
-        # its starts stay on record: a restart from an older checkpoint meets it again, and must skip it again
-        return False
+    def _progress_of(self, batch: TrainBatch, verdict: Verdict) -> Progress:
+        return Progress(
+            progress=self.progress,
+            generation=self.generation,
+            step=self.step,
+            batch=batch.batch,
+            ticket=batch.ticket,
+            outcome=verdict.outcome,
+            dropped=int(verdict.metrics.get("sample/dropped_stale_experiences", 0)),
+            stale_tasks=verdict.stale_tasks,
+            reason=verdict.reason,
+        )
 
     # -- saving and the end
 
@@ -367,28 +377,18 @@ class Trainer(Agent):
         await self.publish("sync", f"weights.{event.verb}", event)
 
 
-def publish_final(model: Path, final: Path) -> None:
-    """Put a copy of the Hugging Face folder ``model`` at ``final``, whole or not at all."""
-    fresh = final.with_name(f".{final.name}.part")
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(model, fresh)
-    shutil.rmtree(final, ignore_errors=True)
-    fresh.rename(final)
-
-
 def main(config: Config, agent_id: str = "trainer-0") -> int:
     """Run the trainer until the run is over; returns the exit code."""
 
     def build(bus: Bus, topology: Topology) -> Trainer:
         model = ensure_model_folder(config.model, config.path / "model", config.seed)
-        sync = config.synchronizer
         return Trainer(
             config,
             bus=bus,
             topology=topology,
             agent_id=agent_id,
             learner=TorchLearner(config, model, config.buffer.total_steps),
-            channel=Sender(sync.host, sync.bucket_bytes, sync.sync_timeout, sync.backend),
+            channel=open_channel(config),
             metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
             fingerprint=fingerprint(model),
         )

@@ -106,9 +106,9 @@ def new_weights(folder: Path, seed: int) -> Any:
 
 def _started(model: ModelConfig, run_dir: Path, mode: str) -> Iterator[Started]:
     rollout = {"engine": "vllm", "lease": 3600.0, "max_batch_sequences": 64}
-    rollout["vllm"] = {"pause_mode": mode, "kv_cache_memory_bytes": 32 * 2**20, "start_timeout": START_SECONDS}
+    rollout["vllm"] = {"kv_cache_memory_bytes": 32 * 2**20, "start_timeout": START_SECONDS}
     data = {"model": model.model_dump(), "run_dir": str(run_dir), "explorer": {"rollout_model": rollout}}
-    config = Config.model_validate(data)
+    config = Config.model_validate({**data, "synchronizer": {"pause_mode": mode}})
 
     async def start() -> httpx.Response:
         host = EngineHost(config, run_dir, "e0")

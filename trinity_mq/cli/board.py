@@ -17,6 +17,7 @@ RATE_WINDOW = 50
 """Steps that the estimate of the time left looks back on."""
 WAIT_SHOWN = 10.0
 """Seconds; shorter waits are the normal breath of a run."""
+SYNC_COUNTS = ("syncs", "aborts", "pulls", "canary_failures", "quarantined")
 OVER = ("finished", "gone")
 """States in which an agent is not expected to beat any more."""
 
@@ -39,6 +40,27 @@ class AgentRow:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberRow:
+    """One engine in the gate, as the trainer knows it."""
+
+    id: str
+    version: str | None
+    """What it serves, None: nothing that counts."""
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRow:
+    """The last weight sync, and what became of all of them."""
+
+    version: str | None
+    phases: Mapping[str, float]
+    """Milliseconds."""
+    counts: Mapping[str, int]
+    """Those that are not zero."""
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """Everything shown, at one moment. None: not known yet."""
 
@@ -54,6 +76,8 @@ class View:
     depths: Mapping[str, int | None] = field(default_factory=dict)
     agents: tuple[AgentRow, ...] = ()
     seconds_left: float | None = None
+    members: tuple[MemberRow, ...] = ()
+    sync: SyncRow | None = None
 
     @property
     def alive(self) -> int:
@@ -145,6 +169,8 @@ class Board:
             depths=dict(self._depths),
             agents=tuple(_row(heard, now) for _, heard in sorted(self._agents.items(), key=_by_role)),
             seconds_left=self._seconds_left(now),
+            members=_members(self._gate()),
+            sync=_sync(self._gate()),
         )
 
     def _hear_beat(self, beat: Beat, now: float) -> None:
@@ -171,11 +197,16 @@ class Board:
             self._news.append(f"evaluation at step {metrics.step}: {taskset} accuracy {value:.3f}")
 
     def _version(self) -> str | None:
-        for heard in self._agents.values():
-            committed = heard.beat.detail.get("committed")
-            if heard.beat.role == "trainer" and isinstance(committed, list | tuple) and len(committed) == 2:
-                return f"{committed[0]}.{committed[1]}"
-        return None
+        found = (_version(heard.beat.detail.get("committed")) for heard in self._trainers())
+        return next((version for version in found if version is not None), None)
+
+    def _gate(self) -> Mapping[str, Any]:
+        """Return what the trainer says of its gate."""
+        found = (heard.beat.detail.get("sync") for heard in self._trainers())
+        return next((gate for gate in found if isinstance(gate, Mapping)), {})
+
+    def _trainers(self) -> list[_Heard]:
+        return [heard for heard in self._agents.values() if heard.beat.role == "trainer"]
 
     def _seconds_left(self, now: float) -> float | None:
         if self._total is None or len(self._passed) < 2:
@@ -198,6 +229,33 @@ def _row(heard: _Heard, now: float) -> AgentRow:
     if age >= beat.lease:
         return AgentRow(beat.id, beat.role, "silent", "a sign of life", age)
     return AgentRow(beat.id, beat.role, beat.state, beat.waits_for, beat.waits_seconds + age if beat.waits_for else 0.0)
+
+
+def _members(gate: Mapping[str, Any]) -> tuple[MemberRow, ...]:
+    members = gate.get("members")
+    if not isinstance(members, Mapping):
+        return ()
+    return tuple(
+        MemberRow(str(name), _version(one.get("version")), str(one.get("state", "")))
+        for name, one in sorted(members.items(), key=lambda item: str(item[0]))
+        if isinstance(one, Mapping)
+    )
+
+
+def _sync(gate: Mapping[str, Any]) -> SyncRow | None:
+    phases = gate.get("phases")
+    if not (isinstance(phases, Mapping) and phases):
+        return None
+    counts = {name: gate.get(name) for name in SYNC_COUNTS}
+    return SyncRow(
+        _version(gate.get("version")),
+        {str(name): float(value) for name, value in phases.items() if isinstance(value, int | float)},
+        {words: value for words, value in counts.items() if isinstance(value, int) and value},
+    )
+
+
+def _version(pair: object) -> str | None:
+    return f"{pair[0]}.{pair[1]}" if isinstance(pair, list | tuple) and len(pair) == 2 else None
 
 
 def _whole(detail: Mapping[str, Any], key: str) -> int | None:

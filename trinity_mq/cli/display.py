@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from trinity_mq.cli.board import View
+from trinity_mq.cli.board import SyncRow, View
 from trinity_mq.cli.series import duration
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ def picture(view: View) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
+    parts: list[RenderableType]
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(view.run, style="bold"),
@@ -124,7 +125,24 @@ def picture(view: View) -> RenderableType:
         style = "" if agent.alive else "red" if agent.state == "silent" else "dim"
         since = duration(agent.waits_seconds) if agent.waits_for else ""
         agents.add_row(agent.id, agent.state, agent.waits_for or "", since, style=style)
-    return Group(head, figures, Text.assemble(("queues  ", "dim"), queues), agents)
+    parts = [head, figures, Text.assemble(("queues  ", "dim"), queues), agents]
+    if view.members:
+        engines = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+        for column in ("member of the gate", "version", "state"):
+            engines.add_column(column)
+        for member in view.members:
+            engines.add_row(member.id, member.version or "-", member.state)
+        parts.append(engines)
+    if view.sync is not None:
+        parts.append(Text.assemble(("last sync  ", "dim"), sync_line(view.sync)))
+    return Group(*parts)
+
+
+def sync_line(sync: SyncRow) -> str:
+    """Return the last sync in one line, such as ``1.7: wait 0 ms, pause 2 ms, transfer 31 ms``, with all counts."""
+    phases = ", ".join(f"{name} {value:.0f} ms" for name, value in sync.phases.items())
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sync.counts.items())
+    return f"{sync.version or '-'}: {phases}" + (f"   ({counts})" if counts else "")
 
 
 def _steps(view: View) -> str:

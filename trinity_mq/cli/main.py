@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_validate(commands)
     _add_submit(commands)
     _add_status(commands)
+    _add_timeline(commands)
     _add_inspect(commands)
     _add_debug(commands)
     _add_dead(commands)
@@ -184,6 +185,18 @@ def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     _add_target(status)
     status.add_argument("--seconds", type=float, default=3.0, help="how long to listen (default: 3)")
+
+
+def _add_timeline(commands: _Commands[argparse.ArgumentParser]) -> None:
+    timeline = _add(
+        commands,
+        "timeline",
+        "trinity_mq.cli.timeline:timeline",
+        "draw what each agent of a run did when, from the metrics in its folder",
+    )
+    timeline.add_argument("target", metavar="RUN", help="the run's folder, its YAML file or its name")
+    timeline.add_argument("--steps", metavar="FIRST-LAST", help="only of these batches, such as 10-30")
+    timeline.add_argument("--out", metavar="FILE", help="where to (default: timeline.svg in the run's folder)")
 
 
 def _add_inspect(commands: _Commands[argparse.ArgumentParser]) -> None:

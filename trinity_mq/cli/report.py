@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.cli.series import REWARD, Point, curve, distinct, duration, evaluation_curves, lost
+from trinity_mq.cli.timeline import TIMELINE_FILE
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
 
 
@@ -46,6 +47,7 @@ def _places(run_dir: Path) -> list[tuple[str, str]]:
         ("model", f"{final}  (Hugging Face folder)" if final.is_dir() else "none yet"),
         ("checkpoint", str(newest) if newest else "none yet"),
         ("metrics", f"{run_dir / METRICS_FILE}, and `tensorboard --logdir {run_dir / 'tensorboard'}`"),
+        *([("timeline", str(picture))] if (picture := run_dir / TIMELINE_FILE).is_file() else []),
         ("logs", str(run_dir / "logs")),
     ]
 

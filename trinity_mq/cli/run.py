@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 from trinity_mq.bus import broker_url
 from trinity_mq.bus.connect import check_url
 from trinity_mq.cli.display import PlainDisplay, open_display
+from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.report import make_report
 from trinity_mq.cli.rundir import RunFolder
 from trinity_mq.cli.session import Session
+from trinity_mq.cli.timeline import write_timeline
 from trinity_mq.cli.validate import check_tasksets
 from trinity_mq.config import Config, load_config
 from trinity_mq.runtime.supervisor import ProcessEvent
@@ -53,6 +56,8 @@ def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse
         print(_obituary(failure, folder.logs), file=sys.stderr)
     if code == 0 and session.finished:
         folder.mark_finished()
+    with contextlib.suppress(CommandError):  # nothing was done that could be drawn
+        write_timeline(folder.path)
     print(make_report(config.name, folder.path))
     if code != 0 or not session.finished:
         again = shlex.join(["trinity-mq", "run", arguments.config, *arguments.overrides])

@@ -9,7 +9,6 @@ from trinity_mq.config.agents import (
     RolloutModelConfig,
     RunnerConfig,
     SupervisorConfig,
-    SyncConfig,
     TrainerConfig,
 )
 from trinity_mq.config.algorithm import AlgorithmConfig, OperatorConfig, OptimizerConfig
@@ -19,6 +18,7 @@ from trinity_mq.config.engines import AuxiliaryModelConfig
 from trinity_mq.config.load import ConfigError, load_config
 from trinity_mq.config.model import ModelConfig, TinyModelConfig
 from trinity_mq.config.run import Config
+from trinity_mq.config.sync import SyncConfig
 
 __all__ = [
     "AlgorithmConfig",

@@ -187,51 +187,6 @@ class TrainerConfig(Section):
     batches_per_step: int = Field(default=1, ge=1)
 
 
-class SyncConfig(Section):
-    """When weights travel and how long anyone waits (learning.md section 1)."""
-
-    sync_method: Literal["collective"] = "collective"
-    sync_style: Literal["fixed"] = "fixed"
-    sync_interval: int = Field(default=1, ge=1)
-    sync_offset: int = Field(default=0, ge=0)
-    pipeline_depth: int = Field(default=1, ge=0)
-    """How far the explorer runs ahead in the styles other than fixed."""
-    max_staleness: int | None = Field(default=None, ge=0)
-    """Oldest fit to train on, in steps. None: what the style allows by itself."""
-    stale: Literal["drop"] = "drop"
-    sync_timeout: float = Field(default=60.0, gt=0)
-    """Seconds for each phase of one try."""
-    member_lease: float = Field(default=15.0, gt=0)
-    """Seconds without a join event until a member counts as gone."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """What carries the broadcast: ``gloo`` over host memory, everywhere; ``nccl`` where the trainer and every engine
-    have a GPU of their own."""
-    bucket_bytes: int = Field(default=64 * 1024**2, ge=1024)
-    """Size of one broadcast."""
-    host: str = "127.0.0.1"
-    """Where the trainer's rendezvous listens."""
-
-    @property
-    def inherent_staleness(self) -> int:
-        """Largest staleness that the style itself produces."""
-        return self.sync_interval - 1 + self.sync_offset
-
-    @property
-    def effective_max_staleness(self) -> int:
-        """``max_staleness`` with its default filled in."""
-        return self.inherent_staleness if self.max_staleness is None else self.max_staleness
-
-    @model_validator(mode="after")
-    def _staleness(self) -> SyncConfig:
-        if self.max_staleness is not None and self.max_staleness < self.inherent_staleness:
-            raise ValueError(
-                f"max_staleness is {self.max_staleness}, but sync_interval {self.sync_interval} and sync_offset "
-                f"{self.sync_offset} make "
-                f"data up to {self.inherent_staleness} steps old: every such batch would be dropped"
-            )
-        return self
-
-
 class MonitorConfig(Section):
     """What is written down."""
 

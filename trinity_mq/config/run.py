@@ -13,7 +13,6 @@ from trinity_mq.config.agents import (
     OperatorsConfig,
     RunnerConfig,
     SupervisorConfig,
-    SyncConfig,
     TrainerConfig,
 )
 from trinity_mq.config.algorithm import AlgorithmConfig
@@ -21,6 +20,7 @@ from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.config.model import ModelConfig
+from trinity_mq.config.sync import SyncConfig
 
 CONSUMER_TIMEOUT = 1800.0
 """RabbitMQ's default limit for holding a delivery, in seconds."""

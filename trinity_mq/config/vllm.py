@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, field_validator
 
 from trinity_mq.config.base import Section
@@ -36,10 +34,6 @@ OURS = frozenset(
 class VllmConfig(Section):
     """Settings of vLLM's server, where ``explorer.rollout_model.engine`` is vllm. It uses one device."""
 
-    pause_mode: Literal["wait", "keep", "abort"] = "wait"
-    """What happens to requests under way when new weights come. ``wait``: they end first. ``keep``: they go on with the
-    new weights, and their tokens say which weights each is of. ``abort``: they begin anew with the new weights; but a
-    stream, whose tokens have gone out, goes on as with ``keep``."""
     kv_cache_memory_bytes: int | None = Field(default=None, ge=2**20)
     """None: 256 MiB on a CPU; on a GPU what ``gpu_memory_utilization`` leaves."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)

@@ -106,6 +106,9 @@ class Progress(Message):
     outcome: StepOutcome
     dropped: int = 0
     """Experiences dropped before the step (stale groups)."""
+    stale_tasks: list[int] = Field(default_factory=list)
+    """Tasks of the batch whose groups were too old to train on; under ``stale: requeue`` the explorer gives them to
+    another batch."""
     reason: str | None = None
 
 

@@ -18,6 +18,8 @@ class SyncEvent(Message):
 
     verb: SyncVerb
     sender: str
+    life: str = ""
+    """From members: born with the engine's process as its host knows it. Another one has never been in our group."""
     version: Version | None = None
     epoch: int = 0
     """One membership."""
@@ -28,7 +30,9 @@ class SyncEvent(Message):
     manifest: list[tuple[str, str, list[int]]] = Field(default_factory=list)
     """prepare: ``(name, dtype, shape)`` of every tensor, in the order in which they travel."""
     rendezvous: dict[str, Any] = Field(default_factory=dict)
-    """prepare: ``host``, ``port`` of the TCPStore and ``prefix`` of this try."""
+    """prepare: ``method``, and what a member needs to fetch or to meet us by it."""
+    pull: bool = False
+    """prepare: fetch the committed version alone, without go and barrier, and say applied."""
     progress: int | None = None
     """prepare, commit: closed batches behind these weights."""
     seconds: float | None = None
@@ -37,3 +41,5 @@ class SyncEvent(Message):
     """prepare: ``tokens`` of the canary prompt; applied: their ``logprobs``."""
     reason: str | None = None
     detail: dict[str, Any] = Field(default_factory=dict)
+    """join: ``fingerprint``, ``resume``; ready: ``pause``; applied: ``receive``, ``apply``; all but the first in
+    seconds."""

@@ -4,6 +4,7 @@ until consumed.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
 from collections.abc import Awaitable, Callable
@@ -12,19 +13,19 @@ import structlog
 
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config, OverRolloutConfig
-from trinity_mq.messages import BatchReady, Progress
+from trinity_mq.messages import BatchReady, Progress, TaskBody
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.mail import envelope
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
 from trinity_mq.scheduling.batch_ids import sort_batch_id
 from trinity_mq.scheduling.batch_metrics import rollout_metrics, submission_outcome
-from trinity_mq.scheduling.closed import Promise
+from trinity_mq.scheduling.closed import PendingTask, Promise
 from trinity_mq.scheduling.evaluations import Evaluations
 from trinity_mq.scheduling.intake import Intake
-from trinity_mq.scheduling.pacing import Counters, may_open, required_progress
+from trinity_mq.scheduling.pacing import Counters, may_open, must_ask, required_answer, required_progress
 from trinity_mq.scheduling.scheduler import Scheduler
-from trinity_mq.scheduling.state import ExplorerState, PendingTask
+from trinity_mq.scheduling.state import ExplorerState
 from trinity_mq.scheduling.tickets import Ticket
 
 log = structlog.get_logger(__name__)
@@ -61,13 +62,26 @@ class Batches:
         self._save, self._report, self._woken = save, report, woken
         self.generation = 0
         self.counters = Counters()
+        self.wants = 0
+        """The last batch for which we ask the trainer for its newest weights (explorer_driven); said in our beats."""
+        self._asked_for = 0.0
+        """Seconds since we asked."""
+        self._opened_at: dict[str, float] = {}
+        """By ticket; what another life of ours opened is not in it."""
         self._late = 0
         """Late results that a batch's metrics have told of."""
         scheduler.on_progress = self.on_progress
 
     # -- counters
 
-    def heard(self, generation: int, *, progress: int | None = None, committed: int | None = None) -> None:
+    def heard(
+        self,
+        generation: int,
+        *,
+        progress: int | None = None,
+        committed: int | None = None,
+        answered: int | None = None,
+    ) -> None:
         """Take in what the trainer says of itself; a newer generation may have gone back, the same one only goes on."""
         if generation < self.generation:
             return
@@ -76,6 +90,7 @@ class Batches:
         self.counters = Counters(
             progress=max(known.progress, progress or 0),
             committed_progress=max(known.committed_progress, committed or 0),
+            answered=max(known.answered, answered or 0),
         )
         self._woken.notify()
 
@@ -85,6 +100,11 @@ class Batches:
         closed = self._state.following.tickets.get(progress.ticket)
         if not self._state.following.done(progress.ticket):
             return  # said before: the trainer does again what lay behind its checkpoint
+        if closed is not None:
+            returned = closed.returned(progress.stale_tasks)
+            self._state.pending[:0] = returned
+            if returned:
+                log.info("stale_tasks_given_back", batch=progress.batch, tasks=len(returned))
         if progress.outcome == "trained":
             self._state.consecutive_empty = 0
             return
@@ -113,21 +133,57 @@ class Batches:
         """Say what the next batch waits for, None when it may be opened."""
         batch = self._state.opened + 1
         train = [ticket for ticket in self._scheduler.tickets.values() if ticket.deliver == "pipeline"]
-        wanted = required_progress(batch, self._config.synchronizer)
         if not self._scheduler.bus.usable:
             return self._scheduler.bus.trouble or "the broker"
         if not engine_current:
             return "an engine to take the weights"
         if not self._peers.alive("trainer"):
             return "a trainer"
-        if not may_open(batch, self.counters, self._config.synchronizer):
-            return f"weights of progress {wanted} (committed: {self.counters.committed_progress})"
+        if (short := self._short_of(batch)) is not None:
+            return short
         under_way = {ticket.ticket for ticket in train} | set(self._state.following.tickets)
         if len(under_way) >= self._config.explorer.max_open_batches:
             return f"one of {self._config.explorer.max_open_batches} open batches to be consumed"
         if not self._intake.has_tasks:
             return NO_TASKS
         return None
+
+    def _short_of(self, batch: int) -> str | None:
+        """Say what the pacing wants before ``batch`` is opened; may ask for it."""
+        config, counters = self._config.synchronizer, self.counters
+        if may_open(batch, counters, config):
+            return None
+        if must_ask(batch, counters, config):
+            if self.wants < (asked := required_answer(batch, config)):
+                self.wants = asked
+                self._scheduler.beat_soon()
+            return f"the newest weights, asked for at batch {asked} (answered: {counters.answered})"
+        wanted = required_progress(batch, config)
+        if config.sync_style == "fixed":
+            return f"weights of progress {wanted} (committed: {counters.committed_progress})"
+        return f"the trainer to reach progress {wanted} (now: {counters.progress})"
+
+    def wait_for_answer(self, seconds: float) -> None:
+        """Let time pass in which the trainer could have given us the weights we asked for.
+
+        Raises:
+            FatalError: ``synchronizer.request_timeout`` is over.
+        """
+        config = self._config.synchronizer
+        if self._state.ended or not must_ask(self._state.opened + 1, self.counters, config):
+            self._asked_for = 0.0
+            return
+        if not (trainers := self._peers.alive("trainer")):
+            return
+        self._asked_for += seconds
+        if self._asked_for > config.request_timeout:
+            detail = trainers[-1].detail
+            raise FatalError(
+                f"the trainer has not given us the weights we asked for at batch {self.wants} in "
+                f"{config.request_timeout:g} s (synchronizer.request_timeout). It says: step {detail.get('step')}, "
+                f"progress {detail.get('progress')}, gate {detail.get('phase')}, {trainers[-1].state}. If a train step "
+                "takes longer, raise the limit; else look at the trainer's log and the engines'. The state is saved"
+            )
 
     async def open(self) -> None:
         """Open the next batch."""
@@ -141,6 +197,7 @@ class Batches:
                 one.submission.model_copy(update={"task_id": i}) for i, one in enumerate(tasks) if one.submission
             ],
         )
+        self._opened_at[ticket.ticket] = asyncio.get_running_loop().time()
         self._state.given_back[ticket.ticket] = [i for i, one in enumerate(tasks) if one.given_back]
         await self._scheduler.open(ticket)
 
@@ -186,7 +243,7 @@ class Batches:
                 for one in ticket.submissions
                 if one.want_experiences and one.reply_to
             ]
-            self._state.following.add(manifest, promises)
+            self._state.following.add(manifest, promises, self._stale_may_return(ticket))
             self._give_back(ticket)
             self._state.closed += 1
             if (
@@ -198,7 +255,9 @@ class Batches:
         self._state.given_back.pop(ticket.ticket, None)
         await self._save()
         if is_batch and isinstance(ticket.batch, int):
-            self._report(ticket.batch, metrics)
+            began = self._opened_at.pop(ticket.ticket, None)
+            took = {} if began is None else {"time/explore": asyncio.get_running_loop().time() - began}
+            self._report(ticket.batch, metrics | took)
 
     def _give_back(self, ticket: Ticket) -> None:
         """Put tasks without a finished run that counts back once: what is lost otherwise are the longest."""
@@ -213,6 +272,15 @@ class Batches:
             lost = ticket.whole_tasks_only and ticket.was_cut_off(task_id)
             if (lost or not any(result.runs for result in results)) and task_id not in before | answered:
                 self._state.pending.append(PendingTask(task=task, given_back=True))
+
+    def _stale_may_return(self, ticket: Ticket) -> dict[int, TaskBody]:
+        """Return the tasks that go to another batch if the trainer finds their groups too old: each once, and none that
+        a submitter has been answered for.
+        """
+        if self._config.synchronizer.stale != "requeue":
+            return {}
+        never = {*self._state.given_back.get(ticket.ticket, ()), *(one.task_id for one in ticket.submissions)}
+        return {task_id: task for task_id, task in enumerate(ticket.tasks) if task_id not in never}
 
     def _cut_off(self, ticket: Ticket, reason: str, keep: bool) -> None:
         """Cancel what is left of a batch: runners hear of it at once, and where runs are to be kept have a moment to

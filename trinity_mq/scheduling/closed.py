@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from trinity_mq.messages import BatchClosed, SubmissionOutcome
+from trinity_mq.messages import BatchClosed, SubmissionOutcome, TaskBody
 from trinity_mq.scheduling.tickets import SubmissionRef
 
 Remedy = Literal["publish again", "tombstone"]
+
+
+class PendingTask(BaseModel):
+    """A task that waits for the next batch: submitted from outside, or given back unfinished or too old."""
+
+    task: TaskBody
+    submission: SubmissionRef | None = None
+    given_back: bool = False
+    """It was in a batch before; it is not given back twice."""
 
 
 class Promise(BaseModel):
@@ -25,10 +34,16 @@ class ClosedTicket(BaseModel):
 
     manifest: BatchClosed
     promises: list[Promise] = Field(default_factory=list)
+    tasks: dict[int, TaskBody] = Field(default_factory=dict)
+    """By id, those that are given back if their groups are too old to train on."""
     idle: float = 0.0
     """Seconds in which nobody was seen to work on it."""
     tries: int = 1
     buried: bool = False
+
+    def returned(self, stale: Collection[int]) -> list[PendingTask]:
+        """Return the tasks among ``stale`` that are given back, in their order."""
+        return [PendingTask(task=self.tasks[n], given_back=True) for n in sorted(set(stale)) if n in self.tasks]
 
 
 class ClosedTickets(BaseModel):
@@ -36,9 +51,12 @@ class ClosedTickets(BaseModel):
 
     tickets: dict[str, ClosedTicket] = Field(default_factory=dict)
 
-    def add(self, manifest: BatchClosed, promises: Sequence[Promise] = ()) -> None:
-        """A manifest was published."""
-        self.tickets.setdefault(manifest.ticket, ClosedTicket(manifest=manifest, promises=list(promises)))
+    def add(
+        self, manifest: BatchClosed, promises: Sequence[Promise] = (), tasks: Mapping[int, TaskBody] | None = None
+    ) -> None:
+        """A manifest was published; ``tasks`` are given back if they come out too old."""
+        closed = ClosedTicket(manifest=manifest, promises=list(promises), tasks=dict(tasks or {}))
+        self.tickets.setdefault(manifest.ticket, closed)
 
     def done(self, ticket: str) -> bool:
         """The trainer has consumed it; False when it was not expected (any more)."""

@@ -11,6 +11,7 @@ from trinity_mq.models.inference import ModelRole
 from trinity_mq.runtime.agent import BEAT_LEASE, Agent
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.scheduling.engine_choice import known_model
+from trinity_mq.sync.member import Key
 from trinity_mq.sync.membership import HEARD, Membership
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class EngineRoom:
             lease=self._agent.config.synchronizer.member_lease,
             engine=engine,
             publish=self._publish,
-            committed=self._committed,
+            given=lambda: self._given(engine.snapshot.id),
         )
         member.on_commit = self._committed_here
         member.changed = self.changed
@@ -151,7 +152,7 @@ class EngineRoom:
             serves = snapshot.state == "current"
             state, waits_for = ("working", None) if serves else ("holding", f"its server ({snapshot.state})")
         else:
-            state, waits_for = ("working", None) if version else ("holding", "weights")
+            state, waits_for = ("working", None) if version else ("holding", self._lack(snapshot.id))
         return Beat(
             role="engine",
             id=snapshot.id,
@@ -204,9 +205,21 @@ class EngineRoom:
             self._agent.beat_soon()
         self._agent.woken.notify()
 
-    def _committed(self) -> Version | None:
-        committed = self._agent.peers.detail("trainer").get("committed")
-        return (committed[0], committed[1]) if committed else None
+    def _told(self, engine: str) -> dict[str, Any]:
+        """Return what the trainer's beat says of an engine."""
+        sync = self._agent.peers.detail("trainer").get("sync") or {}
+        told: dict[str, Any] = (sync.get("members") or {}).get(engine) or {}
+        return told
+
+    def _lack(self, engine: str) -> str:
+        quarantined = self._told(engine).get("state") == "quarantined"
+        return "weights that its canary shows: it is quarantined" if quarantined else "weights"
+
+    def _given(self, engine: str) -> Key | None:
+        """Return what the trainer's beat says was last committed at an engine, and in which try."""
+        told = self._told(engine)
+        version, given = told.get("version"), told.get("given")
+        return ((version[0], version[1]), given[0], given[1]) if version and given else None
 
     def _committed_here(self, version: Version | None, progress: int) -> None:
         self._on_commit(version, progress)

@@ -1,4 +1,4 @@
-"""Evaluations: pinned to the version committed when they start, on their own queue, each done once."""
+"""Evaluations, on their own queue, each done once; under style ``fixed`` pinned to the version committed then."""
 
 from __future__ import annotations
 
@@ -40,15 +40,19 @@ class Evaluations:
         self._config, self._state, self._scheduler, self._room = config, state, scheduler, room
         self._sets, self._save, self._report, self._woken = sets, save, report, woken
         self.running: int | None = None
-        if state.due:
+        self._is_pinned = config.synchronizer.sync_style == "fixed"
+        if state.due and self._is_pinned:
             # from the first moment: a version committed before we have caught up would be the wrong one
             room.hold(config.explorer.eval_timeout)
 
     def request(self, label: int) -> None:
-        """Have the sets evaluated; from now on the engine keeps its version until that is done. The caller saves."""
+        """Have the sets evaluated; under style ``fixed`` the engine keeps its version until that is done. The caller
+        saves.
+        """
         if self._sets and label not in self._state.due and not self.is_done(label):
             self._state.due.append(label)
-            self._room.hold(self._config.explorer.eval_timeout)
+            if self._is_pinned:
+                self._room.hold(self._config.explorer.eval_timeout)
             self._woken.notify()
 
     def is_done(self, label: int) -> bool:
@@ -65,12 +69,13 @@ class Evaluations:
             self._state.due.remove(self.running)
             self.running = None
             await self._save()
-            if not self._state.due:
+            if not self._state.due and self._is_pinned:
                 self._room.release()
             self._woken.notify()
 
     async def _evaluate(self, label: int) -> None:
         names = [name for name in self._sets if f"{label}/{name}" not in self._state.evaluated]
+        began = asyncio.get_running_loop().time()
         for attempt in range(1, MAX_TRIES + 1):
             tickets = await self._open(label, names)
             await self._woken.until(lambda tickets=tickets: all(t.is_complete for t in tickets))  # type: ignore[misc]
@@ -79,12 +84,12 @@ class Evaluations:
                 piece.result is not None and not piece.result.runs for ticket in tickets for piece in ticket.slices
             )
             served = self._room.version
-            if not lost or tickets[0].pinned == served or attempt == MAX_TRIES:
+            if not lost or (tickets[0].pinned or served) == served or attempt == MAX_TRIES:
                 break
             log.warning("evaluation_again", label=label, pinned=tickets[0].pinned, served=served)
             for ticket in tickets:
                 del self._scheduler.tickets[ticket.ticket]
-        metrics: dict[str, float] = {}
+        metrics = {"time/eval": asyncio.get_running_loop().time() - began}
         detailed = self._config.monitor.detailed_stats
         for name, ticket in zip(names, tickets, strict=True):
             # in a thread: to resample a large set takes a tenth of a second and more
@@ -96,8 +101,8 @@ class Evaluations:
         self._report(label, metrics)
 
     async def _open(self, label: int, names: Sequence[str]) -> list[Ticket]:
-        """Return the tickets of an evaluation: those a restart found open, else fresh ones pinned to the version served
-        now.
+        """Return the tickets of an evaluation: those a restart found open, else fresh ones, under style ``fixed``
+        pinned to the version served now.
         """
         known = {ticket.batch: ticket for ticket in self._scheduler.tickets.values()}
         found = [known[f"{label}/{name}"] for name in names if f"{label}/{name}" in known]
@@ -106,8 +111,8 @@ class Evaluations:
         for ticket in found:
             del self._scheduler.tickets[ticket.ticket]
         # a try that was under way when the hold began ends first
-        await self._woken.until(lambda: self._room.idle and self._room.version is not None)
-        pinned: Version | None = self._room.version
+        await self._woken.until(lambda: (self._room.idle or not self._is_pinned) and self._room.version is not None)
+        pinned: Version | None = self._room.version if self._is_pinned else None
         tickets = [
             self._scheduler.make_ticket(self._sets[name], f"{label}/{name}", deliver="none", lane="eval", pinned=pinned)
             for name in names

@@ -98,6 +98,7 @@ class Exploration:
                 "progress": self.batches.counters.progress,
                 "committed_progress": self.batches.counters.committed_progress,
             },
+            "wants": self.batches.wants,
             "evaluating": self.evaluations.running,
             "pending": len(self.state.pending),
             "ended": self.state.ended,
@@ -232,6 +233,11 @@ class Exploration:
             if not (agent.bus.usable and self.scheduler.is_caught_up):
                 continue
             await self.batches.tick(CLOCK_TICK, moving=bool(agent.peers.alive("runner")) and self.room.lives)
+            try:
+                self.batches.wait_for_answer(CLOCK_TICK)
+            except FatalError:
+                await self.save()
+                raise
             now = self._movement()
             still = still + CLOCK_TICK if now == seen and agent.state in {"holding", "working"} else 0.0
             seen = now
@@ -299,7 +305,10 @@ class Exploration:
             trainer = self.agent.peers.detail("trainer")
             if trainer.get("generation"):
                 self.batches.heard(
-                    trainer["generation"], progress=trainer.get("progress"), committed=trainer.get("committed_progress")
+                    trainer["generation"],
+                    progress=trainer.get("progress"),
+                    committed=trainer.get("committed_progress"),
+                    answered=trainer.get("answered"),
                 )
             await self.agent.peers.changed.wait()
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskBody, TaskSubmission
-from trinity_mq.scheduling.state import SEEN_SUBMISSIONS, ExplorerState, PendingTask
+from trinity_mq.scheduling.closed import PendingTask
+from trinity_mq.scheduling.state import SEEN_SUBMISSIONS, ExplorerState
 from trinity_mq.scheduling.tickets import SubmissionRef
 
 

@@ -9,22 +9,12 @@ from typing import Any
 import msgpack
 from pydantic import BaseModel, Field, ValidationError
 
-from trinity_mq.messages import TaskBody
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.process import write_atomic
-from trinity_mq.scheduling.closed import ClosedTickets, Promise
-from trinity_mq.scheduling.tickets import SubmissionRef, Ticket
+from trinity_mq.scheduling.closed import ClosedTickets, PendingTask, Promise
+from trinity_mq.scheduling.tickets import Ticket
 
 SEEN_SUBMISSIONS = 10_000
-
-
-class PendingTask(BaseModel):
-    """A task that waits for the next batch: submitted from outside, or given back unfinished."""
-
-    task: TaskBody
-    submission: SubmissionRef | None = None
-    given_back: bool = False
-    """It was in a batch before; it is not given back twice."""
 
 
 class ExplorerState(BaseModel):

@@ -16,40 +16,17 @@ from trinity_mq.bus import Consumer, Delivery
 from trinity_mq.config import SyncConfig
 from trinity_mq.messages import Message, SyncEvent, Version
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.sync.coordinator import (
-    AbandonCollective,
-    Command,
-    Committed,
-    Coordinator,
-    Failed,
-    Phase,
-    Send,
-    StartCollective,
-)
+from trinity_mq.sync.canary import Canary
+from trinity_mq.sync.channel import Channel, ChannelError, Pull
+from trinity_mq.sync.commands import AbandonCollective, Command, Committed, Failed, Send, StartCollective
+from trinity_mq.sync.coordinator import Coordinator
+from trinity_mq.sync.roster import Phase
 
 log = structlog.get_logger(__name__)
-
-CANARY_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
-"""Largest allowed difference of a canary token's logprob between trainer and engine, by dtype of the weights. In
-bfloat16 0.07 was seen between two sound sides of a sharply trained tiny model."""
-
 
 RETRY_PAUSE = 0.5
 """Seconds after a failed try, times the failures of this version so far."""
 LONGEST_PAUSE = 10.0
-
-
-class Channel(Protocol):
-    """How weights travel to the members that entered the barrier."""
-
-    async def rendezvous(self) -> dict[str, Any]:
-        """Return what a member needs to find us."""
-
-    async def broadcast(self, tensors: Any, manifest: Any, epoch: int, attempt: int, world: int) -> None:
-        """Send the tensors to ``world - 1`` members, or raise."""
-
-    def abandon(self) -> None:
-        """Drop everything that a failed try has touched."""
 
 
 class Weights(Protocol):
@@ -88,12 +65,19 @@ class Gatekeeper:
         self.syncs = 0
         self.aborts = 0
         self.last_seconds = 0.0
-        self._tolerance = CANARY_TOLERANCE.get(dtype, 1e-4)
+        self._judge = Canary(dtype)
         self._weights, self._channel, self._canary = weights, channel, list(canary)
         self._publish = publish
         self._fingerprint = fingerprint
         self._own_canary: list[float] = []
+        """The policy's own logprobs of the canary, under the weights of the try under way."""
+        self._committed_canary: list[float] = []
+        self._to_pull: Pull | None = None
+        """Where one member alone gets the committed version."""
+        self._syncing = False
         self._outcome: asyncio.Future[Committed | Failed] | None = None
+        self._travelling: tuple[Any, Any] = ([], [])
+        """Tensors and manifest of the try under way."""
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._rescheduled = Notifier()
 
@@ -109,15 +93,54 @@ class Gatekeeper:
 
     @property
     def someone_is_behind(self) -> bool:
-        """A member does not hold the committed version."""
-        return bool(self.machine.stale_members())
+        """A member does not hold the committed version, and cannot get it without a sync of all."""
+        if self._may_pull:
+            return False
+        stale, well = self.machine.stale_members(), set(self.machine.members) - set(self.machine.quarantined())
+        return bool(stale) and (not well or bool(well & set(stale)))
+
+    @property
+    def _may_pull(self) -> bool:
+        return self._to_pull is not None and self._to_pull[0] == self.machine.committed
+
+    def report(self) -> dict[str, Any]:
+        """Return the gate's part of the trainer's beat: members, their versions, the last sync by its phases."""
+        machine = self.machine
+        members = {
+            name: {"version": member.version, "given": member.given, "state": machine.state_of(name)}
+            for name, member in machine.members.items()
+        }
+        return {
+            "version": machine.committed,
+            "members": members,
+            "phases": self.phases,
+            "seconds": self.last_seconds,
+            "syncs": self.syncs,
+            "aborts": self.aborts,
+            "pulls": machine.pulled,
+            "canary_failures": machine.canary_failures,
+            "quarantined": len(machine.quarantined()),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return the same as metrics: counts since the trainer's start, and the last sync's phases in milliseconds."""
+        report = self.report()
+        counts = {name: float(report[name]) for name in ("aborts", "pulls", "canary_failures", "quarantined")}
+        counts["members"] = float(len(report["members"]))
+        return {f"sync/{name}": value for name, value in counts.items()} | {
+            f"sync/{name}_ms": value for name, value in self.phases.items()
+        }
 
     async def run(self, feed: Consumer, each: Callable[..., Coroutine[Any, Any, None]]) -> None:
         """Serve the gate until cancelled; ``each`` is the agent's own loop over a feed."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(each(feed, self._heard), name="sync-events")
-            group.create_task(self._perform(group), name="sync-commands")
-            group.create_task(self._tick(), name="sync-clock")
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(each(feed, self._heard), name="sync-events")
+                group.create_task(self._perform(group), name="sync-commands")
+                group.create_task(self._tick(), name="sync-clock")
+                group.create_task(self._repair(), name="sync-repairs")
+        finally:
+            await self._channel.close()
 
     async def sync(self, version: Version, progress: int) -> None:
         """Commit ``version`` at every present member, however many tries that takes; waits for a member when there is
@@ -125,37 +148,71 @@ class Gatekeeper:
         """
         loop = asyncio.get_running_loop()
         started = loop.time()
-        for failures in itertools.count(1):
-            while not self.has_members:
-                await self.changed.wait()
-            self._own_canary = await self._weights.canary_logprobs(self._canary)
-            prepare = SyncEvent(
-                verb="prepare",
-                sender=self.machine.name,
-                manifest=await self._weights.manifest(),
-                rendezvous=await self._channel.rendezvous(),
-                canary={"tokens": self._canary},
-            )
-            if not self.has_members:
-                continue
-            self._outcome = loop.create_future()
-            self._enqueue(self.machine.start(version, progress, prepare, loop.time()))
-            try:
-                outcome = await self._outcome
-            except asyncio.CancelledError:
-                # members must not stand still until their leases end
-                self._enqueue(self.machine.cancel("the trainer has given this try up"))
-                raise
-            finally:
-                self._outcome = None
-            if isinstance(outcome, Committed):
-                self.syncs += 1
-                self.last_seconds = loop.time() - started
-                return
-            self.aborts += 1
-            log.warning("sync_aborted", version=version, reason=outcome.reason, lost=outcome.lost)
-            # time for those who failed to join again, and no busy loop where every try fails at once
-            await asyncio.sleep(min(LONGEST_PAUSE, RETRY_PAUSE * failures))
+        self._syncing = True
+        try:
+            for failures in itertools.count(1):
+                while not self.has_members:
+                    await self.changed.wait()
+                try:
+                    outcome = await self._try(version, progress)
+                except ChannelError as error:
+                    outcome = Failed(version, str(error), ())
+                if outcome is None:
+                    continue
+                if isinstance(outcome, Committed):
+                    self.syncs += 1
+                    self.last_seconds = loop.time() - started
+                    return
+                self.aborts += 1
+                log.warning("sync_aborted", version=version, reason=outcome.reason, lost=outcome.lost)
+                # time for those who failed to join again, and no busy loop where every try fails at once
+                await asyncio.sleep(min(LONGEST_PAUSE, RETRY_PAUSE * failures))
+        finally:
+            self._syncing = False
+            self.changed.notify()
+
+    async def _try(self, version: Version, progress: int) -> Committed | Failed | None:
+        """Do one try; None: there is nobody any more to do it with.
+
+        Raises:
+            ChannelError: The weights cannot be got ready to travel.
+        """
+        loop = asyncio.get_running_loop()
+        self._own_canary = await self._weights.canary_logprobs(self._canary)
+        tensors, manifest = await self._weights.weights(), await self._weights.manifest()
+        prepare = SyncEvent(
+            verb="prepare",
+            sender=self.machine.name,
+            manifest=manifest,
+            rendezvous=await self._channel.offer(version, tensors, manifest),
+            canary={"tokens": self._canary},
+        )
+        if not self.has_members:
+            return None
+        self._outcome, self._travelling = loop.create_future(), (tensors, manifest)
+        self._enqueue(self.machine.start(version, progress, prepare, loop.time()))
+        try:
+            outcome = await self._outcome
+        except asyncio.CancelledError:
+            # members must not stand still until their leases end
+            self._enqueue(self.machine.cancel("the trainer has given this try up"))
+            raise
+        finally:
+            self._outcome = None
+        if isinstance(outcome, Committed):
+            await self._keep(version, tensors, manifest)
+        return outcome
+
+    async def _keep(self, version: Version, tensors: Any, manifest: Any) -> None:
+        """See to it that a member can get the committed version alone."""
+        self._committed_canary, self._to_pull = self._own_canary, None
+        try:
+            await self._channel.committed(version, tensors, manifest)
+            self._to_pull = await self._channel.pullable()
+        except ChannelError as error:
+            log.warning("nothing_to_pull", version=version, reason=str(error))
+        if not self._may_pull:
+            self.machine.free_quarantined()  # the next sync is their only chance
 
     async def settled(self) -> None:
         """Return when every command is performed, such as telling the members of a try given up."""
@@ -185,10 +242,18 @@ class Gatekeeper:
                 log.error("fingerprint_differs", member=message.sender, theirs=fingerprint, ours=self._fingerprint)
                 return
             self._enqueue(
-                machine.join(message.sender, message.version, now, lease=message.seconds, fingerprint=fingerprint)
+                machine.join(
+                    message.sender,
+                    message.version,
+                    now,
+                    lease=message.seconds,
+                    fingerprint=fingerprint,
+                    life=message.life,
+                )
             )
+            machine.phases.resumed(message)
         elif message.verb == "leave":
-            self._enqueue(machine.leave(message.sender, now))
+            self._enqueue(machine.leave(message.sender, now, life=message.life))
         elif message.verb == "ready":
             self._enqueue(machine.ready(message, now))
         elif message.verb == "wait":
@@ -196,16 +261,17 @@ class Gatekeeper:
         elif message.verb == "applied":
             self._enqueue(machine.applied(message, self._canary_error(message), now))
         elif message.verb == "failed":
-            self._enqueue(machine.failed(message))
+            self._enqueue(machine.failed(message, now))
 
     def _canary_error(self, applied: SyncEvent) -> str | None:
-        theirs = applied.canary.get("logprobs")
-        if not isinstance(theirs, list) or len(theirs) != len(self._own_canary):
-            return f"{len(self._own_canary)} logprobs wanted, got {theirs!r:.80}"
-        worst = max((abs(a - b) for a, b in zip(theirs, self._own_canary, strict=True)), default=0.0)
-        if not worst <= self._tolerance:
-            return f"logprobs differ by {worst:.2e}, allowed {self._tolerance:.0e}"
-        return None
+        machine = self.machine
+        if not machine.expects(applied):
+            return None  # it counts for nothing, and is not to be judged by another version's logprobs
+        ours = self._own_canary if applied.epoch else self._committed_canary
+        problem = self._judge.problem(applied.sender, applied.life, applied.canary.get("logprobs"), ours)
+        if problem is not None:
+            log.warning("canary_failed", member=applied.sender, version=applied.version, reason=problem)
+        return problem
 
     async def _perform(self, group: asyncio.TaskGroup) -> None:
         while True:
@@ -216,6 +282,8 @@ class Gatekeeper:
                 group.create_task(self._collective(command), name="collective")
             elif isinstance(command, AbandonCollective):
                 self._channel.abandon()
+            elif isinstance(command, Committed) and command.pulled:
+                log.info("member_caught_up", member=command.members[0], version=command.version)
             elif self._outcome is not None and not self._outcome.done():
                 self._outcome.set_result(command)
             self._commands.task_done()
@@ -223,7 +291,7 @@ class Gatekeeper:
 
     async def _collective(self, start: StartCollective) -> None:
         try:
-            tensors, manifest = await self._weights.weights(), await self._weights.manifest()
+            tensors, manifest = self._travelling
             await self._channel.broadcast(tensors, manifest, start.epoch, start.attempt, len(start.members) + 1)
         except Exception as error:
             self._enqueue(self.machine.collective_failed(start.epoch, start.attempt, str(error)))
@@ -233,10 +301,53 @@ class Gatekeeper:
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due = self.machine.next_deadline
+            due = self.machine.next_deadline(loop.time())
             await self._rescheduled.wait(None if math.isinf(due) else max(0.0, due - loop.time()))
-            if loop.time() >= self.machine.next_deadline:
+            if loop.time() >= due:
                 self._enqueue(self.machine.tick(loop.time()))
+
+    async def _repair(self) -> None:
+        """Have members that are behind fetch the committed version, at once and one by one."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self.changed.until(lambda: bool(self._to_repair(loop.time())))
+            try:
+                found = await self._channel.pullable()
+            except ChannelError as error:
+                log.warning("nothing_to_pull", reason=str(error))
+                found = None
+            if found is None or found[0] != self.machine.committed:
+                self._to_pull = None
+                self.changed.notify()
+                continue
+            version, rendezvous, manifest = found
+            for name in self._to_repair(loop.time()):
+                prepare = SyncEvent(
+                    verb="prepare",
+                    sender=self.machine.name,
+                    manifest=manifest,
+                    rendezvous=rendezvous,
+                    canary={"tokens": self._canary},
+                )
+                log.info("member_pulls", member=name, version=version)
+                self._enqueue(self.machine.pull(name, prepare, loop.time()))
+
+    def _to_repair(self, now: float) -> tuple[str, ...]:
+        """Return who is to fetch now. In a sync that is who came after it began, and only while a try runs: all others
+        are about to get something newer.
+        """
+        if not self._may_pull:
+            return ()
+        due = self.machine.due_pulls(now)
+        if not self._syncing:
+            return due
+        quarantined = self.machine.quarantined()
+        return tuple(name for name in due if self.machine.phase is not Phase.IDLE and name not in quarantined)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Milliseconds of the last sync, see :data:`trinity_mq.sync.phases.PHASES`."""
+        return self.machine.phases.milliseconds()
 
     @property
     def idle(self) -> bool:

@@ -1,6 +1,7 @@
 """A member's side of the weight-sync gate: a pure state machine for the host of one engine.
 
 idle ──prepare──▶ pausing ──paused──▶ ready ──go──▶ receiving ──received──▶ applied ──commit──▶ idle at the new version
+                    a pull goes from paused to receiving by itself
                     abort or a lapsed lease: untouched → resume the old version; touched → dirty, and ask for the
                     weights again
 """
@@ -24,6 +25,10 @@ class Stage(enum.Enum):
     APPLIED = "applied"
 
 
+Key = tuple[Version | None, int, int]
+"""Version, epoch and attempt: a restarted trainer counts epochs and attempts anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """Publish this event to the coordinator."""
@@ -35,7 +40,7 @@ class Reply:
 class Pause:
     """Stop new rounds and wait for the running one; report :meth:`Member.paused` or ``broke``."""
 
-    key: tuple[int, int]
+    key: Key
     seconds: float
 
 
@@ -43,7 +48,7 @@ class Pause:
 class Receive:
     """Enter the barrier and the collective; report :meth:`Member.received` or ``broke``."""
 
-    key: tuple[int, int]
+    key: Key
     prepare: SyncEvent
     seconds: float
 
@@ -63,8 +68,8 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """The engine holds weights of no committed version: it serves nothing until the next commit; say so in a join at
-    once.
+    """Say in a join at once what the engine holds; where that is nothing that counts, it serves nothing until a
+    commit.
     """
 
 
@@ -76,7 +81,8 @@ class Member:
     """One engine host's gate. Time is given in seconds of one monotonic clock."""
 
     name: str
-    coordinator: str | None = None
+    life: str = ""
+    """Of the engine's process."""
     version: Version | None = None
     """What the engine serves; None before the first commit and while dirty."""
     stage: Stage = Stage.IDLE
@@ -86,15 +92,18 @@ class Member:
     lease_ends: float = float("inf")
     _prepare: SyncEvent | None = None
     _touched: bool = False
+    _pause_seconds: float = 0.0
+    _latest: tuple[int, int] = (0, 0)
+    """Generation and attempt of the newest try heard of: both only rise."""
     _held: SyncEvent | None = None
     """The prepare that waits for the hold to end, ours or another member's."""
     _waits: set[str] = field(default_factory=set)
     """Other members that have asked for time in the try of :attr:`_held`: until they are ready we go on serving."""
 
     @property
-    def key(self) -> tuple[int, int] | None:
-        """``(epoch, attempt)`` of the try under way."""
-        return (self._prepare.epoch, self._prepare.attempt) if self._prepare else None
+    def key(self) -> Key | None:
+        """The try under way."""
+        return _key_of(self._prepare) if self._prepare else None
 
     def prepare(self, event: SyncEvent, now: float) -> list[Command]:
         """The coordinator offers a version."""
@@ -103,8 +112,21 @@ class Member:
         if self._prepare is not None and self._same_try(event):
             if self.stage is Stage.READY:
                 self._extend(event, now)
-                return [Reply(self._answer("ready"))]
+                return [Reply(self._ready())]
             return []
+        if event.pull and event.version is not None and event.version == self.version:
+            return [Rejoin()]
+        if event.pull and self.hold_seconds > 0 and self.version is not None:
+            return []  # it is repeated, and nobody waits for us
+        order = (event.version[0] if event.version else 0, event.attempt)
+        again = self._held is not None and _try_of(self._held) == _try_of(event)
+        if order < self._latest or (order == self._latest and not again):
+            return []  # late: what became of that try is known, and its commit may be on its way to us
+        self._latest = order
+        return self._take_up(event, now)
+
+    def _take_up(self, event: SyncEvent, now: float) -> list[Command]:
+        """Begin a try, or put it off while something must end first."""
         commands: list[Command] = []
         if self._prepare is not None:
             commands += self._give_up()
@@ -114,19 +136,26 @@ class Member:
         if self.hold_seconds > 0 and self.version is not None:
             self._held = event
             wait = event.model_copy(
-                update={"verb": "wait", "sender": self.name, "seconds": self.hold_seconds, "manifest": [], "canary": {}}
+                update={
+                    "verb": "wait",
+                    "sender": self.name,
+                    "life": self.life,
+                    "seconds": self.hold_seconds,
+                    "manifest": [],
+                    "canary": {},
+                }
             )
             return [*commands, Reply(wait)]
         self._held = None
         self._prepare, self._touched, self.stage = event, False, Stage.PAUSING
         self._extend(event, now)
-        return [*commands, Pause((event.epoch, event.attempt), event.seconds or 60.0)]
+        return [*commands, Pause(_key_of(event), event.seconds or 60.0)]
 
     def release(self, now: float) -> list[Command]:
         """What had to end first has ended: answer the prepare that was put off."""
         self.hold_seconds = 0.0
         held, self._held = self._held, None
-        return self.prepare(held, now) if held is not None else []
+        return self._take_up(held, now) if held is not None else []
 
     def other_waits(self, event: SyncEvent) -> list[Command]:
         """Another member asks for time, such as one whose host evaluates the present version: serve meanwhile, or what
@@ -152,14 +181,18 @@ class Member:
         if self._waits:
             return []
         held, self._held = self._held, None
-        return self.prepare(held, now)
+        return self._take_up(held, now)
 
-    def paused(self, key: tuple[int, int]) -> list[Command]:
-        """The engine stands still."""
-        if self.stage is not Stage.PAUSING or key != self.key:
+    def paused(self, key: Key, seconds: float = 0.0) -> list[Command]:
+        """The engine stands still; that took ``seconds``."""
+        if self.stage is not Stage.PAUSING or key != self.key or self._prepare is None:
             return []
+        self._pause_seconds = seconds
+        if self._prepare.pull:
+            self.stage = Stage.RECEIVING
+            return [Receive(key, self._prepare, self._prepare.seconds or 60.0)]
         self.stage = Stage.READY
-        return [Reply(self._answer("ready"))]
+        return [Reply(self._ready())]
 
     def go(self, event: SyncEvent, now: float) -> list[Command]:
         """Everybody is ready."""
@@ -170,15 +203,15 @@ class Member:
         assert self.key is not None
         return [Receive(self.key, self._prepare, event.seconds or 60.0)]
 
-    def received(self, key: tuple[int, int], canary: dict[str, Any]) -> list[Command]:
-        """The engine holds the new weights."""
+    def received(self, key: Key, canary: dict[str, Any], seconds: dict[str, float] | None = None) -> list[Command]:
+        """The engine holds the new weights; ``seconds`` says how long it took to ``receive`` and to ``apply`` them."""
         if self.stage is not Stage.RECEIVING or key != self.key:
             return []
         self._touched = True
         self.stage = Stage.APPLIED
-        return [Reply(self._answer("applied").model_copy(update={"canary": canary}))]
+        return [Reply(self._answer("applied").model_copy(update={"canary": canary, "detail": seconds or {}}))]
 
-    def broke(self, key: tuple[int, int], reason: str, *, touched: bool) -> list[Command]:
+    def broke(self, key: Key, reason: str, *, touched: bool) -> list[Command]:
         """Pausing or receiving failed."""
         if key != self.key:
             return []
@@ -186,7 +219,9 @@ class Member:
         if not touched and self.stage is Stage.RECEIVING:
             self.stage = Stage.READY
         answer = self._answer("failed").model_copy(update={"reason": reason})
-        return [Reply(answer), *self._give_up()]
+        after = self._give_up()
+        # the coordinator has left us out until we join
+        return [Reply(answer), *after, *([] if Rejoin() in after else [Rejoin()])]
 
     def commit(self, event: SyncEvent) -> list[Command]:
         """The version exists. For those not in this try it only moves the progress."""
@@ -203,29 +238,29 @@ class Member:
 
     def abort(self, event: SyncEvent) -> list[Command]:
         """The try is over."""
-        if self._held is not None and (event.version, event.epoch, event.attempt) == (
-            self._held.version,
-            self._held.epoch,
-            self._held.attempt,
-        ):
+        if self._held is not None and self._same_round(self._held, event):
             self._held = None
             self._waits.clear()
         if self._prepare is None or not self._same_try(event):
             return []
         return self._give_up()
 
-    def tick(self, now: float, committed: Version | None) -> list[Command]:
-        """Time has passed; ``committed`` is the version in the trainer's latest beat."""
+    def tick(self, now: float, given: Key | None) -> list[Command]:
+        """Time has passed; ``given`` is the version last committed at this member, and the try that did it, as the
+        trainer's latest beat says.
+
+        The version alone would not do: a try that failed for our canary is followed by one for the same version.
+        """
         if self._prepare is None:
             return []
-        if self.stage is Stage.APPLIED and committed is not None and committed == self._prepare.version:
-            return self._committed(committed, self._prepare.progress or 0)
+        if self.stage is Stage.APPLIED and self._prepare.version is not None and given == self.key:
+            return self._committed(self._prepare.version, self._prepare.progress or 0)
         return self._give_up() if now >= self.lease_ends else []
 
     def lost_engine(self) -> list[Command]:
         """The engine died; its successor holds nothing, and is in no group. Nobody is to wait for us until it is up."""
         self.version, self._touched = None, False
-        leave = Reply(SyncEvent(verb="leave", sender=self.name, reason="the engine died"))
+        leave = Reply(SyncEvent(verb="leave", sender=self.name, life=self.life, reason="the engine died"))
         if self._prepare is None:
             return [leave]
         answer = self._answer("failed").model_copy(update={"reason": "the engine died"})
@@ -240,11 +275,14 @@ class Member:
     @staticmethod
     def _same_round(prepare: SyncEvent, event: SyncEvent) -> bool:
         """Say whether another member speaks of the try that ``prepare`` began."""
-        return (event.version, event.epoch, event.attempt) == (prepare.version, prepare.epoch, prepare.attempt)
+        return _key_of(event) == _key_of(prepare)
+
+    def _ready(self) -> SyncEvent:
+        return self._answer("ready").model_copy(update={"detail": {"pause": self._pause_seconds}})
 
     def _extend(self, event: SyncEvent, now: float) -> None:
         # longer than the coordinator's own deadline, so that it decides first
-        self.lease_ends = now + 2 * (event.seconds or 60.0)
+        self.lease_ends = now + (3 if event.pull else 2) * (event.seconds or 60.0)
 
     def _answer(self, verb: str) -> SyncEvent:
         assert self._prepare is not None
@@ -252,6 +290,7 @@ class Member:
             {
                 "verb": verb,
                 "sender": self.name,
+                "life": self.life,
                 "version": self._prepare.version,
                 "epoch": self._prepare.epoch,
                 "attempt": self._prepare.attempt,
@@ -275,6 +314,10 @@ class Member:
 
     def _clear(self) -> None:
         self._prepare, self._touched, self.stage, self.lease_ends = None, False, Stage.IDLE, float("inf")
+
+
+def _key_of(event: SyncEvent) -> Key:
+    return (event.version, event.epoch, event.attempt)
 
 
 def _try_of(event: SyncEvent) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from trinity_mq.bus import Consumer, Delivery
 from trinity_mq.messages import Message, SyncEvent, Version
 from trinity_mq.models.engines.admin_client import ReceiveFailed
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.sync.member import Command, Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
+from trinity_mq.sync.member import Command, Commit, Key, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
 
 log = structlog.get_logger(__name__)
 
@@ -28,7 +29,7 @@ class EnginePort(Protocol):
         """Stop new rounds; return when the running one is over."""
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Enter the collective and apply what arrives; returns ``{"logprobs": [...]}`` of the canary."""
+        """Take the weights in as ``spec`` says; returns the canary's ``logprobs``, and ``seconds`` by what was done."""
 
     async def commit(self, version: Version, progress: int) -> None:
         """Stamp the version and serve."""
@@ -47,8 +48,9 @@ class Membership:
         lease: float,
         engine: EnginePort,
         publish: Callable[[SyncEvent], Awaitable[None]],
-        committed: Callable[[], Version | None],
+        given: Callable[[], Key | None],
     ) -> None:
+        """``given`` returns the version last committed at this engine, as the trainer's beat says, and in which try."""
         self.machine = Member(name)
         self.lease = lease
         self.fingerprint: str | None = None
@@ -57,10 +59,12 @@ class Membership:
         self.on_commit: Callable[[Version | None, int], None] = lambda version, progress: None
         self.changed = Notifier()
         """Notified when stage or version may have changed."""
-        self._engine, self._publish, self._committed = engine, publish, committed
+        self._engine, self._publish, self._given = engine, publish, given
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
         self._unperformed = 0
         self._join_now = asyncio.Event()
+        self._resume_seconds: float | None = None
+        """From the latest commit to serving, until it is told."""
 
     @property
     def version(self) -> Version | None:
@@ -82,6 +86,8 @@ class Membership:
 
     def engine_up(self, version: Version | None, fingerprint: str | None) -> None:
         """The engine answers and holds ``version`` (None: nothing that counts)."""
+        if not self.engine_ready:
+            self.machine.life = uuid.uuid4().hex
         self.machine.version, self.fingerprint, self.engine_ready = version, fingerprint, True
         self._join_now.set()
 
@@ -103,7 +109,7 @@ class Membership:
 
     async def leave(self) -> None:
         """Say goodbye."""
-        await self._publish(SyncEvent(verb="leave", sender=self.machine.name))
+        await self._publish(SyncEvent(verb="leave", sender=self.machine.name, life=self.machine.life))
 
     # -- inside
 
@@ -153,6 +159,8 @@ class Membership:
             self.changed.notify()
 
     async def _serve(self, command: Commit | Resume) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             if isinstance(command, Commit):
                 await self._engine.commit(command.version, command.progress)
@@ -165,15 +173,19 @@ class Membership:
             self._join_now.set()
             return
         if isinstance(command, Commit):
+            self._resume_seconds = loop.time() - began
+            self._join_now.set()
             self.on_commit(command.version, command.progress)
 
     async def _pause(self, command: Pause) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             await self._engine.pause(command.seconds)
         except Exception as error:
             self._enqueue(self.machine.broke(command.key, f"pause: {error}", touched=False))
         else:
-            self._enqueue(self.machine.paused(command.key))
+            self._enqueue(self.machine.paused(command.key, loop.time() - began))
 
     async def _receive(self, command: Receive) -> None:
         prepare = command.prepare
@@ -189,35 +201,41 @@ class Membership:
             "canary": prepare.canary,
         }
         try:
-            canary = await self._engine.receive(spec, command.seconds + 5.0)
+            answer = dict(await self._engine.receive(spec, command.seconds + 5.0))
         except ReceiveFailed as error:
             self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=error.touched))
         except Exception as error:
             self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=False))
         else:
-            self._enqueue(self.machine.received(command.key, canary))
+            seconds = answer.pop("seconds", None)
+            self._enqueue(self.machine.received(command.key, answer, seconds))
 
     async def _keep_joined(self) -> None:
         while True:
             self._join_now.clear()
             if self.engine_ready:
-                version = self.machine.version
-                await self._publish(
-                    SyncEvent(
-                        verb="join",
-                        sender=self.machine.name,
-                        version=version,
-                        seconds=self.lease,
-                        detail={"fingerprint": self.fingerprint} if self.fingerprint else {},
-                    )
-                )
+                await self._publish(self._joining())
             try:
                 async with asyncio.timeout(self.lease / 3):
                     await self._join_now.wait()
             except TimeoutError:
                 continue
 
+    def _joining(self) -> SyncEvent:
+        detail: dict[str, Any] = {"fingerprint": self.fingerprint} if self.fingerprint else {}
+        if self._resume_seconds is not None:
+            detail["resume"], self._resume_seconds = self._resume_seconds, None
+        machine = self.machine
+        return SyncEvent(
+            verb="join",
+            sender=machine.name,
+            life=machine.life,
+            version=machine.version,
+            seconds=self.lease,
+            detail=detail,
+        )
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK)
-            self._enqueue(self.machine.tick(asyncio.get_running_loop().time(), self._committed()))
+            self._enqueue(self.machine.tick(asyncio.get_running_loop().time(), self._given()))

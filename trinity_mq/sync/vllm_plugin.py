@@ -1,9 +1,9 @@
-"""vLLM's plug-in point ``vllm.general_plugins``: its workers receive weights through our collective channel."""
+"""vLLM's plug-in point ``vllm.general_plugins``: its workers receive weights through our channels."""
 
 from __future__ import annotations
 
 from trinity_mq.models.engines import vllm_api
-from trinity_mq.sync.collective import Receiver
+from trinity_mq.sync.channel_receiver import Receiver
 
 
 def register() -> None:

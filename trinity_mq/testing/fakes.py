@@ -77,9 +77,24 @@ class FakeChannel:
     def __init__(self, seconds: float = 0.01) -> None:
         self.seconds = seconds
 
-    async def rendezvous(self) -> dict[str, Any]:
+        self.kept: Any = None
+        """What :meth:`pullable` offers, or None."""
+        self.can_pull = True
+
+    async def offer(self, version: Version, tensors: Any, manifest: Any) -> dict[str, Any]:
         """Return nowhere."""
-        return {"host": "127.0.0.1", "port": 9, "bucket_bytes": 1024}
+        return {"method": "fake"}
+
+    async def committed(self, version: Version, tensors: Any, manifest: Any) -> None:
+        """Take note."""
+        self.kept = (version, {"method": "fake"}, manifest) if self.can_pull else None
+
+    async def pullable(self) -> Any:
+        """Return the version last committed, unless nobody is to pull."""
+        return self.kept
+
+    async def close(self) -> None:
+        """Nothing to give back."""
 
     async def broadcast(self, tensors: Any, manifest: Any, epoch: int, attempt: int, world: int) -> None:
         """Take the time it takes."""

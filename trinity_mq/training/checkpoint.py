@@ -188,6 +188,15 @@ class CheckpointStore:
         )
 
 
+def publish_final(model: Path, final: Path) -> None:
+    """Put a copy of the Hugging Face folder ``model`` at ``final``, whole or not at all."""
+    fresh = final.with_name(f".{final.name}.part")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(model, fresh)
+    shutil.rmtree(final, ignore_errors=True)
+    fresh.rename(final)
+
+
 class StepAttempts:
     """Which tickets were begun and never finished: a batch that kills the trainer shows by its count.
 

@@ -114,6 +114,11 @@ class Decider:
         found = (decision for _, decision in self._repaired.values())
         return [decision for decision in found if decision.offset < before.offset and decision.batch < before.batch]
 
+    @property
+    def first(self) -> Decision | None:
+        """The decision made first of those not consumed, if there is one."""
+        return next(iter(self._decided.values()), None)
+
     def consume(self, decision: Decision) -> None:
         """The batch was trained on or skipped, or a repaired one along with it."""
         ticket = decision.ready.ticket

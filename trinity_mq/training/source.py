@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import structlog
 
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
 from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.messages import BatchReady, Mark, RunEnd
-from trinity_mq.messages.batches import StepOutcome
+from trinity_mq.messages.batches import BatchState
 from trinity_mq.runtime.blobs import BlobStore, StoreUnavailable, patiently
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.mail import EXPERIENCES, REFERENCE, envelope, opened, park
@@ -34,20 +34,14 @@ class TrainBatch:
     batch: int
     ticket: str
     op: str
-    state: StepOutcome | Literal["ready"]
-    """ready, empty, failed or gone; once the trainer has decided about it, its outcome."""
+    state: BatchState
+    """ready, empty, failed, gone."""
     experiences: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
     repaired: list[TrainBatch] = field(default_factory=list)
     """Earlier batches that were progress as failed, and that operators could process since: to be trained on with this
     one, so that a step more does not make other batches older."""
-
-    @property
-    def outcome(self) -> StepOutcome:
-        """What became of it, once that is decided."""
-        assert self.state != "ready", "the trainer has not decided about it"
-        return self.state
 
 
 class Source(Protocol):
@@ -64,12 +58,20 @@ class Source(Protocol):
 
 
 class StreamSource:
-    """Processed batches from the ``ready`` stream, in batch order (style fixed)."""
+    """Processed batches from the ``ready`` stream: in batch order (style fixed), or in the order in which the stream
+    decides them.
+    """
 
-    def __init__(self, bus: Bus, topology: Topology, by: str, store: BlobStore | None = None) -> None:
+    def __init__(
+        self, bus: Bus, topology: Topology, by: str, store: BlobStore | None = None, *, in_batch_order: bool = True
+    ) -> None:
         self._bus, self._topology, self._by, self._store = bus, topology, by, store
+        self._in_batch_order = in_batch_order
         self._decider = Decider()
         self._consumed_batches = 0
+        """All batches up to this one are consumed."""
+        self._ahead: set[int] = set()
+        """Batches beyond that are consumed."""
         self._marked = False
         """Our own mark was read: the stream is the one we know, and we have seen all that was on it at our start."""
         self.changed = Notifier()
@@ -92,7 +94,10 @@ class StreamSource:
 
     def available(self) -> bool:
         """The next batch is here, and we know that the stream is ours."""
-        return self._marked and self._decider.peek(self._consumed_batches + 1) is not None
+        return self._marked and self._next_decision() is not None
+
+    def _next_decision(self) -> Decision | None:
+        return self._decider.peek(self._consumed_batches + 1) if self._in_batch_order else self._decider.first
 
     async def next(self) -> TrainBatch:
         """Return the next batch once there is one, decoded on a thread; an undecodable chunk fails its batch.
@@ -101,7 +106,7 @@ class StreamSource:
             RestartMe: A chunk lies in the blob store, and that does not answer: no reason to lose the batch.
         """
         await self.changed.until(self.available)
-        decision = self._decider.peek(self._consumed_batches + 1)
+        decision = self._next_decision()
         assert decision is not None
         batch = await self._read(decision)
         batch.repaired = [await self._read(one) for one in self._decider.repaired(decision)]
@@ -125,11 +130,17 @@ class StreamSource:
 
     def consumed(self) -> None:
         """The batch that :meth:`next` returned last is done with, and so are the repaired ones in it."""
-        self._consumed_batches += 1
-        decision = self._decider.peek(self._consumed_batches)
+        decision = self._next_decision()
         assert decision is not None
         for one in (*self._decider.repaired(decision), decision):
             self._decider.consume(one)
+        self._advance({decision.batch})
+
+    def _advance(self, consumed: set[int]) -> None:
+        self._ahead |= consumed
+        while self._consumed_batches + 1 in self._ahead:
+            self._consumed_batches += 1
+            self._ahead.discard(self._consumed_batches)
 
     def state(self) -> dict[str, Any]:
         """Return consumed tickets and the offset to read on from."""
@@ -139,13 +150,15 @@ class StreamSource:
             "batches": self._consumed_batches,
             "offset": self._decider.resume_offset(),
             "ended": self._decider.ended,
+            **({"ahead": sorted(self._ahead)} if self._ahead else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken."""
         self._decider = Decider(state["consumed"], state["offset"], state.get("failed", ()))
         self._decider.ended = state.get("ended")
-        self._consumed_batches = state["batches"]
+        self._consumed_batches, self._ahead = state["batches"], set()
+        self._advance(set(state.get("ahead", ())))
 
     async def run(self) -> None:
         """Read the stream until cancelled.

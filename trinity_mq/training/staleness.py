@@ -16,6 +16,20 @@ def staleness(versions: Versions | None, step: int) -> int:
     return max(0, step - oldest[1])
 
 
+def _ages(batch: ExperienceBatch, step: int) -> list[int]:
+    return [staleness(versions, step) for versions in batch.values("versions")]
+
+
+def stale_tasks(experiences: Sequence[Experience], step: int, max_staleness: int) -> list[int]:
+    """Return the tasks, in order, with an experience whose oldest token is more than ``max_staleness`` steps old."""
+    batch = ExperienceBatch.of(experiences)
+    ages = _ages(batch, step)
+    if max(ages, default=0) <= max_staleness:
+        return []
+    tasks = {one.eid.task for one, age in zip(batch, ages, strict=True) if age > max_staleness}
+    return sorted(task for task in tasks if isinstance(task, int))
+
+
 def drop_stale(
     experiences: Sequence[Experience], step: int, max_staleness: int
 ) -> tuple[ExperienceBatch, dict[str, float]]:
@@ -23,7 +37,7 @@ def drop_stale(
     metrics.
     """
     batch = ExperienceBatch.of(experiences)
-    ages = [staleness(versions, step) for versions in batch.values("versions")]
+    ages = _ages(batch, step)
     tids = batch.ids("tid")
     stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}
     kept = [number for number, tid in enumerate(tids) if tid not in stale]

@@ -117,7 +117,13 @@ class Slow(FakeLearner):
 def test_a_trainer_that_is_killed_over_and_over_trains_on_it_once(
     tmp_path: Path, life: float, save_interval: int
 ) -> None:
-    sim = a_run(tmp_path, FRESH, f"trainer.save_interval={save_interval}", "synchronizer.sync_offset=1")
+    sim = a_run(
+        tmp_path,
+        FRESH,
+        f"trainer.save_interval={save_interval}",
+        "synchronizer.sync_offset=1",
+        "explorer.max_consecutive_empty=8",
+    )
     lives = 0
 
     async def trainers() -> None:

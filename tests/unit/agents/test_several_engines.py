@@ -218,3 +218,72 @@ def test_setting_up_the_group_by_hand_counts_every_engine(tmp_path: Path) -> Non
         engine.receive = receive
     run_virtually(explorer.setup_weight_sync_group("127.0.0.1", 5, []))
     assert sorted((spec["rank"], spec["world"]) for spec in specs) == [(1, 3), (2, 3)]
+
+
+class Stale(FakeEngine):
+    """Takes weights in that it does not use, at its third transfer and its fourth."""
+
+    received = 0
+
+    async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        answer = await super().receive(spec, timeout)
+        self.received += 1
+        return {"logprobs": [-1.0] * len(answer["logprobs"])} if self.received in {3, 4} else answer
+
+
+def test_an_engine_that_keeps_its_old_weights_is_quarantined_in_that_round_and_comes_back(tmp_path: Path) -> None:
+    sim = Engines(tmp_path, batches=12)
+    sim.second = Stale("explorer-0-engine-1")
+    run_virtually(sim.run(beside=lambda: sim.make_host().run()), limit=1000)
+    assert sim.engine.served == [(1, step) for step in range(13)]
+    others = [event for event in sim.published(SyncEvent) if event.verb == "commit" and event.version == (1, 2)]
+    assert sim.second.snapshot.id not in others[0].members, "the others have gone on without it"
+    assert others[-1].members == [sim.second.snapshot.id], "and it has got it alone, once it used what it took"
+    assert sim.second.served == sorted(set(sim.second.served))
+    assert sim.second.served[-1] == (1, 12)
+    assert sim.trainer.gate.aborts == 1
+    assert sim.trainer.gate.metrics()["sync/canary_failures"] == 2.0
+    assert sim.trainer.gate.metrics()["sync/quarantined"] == 0.0
+
+
+def test_a_commit_that_one_engine_has_missed_is_in_the_trainers_beat(tmp_path: Path) -> None:
+    sim = Engines(tmp_path, batches=6)
+    missed: list[Any] = []
+
+    async def deaf_once() -> None:
+        await until(lambda: bool(sim.explorers) and len(sim.engine.served) >= 2)
+        room = sim.explorer.exploration.room
+        machine = room._members[0].machine
+        commit = machine.commit
+
+        def lost(event: SyncEvent) -> Any:
+            if not missed and machine.stage.value == "applied":
+                missed.append(event.version)
+                return []
+            return commit(event)
+
+        room._members[0].machine = Deaf(machine, lost)  # type: ignore[assignment]
+
+    async def beside() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sim.make_host().run())
+            group.create_task(deaf_once())
+
+    run_virtually(sim.run(beside=beside), limit=1000)
+    assert missed
+    assert sim.engine.served == [(1, step) for step in range(7)], "once each, and nothing was sent again"
+    assert sim.trainer.gate.metrics()["sync/pulls"] == 0.0
+
+
+class Deaf:
+    """A member's machine with another ear for commits."""
+
+    def __init__(self, machine: Any, commit: Any) -> None:
+        object.__setattr__(self, "_machine", machine)
+        object.__setattr__(self, "commit", commit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._machine, name, value)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[3]
     [
         ("bench_codec.py", ("encode", "decode to a list", "decode to a batch", "copying the body", "zstd")),
         ("bench_gather.py", ("gather_token_ids", "group_by", "split_dpo")),
+        ("bench_sync.py", ("collective", "checkpoint", "memory", "plain broadcast", "plain copy")),
     ],
 )
 def test_quick_run(script, said):

@@ -155,3 +155,38 @@ def test_other_messages_say_nothing() -> None:
     assert board.view(0.0) == before
     board.hear(beat("trainer", "trainer-0", detail={"progress": "many", "committed": 3}), 0.0)
     assert (board.view(0.0).step, board.view(0.0).version) == (0, None)
+
+
+GATE = {
+    "version": [1, 7],
+    "members": {
+        "engine-1": {"version": None, "state": "pulling"},
+        "engine-0": {"version": [1, 7], "state": "current", "given": [1, 2]},
+    },
+    "phases": {"wait": 0.1, "pause": 2.0, "transfer": 31.4, "apply": 5},
+    "syncs": 8,
+    "aborts": 0,
+    "canary_failures": 1,
+}
+
+
+def test_members_and_the_last_syncs_phases_come_from_the_trainers_beat() -> None:
+    board = Board("r", 20)
+    board.hear(beat("trainer", "trainer-0", detail={"progress": 7, "committed": [1, 7], "sync": GATE}), 0.0)
+    view = board.view(0.0)
+    assert [(row.id, row.version, row.state) for row in view.members] == [
+        ("engine-0", "1.7", "current"),
+        ("engine-1", None, "pulling"),
+    ]
+    assert view.sync is not None
+    assert view.sync.version == "1.7"
+    assert view.sync.phases == {"wait": 0.1, "pause": 2.0, "transfer": 31.4, "apply": 5.0}
+    assert view.sync.counts == {"syncs": 8, "canary_failures": 1}
+
+
+@pytest.mark.parametrize("gate", [None, 3, {}, {"members": 3, "phases": []}, {"members": {"e": 1}, "phases": {}}])
+def test_a_beat_that_says_nothing_sensible_of_the_gate_is_no_reason_to_fail(gate: object) -> None:
+    board = Board("r", 20)
+    board.hear(beat("trainer", "trainer-0", detail={"sync": gate}), 0.0)
+    view = board.view(0.0)
+    assert (view.members, view.sync) == ((), None)

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
-from trinity_mq.cli.board import AgentRow, View
+from trinity_mq.cli.board import AgentRow, MemberRow, SyncRow, View
 from trinity_mq.cli.display import LiveDisplay, PlainDisplay, open_display, picture, plain_line
 
 FULL = View(
@@ -88,6 +89,19 @@ def test_picture_shows_figures_queues_and_agents() -> None:
         assert word in text
     assert "holding" in text
     assert drawn(EMPTY).startswith("arithmetic")
+
+
+def test_picture_shows_members_versions_and_the_last_syncs_phases() -> None:
+    members = (MemberRow("engine-0", "1.119", "current"), MemberRow("engine-1", None, "quarantined"))
+    phases = {"wait": 0.4, "pause": 2.0, "transfer": 31.4, "apply": 5.0, "resume": 1.0}
+    text = drawn(replace(FULL, members=members, sync=SyncRow("1.119", phases, {"syncs": 8, "canary_failures": 1})))
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "engine-0 1.119 current" in rows
+    assert "engine-1 - quarantined" in rows
+    assert rows[-1] == (
+        "last sync 1.119: wait 0 ms, pause 2 ms, transfer 31 ms, apply 5 ms, resume 1 ms (8 syncs, 1 canary failures)"
+    )
+    assert "last sync" not in drawn(FULL)
 
 
 def test_terminal_or_not() -> None:

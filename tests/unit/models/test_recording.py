@@ -61,6 +61,9 @@ class Hold:
     def sampled(self, tokens: list[Token]) -> None:
         self.inner.sampled(tokens)
 
+    def between(self, step: int) -> None:
+        pass
+
     def left(self, request: int) -> bool:
         self.steps -= 1
         if self.steps == 0:

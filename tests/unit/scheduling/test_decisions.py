@@ -102,6 +102,16 @@ def test_closed_tickets_are_published_again_and_then_buried() -> None:
     assert following.tick(100.0, [], **ask) == []
 
 
+def test_tasks_that_came_out_too_old_are_given_back_in_order_and_no_others() -> None:
+    following = ClosedTickets()
+    one = ticket(tasks=4)
+    following.add(one.make_manifest(), (), {n: task for n, task in enumerate(one.tasks) if n != 1})
+    again = ClosedTickets.model_validate(following.model_dump(mode="python"))
+    returned = again.tickets[one.ticket].returned([3, 0, 1, 3, 77])
+    assert [pending.task for pending in returned] == [one.tasks[0], one.tasks[3]]
+    assert all(pending.given_back for pending in returned)
+
+
 class Endless:
     def __init__(self, size: int) -> None:
         self.size, self.given = size, 0

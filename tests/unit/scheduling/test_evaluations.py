@@ -41,6 +41,7 @@ class Bench:
         state: ExplorerState | None = None,
         spoil: Callable[[TaskSlice], str | None] | None = None,
         detailed: bool = False,
+        style: str = "fixed",
     ) -> None:
         self.state = state or ExplorerState()
         config = load_config(
@@ -49,6 +50,7 @@ class Bench:
                 "model": {"tiny": {}},
                 "explorer": {"eval_timeout": 99},
                 "monitor": {"detailed_stats": detailed},
+                "synchronizer": {"sync_style": style},
             }
         )
         topology, broker = Topology("ev"), MemoryBroker()
@@ -108,6 +110,27 @@ def test_a_label_asked_for_twice_is_done_once_and_holds_the_gate_meanwhile() -> 
     assert bench.state.tickets == {}
     bench.evaluations.request(4)
     assert bench.state.due == []
+
+
+def test_in_other_styles_engines_go_on_taking_weights_and_the_metrics_tell_which_versions_served() -> None:
+    bench = Bench(ExplorerState(due=[2]), style="fully_async")
+    assert bench.gate.held is None
+    versions = iter([(1, 3), (1, 4), (1, 4), (1, 6)] * 2)
+    bench.runner.version = lambda: next(versions)
+    bench.play(4)
+    assert [label for label, _ in bench.reports] == [2, 4]
+    assert all(piece.pinned is None for piece in bench.runner.done)
+    for _, metrics in bench.reports:
+        lows, highs = ([metrics[f"eval/{name}/version/{end}"] for name in ("a", "b")] for end in ("min", "max"))
+        assert (min(lows), max(highs)) == (3.0, 6.0)
+        assert metrics["time/eval"] > 0
+
+
+def test_a_run_that_fails_is_no_reason_to_do_an_evaluation_again_that_is_of_no_version() -> None:
+    bench = Bench(spoil=lambda piece: "failed", style="trainer_driven")
+    bench.play(4)
+    assert len(bench.runner.done) == 4
+    assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0
 
 
 def test_the_spread_over_tasks_is_told_where_it_is_asked_for() -> None:

@@ -19,6 +19,7 @@ from trinity_mq.sync.coordinator import (
 )
 from trinity_mq.sync.member import Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
 
+KEY = ((1, 1), 1, 1)
 PREPARE = SyncEvent(verb="prepare", sender="t", manifest=[("w", "float32", [2])], canary={"tokens": [2, 3]})
 
 
@@ -130,8 +131,82 @@ def test_a_failed_canary_quarantines_the_member() -> None:
     through_go(machine)
     commands = machine.applied(from_member("applied", machine, "b"), "logprobs differ by 3.0", 3.0)
     assert isinstance(commands[-1], Failed)
-    assert commands[-1].lost == ("b",)
     assert machine.committed is None
+    assert machine.quarantined() == ("b",)
+    machine.start((1, 1), 1, PREPARE, 4.0)
+    assert machine._taking_part == ("a",), "the others go on without it"
+
+
+def test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary() -> None:
+    machine = coordinator("a", "b")
+    through_go(machine)
+    machine.applied(from_member("applied", machine, "b"), "logprobs differ by 3.0", 3.0)
+    assert machine.due_pulls(3.0) == (), "nothing is committed yet"
+    through_go(machine)
+    machine.applied(from_member("applied", machine, "a"), None, 3.5)
+    machine.collective_done(machine.epoch, machine.attempt, 3.5)
+    assert machine.due_pulls(4.0) == ("b",)
+    (sent_,) = machine.pull("b", PREPARE, 4.0)
+    assert isinstance(sent_, Send)
+    pull = sent_.event
+    assert (pull.pull, pull.members, pull.version) == (True, ["b"], (1, 1))
+    answer = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=pull.attempt)
+    commands = machine.applied(answer, "logprobs differ by 3.0", 5.0)
+    assert sent(commands) == ["abort"]
+    assert machine.due_pulls(5.5) == (), "not at once again"
+    assert machine.due_pulls(7.0) == ("b",)
+    (sent_,) = machine.pull("b", PREPARE, 7.0)
+    assert isinstance(sent_, Send)
+    answer = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.event.attempt)
+    commands = machine.applied(answer, None, 8.0)
+    assert sent(commands) == ["commit"]
+    assert commands[1] == Committed((1, 1), 1, ("b",), pulled=True)
+    assert machine.quarantined() == machine.stale_members() == ()
+    assert machine.canary_failures == 2
+    machine.start((1, 2), 2, PREPARE, 9.0)
+    assert machine._taking_part == ("a", "b")
+
+
+def test_a_quarantined_member_takes_part_where_nobody_else_is() -> None:
+    machine = coordinator("a")
+    through_go(machine)
+    machine.applied(from_member("applied", machine, "a"), "logprobs differ by 3.0", 3.0)
+    through_go(machine)
+    machine.collective_done(machine.epoch, machine.attempt, 3.0)
+    machine.applied(from_member("applied", machine, "a"), None, 3.0)
+    assert machine.committed == (1, 1)
+    assert machine.quarantined() == ()
+
+
+def test_a_pull_goes_on_beside_a_try_and_a_newer_version_ends_it() -> None:
+    machine = coordinator("a")
+    through_go(machine)
+    machine.collective_done(machine.epoch, machine.attempt, 3.0)
+    machine.applied(from_member("applied", machine, "a"), None, 3.0)
+    machine.start((1, 2), 2, PREPARE, 4.0)
+    machine.join("b", None, 4.5)
+    (sent_,) = machine.pull("b", PREPARE, 5.0)
+    assert isinstance(sent_, Send)
+    machine.ready(from_member("ready", machine, "a"), 5.5)
+    machine.collective_done(machine.epoch, machine.attempt, 6.0)
+    machine.applied(from_member("applied", machine, "a"), None, 6.0)
+    assert machine.committed == (1, 2)
+    late = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.event.attempt)
+    assert machine.applied(late, None, 6.5) == [], "nobody is given an older version than the others hold"
+    assert machine.due_pulls(6.5) == ("b",)
+
+
+def test_a_member_that_comes_back_as_another_process_ends_the_try_and_gets_a_new_group() -> None:
+    machine = Coordinator(name="t", timeout=10.0, lease=15.0)
+    machine.join("a", None, 0.0, life="1")
+    machine.start((1, 1), 1, PREPARE, 1.0)
+    assert isinstance(machine.join("a", None, 2.0, life="2")[-1], Failed)
+    assert machine.leave("a", 2.5, life="1") == []
+    assert set(machine.members) == {"a"}, "a late word of its former life"
+    machine.start((1, 1), 1, PREPARE, 3.0)
+    assert machine.epoch == 2
+    unheard = from_member("ready", machine, "a", life="3")
+    assert isinstance(machine.ready(unheard, 4.0)[-1], Failed), "its join was lost"
 
 
 def test_answers_to_an_older_try_count_for_nothing() -> None:
@@ -184,13 +259,13 @@ def prepare(attempt: int = 1, epoch: int = 1) -> SyncEvent:
 
 def test_member_goes_through_to_the_new_version() -> None:
     member = Member("m", version=(1, 0))
-    assert member.prepare(prepare(), 0.0) == [Pause((1, 1), 10.0)]
-    (reply,) = member.paused((1, 1))
+    assert member.prepare(prepare(), 0.0) == [Pause(KEY, 10.0)]
+    (reply,) = member.paused(KEY)
     assert isinstance(reply, Reply)
     assert reply.event.verb == "ready"
     (receive,) = member.go(prepare().model_copy(update={"verb": "go"}), 1.0)
     assert isinstance(receive, Receive)
-    (reply,) = member.received((1, 1), {"logprobs": [0.0]})
+    (reply,) = member.received(KEY, {"logprobs": [0.0]})
     assert isinstance(reply, Reply)
     assert reply.event.verb == "applied"
     assert member.commit(prepare().model_copy(update={"verb": "commit"})) == [Commit((1, 1), 1)]
@@ -200,7 +275,7 @@ def test_member_goes_through_to_the_new_version() -> None:
 def test_member_abort_before_the_collective_resumes_the_old_version() -> None:
     member = Member("m", version=(1, 0))
     member.prepare(prepare(), 0.0)
-    member.paused((1, 1))
+    member.paused(KEY)
     assert member.abort(prepare().model_copy(update={"verb": "abort"})) == [Resume()]
     assert member.version == (1, 0)
 
@@ -208,17 +283,42 @@ def test_member_abort_before_the_collective_resumes_the_old_version() -> None:
 def test_member_abort_after_applying_is_dirty_and_asks_again() -> None:
     member = Member("m", version=(1, 0))
     member.prepare(prepare(), 0.0)
-    member.paused((1, 1))
+    member.paused(KEY)
     member.go(prepare(), 0.0)
-    member.received((1, 1), {})
+    member.received(KEY, {})
     assert member.abort(prepare()) == [Rejoin()]
     assert member.version is None
+
+
+def test_member_takes_a_try_up_once_and_none_that_is_older() -> None:
+    """A commit of the first time may still be on its way: it must not meet weights of the second."""
+    member = Member("m", version=(1, 0))
+    member.prepare(prepare(attempt=2), 0.0)
+    assert member.prepare(prepare(attempt=1), 1.0) == []
+    assert member.abort(prepare(attempt=2).model_copy(update={"verb": "abort"})) == [Resume()]
+    assert member.prepare(prepare(attempt=2), 2.0) == []
+    restarted = prepare(attempt=1).model_copy(update={"version": (2, 0)})
+    assert member.prepare(restarted, 3.0) == [Pause(((2, 0), 1, 1), 10.0)]
+
+
+def test_member_pulls_without_go_and_what_it_holds_already_not_at_all() -> None:
+    member = Member("m", version=(1, 0))
+    pull = prepare().model_copy(update={"epoch": 0, "pull": True})
+    key = ((1, 1), 0, 1)
+    assert member.prepare(pull, 0.0) == [Pause(key, 10.0)]
+    (receive,) = member.paused(key, 0.25)
+    assert isinstance(receive, Receive)
+    (reply,) = member.received(key, {}, {"apply": 0.5})
+    assert isinstance(reply, Reply)
+    assert (reply.event.verb, reply.event.detail) == ("applied", {"apply": 0.5})
+    assert member.commit(pull.model_copy(update={"verb": "commit"})) == [Commit((1, 1), 1)]
+    assert member.prepare(pull, 1.0) == [Rejoin()], "the trainer has not heard of it"
 
 
 def test_member_whose_coordinator_is_silent_frees_itself() -> None:
     member = Member("m", version=(1, 0))
     member.prepare(prepare(), 0.0)
-    member.paused((1, 1))
+    member.paused(KEY)
     assert member.tick(19.0, None) == []
     assert member.tick(20.0, None) == [Resume()]
 
@@ -226,11 +326,12 @@ def test_member_whose_coordinator_is_silent_frees_itself() -> None:
 def test_member_that_missed_the_commit_learns_it_from_the_beat() -> None:
     member = Member("m", version=(1, 0))
     member.prepare(prepare(), 0.0)
-    member.paused((1, 1))
+    member.paused(KEY)
     member.go(prepare(), 0.0)
-    member.received((1, 1), {})
-    assert member.tick(1.0, (1, 0)) == []
-    assert member.tick(2.0, (1, 1)) == [Commit((1, 1), 1)]
+    member.received(KEY, {})
+    assert member.tick(1.0, ((1, 0), 1, 1)) == []
+    assert member.tick(1.5, ((1, 1), 2, 2)) == [], "that was another try: ours may have failed for our canary"
+    assert member.tick(2.0, KEY) == [Commit((1, 1), 1)]
 
 
 def test_member_holds_while_an_evaluation_is_open_and_answers_when_it_ends() -> None:
@@ -238,20 +339,20 @@ def test_member_holds_while_an_evaluation_is_open_and_answers_when_it_ends() -> 
     (reply,) = member.prepare(prepare(), 0.0)
     assert isinstance(reply, Reply)
     assert reply.event.verb == "wait"
-    assert member.release(5.0) == [Pause((1, 1), 10.0)]
+    assert member.release(5.0) == [Pause(KEY, 10.0)]
     empty = Member("m", hold_seconds=60.0)
-    assert empty.prepare(prepare(), 0.0) == [Pause((1, 1), 10.0)], "an engine without weights has nothing to hold"
+    assert empty.prepare(prepare(), 0.0) == [Pause(KEY, 10.0)], "an engine without weights has nothing to hold"
 
 
 def test_member_failure_without_touching_keeps_the_old_version() -> None:
     member = Member("m", version=(1, 0))
     member.prepare(prepare(), 0.0)
-    member.paused((1, 1))
+    member.paused(KEY)
     member.go(prepare(), 0.0)
-    reply, after = member.broke((1, 1), "the barrier did not fill", touched=False)
+    reply, after, rejoin = member.broke(KEY, "the barrier did not fill", touched=False)
     assert isinstance(reply, Reply)
     assert reply.event.verb == "failed"
-    assert after == Resume()
+    assert (after, rejoin) == (Resume(), Rejoin())
     assert member.version == (1, 0)
 
 
@@ -309,7 +410,9 @@ def test_under_losses_repeats_and_deaths_versions_only_rise_and_the_gate_always_
                 of_member(name, member.lost_engine())
             if rng.random() < 0.3:
                 post("t", SyncEvent(verb="join", sender=name, version=member.version, seconds=8.0))
-            of_member(name, member.tick(now, machine.committed))
+            known = machine.members.get(name)
+            given = (known.version, *known.given) if known is not None else None
+            of_member(name, member.tick(now, given))
         for item in [item for item in wire if item[0] <= now]:
             wire.remove(item)
             _, to, event = item
@@ -326,7 +429,7 @@ def test_under_losses_repeats_and_deaths_versions_only_rise_and_the_gate_always_
             elif event.verb == "applied":
                 of_coordinator(machine.applied(event, None, now))
             elif event.verb == "failed":
-                of_coordinator(machine.failed(event))
+                of_coordinator(machine.failed(event, now))
         of_coordinator(machine.tick(now))
         if collective is not None:
             start, collective = collective, None

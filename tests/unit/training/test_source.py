@@ -25,10 +25,10 @@ Act = Callable[["Stream"], Coroutine[Any, Any, Any]]
 class Stream:
     """A ready stream and a source that reads it."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_batch_order: bool = True) -> None:
         self.topology, self.broker = Topology("src"), MemoryBroker()
         self.bus = MemoryBus(self.broker, self.topology, config=BrokerConfig())
-        self.source = StreamSource(self.bus, self.topology, "trainer-0")
+        self.source = StreamSource(self.bus, self.topology, "trainer-0", in_batch_order=in_batch_order)
 
     async def put(self, key: str, mail: Envelope) -> None:
         await self.bus.publish(self.topology.exchange("ready"), key, mail)
@@ -252,3 +252,52 @@ def test_retention_that_cut_the_offset_is_one_clear_error() -> None:
         assert isinstance(caught.value.__cause__, StreamCut)
 
     run_virtually(prepare(), limit=100)
+
+
+def test_in_the_streams_order_nobody_waits_for_a_batch_that_is_late_and_a_restart_knows_what_is_done() -> None:
+    first = Stream(in_batch_order=False)
+
+    async def act(stream: Stream) -> tuple[list[int], dict[str, Any]]:
+        await stream.source.changed.wait()  # our own mark, offset 0
+        for batch in (3, 1, 4, 6):
+            await stream.whole(batch)  # 1 to 8
+        got = []
+        for _ in range(3):
+            got.append((await stream.source.next()).batch)
+            stream.source.consumed()
+        return got, stream.source.state()
+
+    got, state = play(act, first)
+    assert got == [3, 1, 4]
+    assert state == {
+        "consumed": ["t1", "t3", "t4"],
+        "failed": [],
+        "batches": 1,
+        "offset": 7,
+        "ended": None,
+        "ahead": [3, 4],
+    }
+
+    async def rest(stream: Stream) -> list[int]:
+        for batch in (2, 5):
+            await stream.whole(batch)
+        got = []
+        for _ in range(3):
+            got.append((await stream.source.next()).batch)
+            stream.source.consumed()
+        assert stream.source.state() | {"offset": 0} == {
+            "consumed": [f"t{n}" for n in range(1, 7)],
+            "failed": [],
+            "batches": 6,
+            "offset": 0,
+            "ended": None,
+        }
+        return got
+
+    # the same stream in either order; what was consumed is not waited for
+    for in_batch_order, order in ((True, [2, 5, 6]), (False, [6, 2, 5])):
+        again = Stream(in_batch_order)
+        again.broker, again.bus = first.broker, MemoryBus(first.broker, first.topology, config=BrokerConfig())
+        again.source = StreamSource(again.bus, again.topology, "trainer-0", in_batch_order=in_batch_order)
+        again.source.restore(state)
+        assert play(rest, again) == order

@@ -93,7 +93,8 @@ def decode(
 ) -> list[Sampled]:
     """Return what each row sampled; request i has ``n`` rows, requests in order.
 
-    Rows that ``row_watch`` says nobody waits for end at once, with nothing.
+    Rows that ``row_watch`` says nobody waits for end at once, with nothing. It may also have the model's weights
+    changed between two steps: what was read under the old ones stays in the cache.
 
     Raises:
         GenerationCancelled: ``cancelled()`` became true between two steps.
@@ -134,6 +135,8 @@ def decode(
             cache.batch_select_indices(chosen)
             rows.keep(chosen)
             tokens = tokens[chosen]
+        if row_watch is not None:
+            row_watch.between(step)
         rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(tokens), 1)], dim=1)
         logits = _forward(model, cache, tokens[:, None], rows.mask, rows.positions[:, None])
         rows.positions = rows.positions + 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.requests import GenerationRequest, ScoreRequest, Token
+from trinity_mq.models.engines.brake import Brake, Spans
+from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest, Token
 
 
 class Feed:
@@ -72,8 +73,10 @@ class Job:
 class RoundWatch:
     """Who waits for the generating ``jobs`` of a round; its methods are called in the worker thread."""
 
-    def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop) -> None:
-        self._jobs, self._loop = jobs, loop
+    def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop, brake: Brake, spans: Spans) -> None:
+        """``spans`` says under which version the round begins, and is added to when that changes."""
+        self._jobs, self._loop, self._brake, self._spans = jobs, loop, brake, spans
+        self._changed: Version | None = None
 
     def listens(self, request: int) -> bool:
         """Return whether there is a feed."""
@@ -83,8 +86,14 @@ class RoundWatch:
         """Return whether the answer is not waited for any more."""
         return self._jobs[request].answer.done()
 
+    def between(self, step: int) -> None:
+        """Stand still or end here, if the brake is on."""
+        self._changed = self._brake.between(step, self._spans) or self._changed
+
     def sampled(self, tokens: list[Token]) -> None:
         """Hand the tokens of one step to the event loop."""
+        if self._changed is not None:
+            tokens, self._changed = [replace(token, version=self._changed) for token in tokens], None
         self._loop.call_soon_threadsafe(self._deliver, tokens)
 
     def _deliver(self, tokens: list[Token]) -> None:
@@ -95,3 +104,11 @@ class RoundWatch:
             feed = self._jobs[number].feed
             if feed is not None:
                 feed.put(news)
+
+
+def stamped(completion: Completion, spans: Spans) -> Completion:
+    """Return a completion of a round with the versions of its tokens, if the weights changed meanwhile."""
+    if len(spans) == 1:
+        return completion
+    ends = len(completion.token_ids)
+    return replace(completion, versions=tuple((first, *version) for first, version in spans if first < ends))

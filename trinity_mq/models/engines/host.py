@@ -152,15 +152,15 @@ class EngineHost:
         await self._command_engine("pause", {"timeout": timeout, "lease": lease}, timeout + 10.0)
 
     async def receive(self, spec: dict[str, Any], timeout: float = 600.0) -> dict[str, Any]:
-        """Have the paused engine take weights in as ``spec`` says; returns the canary, ``{"logprobs": [...]}``.
+        """Have the paused engine take weights in as ``spec`` says; returns the canary, ``{"logprobs": [...]}``, with
+        the ``seconds`` it took to ``receive`` and to ``apply`` them.
 
         Raises:
             ReceiveFailed: They did not arrive or do not fit; ``touched`` says whether the old ones are gone.
             EngineLost: No answer.
         """
         answer = await self._command_engine("receive", {"spec": spec, "timeout": timeout}, timeout + 30.0)
-        canary: dict[str, Any] = answer["canary"]
-        return canary
+        return {**answer["canary"], "seconds": answer["seconds"]}
 
     async def commit(self, version: Version, progress: int) -> None:
         """Stamp what was received and serve it.

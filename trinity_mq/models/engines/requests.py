@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from trinity_mq.messages import Version
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -63,8 +65,9 @@ class Token:
     logprob: float
     finish_reason: FinishReason | None
     """Set on the last token of a completion."""
-    version: tuple[int, int] | None = None
-    """Set on the first token that other weights sampled than those the request began with, or the token before."""
+    version: Version | None = None
+    """Set on the first token that other weights sampled than the one before; of the first one, than those that the
+    request began with."""
 
 
 class Watch(Protocol):
@@ -78,3 +81,8 @@ class Watch(Protocol):
 
     def sampled(self, tokens: list[Token]) -> None:
         """Take what one step sampled for those who listen."""
+
+    def between(self, step: int) -> None:
+        """Called before the model is asked for step ``step`` (from 0); may take its time, during which the weights may
+        change, or raise to end the round.
+        """

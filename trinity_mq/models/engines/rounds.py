@@ -8,19 +8,23 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import structlog
 
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError, not_current, stopping
-from trinity_mq.models.engines.feeds import Feed, Job, RoundWatch
+from trinity_mq.models.engines.brake import Brake, RoundCutOff, Spans
+from trinity_mq.models.engines.feeds import Feed, Job, RoundWatch, stamped
 from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest, Watch
 from trinity_mq.models.engines.state import EngineState
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+PauseMode = Literal["wait", "keep", "abort"]
+"""What becomes of a round when new weights come. ``wait``: it ends first. ``keep``: it stands still and goes on under
+them. ``abort``: it is cut off and begins anew under them."""
 GATHER_AT_MOST = 10
 """A stream of arrivals delays a round by at most so many times ``max_delay``."""
 HOLD_SECONDS = 60.0
@@ -61,6 +65,7 @@ class Rounds:
         max_sequences: int,
         max_delay: float,
         hold: float = HOLD_SECONDS,
+        pause_mode: PauseMode = "wait",
     ) -> None:
         self.counters = Counters()
         self.max_sequences = max_sequences
@@ -71,6 +76,12 @@ class Rounds:
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._mode = pause_mode
+        self._still = asyncio.Event()
+        """Set while no step is being computed: between rounds, and where one stands still."""
+        self._still.set()
+        self._brake = Brake(self._stands_still)
+        state.on_resume = self._resumed
         self._closing = False
         self._running_sequences = 0
 
@@ -126,11 +137,30 @@ class Rounds:
         return await asyncio.gather(*(job.answer for job in jobs))
 
     async def idle(self) -> None:
-        """Return when no round is running."""
+        """Return when weights may be received: see :data:`PauseMode` for what happens to a round under way."""
+        if self._mode == "keep":
+            self._brake.hold()
+            await self._still.wait()
+            return
+        if self._mode == "abort":
+            self._brake.cut()
         await self._idle.wait()
 
+    def _stands_still(self) -> None:
+        """In the worker thread: the round waits."""
+        with contextlib.suppress(RuntimeError):  # the loop has closed since: nobody wants to know
+            self._loop.call_soon_threadsafe(self._still.set)
+
+    def _resumed(self) -> None:
+        """The pause is over: go on under the weights that are there."""
+        if not self._idle.is_set():
+            self._still.clear()
+        self._brake.release(self._state.version if self._state.phase == "current" else None)
+
     async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the worker thread, between rounds."""
+        """Run ``work`` in the worker thread, between rounds or where one stands still."""
+        if (under_way := self._brake.submit(work)) is not None:
+            return await asyncio.wrap_future(under_way)
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     async def run(self) -> None:
@@ -148,6 +178,7 @@ class Rounds:
         self._closing = True
         self._arrived.set()
         self._state.running.set()
+        self._resumed()
         try:
             async with asyncio.timeout(grace):
                 await self._idle.wait()
@@ -208,13 +239,19 @@ class Rounds:
         assert version is not None  # only a current engine passes _take
         loop = asyncio.get_running_loop()
         started = loop.time()
+        self._loop = loop
         self._idle.clear()
+        self._still.clear()
+        self._brake.begin(version)
+        spans: Spans = [(0, version)]
         self._running_sequences = sum(job.sequences for job in jobs)
         for job in jobs:
             if job.feed is not None:
                 job.feed.put(version)
         try:
-            results = await self.call(lambda: self._work(jobs, loop))
+            results = await loop.run_in_executor(self._worker, self._work, jobs, loop, spans)
+        except RoundCutOff:
+            self._begin_anew(jobs)
         except Exception as error:
             if self._closing:  # it was cut off
                 failure = stopping()
@@ -227,20 +264,40 @@ class Rounds:
         else:
             for job, result in zip(jobs, results, strict=True):
                 if not job.answer.done():
-                    job.answer.set_result((result, version))
+                    self._settle(job, result, spans)
             self.counters.rounds += 1
             self.counters.sequences += self._running_sequences
             self.counters.busy_seconds += loop.time() - started
         finally:
             self._running_sequences = 0
             self._idle.set()
+            self._still.set()
 
-    def _work(self, jobs: list[Job], loop: asyncio.AbstractEventLoop) -> list[Any]:
+    def _settle(self, job: Job, result: Any, spans: Spans) -> None:
+        scored = isinstance(job.request, ScoreRequest)
+        if job.pin is not None and len(spans) > 1 and (problem := self._state.problem(job.pin)):
+            job.answer.set_exception(problem)  # part of it is of another version
+        elif scored:
+            job.answer.set_result((result, spans[-1][1]))  # scores come after all that is sampled
+        else:
+            job.answer.set_result(([stamped(completion, spans) for completion in result], spans[0][1]))
+
+    def _begin_anew(self, jobs: list[Job]) -> None:
+        """Put the jobs of a round that was cut off back to where they were."""
+        log.info("round_cut_off_for_weights", requests=len(jobs))
+        for job in reversed(jobs):
+            if job.feed is not None and not job.answer.done():
+                job.answer.set_exception(not_current("new weights have come while this was streamed; ask again"))
+            elif not job.answer.done():
+                self._pending.appendleft(job)
+        self._arrived.set()
+
+    def _work(self, jobs: list[Job], loop: asyncio.AbstractEventLoop, spans: Spans) -> list[Any]:
         to_generate = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, GenerationRequest)]
         to_score = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, ScoreRequest)]
         results: list[Any] = [None] * len(jobs)
         if to_generate:
-            watch = RoundWatch([jobs[place] for place, _ in to_generate], loop)
+            watch = RoundWatch([jobs[place] for place, _ in to_generate], loop, self._brake, spans)
             generated = self._generator.generate([request for _, request in to_generate], watch)
             for (place, _), completions in zip(to_generate, generated, strict=True):
                 results[place] = completions

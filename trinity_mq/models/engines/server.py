@@ -13,7 +13,7 @@ from aiohttp import web
 from trinity_mq.models.engines.admin_api import AdminApi, Receiver
 from trinity_mq.models.engines.lease import Lease
 from trinity_mq.models.engines.openai_api import OpenAIApi, Served, errors_as_json
-from trinity_mq.models.engines.rounds import Rounds
+from trinity_mq.models.engines.rounds import PauseMode, Rounds
 from trinity_mq.models.engines.state import EngineState
 
 log = structlog.get_logger(__name__)
@@ -38,6 +38,7 @@ class ServerSettings:
     max_response_tokens: int = 2048
     max_batch_sequences: int = 1024
     max_batch_delay: float = 0.005
+    pause_mode: PauseMode = "wait"
     lease: float = 60.0
     grace: float = 30.0
     """Seconds that the running round has to end when the server is asked to; none after the lease ran out."""
@@ -59,7 +60,11 @@ class EngineServer:
             rounds(self.state)
             if rounds
             else Rounds(
-                generator, self.state, max_sequences=settings.max_batch_sequences, max_delay=settings.max_batch_delay
+                generator,
+                self.state,
+                max_sequences=settings.max_batch_sequences,
+                max_delay=settings.max_batch_delay,
+                pause_mode=settings.pause_mode,
             )
         )
         self.url = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Literal
 
 import structlog
@@ -39,6 +40,8 @@ class EngineState:
         self.running = asyncio.Event()
         """Set while not paused."""
         self.running.set()
+        self.on_resume: Callable[[], None] = lambda: None
+        """Called whenever a pause has ended, in whatever way."""
         self._pause_ends: asyncio.TimerHandle | None = None
 
     @property
@@ -98,6 +101,7 @@ class EngineState:
         self.applied = False
         self.paused = False
         self.running.set()
+        self.on_resume()
 
     def hold_for_good(self) -> None:
         """Serve the weights that are there, as version 0.0: those of a model that is not trained."""

@@ -45,7 +45,7 @@ async def vllm_parts(config: Config, folder: Path) -> AsyncIterator[VllmParts]:
     """
     version = api.checked_version()
     rollout = config.explorer.rollout_model
-    mode = rollout.vllm.pause_mode
+    mode = config.synchronizer.effective_pause_mode
     cpu = choose_device(config.model.device) == "cpu"
     codec = TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
     vocabulary, max_model_len = model_limits(config.model, folder)

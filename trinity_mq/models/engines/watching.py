@@ -41,6 +41,10 @@ class RowWatch:
         if out:
             self._watch.sampled(out)
 
+    def between(self, step: int) -> None:
+        """See :meth:`Watch.between`."""
+        self._watch.between(step)
+
     def left(self) -> Tensor | None:
         """Return which rows of the whole batch nobody waits for any more, bool ``[rows]``; None: as before."""
         gone = [number for number in self._waiting if self._watch.left(number)]

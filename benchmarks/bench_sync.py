@@ -1,0 +1,244 @@
+"""Each channel of the weight sync against the plainest way to move the same bytes, in one run.
+
+    python benchmarks/bench_sync.py [--megabytes 500] [--rounds 5] [--quick] [--check]
+
+Two processes on this machine, a trainer and an engine, take turns: our broadcast and ``torch.distributed.broadcast`` of
+one flat tensor that both have; our files, our stream, and a plain copy of one file. Medians. *transfer* is from "go"
+until the engine has all tensors, verified, beside its model: the gate's messages, and the copying into the model, are
+not in it. *staging* is what the trainer does before, while engines serve on. ``--check`` exits with 1 if the collective
+takes more than 1.3 times its baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
+
+from trinity_mq.config import load_config
+from trinity_mq.sync.channel import Channel, Manifest, Tensors, open_channel
+from trinity_mq.sync.channel_receiver import Receiver
+
+LAYERS = 24
+LIMIT = 1.3
+WARM = 2
+METHODS = ("collective", "checkpoint", "memory")
+
+
+def model(megabytes: int) -> Tensors:
+    """Return float32 tensors in the proportions of a transformer: many small ones, some large ones."""
+    width = max(8, int((megabytes * 2**20 / 4 / LAYERS / 12) ** 0.5))
+    tensors = []
+    for layer in range(LAYERS):
+        for name, shape in (("norm", (width,)), ("attention", (4 * width, width)), ("mlp", (8 * width, width))):
+            tensors.append((f"{layer}.{name}", torch.full(shape, float(layer))))
+    return tensors
+
+
+def manifest_of(tensors: Tensors) -> Manifest:
+    """Return what travels."""
+    return [(name, "float32", list(tensor.shape)) for name, tensor in tensors]
+
+
+# -- the engine
+
+
+def engine(port: int) -> None:
+    """Take what the trainer names, line by line, and answer each with a line."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, None, False)
+    dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+    asyncio.run(_serve())
+    os._exit(0)
+
+
+async def _serve() -> None:
+    receiver, flat = Receiver(), torch.empty(0)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        asked = json.loads(line)
+        if "plain" in asked:
+            if flat.numel() != asked["plain"]:
+                flat = torch.zeros(asked["plain"])
+            dist.broadcast(flat, 0)
+            seen = float(flat[-1])
+        else:
+            tensors = await receiver.receive(asked)
+            seen = float(tensors[asked["manifest"][-1][0]].view(-1)[-1])
+        print(json.dumps({"last": seen}), flush=True)
+
+
+# -- the trainer
+
+
+class Bench:
+    """The trainer's side, and the engine's process."""
+
+    def __init__(self, tensors: Tensors, folder: Path, child: asyncio.subprocess.Process) -> None:
+        self.tensors, self.manifest, self.folder, self._child = tensors, manifest_of(tensors), folder, child
+        self.flat = torch.cat([tensor.view(-1) for _, tensor in tensors])
+        self.file = folder / "plain"
+        self.file.write_bytes(self.flat.numpy().data)
+        self.times: dict[str, list[float]] = {}
+        self._step = 0
+
+    def note(self, name: str, seconds: float) -> None:
+        """Remember a measurement."""
+        self.times.setdefault(name, []).append(seconds * 1000)
+
+    async def ask(self, what: dict[str, Any]) -> None:
+        """Tell the engine to receive."""
+        assert self._child.stdin is not None
+        self._child.stdin.write((json.dumps(what) + "\n").encode())
+        await self._child.stdin.drain()
+
+    async def answered(self) -> None:
+        """Wait until the engine has everything, and see that it is the last version's."""
+        assert self._child.stdout is not None
+        seen = json.loads(await self._child.stdout.readline())["last"]
+        if seen != self.last:
+            raise SystemExit(f"the engine has {seen}, wanted {self.last}: the transfer is wrong")
+
+    @property
+    def last(self) -> float:
+        """A number that tells versions apart."""
+        return float(self.flat[-1])
+
+    def step(self) -> None:
+        """Change the weights."""
+        self._step += 1
+        self.tensors[-1][1].fill_(float(self._step))
+        self.flat[-1] = float(self._step)
+
+    async def plain_broadcast(self) -> None:
+        """One broadcast of one flat tensor."""
+        started = time.perf_counter()
+        await self.ask({"plain": self.flat.numel()})
+        await asyncio.to_thread(dist.broadcast, self.flat, 0)
+        await self.answered()
+        self.note("plain broadcast", time.perf_counter() - started)
+
+    async def plain_copy(self) -> None:
+        """One copy of one file, with and without waiting for the disk."""
+        target = self.folder / "copy"
+        started = time.perf_counter()
+        await asyncio.to_thread(shutil.copyfile, self.file, target)
+        self.note("plain copy", time.perf_counter() - started)
+        with target.open("rb") as file:
+            await asyncio.to_thread(os.fsync, file.fileno())
+        self.note("plain copy, fsync", time.perf_counter() - started)
+        target.unlink()
+
+    async def ours(self, method: str, channel: Channel) -> None:
+        """One version by a channel."""
+        version = (1, self._step)
+        started = time.perf_counter()
+        where = await channel.offer(version, self.tensors, self.manifest)
+        staged = time.perf_counter()
+        about = {"epoch": 1, "attempt": self._step, "rank": 1, "world": 2, "seconds": 60.0, "manifest": self.manifest}
+        await self.ask({**where, **about})
+        await channel.broadcast(self.tensors, self.manifest, 1, self._step, 2)
+        await self.answered()
+        arrived = time.perf_counter()
+        await channel.committed(version, self.tensors, self.manifest)
+        self.note(f"{method} staging", staged - started)
+        self.note(f"{method} transfer", arrived - staged)
+        self.note(f"{method} both", arrived - started)
+
+    def median(self, name: str) -> float:
+        """Return the middle measurement, those that warm up left out, in milliseconds."""
+        return statistics.median(self.times[name][WARM:])
+
+    def ratio(self, ours: str, plain: str) -> float:
+        """Return the middle of the ratios, round by round: both met the same noise."""
+        pairs = list(zip(self.times[ours], self.times[plain], strict=True))[WARM:]
+        return statistics.median(one / other for one, other in pairs)
+
+
+async def run(megabytes: int, rounds: int) -> Bench:
+    """Measure; the first rounds only warm up: they take the memory that the others fill again."""
+    store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, __file__, "--engine", str(store.port)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        await asyncio.to_thread(dist.init_process_group, "gloo", store=store, rank=0, world_size=2)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            bench = Bench(model(megabytes), folder, child)
+            channels = {method: open_channel(_config(method, folder)) for method in METHODS}
+            for _ in range(WARM + rounds):
+                turns: list[Callable[[], Awaitable[None]]] = [bench.plain_broadcast]
+                for method, channel in channels.items():
+                    turns.append(lambda method=method, channel=channel: bench.ours(method, channel))  # type: ignore[misc]
+                for turn in (*turns, bench.plain_copy):
+                    bench.step()
+                    await turn()
+            for channel in channels.values():
+                await channel.close()
+    finally:
+        child.kill()
+        await child.wait()
+    return bench
+
+
+def _config(method: str, folder: Path) -> Any:
+    return load_config({"model": {"tiny": {}}, "run_dir": str(folder), "synchronizer": {"sync_method": method}})
+
+
+def report(bench: Bench) -> float:
+    """Print the table; returns the collective's ratio."""
+    size = bench.flat.numel() * 4 / 2**20
+    rounds = len(bench.times["plain broadcast"]) - WARM
+    print(f"{size:.0f} MiB in {len(bench.tensors)} tensors, medians of {rounds} rounds, ms")
+    print(f"{'':12} {'staging':>9} {'transfer':>9} {'both':>9}   baseline")
+    for method in METHODS:
+        staging, transfer, both = (bench.median(f"{method} {part}") for part in ("staging", "transfer", "both"))
+        if method == "collective":
+            compared = [("plain broadcast", "transfer"), ("plain broadcast", "both")]
+        else:
+            compared = [("plain copy", "both"), ("plain copy, fsync", "both")]
+        baselines = ", ".join(
+            f"{plain} {bench.median(plain):.0f}: {part} x {bench.ratio(f'{method} {part}', plain):.2f}"
+            for plain, part in compared
+        )
+        print(f"{method:12} {staging:9.0f} {transfer:9.0f} {both:9.0f}   {baselines}")
+    return bench.ratio("collective transfer", "plain broadcast")
+
+
+def main() -> int:
+    """Run; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="8 MB, two rounds: does it run?")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 if the collective is over {LIMIT} times")
+    parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine is not None:
+        engine(options.engine)
+    torch.set_num_threads(1)
+    megabytes, rounds = (8, 2) if options.quick else (options.megabytes, options.rounds)
+    bench = asyncio.run(run(megabytes, rounds))
+    ratio = report(bench)
+    sys.stdout.flush()
+    # gloo's threads may abort a process that takes itself apart
+    os._exit(1 if options.check and ratio > LIMIT else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""A trainer that only syncs, hosts of engines, and engines, as processes that kill themselves at a step of the gate.
+
+``python -m tests.chaos.sync_victims trainer|engine-host ID CONFIG_FILE`` with ``CHAOS_POINT="said go:2"``: SIGKILL when
+go has been published for the second time. Points: ``saying``, ``said`` and ``heard`` with an event's verb, in a trainer
+or a host; ``engine pause``, ``engine receive``, ``engine applying`` and ``engine commit`` in an engine; in both,
+``broadcast``, a bucket of the collective. An engine inherits its host's point and dies of it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tests.chaos.victims import NOTES_VARIABLE, POINT
+from trinity_agents import engine as engine_daemon
+from trinity_agents.explorer import EngineHosting
+from trinity_mq.bus import Bus, LockHeld, Topology
+from trinity_mq.config import Config
+from trinity_mq.messages import SyncEvent
+from trinity_mq.models import EngineHost, ensure_model_folder
+from trinity_mq.models.engines.admin_api import AdminApi
+from trinity_mq.models.engines.generation import TextGenerator
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.serve import run_daemon
+from trinity_mq.sync import collective
+from trinity_mq.sync.channel import open_channel
+from trinity_mq.sync.gatekeeper import Gatekeeper
+from trinity_mq.training.policy import Policy
+
+CANARY = (2, 3, 4, 5, 6, 7, 3, 5, 2, 6)
+STEP_SECONDS = 0.2
+LOCK_RETRY = 0.5
+
+
+class Weights:
+    """A policy that takes steps by chance."""
+
+    def __init__(self, policy: Policy, seed: int) -> None:
+        self._policy = policy
+        self._dice = torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Change every weight a little."""
+        for parameter in self._policy.parameters:
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=self._dice))
+
+    async def manifest(self) -> list[tuple[str, str, list[int]]]:
+        return self._policy.manifest()
+
+    async def weights(self) -> Any:
+        return self._policy.weights()
+
+    async def canary_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        return self._policy.sequence_logprobs(tokens)
+
+
+class SyncTrainer(Agent):
+    """Keeps every version that it commits as a file, ``GENERATION.STEP.safetensors``, for the test to look at."""
+
+    role = "trainer"
+    gate: Gatekeeper
+
+    def detail(self) -> dict[str, Any]:
+        if not hasattr(self, "gate"):
+            return {}
+        return {"committed": self.gate.machine.committed, "sync": self.gate.report()}
+
+    async def serve(self) -> None:
+        while True:
+            try:
+                lock = await self.bus.lock(self.topology.lock("trainer"))
+                break
+            except LockHeld:
+                await self.woken.wait(LOCK_RETRY)
+        del lock  # held as long as we are connected
+        folder = ensure_model_folder(self.config.model, self.config.path / "model", self.config.seed)
+        kept = self.config.path / "kept"
+        kept.mkdir(exist_ok=True)
+        generation = 1 + max((int(path.name.split(".")[0]) for path in kept.iterdir()), default=0)
+        weights = Weights(Policy(self.config.model, folder, 0), generation)
+        self.gate = Gatekeeper(
+            name=self.id,
+            config=self.config.synchronizer,
+            dtype="float32",
+            max_wait=30.0,
+            weights=weights,
+            channel=open_channel(self.config),
+            canary=CANARY,
+            publish=told(self._publish),
+        )
+        self.gate._heard = heard(self.gate._heard)  # type: ignore[method-assign]
+        verbs = ("join", "leave", "ready", "wait", "applied", "failed")
+        ears = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
+        await self.bus.declare(ears)
+        async with await self.bus.consume(ears) as feed:
+            await self.with_background(
+                self._steps(generation, weights, kept), self.gate.run(feed, self.each), self._tell()
+            )
+
+    async def _steps(self, generation: int, weights: Weights, kept: Path) -> None:
+        step = 0
+        while not self.draining.is_set():
+            name = f"{generation}.{step}.safetensors"
+            save_file(dict(await weights.weights()), kept / f"{name}.part")
+            (kept / f"{name}.part").rename(kept / name)
+            await self.gate.sync((generation, step), step)
+            with contextlib.suppress(TimeoutError):  # a train step
+                await asyncio.wait_for(self.draining.wait(), STEP_SECONDS)
+            weights.step()
+            step += 1
+
+    async def _tell(self) -> None:
+        while True:
+            await self.gate.changed.wait()
+            self.beat_soon()
+
+    async def _publish(self, event: SyncEvent) -> None:
+        await self.publish("sync", f"weights.{event.verb}", event)
+
+
+def told(publish: Callable[[SyncEvent], Awaitable[None]]) -> Callable[[SyncEvent], Awaitable[None]]:
+    """Pass points before and after each event."""
+
+    async def pointed(event: SyncEvent) -> None:
+        POINT.passed(f"saying {event.verb}")
+        await publish(event)
+        POINT.passed(f"said {event.verb}")
+
+    return pointed
+
+
+def heard(hear: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any], Awaitable[None]]:
+    """Pass a point at each event that arrives."""
+
+    async def pointed(message: Any, delivery: Any) -> None:
+        POINT.passed(f"heard {getattr(message, 'verb', '')}")
+        await hear(message, delivery)
+
+    return pointed
+
+
+def at_each_bucket() -> None:
+    """Pass a point after each bucket of a broadcast."""
+    broadcast = collective.Group.broadcast
+
+    def pointed(self: collective.Group, flat: torch.Tensor) -> None:
+        broadcast(self, flat)
+        POINT.passed("broadcast")
+
+    collective.Group.broadcast = pointed  # type: ignore[method-assign]
+
+
+def as_engine(arguments: Sequence[str]) -> None:
+    """Be an engine; dies at its point unless its predecessor has."""
+    notes = Path(os.environ[NOTES_VARIABLE])
+    if any(note.read_text() == POINT.name for note in notes.iterdir()):
+        POINT.name = ""
+    for name in ("pause", "receive", "commit"):
+        handler = getattr(AdminApi, name)
+
+        async def pointed(self: AdminApi, request: Any, name: str = name, handler: Any = handler) -> Any:
+            POINT.passed(f"engine {name}")
+            return await handler(self, request)
+
+        setattr(AdminApi, name, pointed)
+    apply = TextGenerator.apply
+
+    def applying(self: TextGenerator, checked: Any) -> None:
+        names = list(checked)
+        apply(self, {name: checked[name] for name in names[: len(names) // 2]})
+        POINT.passed("engine applying")
+        apply(self, checked)
+
+    TextGenerator.apply = applying  # type: ignore[method-assign]
+    at_each_bucket()
+    code = engine_daemon.main(arguments)
+    os._exit(code)
+
+
+def build(role: str, agent_id: str, config: Config) -> Callable[[Bus, Topology], Agent]:
+    """Return what makes the agent."""
+
+    def made(bus: Bus, topology: Topology) -> Agent:
+        if role == "trainer":
+            at_each_bucket()
+            return SyncTrainer(config, bus=bus, topology=topology, agent_id=agent_id)
+        command = [sys.executable, "-m", "tests.chaos.sync_victims", "engine"]
+        host = EngineHost(config, config.path, f"{agent_id}-engine", command=command)
+        agent = EngineHosting(config, bus=bus, topology=topology, agent_id=agent_id, engines=[host])
+        agent.room._publish = told(agent.room._publish)  # type: ignore[method-assign]
+        for member in agent.room._members:
+            member._publish = agent.room._publish
+        agent.room._heard = heard(agent.room._heard)  # type: ignore[method-assign]
+        return agent
+
+    return made
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    role, *rest = sys.argv[1:]
+    if role == "engine":
+        as_engine(rest)
+    agent_id, path = rest
+    config = Config.model_validate_json(Path(path).read_text())
+    kind: Any = "trainer" if role == "trainer" else "engine"
+    sys.exit(run_daemon(config, agent_id, kind, build(role, agent_id, config)))

@@ -1,0 +1,114 @@
+"""The gate with real processes that are killed, or cut off, at each of its steps. Follow it with ``pytest -s``.
+
+``CHAOS_ALL=1`` plays every step for every channel; else those that differ most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.sync_arena import ENGINES, PATIENCE, SyncArena
+from tests.tcp_proxy import CuttingProxy
+from trinity_mq.bus.node import PrivateNode, find_rabbitmq
+
+TRAINER = ["said prepare:3", "heard ready:5", "said go:3", "broadcast", "heard applied:5", "saying commit:3"]
+HOST = ["heard prepare:6", "said ready:4", "heard go:4", "said applied:4", "heard commit:4"]
+ENGINE = ["engine pause:4", "engine receive:4", "broadcast", "engine applying:4", "engine commit:4"]
+"""``broadcast`` stands for the middle of the third one."""
+METHODS = ("collective", "memory", "checkpoint")
+EVERY_STEP = [
+    ({agent: [point]}, method)
+    for method in METHODS
+    for agent, points in (("trainer-0", TRAINER), ("host-1", HOST + ENGINE))
+    for point in points
+    if method == "collective" or point != "broadcast"
+]
+SOME = [
+    ({"trainer-0": ["broadcast", "saying commit:3"]}, "collective"),
+    ({"host-0": ["engine applying:4"], "host-1": ["said ready:12"]}, "collective"),
+    ({"host-1": ["broadcast"]}, "collective"),
+    ({"host-0": ["engine receive:4"], "trainer-0": ["said go:7"]}, "memory"),
+]
+SCENES = EVERY_STEP if os.environ.get("CHAOS_ALL") else SOME
+
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.broker,
+    pytest.mark.e2e,
+    pytest.mark.timeout(480),
+    pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here"),
+]
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[PrivateNode]:
+    """A broker for these tests alone."""
+    base = Path(tempfile.mkdtemp(prefix="tmq-"))
+    node = PrivateNode(base / "broker")
+
+    async def start() -> None:
+        await node.start()
+        await node.wait_ready()
+
+    try:
+        asyncio.run(start())
+        yield node
+    finally:
+        asyncio.run(node.kill())
+        shutil.rmtree(base, ignore_errors=True)
+
+
+@pytest.mark.parametrize(("points", "method"), SCENES, ids=str)
+async def test_whoever_is_killed_costs_the_others_a_version_at_most(
+    tmp_path: Path, node: PrivateNode, unique_run: str, points: dict[str, list[str]], method: str
+) -> None:
+    arena = SyncArena(tmp_path / "run", node.url, unique_run, points=points, method=method)
+
+    async def acts() -> None:
+        for number in range(sum(map(len, points.values()))):
+            victim, where, died = await arena.death(number)
+            back = await arena.led_again(died) if victim == "trainer-0" else died
+            at = await arena.commit_of((), died)
+            arena.say(f"those that live have gone on, {at - back:.1f} s after that ({where})")
+            assert at - back < PATIENCE
+        await arena.both_in()
+        arena.say("both are in")
+
+    await arena.play(acts)
+    arena.check_order()
+    assert sorted(where for _, where, _ in arena.deaths) == sorted(
+        point.partition(":")[0] for ends in points.values() for point in ends
+    )
+    generations = {event.version[0] for _, event in arena.commits() if event.version}
+    assert generations == set(range(1, 2 + len(points.get("trainer-0", []))))
+
+
+async def test_a_host_that_is_cut_off_in_the_middle_of_a_sync_comes_back(
+    tmp_path: Path, node: PrivateNode, unique_run: str
+) -> None:
+    async with CuttingProxy(node.url) as proxy:
+        arena = SyncArena(tmp_path / "run", node.url, unique_run, urls={"host-1": proxy.url})
+
+        async def acts() -> None:
+            await arena.both_in()
+            number = len(arena.events)
+            await arena.changed.until(lambda: any(event.verb == "go" for _, event in arena.events[number:]))
+            proxy.refuse()
+            cut = arena.now
+            arena.say("host-1 is cut off")
+            at = await arena.commit_of(ENGINES[:1], cut + 0.5)
+            arena.say(f"the other has gone on, {at - cut:.1f} s later")
+            assert at - cut < PATIENCE
+            proxy.accept()
+            await arena.both_in()
+            arena.say("both are in again")
+
+        await arena.play(acts)
+    arena.check_order()

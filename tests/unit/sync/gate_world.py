@@ -1,0 +1,432 @@
+"""The gate as a world of states: one coordinator, some members with their engines, and a network that loses, repeats
+and reorders at will. Explored by ``test_gate_model``.
+
+The network is the set of all that was ever said: each of it may arrive at any time, again, late, or never. Time is not
+counted: a deadline, a lease or a pause may run out whenever there is one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from tests.unit.sync.gate_parts import (
+    KNOWN,
+    Bounds,
+    Engine,
+    Event,
+    Host,
+    copied,
+    joining,
+    rule,
+    said,
+    slots_copied,
+)
+from trinity_mq.messages import SyncEvent, Version
+from trinity_mq.sync.commands import AbandonCollective, Committed, Send, StartCollective
+from trinity_mq.sync.coordinator import Coordinator
+from trinity_mq.sync.member import Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
+from trinity_mq.sync.phases import Phases
+from trinity_mq.sync.pulls import Pulls
+from trinity_mq.sync.roster import Phase
+
+NEVER = float("inf")
+LONG_AFTER = 100.0
+"""A time at which no join can still speak of the time before a commit."""
+TIMEOUT = 5.0
+Action = tuple[Any, ...]
+
+
+class World:
+    """One state. :meth:`actions` says what may happen next, :meth:`after` what comes of it."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.left = bounds
+        self.generation = 1
+        self.trainer = Coordinator(name="t", timeout=TIMEOUT, lease=NEVER)
+        self.step = 0
+        """Of the version that is to be committed next."""
+        self.collective: tuple[Any, ...] | None = None
+        """``(epoch, attempt, version, members, full)`` of the trainer's side."""
+        self.group: tuple[int, int] | None = None
+        self.network: frozenset[Event] = frozenset()
+        self.beats: frozenset[Event] = frozenset()
+        """What beats have ever said: ``(member, version, epoch, attempt)``."""
+        self.committed: tuple[Version, ...] = ()
+        self._old: frozenset[Event] = frozenset()
+        """In a fair world: what does not arrive any more."""
+        self.hosts = {f"m{n}": Host(Member(f"m{n}", life="0")) for n in range(bounds.members)}
+        self.network = frozenset(said(joining(host.machine)) for host in self.hosts.values())
+
+    # -- as a value
+
+    def key(self) -> Event:
+        """Return what tells this state from others."""
+        t = self.trainer
+        roster = tuple((n, m.version, m.life, m.quarantined, m.given) for n, m in sorted(t.members.items()))
+        pulls = tuple((n, said(pull.prepare)) for n, pull in sorted(t._pulls.under_way.items()))
+        trainer = (
+            *(t.phase, t.epoch, t.attempt, t._tries, t.committed, t._version, t._taking_part, t._grouped, t._done),
+            *(frozenset(t._ready), frozenset(t._applied), t._committed_at > 0, roster, pulls),
+        )
+        left = tuple(vars(self.left).values())
+        here = (self.generation, self.step, self.collective, self.group, self.network, self.beats, left)
+        return (trainer, here, tuple(host.key() for host in self.hosts.values()))
+
+    def _copy(self) -> World:
+        other = copy.copy(self)
+        t = other.trainer = slots_copied(self.trainer)
+        t.members = {name: slots_copied(member) for name, member in t.members.items()}
+        t._ready, t._applied, t.phases = set(t._ready), set(t._applied), Phases()
+        t._pulls = Pulls(TIMEOUT, 1.0, {name: slots_copied(pull) for name, pull in t._pulls.under_way.items()})
+        other.hosts = {name: Host(slots_copied(h.machine), copied(h.engine), h.work) for name, h in self.hosts.items()}
+        for host in other.hosts.values():
+            host.machine._waits = set(host.machine._waits)
+        return other
+
+    # -- what may happen
+
+    def actions(self) -> Iterator[Action]:
+        """Yield all that may happen now."""
+        left, t = self.left, self.trainer
+        if left.tries and t.phase is Phase.IDLE and t.members and self.step < left.versions:
+            yield ("start",)
+        if left.tries:
+            yield from (("pull", name) for name in t.due_pulls(0.0))
+        for event in self.network:
+            if event[0] in {"prepare", "go", "commit", "abort"}:
+                yield from (("deliver", event, name) for name in self.hosts)
+            else:
+                yield ("deliver", event, "t")
+                if event[0] in {"wait", "ready"}:
+                    yield from (("deliver", event, name) for name in self.hosts if name != event[1])
+        if self.collective is not None:
+            yield from ((name,) for name in ("sent",) if self.collective[4])
+        if left.breaks:
+            if t.phase is not Phase.IDLE:
+                yield ("deadline",)
+            if self.collective is not None:
+                yield ("cut",)
+            yield from (("pull deadline", name) for name in t._pulls.under_way)
+            yield from (("lease", name) for name in t.members)
+        if left.trainer_deaths:
+            yield ("trainer dies",)
+        for name, host in self.hosts.items():
+            yield from ((action[0], name, *action[1:]) for action in self._of_host(host))
+
+    def _of_host(self, host: Host) -> Iterator[Action]:
+        left, machine, engine, work = self.left, host.machine, host.engine, host.work
+        if work is not None:
+            if work[0] == "pause" or work[3] or work[4]:
+                yield ("works",)
+                if work[0] == "receive" and not work[5]:
+                    yield ("half",)
+                if left.lies and work[0] == "receive":
+                    yield ("lies",)
+            if left.breaks:
+                yield ("breaks",)
+        if machine.stage is Stage.APPLIED:
+            yield from (("hears beat", beat[1:]) for beat in self.beats if beat[0] == machine.name)
+        if left.breaks and machine._prepare is not None:
+            yield ("gives up",)
+        if left.breaks and engine.paused and (work is None or work[0] == "pause"):
+            yield ("pause runs out",)
+        if machine.stage is Stage.IDLE and self._seen(host) != machine.version:
+            yield ("looks",)
+        if left.engine_deaths:
+            yield ("engine dies",)
+        if left.host_deaths:
+            yield ("host dies",)
+        if left.holds and machine.hold_seconds == 0:
+            yield ("holds",)
+        if machine.hold_seconds > 0:
+            yield ("releases",)
+
+    # -- what comes of it
+
+    def after(self, action: Action) -> World:
+        """Return the state after an action.
+
+        Raises:
+            Violation: It breaks a rule.
+        """
+        world = self._copy()
+        name = action[0].replace(" ", "_")
+        getattr(world, f"_do_{name}")(*action[1:])
+        world._fill_barrier()
+        # it may say so at any time, and whatever is said may be lost
+        world.network |= {said(joining(host.machine)) for host in world.hosts.values()}
+        world.check()
+        return world
+
+    def spend(self, what: str) -> None:
+        """Take one of the things that may happen so often only."""
+        self.left = replace(self.left, **{what: getattr(self.left, what) - 1})
+
+    def _do_start(self) -> None:
+        self.spend("tries")
+        prepare = SyncEvent(verb="prepare", sender="t", rendezvous={"generation": self.generation})
+        self._trainer_does(self.trainer.start((self.generation, self.step), self.step, prepare, 0.0))
+
+    def _do_pull(self, name: str) -> None:
+        self.spend("tries")
+        prepare = SyncEvent(verb="prepare", sender="t", rendezvous={"generation": self.generation})
+        self._trainer_does(self.trainer.pull(name, prepare, 0.0))
+
+    def _do_deliver(self, key: Event, to: str, now: float = LONG_AFTER) -> None:
+        event, t = KNOWN[key], self.trainer
+        if to != "t":
+            machine = self.hosts[to].machine
+            if event.verb in {"commit", "abort"}:
+                commands = machine.commit(event) if event.verb == "commit" else machine.abort(event)
+            elif event.verb == "wait":
+                commands = machine.other_waits(event)
+            else:
+                kinds = {"prepare": machine.prepare, "go": machine.go, "ready": machine.other_ready}
+                commands = kinds[event.verb](event, 0.0)
+            self._host_does(to, commands)
+        elif event.verb == "join":
+            self._trainer_does(t.join(event.sender, event.version, now, lease=NEVER, life=event.life))
+        elif event.verb == "leave":
+            self._trainer_does(t.leave(event.sender, 0.0, life=event.life))
+        elif event.verb == "applied":
+            self._trainer_does(t.applied(event, None if event.canary["good"] else "differs", 0.0))
+        else:
+            heard = {"ready": t.ready, "wait": t.wait, "failed": t.failed}[event.verb]
+            self._trainer_does(heard(event, 0.0))
+
+    def _do_deadline(self) -> None:
+        self.spend("breaks")
+        pulls, self.trainer._pulls.under_way = self.trainer._pulls.under_way, {}
+        self._trainer_does(self.trainer.tick(self.trainer._deadline))
+        self.trainer._pulls.under_way = pulls
+
+    def _do_pull_deadline(self, name: str) -> None:
+        self.spend("breaks")
+        self.trainer._pulls.broke(name, 0.0)
+
+    def _do_lease(self, name: str) -> None:
+        self.spend("breaks")
+        self.trainer.members[name].lease_ends = 0.0
+        self._trainer_does(self.trainer.tick(0.0))
+
+    def _do_sent(self) -> None:
+        assert self.collective is not None
+        epoch, attempt, *_ = self.collective
+        self.collective, self.group = None, (self.generation, epoch)
+        self._trainer_does(self.trainer.collective_done(epoch, attempt, 0.0))
+
+    def _do_cut(self) -> None:
+        assert self.collective is not None
+        self.spend("breaks")
+        epoch, attempt, *_ = self.collective
+        self.collective = self.group = None
+        self._trainer_does(self.trainer.collective_failed(epoch, attempt, "cut"))
+
+    def _do_trainer_dies(self) -> None:
+        self.spend("trainer_deaths")
+        self.generation, self.step, self.collective, self.group = self.generation + 1, 0, None, None
+        self.trainer = Coordinator(name="t", timeout=TIMEOUT, lease=NEVER)
+
+    def _do_works(self, name: str, *, lies: bool = False) -> None:
+        host = self.hosts[name]
+        work, host.work = host.work, None
+        assert work is not None
+        if work[0] == "pause":
+            self._host_does(name, host.machine.paused(work[1]))
+            return
+        engine, (version, epoch, _) = host.engine, work[1]
+        if not lies:
+            engine.weights = version
+        engine.phase, engine.version, engine.applied = "dirty", None, True
+        if not work[3]:
+            engine.group = (work[2], epoch)
+        self._host_does(name, host.machine.received(work[1], {"good": engine.weights == version}))
+
+    def _do_half(self, name: str) -> None:
+        host = self.hosts[name]
+        assert host.work is not None
+        host.work = (*host.work[:5], True)
+        host.engine.phase, host.engine.version, host.engine.weights, host.engine.applied = "dirty", None, None, False
+
+    def _do_lies(self, name: str) -> None:
+        self.spend("lies")
+        self._do_works(name, lies=True)
+
+    def _do_breaks(self, name: str) -> None:
+        self.spend("breaks")
+        host = self.hosts[name]
+        work, host.work = host.work, None
+        assert work is not None
+        if work[0] == "pause":
+            host.engine.paused = False
+        self._host_does(name, host.machine.broke(work[1], "broke", touched=work[0] == "receive" and work[5]))
+
+    def _do_hears_beat(self, name: str, given: Event) -> None:
+        self._host_does(name, self.hosts[name].machine.tick(0.0, given))
+
+    def _do_gives_up(self, name: str) -> None:
+        self.spend("breaks")
+        self._host_does(name, self.hosts[name].machine.tick(NEVER, None))
+
+    def _do_pause_runs_out(self, name: str) -> None:
+        self.spend("breaks")
+        engine = self.hosts[name].engine
+        engine.paused = engine.applied = False
+
+    def _do_looks(self, name: str) -> None:
+        host = self.hosts[name]
+        host.machine.version = self._seen(host)
+
+    def _do_engine_dies(self, name: str) -> None:
+        self.spend("engine_deaths")
+        host = self.hosts[name]
+        host.work, host.engine = None, Engine(host.engine.life + 1)
+        self._host_does(name, host.machine.lost_engine())
+        host.machine.life = f"{host.machine.life}e"
+
+    def _do_host_dies(self, name: str) -> None:
+        self.spend("host_deaths")
+        host = self.hosts[name]
+        host.work = None
+        host.machine = Member(name, life=f"{host.machine.life}h", version=self._seen(host))
+
+    def _do_holds(self, name: str) -> None:
+        self.spend("holds")
+        self.hosts[name].machine.hold_seconds = 1.0
+
+    def _do_releases(self, name: str) -> None:
+        self._host_does(name, self.hosts[name].machine.release(0.0))
+
+    # -- inside
+
+    @staticmethod
+    def _seen(host: Host) -> Version | None:
+        """Return what the engine says it holds."""
+        return host.engine.version if host.engine.phase == "current" else None
+
+    def _say(self, event: SyncEvent) -> None:
+        self.network |= {said(event)}
+
+    def _trainer_does(self, commands: list[Any]) -> None:
+        for command in commands:
+            if isinstance(command, Send):
+                self._say(command.event)
+            elif isinstance(command, StartCollective):
+                key = (command.version, command.epoch, command.attempt)
+                self.collective = (command.epoch, command.attempt, command.version, command.members, False)
+                heard = {event[1] for event in self.network if event[0] == "ready" and event[3:6] == key}
+                rule(heard == set(command.members), f"go without ready of all: {heard}, {command.members}")
+            elif isinstance(command, AbandonCollective):
+                self.collective = self.group = None
+            elif isinstance(command, Committed) and not command.pulled:
+                last = max(self.committed, default=(0, 0))
+                rule(command.version > last, f"{command.version} is committed after {last}")
+                self.committed += (command.version,)
+                self.step += 1
+        told = {(n, m.version, *m.given) for n, m in self.trainer.members.items() if m.version and m.given != (0, 0)}
+        self.beats |= told
+
+    def _host_does(self, name: str, commands: list[Any]) -> None:
+        host = self.hosts[name]
+        engine = host.engine
+        for command in commands:
+            if isinstance(command, Reply):
+                self._say(command.event)
+            elif isinstance(command, Pause):
+                engine.paused, host.work = True, ("pause", command.key)
+            elif isinstance(command, Receive):
+                where = command.prepare.rendezvous["generation"]
+                host.work = ("receive", command.key, where, command.prepare.pull, False, False)
+            elif isinstance(command, Commit):
+                if engine.applied or (engine.phase == "current" and engine.version == command.version):
+                    engine.phase, engine.version = "current", command.version
+                    engine.paused = engine.applied = False
+                else:
+                    host.machine.version = None
+            elif isinstance(command, Resume):
+                host.work, engine.paused, engine.applied = None, False, False
+            else:
+                assert isinstance(command, Rejoin)
+
+    def _fill_barrier(self) -> None:
+        """Open the barrier if everybody is there."""
+        if self.collective is None or self.collective[4]:
+            return
+        epoch, attempt, version, members, _ = self.collective
+        here = (version, epoch, attempt)
+        inside = [self.hosts[name] for name in members]
+        if any(h.work is None or h.work[:3] != ("receive", here, self.generation) for h in inside):
+            return
+        keep = {host.engine.group == (self.generation, epoch) for host in inside}
+        keep.add(self.group == (self.generation, epoch))
+        rule(len(keep) == 1, f"some would use the group of epoch {epoch} again, some have never been in it")
+        self.collective = (epoch, attempt, version, members, True)
+        for host in inside:
+            assert host.work is not None
+            host.work = (*host.work[:4], True, False)
+
+    def check(self) -> None:
+        """Raise if something is so that never may be."""
+        for name, host in self.hosts.items():
+            engine = host.engine
+            if engine.phase == "current" and not engine.paused:
+                rule(engine.version == engine.weights, f"{name} serves {engine.weights} as {engine.version}")
+                rule(engine.version in self.committed, f"{name} serves {engine.version}, which was never committed")
+
+    # -- the way out
+
+    @property
+    def good(self) -> bool:
+        """Everybody serves the committed version, nothing is under way."""
+        t = self.trainer
+        rest = t.phase is Phase.IDLE and t.committed is not None and set(t.members) == set(self.hosts)
+        return rest and not t.stale_members() and all(h.engine.version == t.committed for h in self.hosts.values())
+
+    def fair(self) -> World:
+        """Return this state in a world where nothing goes wrong any more, and everything said before is lost."""
+        world = self._copy()
+        world.left = Bounds(len(world.hosts), 99, 99, 0, 0, 0, 0, 99, 0)
+        world._old = world.network
+        for host in world.hosts.values():
+            host.machine.hold_seconds = 0.0
+        return world
+
+    def fair_round(self) -> World:
+        """Return what comes next: all that is new arrives, all work ends well; where nothing moves, time runs out."""
+        world, before = self, self.key()
+        for name in self.hosts:
+            world = world._fairly(("looks", name), ("works", name))
+            join = said(joining(world.hosts[name].machine))
+            world = world._carry(("deliver", join, "t"))
+        for event in sorted(world.network - world._old, key=str):
+            if event[0] in {"prepare", "go", "commit", "abort"}:
+                for name in self.hosts:
+                    world = world._carry(("deliver", event, name))
+            else:
+                world = world._carry(("deliver", event, "t"))
+        world._old = world._old | self.network
+        world = world._fairly(("sent",), *(("pull", name) for name in world.trainer.due_pulls(0.0)))
+        t = world.trainer
+        if t.phase is Phase.IDLE and t.members and t.committed is None:
+            world = world._carry(("start",))
+        if world.key()[0] != before[0] or world.key()[2] != before[2]:
+            return world
+        world = world._fairly(("cut",), ("deadline",), *(("pull deadline", name) for name in t._pulls.under_way))
+        for name in world.hosts:
+            world = world._fairly(("breaks", name), ("gives up", name), ("pause runs out", name))
+        return world
+
+    def _fairly(self, *actions: Action) -> World:
+        world = self
+        for action in actions:
+            if action in list(world.actions()):
+                world = world._carry(action)
+        return world
+
+    def _carry(self, action: Action) -> World:
+        world = self.after(action)
+        world._old = self._old
+        return world

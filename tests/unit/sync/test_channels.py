@@ -1,0 +1,160 @@
+"""What all channels have in common: every bit arrives, once committed a version can be pulled, and the live weights do
+not matter any more.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trinity_mq.config import Config, SyncConfig, load_config
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.sync.channel import Channel, ChannelError, open_channel, weights_folder
+from trinity_mq.sync.channel_receiver import Receiver
+from trinity_mq.sync.checkpoint_channel import CheckpointChannel
+from trinity_mq.sync.collective_channel import CollectiveChannel
+from trinity_mq.sync.memory_channel import MemoryChannel
+
+from .weights import manifest_of, pull, same, send, some_weights, spec_of
+
+WAYS = {
+    "collective": {"sync_method": "collective"},
+    "collective, files": {"sync_method": "collective", "pull": "checkpoint"},
+    "memory": {"sync_method": "memory"},
+    "checkpoint": {"sync_method": "checkpoint"},
+}
+
+
+def config(folder: Path, **sync: object) -> Config:
+    settings = {"bucket_bytes": 4096, "sync_timeout": 20.0, **sync}
+    return load_config({"model": {"tiny": {}}, "name": "run-a", "run_dir": str(folder), "synchronizer": settings})
+
+
+@pytest.fixture(params=WAYS)
+async def channel(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Channel]:
+    opened = open_channel(config(tmp_path, **WAYS[request.param]))
+    yield opened
+    await opened.close()
+
+
+async def test_every_bit_of_several_versions_arrives(channel: Channel) -> None:
+    receiver = Receiver()
+    for step in (1, 2, 3):
+        tensors = some_weights(step)
+        assert same(await send(channel, receiver, (1, step), tensors, 1), tensors)
+
+
+async def test_a_committed_version_can_be_pulled_whatever_happens_to_the_live_weights(channel: Channel) -> None:
+    receiver = Receiver()
+    assert await channel.pullable() is None
+    for step in (1, 2):
+        tensors, kept = some_weights(step), some_weights(step)
+        await send(channel, receiver, (1, step), tensors, step)
+        for _, tensor in tensors:
+            tensor.zero_()
+        version, arrived = await pull(channel, Receiver())
+        assert version == (1, step)
+        assert same(arrived, kept)
+
+
+async def test_what_was_offered_and_not_committed_is_not_pulled(channel: Channel) -> None:
+    old, new = some_weights(1), some_weights(2)
+    await send(channel, Receiver(), (1, 1), old, 1)
+    await channel.offer((1, 2), new, manifest_of(new))
+    channel.abandon()
+    version, arrived = await pull(channel, Receiver())
+    assert version == (1, 1)
+    assert same(arrived, old)
+    assert same(await send(channel, Receiver(), (1, 2), new, 2), new)  # and the next try of it goes through
+    assert (await pull(channel, Receiver()))[0] == (1, 2)
+
+
+async def test_a_second_try_of_a_version_stages_nothing_again(tmp_path: Path) -> None:
+    for method in ("memory", "checkpoint"):
+        channel = open_channel(config(tmp_path, sync_method=method))
+        tensors = some_weights(1)
+        first = await channel.offer((1, 1), tensors, manifest_of(tensors))
+        changed = [(name, tensor + 1) for name, tensor in tensors]
+        assert await channel.offer((1, 1), changed, manifest_of(tensors)) == first
+        arrived = await Receiver().receive(spec_of(first, manifest_of(tensors)))
+        assert same(arrived, tensors)
+        await channel.close()
+
+
+async def test_one_engine_changes_methods_from_one_spec_to_the_next(tmp_path: Path) -> None:
+    receiver = Receiver()
+    for step, way in enumerate(WAYS.values(), 1):
+        channel, tensors = open_channel(config(tmp_path, **way)), some_weights(step)
+        assert same(await send(channel, receiver, (1, step), tensors, step), tensors)
+        await channel.close()
+
+
+def places(arrived: dict[str, torch.Tensor]) -> set[int]:
+    return {tensor.data_ptr() for tensor in arrived.values() if tensor.numel()}
+
+
+@pytest.mark.parametrize("method", ["collective", "memory"])
+async def test_an_engine_fills_its_buffers_again_but_never_those_of_a_transfer_that_failed(
+    tmp_path: Path, method: str
+) -> None:
+    channel, receiver = open_channel(config(tmp_path, sync_method=method)), Receiver()
+    first = await send(channel, receiver, (1, 1), some_weights(1), 1)
+    again = await send(channel, receiver, (1, 2), some_weights(2), 1)
+    assert places(again) == places(first)
+    where = await channel.offer((1, 3), some_weights(3), manifest_of(some_weights(3)))
+    with pytest.raises(ChannelError):  # nobody broadcasts, or nobody is there who streams
+        await receiver.receive(
+            spec_of({**where, "url": "http://127.0.0.1:9"}, manifest_of(some_weights(3)), 9, seconds=1.0)
+        )
+    channel.abandon()
+    after = await send(channel, receiver, (1, 3), some_weights(3), 2)
+    assert not places(after) & places(again)
+    await channel.close()
+
+
+async def test_a_method_that_an_engine_does_not_know_is_an_error_that_says_so() -> None:
+    with pytest.raises(ChannelError, match="by 'pigeon', which this engine does not know"):
+        await Receiver().receive(spec_of({"method": "pigeon"}, []))
+    with pytest.raises(ChannelError, match="by 'pigeon'"):
+        Receiver().receive_blocking(spec_of({"method": "pigeon"}, []))
+
+
+def test_the_configuration_chooses(tmp_path: Path) -> None:
+    kinds = {name: type(open_channel(config(tmp_path, **way))) for name, way in WAYS.items()}
+    assert kinds == {
+        "collective": CollectiveChannel,
+        "collective, files": CollectiveChannel,
+        "memory": MemoryChannel,
+        "checkpoint": CheckpointChannel,
+    }
+    assert not any(tmp_path.iterdir())  # nothing is written before there is something to send
+    gc.collect()
+
+
+def test_names_of_the_reference_are_taken() -> None:
+    sync = SyncConfig.model_validate({"sync_method": "nccl"})
+    assert (sync.sync_method, sync.backend) == ("collective", "nccl")
+    with pytest.raises(ValueError, match="sync_method is 'nccl', but backend is 'gloo'"):
+        SyncConfig.model_validate({"sync_method": "nccl", "backend": "gloo"})
+
+
+def test_a_pull_from_elsewhere_than_the_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="pull is 'memory', but weights travel by checkpoint"):
+        SyncConfig(sync_method="checkpoint", pull="memory")
+    assert SyncConfig().pull_method == "memory"
+    assert SyncConfig(sync_method="checkpoint").pull_method == "checkpoint"
+
+
+def test_runs_that_share_a_place_have_folders_of_their_own(tmp_path: Path) -> None:
+    assert weights_folder(config(tmp_path)) == str(tmp_path / "weights")
+    assert weights_folder(config(tmp_path, checkpoint_path=f"{tmp_path}/shared/")) == str(tmp_path / "shared/run-a")
+    assert weights_folder(config(tmp_path, checkpoint_path="memory://w")) == "memory://w/run-a"
+
+
+def test_a_url_that_nothing_opens_is_fatal_before_anything_is_sent(tmp_path: Path) -> None:
+    with pytest.raises(FatalError, match="no library opens 'nosuch://w/run-a'"):
+        open_channel(config(tmp_path, sync_method="checkpoint", checkpoint_path="nosuch://w"))

@@ -1,0 +1,67 @@
+"""``trinity-mq timeline``: a run's periods as a picture, from the metrics in its folder."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.config import load_config
+from trinity_mq.runtime.process import write_atomic
+from trinity_mq.telemetry import METRICS_FILE, read_metrics
+from trinity_mq.telemetry.timeline import draw, spans
+
+TIMELINE_FILE = "timeline.svg"
+
+
+def timeline(arguments: argparse.Namespace) -> int:
+    """Draw the run's timeline and print where it is; 0 when done."""
+    folder = run_folder(arguments.target)
+    out = Path(arguments.out) if arguments.out else folder / TIMELINE_FILE
+    print(write_timeline(folder, out, _steps(arguments.steps)))
+    return 0
+
+
+def write_timeline(folder: Path, out: Path | None = None, steps: tuple[int, int] | None = None) -> Path:
+    """Draw what the metrics in ``folder`` tell, of the batches ``steps`` (both included) if given; return the picture.
+
+    Raises:
+        CommandError: The metrics tell nothing that could be drawn, or the picture cannot be written.
+    """
+    metrics, out = folder / METRICS_FILE, out or folder / TIMELINE_FILE
+    every = spans(read_metrics(metrics))
+    chosen = [span for span in every if steps is None or steps[0] <= span.step <= steps[1]]
+    if not chosen:
+        missing = f"no batch from {steps[0]} to {steps[1]}" if steps and every else "no line that says how long it took"
+        raise CommandError(f"{metrics} has {missing}: nothing to draw; wait for the run's first batch, or look there")
+    try:
+        write_atomic(out, draw(folder.name, chosen).encode())
+    except OSError as error:
+        raise CommandError(f"{out} cannot be written: {error.strerror or error}; give --out another place") from error
+    return out
+
+
+def run_folder(target: str) -> Path:
+    """Return the folder of a run that is named by its folder, its YAML file or its name.
+
+    Raises:
+        CommandError: There is no such folder.
+    """
+    path = Path(target)
+    if path.is_file():
+        path = load_config(target).path
+    elif not path.is_dir():
+        path = Path("runs") / target
+    if not path.is_dir():
+        raise CommandError(f"{path}: no run has left a folder there; give a run's folder, its YAML file or its name")
+    return path
+
+
+def _steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise CommandError(f"--steps is {text!r}, wanted FIRST-LAST such as 10-30")
+    return int(match[1]), int(match[2])

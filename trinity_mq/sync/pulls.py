@@ -1,0 +1,97 @@
+"""Members that fetch the committed version alone: those that came between two versions, and those left dirty.
+
+    prepare{pull} ──▶ applied, and the canary agrees ──▶ commit, to this member
+       └────────────── anything else ──────────────────▶ again, later each time
+
+No barrier, and nobody else waits. Pure, as the coordinator is, which owns this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trinity_mq.messages import SyncEvent
+
+FIRST_PAUSE = 1.0
+"""Seconds until a failed pull is tried again, doubled with each failure in a row."""
+LONGEST_PAUSE = 60.0
+
+
+@dataclass(slots=True)
+class Pull:
+    """One member's fetch."""
+
+    prepare: SyncEvent
+    deadline: float
+    resend: float
+
+
+@dataclass(slots=True)
+class Pulls:
+    """The pulls under way, and when those that failed may begin again. Times in seconds of one monotonic clock."""
+
+    timeout: float
+    resend_interval: float
+    under_way: dict[str, Pull] = field(default_factory=dict)
+    _failures: dict[str, int] = field(default_factory=dict)
+    _not_before: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, member: str, prepare: SyncEvent, now: float) -> SyncEvent:
+        """Have a member fetch; returns what to send it."""
+        self.under_way[member] = Pull(prepare, now + self.timeout, now + self.resend_interval)
+        return prepare
+
+    def may_begin(self, member: str, now: float) -> bool:
+        """Say whether it is time for a member's next pull."""
+        return member not in self.under_way and self._not_before.get(member, now) <= now
+
+    def of(self, event: SyncEvent) -> Pull | None:
+        """Return the pull that an answer is about."""
+        pull = self.under_way.get(event.sender)
+        if pull is None:
+            return None
+        wanted, said = pull.prepare, event
+        same = (said.version, said.epoch, said.attempt) == (wanted.version, wanted.epoch, wanted.attempt)
+        return pull if same else None
+
+    def done(self, member: str) -> None:
+        """The member holds what it fetched."""
+        self.forget(member)
+
+    def broke(self, member: str, now: float) -> None:
+        """The pull has failed: another may begin after a while."""
+        self.under_way.pop(member, None)
+        failures = self._failures[member] = self._failures.get(member, 0) + 1
+        self._not_before[member] = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (failures - 1))
+
+    def supersede(self, members: tuple[str, ...] | None = None) -> None:
+        """Something newer is on its way to ``members`` (None: to all): what they fetch now is not wanted any more."""
+        for member in list(self.under_way) if members is None else members:
+            self.under_way.pop(member, None)
+
+    def forget(self, member: str) -> None:
+        """The member has gone, is another process now, or is well."""
+        for known in (self.under_way, self._failures, self._not_before):
+            known.pop(member, None)
+
+    def tick(self, now: float) -> list[SyncEvent]:
+        """Time has passed: returns the prepares to repeat."""
+        for member in [name for name, pull in self.under_way.items() if pull.deadline <= now]:
+            self.broke(member, now)
+        again = []
+        for pull in self.under_way.values():
+            if pull.resend <= now:
+                pull.resend = now + self.resend_interval
+                again.append(pull.prepare)
+        return again
+
+    def next_deadline(self, now: float) -> float:
+        """Return when :meth:`tick` or :meth:`may_begin` will say something new."""
+        times = [min(pull.deadline, pull.resend) for pull in self.under_way.values()]
+        times += [time for member, time in self._not_before.items() if member not in self.under_way and time > now]
+        return min(times, default=float("inf"))
+
+
+def following(prepare: SyncEvent, verb: str, **more: object) -> SyncEvent:
+    """Return what follows on a prepare: commit or abort."""
+    return prepare.model_copy(update={"verb": verb, "manifest": [], "canary": {}, "rendezvous": {}, **more})
