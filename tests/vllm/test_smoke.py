@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.sync.gatekeeper import CANARY_TOLERANCE
+from trinity_mq.sync.canary import LIMITS
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -55,7 +55,7 @@ async def run_on(engine: str, config: Path, run_dir: Path) -> Seen:
     assert list(differences) == list(range(1, STEPS + 1))
     assert max(differences.values()) <= AGREE
     # a version is committed where the engine's logprobs of the canary are the trainer's, to this
-    assert CANARY_TOLERANCE["float32"] <= AGREE
+    assert LIMITS["float32"].largest <= AGREE
     assert max(aborts for _, aborts in run.values("sync/aborts")) == 0, "each sync's canary agreed at the first try"
     log = (run_dir / "logs" / "explorer-0-engine.jsonl").read_text().splitlines()
     committed = [json.loads(line)["version"][1] for line in log if '"weights_committed"' in line]
