@@ -256,7 +256,8 @@ class SyncArena:
             told = {where for _, where, _ in self.deaths}
             for note in self._notes.iterdir():
                 where = note.read_text()
-                if where not in told and where.startswith(("engine", "broadcast")):
+                of_engine = where.startswith("engine") or (where == "broadcast" and self._victims[where] in HOSTS)
+                if of_engine and where not in told:
                     self._died(self._victims[where], where)
             return len(self.deaths) > number
 
