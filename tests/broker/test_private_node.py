@@ -21,7 +21,7 @@ import pytest
 from tests.waiting import until
 from trinity_mq.bus._ports import LOOPBACK, accepts, free_ports
 from trinity_mq.bus.base import Envelope
-from trinity_mq.bus.node import NodeError, PrivateNode, find_rabbitmq
+from trinity_mq.bus.node import UNLESS_ORPHANED, NodeError, PrivateNode, find_rabbitmq
 from trinity_mq.bus.rabbit import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
@@ -158,6 +158,13 @@ async def test_a_left_over_epmd_is_ended(base: Path) -> None:
         if epmd.returncode is None:
             epmd.kill()
             await epmd.wait()
+
+
+def test_nothing_is_started_for_a_parent_that_has_ended_meanwhile(tmp_path: Path) -> None:
+    for parent, starts in ((os.getpid(), True), (os.getppid(), False)):
+        file = tmp_path / str(parent)
+        ended = subprocess.run([*UNLESS_ORPHANED, str(parent), "touch", str(file)], check=False)
+        assert (ended.returncode == 0, file.exists()) == (starts, starts)
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")

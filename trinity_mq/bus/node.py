@@ -60,6 +60,11 @@ def find_rabbitmq() -> Path | None:
     return script if script and (script.parent / "rabbitmq-env").exists() else None
 
 
+UNLESS_ORPHANED = ("sh", "-c", '[ "$PPID" = "$1" ] && shift && exec "$@"', "sh")
+"""Before a parent's process id and a command: runs the command, unless the parent has ended by now. A parent that ends
+before its child has asked for the signal sends none."""
+
+
 class PrivateNode(LocalNode):
     """A server process of our own, from the RabbitMQ that is installed here; takes the arguments of its base class.
 
@@ -219,7 +224,7 @@ class PrivateNode(LocalNode):
         guard = shutil.which("setpriv") if threading.current_thread() is threading.main_thread() else None
         with (self.base / "console.log").open("ab") as console:
             return subprocess.Popen(
-                [guard, "--pdeathsig", "KILL", *command] if guard else command,
+                [guard, "--pdeathsig", "KILL", *UNLESS_ORPHANED, str(os.getpid()), *command] if guard else command,
                 env=environment, cwd=self.base, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
                 start_new_session=True, pass_fds=pass_fds, umask=0o077,
             )  # fmt: skip
