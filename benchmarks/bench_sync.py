@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import shutil
@@ -182,10 +183,9 @@ async def run(megabytes: int, rounds: int) -> Bench:
             bench = Bench(model(megabytes), folder, child)
             channels = {method: open_channel(_config(method, folder)) for method in METHODS}
             for _ in range(WARM + rounds):
-                turns: list[Callable[[], Awaitable[None]]] = [bench.plain_broadcast]
-                for method, channel in channels.items():
-                    turns.append(lambda method=method, channel=channel: bench.ours(method, channel))  # type: ignore[misc]
-                for turn in (*turns, bench.plain_copy):
+                ours = [functools.partial(bench.ours, method, channel) for method, channel in channels.items()]
+                turns: list[Callable[[], Awaitable[None]]] = [bench.plain_broadcast, *ours, bench.plain_copy]
+                for turn in turns:
                     bench.step()
                     await turn()
             for channel in channels.values():

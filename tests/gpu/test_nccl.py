@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
 
 from trinity_mq.sync.collective import Backend, CollectiveError, Group, Receiver, Sender
 from trinity_mq.sync.collective_channel import CollectiveChannel
