@@ -6,22 +6,38 @@ import asyncio
 import os
 import secrets
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import aiormq
 import pytest
 
-from trinity_mq.bus.node import PrivateNode
+from tests.containers.broker_container import (
+    IMAGE_VARIABLE,
+    broker_container,
+    chosen_image,
+    engine_version,
+    fetch,
+)
+from trinity_mq.bus.node import NodeError, PrivateNode, find_rabbitmq
 from trinity_mq.bus.topology import Topology
 
 URL_VARIABLE = "TRINITY_MQ_TEST_BROKER_URL"
-IMAGE_VARIABLE = "TRINITY_MQ_TEST_RABBITMQ_IMAGE"
-DEFAULT_IMAGE = "rabbitmq:4-management"
+KIND_VARIABLE = "TRINITY_MQ_TEST_BROKER"
+"""``docker`` or ``node``: that, and nothing else. Not set: Docker where an engine answers, else a private node."""
+ROOT_VARIABLE = "TRINITY_MQ_RABBITMQ_ROOT"
+KINDS = ("docker", "node")
 START_TIMEOUT = 60.0
+CONTAINER_TIMEOUT = 180.0
+
+
+class Tools(Protocol):
+    """What a test may do to the broker behind its back."""
+
+    async def ctl(self, *arguments: str) -> str:
+        """Run ``rabbitmqctl``."""
 
 
 @dataclass(frozen=True)
@@ -30,40 +46,92 @@ class RunningBroker:
     origin: str
     version: str
 
+    def __str__(self) -> str:
+        return f"RabbitMQ {self.version}, {self.origin}"
+
 
 USED = pytest.StashKey[RunningBroker]()
-NODE = pytest.StashKey[PrivateNode]()
+TOOLS = pytest.StashKey[Tools]()
+OF_WORKERS = pytest.StashKey[set[str]]()
 
 
 def pytest_report_header() -> str:
-    choice = f"{URL_VARIABLE}" if os.environ.get(URL_VARIABLE) else "Docker if it answers, else a private node"
-    return f"broker: {choice}; started when a test asks for it"
+    return f"broker: {_expected()}"
+
+
+def _expected() -> str:
+    kind = _kind()
+    if kind == "given":
+        return f"given by {URL_VARIABLE}"
+    if kind == "docker":
+        return f"a container of {chosen_image()} in Docker {engine_version()}, started when a test asks for it"
+    try:
+        script = find_rabbitmq()
+    except NodeError as error:
+        return f"none ({error})"
+    name = script.parts[-3] if script else "none: neither is RabbitMQ installed nor does Docker answer"
+    return f"a private node ({name}), started when a test asks for it"
+
+
+def _kind() -> str:
+    """``given``, ``docker`` or ``node``; pytest.UsageError for a wish that cannot be understood or met."""
+    if os.environ.get(URL_VARIABLE):
+        return "given"
+    wish = os.environ.get(KIND_VARIABLE)
+    if wish and wish not in KINDS:
+        raise pytest.UsageError(f"{KIND_VARIABLE}={wish}: set it to one of {', '.join(KINDS)}, or leave it out")
+    if wish == "docker" and engine_version() is None:
+        raise pytest.UsageError(
+            f'{KIND_VARIABLE}=docker, but no Docker engine answers: eval "$(scripts/docker-engine start)"'
+        )
+    if wish:
+        return wish
+    return "docker" if not os.environ.get(ROOT_VARIABLE) and engine_version() is not None else "node"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    used = config.stash.get(USED, None)
-    if used is not None:
-        terminalreporter.write_line(f"broker: RabbitMQ {used.version}, {used.origin}")
+    ran = set(config.stash.get(OF_WORKERS, set()))
+    if (used := config.stash.get(USED, None)) is not None:
+        ran.add(str(used))
+    for broker in sorted(ran):
+        terminalreporter.write_line(f"broker: {broker}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker of pytest-xdist has ended: take over what it says of its broker."""
+    if said := getattr(node, "workeroutput", {}).get("broker"):
+        node.config.stash.setdefault(OF_WORKERS, set()).add(said)
 
 
 @pytest.fixture(scope="session")
-def broker_url(pytestconfig: pytest.Config) -> Iterator[str]:
-    """The URL of a real RabbitMQ that lives as long as the session."""
-    if given := os.environ.get(URL_VARIABLE):
-        yield _note(pytestconfig, given, f"given by {URL_VARIABLE}")
-    elif _docker_answers():
-        yield from _container(pytestconfig)
-    else:
-        yield from _private_node(pytestconfig)
+def broker_url(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a real RabbitMQ that lives as long as the session (of the worker, where there are several)."""
+    kind, aside = _kind(), ""
+    if kind == "given":
+        yield _note(pytestconfig, os.environ[URL_VARIABLE], f"given by {URL_VARIABLE}")
+        return
+    if kind == "docker":
+        image = chosen_image()
+        try:
+            fetch(image)
+        except NodeError as error:
+            if os.environ.get(IMAGE_VARIABLE) or os.environ.get(KIND_VARIABLE):
+                raise
+            aside = f" (Docker answers, but has no {image}: tests/containers/build-images makes one. {error})"
+        else:
+            yield from _container(pytestconfig, image)
+            return
+    yield from _private_node(pytestconfig, tmp_path_factory.mktemp("broker"), aside)
 
 
 @pytest.fixture(scope="session")
-def broker_node(broker_url: str, pytestconfig: pytest.Config) -> PrivateNode:
-    """The node behind ``broker_url``, for tests that need its tools; skips where it is not ours."""
-    node = pytestconfig.stash.get(NODE, None)
-    if node is None:
-        pytest.skip("needs the tools of a private node")
-    return node
+def broker_node(broker_url: str, pytestconfig: pytest.Config) -> Tools:
+    """The tools of the broker behind ``broker_url``, for tests that need them; skips where it is not ours."""
+    tools = pytestconfig.stash.get(TOOLS, None)
+    if tools is None:
+        pytest.skip("needs the tools of a broker that the tests start themselves")
+    return tools
 
 
 @pytest.fixture
@@ -82,8 +150,7 @@ def topology(unique_run: str) -> Topology:
     return Topology(unique_run)
 
 
-def _private_node(config: pytest.Config) -> Iterator[str]:
-    base = Path(tempfile.mkdtemp(prefix="tmq-"))
+def _private_node(config: pytest.Config, base: Path, aside: str) -> Iterator[str]:
     node = PrivateNode(base)
 
     async def start() -> None:
@@ -92,38 +159,35 @@ def _private_node(config: pytest.Config) -> Iterator[str]:
 
     try:
         asyncio.run(start())
-        config.stash[NODE] = node
-        yield _note(config, node.url, "a private node")
+        config.stash[TOOLS] = node
+        yield _note(config, node.url, f"a private node{aside}")
     finally:
         asyncio.run(node.kill())
         shutil.rmtree(base, ignore_errors=True)
 
 
-def _container(config: pytest.Config) -> Iterator[str]:
-    os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")  # its reaper needs an image of its own
-    from testcontainers.core.container import DockerContainer
-
-    image = os.environ.get(IMAGE_VARIABLE, DEFAULT_IMAGE)
-    password = secrets.token_hex(16)
-    container = DockerContainer(image).with_exposed_ports(5672)
-    container.with_env("RABBITMQ_DEFAULT_USER", "tmq").with_env("RABBITMQ_DEFAULT_PASS", password)
-    with container:
-        host, port = container.get_container_host_ip(), container.get_exposed_port(5672)
-        yield _note(config, f"amqp://tmq:{password}@{host}:{port}/%2F", f"container of {image}")
+def _container(config: pytest.Config, image: str) -> Iterator[str]:
+    with broker_container(image) as container:
+        config.stash[TOOLS] = container
+        yield _note(config, container.url, f"container of {image}", container.check)
 
 
-def _note(config: pytest.Config, url: str, origin: str) -> str:
-    config.stash[USED] = RunningBroker(url, origin, asyncio.run(_version(url)))
+def _note(config: pytest.Config, url: str, origin: str, check: Callable[[], None] = lambda: None) -> str:
+    used = RunningBroker(url, origin, asyncio.run(_version(url, check)))
+    config.stash[USED] = used
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["broker"] = str(used)
     return url
 
 
-async def _version(url: str) -> str:
-    async with asyncio.timeout(START_TIMEOUT):
+async def _version(url: str, check: Callable[[], None]) -> str:
+    async with asyncio.timeout(CONTAINER_TIMEOUT):
         while True:
             try:
                 async with aiormq.connect(url) as connection:
                     return str(connection.server_properties["version"])
             except (ConnectionError, aiormq.exceptions.AMQPError):
+                check()
                 await asyncio.sleep(0.2)  # a container publishes its port long before the broker listens
 
 
@@ -134,13 +198,3 @@ async def _clean(url: str, topology: Topology) -> None:
             await channel.queue_delete(queue.name)
         for exchange in topology.exchanges:
             await channel.exchange_delete(exchange)
-
-
-def _docker_answers() -> bool:
-    docker = shutil.which("docker")
-    if docker is None:
-        return False
-    try:
-        return subprocess.run([docker, "info"], capture_output=True, timeout=10, check=False).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False

@@ -123,6 +123,8 @@ def _key(model: AuxiliaryModelConfig) -> str | None:
     Raises:
         ModelError: It is not where the configuration says.
     """
+    if model.api_key_file is not None:
+        return _key_in(model.api_key_file, model)
     if model.api_key_env is None:
         return None
     key = os.environ.get(model.api_key_env, "").strip()
@@ -131,6 +133,19 @@ def _key(model: AuxiliaryModelConfig) -> str | None:
             f"auxiliary model {model.name!r}: the environment variable {model.api_key_env} (api_key_env) is not set "
             f"where the explorer runs; set it to the key of the server at {model.url}"
         )
+    return key
+
+
+def _key_in(path: str, model: AuxiliaryModelConfig) -> str:
+    try:
+        key = Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ModelError(
+            f"auxiliary model {model.name!r}: {path} (api_key_file) cannot be read where the explorer runs: {reason}"
+        ) from None
+    if not key:
+        raise ModelError(f"auxiliary model {model.name!r}: {path} (api_key_file) is empty; wanted the key")
     return key
 
 

@@ -21,6 +21,7 @@ from trinity_mq.data import Taskset, open_taskset
 from trinity_mq.messages import Beat, TaskBody
 from trinity_mq.runtime.agent import BEAT_LEASE, Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.over import mark_over
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.scheduling.engine_room import EngineRoom
 from trinity_mq.scheduling.exploration import Exploration
@@ -64,7 +65,8 @@ class Explorer(Agent):
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self.engines = list(engines) or [engine]
         self.auxiliaries = list(auxiliaries)
-        self._file = StateFile((folder or config.path) / "state" / "explorer.msgpack")
+        self._folder = folder or config.path
+        self._file = StateFile(self._folder / "state" / "explorer.msgpack")
         self._taskset, self._eval_sets = taskset, eval_sets or {}
         self.exploration: Exploration | None = None
 
@@ -104,6 +106,7 @@ class Explorer(Agent):
         room = self.exploration.room
         if state.finished:
             self.set_state("finished")
+            await self._mark_over()
             await asyncio.sleep(BEAT_LEASE)  # those that were started beside us must hear that there is nothing to do
             return
         try:
@@ -112,6 +115,7 @@ class Explorer(Agent):
             await self.with_background(self.explore(), self._stop_without_lock(lock), *background)
             await room.leave()
             if state.finished:
+                await self._mark_over()
                 await self._see_off()
         finally:
             # a drained or finished run needs no engines; those whose explorer failed are adopted by the next
@@ -168,6 +172,10 @@ class Explorer(Agent):
 
         weight: Tensor = load(await self.engines[0].weight(name))[name]
         return weight
+
+    async def _mark_over(self) -> None:
+        """Leave word for those that are being started just now and will not hear us."""
+        await asyncio.to_thread(mark_over, self._folder)
 
     async def _see_off(self) -> None:
         """Keep saying that the run is over until no trainer is left that might not have heard it, such as one that is

@@ -19,6 +19,7 @@ import structlog
 from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.bus import (
     Bus,
+    BusRefused,
     BusUnavailable,
     Consumer,
     Delivery,
@@ -272,7 +273,7 @@ class Operator(Agent):
                     log.info("submitter_gone", reply_to=reply_to)
                 elif mail.content_type == REFERENCE:
                     self._lent.add(manifest.ticket)
-            except MessageTooLarge as error:
+            except (MessageTooLarge, BusRefused) as error:
                 log.warning("submitter_not_served", reply_to=reply_to, reason=str(error))
 
     async def _processed(self, manifest: BatchClosed, parts: Collection[Part]) -> Processed:

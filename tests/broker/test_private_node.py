@@ -177,14 +177,44 @@ asyncio.run(node.start())
 print(node.pid, node.ports["epmd"], flush=True)
 time.sleep(60)
 """
+    mounts = Path("/proc/self/mounts").read_text()
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     try:
         pid, epmd_port = map(int, (await parent.stdout.readline()).split())
         assert psutil.pid_exists(pid)
         assert await accepts(epmd_port)
+        assert Path("/proc/self/mounts").read_text() == mounts, "what a server below another root needs, it alone sees"
     finally:
         parent.kill()
         await parent.wait()
     await until(lambda: gone(pid))
     await until(lambda: silent(epmd_port))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="for root")
+async def test_another_root_must_hold_a_server(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(NodeError, match=r"holds no system of its own.*TRINITY_MQ_RABBITMQ_ROOT"):
+        await PrivateNode(base, root=tmp_path).start()
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    (tmp_path / "usr/bin/sh").touch()
+    (tmp_path / "lib").symlink_to("usr/lib")
+    with pytest.raises(NodeError, match=rf"no sbin/rabbitmq-server below {tmp_path}"):
+        await PrivateNode(base, root=tmp_path).start()
+
+
+async def test_a_queue_made_just_before_a_crash_answers_again(base: Path) -> None:
+    """What was in it may be gone, confirmed or not; that nobody could ask it any more was worse."""
+    queue = Topology("crash").tasks_train
+    for _ in range(2):
+        async with PrivateNode(base) as node:
+            bus = RabbitBus(node.url, Topology("crash"), config=BrokerConfig(), name="tester")
+            await bus.connect()
+            try:
+                await bus.declare(queue)
+                assert await bus.publish("", queue.name, Envelope(body=b"body", kind="test"), timeout=10.0)
+                async with await bus.consume(queue) as feed, asyncio.timeout(10):
+                    await anext(feed)
+                await node.kill()
+            finally:
+                await bus.close()

@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.tcp_proxy import CuttingProxy
+from trinity_mq.bus import _rabbit_consumer
 from trinity_mq.bus import topology as topology_module
 from trinity_mq.bus._ports import free_ports
 from trinity_mq.bus._rabbit_consumer import RabbitDelivery
@@ -140,6 +141,26 @@ class TestChannels:
             assert all(task.result() for task in made)
             assert await bus.depth(topology.dead.name) == 60
             await bus.close()
+
+
+async def test_a_stream_that_serves_a_reader_no_more_is_asked_anew(
+    bus: RabbitBus, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a cluster does to readers that come while it restarts a stream's replicas; here the reader is deaf."""
+    monkeypatch.setattr(_rabbit_consumer, "STREAM_IDLE", 0.5)
+    await bus.declare(topology.results)
+    async with await bus.consume(topology.results, offset=0) as feed, asyncio.timeout(20):
+        await bus.publish(topology.exchange("results"), "1", note("a"))
+        assert (await anext(feed)).body == b"a"
+        assert isinstance(feed, _rabbit_consumer.RabbitConsumer)
+        assert feed._channel is not None
+        feed._channel.consumers.clear()
+        for text in "bc":
+            await bus.publish(topology.exchange("results"), "1", note(text))
+        assert [(await anext(feed)).body for _ in range(2)] == [b"b", b"c"]
+        await asyncio.sleep(1.2)  # idle: asked anew, and nothing comes twice
+        await bus.publish(topology.exchange("results"), "1", note("d"))
+        assert (await anext(feed)).body == b"d"
 
 
 class TestSegments:

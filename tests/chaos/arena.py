@@ -34,7 +34,6 @@ from trinity_mq.training.history import lineage
 BATCHES, TASKS, RUNS = 25, 8, 4
 ROOT = Path(__file__).parents[2]
 LIMIT = 200.0
-"""Seconds until a run counts as stuck."""
 STARTS = 60
 """Starts of one agent until the test gives up: more than any of them needs."""
 
@@ -71,6 +70,7 @@ class Arena:
         frozen: By agent id, where its first life freezes at the first time, until somebody sends it SIGCONT.
         urls: By agent id, another way to the broker.
         overrides: Further settings.
+        limit: Seconds until the run counts as stuck.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Arena:
         frozen: dict[str, str] | None = None,
         urls: dict[str, str] | None = None,
         overrides: Sequence[str] = (),
+        limit: float = LIMIT,
     ) -> None:
         self.seed = int(os.environ.get("SEED", random.SystemRandom().randrange(1 << 16)))
         dice = random.Random(self.seed)
@@ -113,6 +114,7 @@ class Arena:
             overrides,
         )
         self.topology = Topology(name)
+        self._limit = limit
         self._folder, self._url, self._urls = folder, url, urls or {}
         self._points = {
             agent: [f"{name}:{dice.randint(1, most)}" for name, most in ends] for agent, ends in (points or {}).items()
@@ -141,17 +143,17 @@ class Arena:
         """Run to the end with the trainer and ``agents`` (such as ``runner-0``), while ``violence`` is done.
 
         Raises:
-            AssertionError: It was not over in :data:`LIMIT` seconds; says what is missing by then.
+            AssertionError: It was not over in time; says what is missing by then.
         """
         self._notes.mkdir(parents=True)
         (self._folder / "config.json").write_text(self.config.model_dump_json())
         self.say(f"seed {self.seed}: SEED={self.seed} plays it with the same lots")
         try:
-            async with asyncio.timeout(LIMIT):
+            async with asyncio.timeout(self._limit):
                 await self._played(violence, agents)
         except TimeoutError:
             _, counted = await self.processed()
-            self._compare(f"processed in {LIMIT:g} s", counted)
+            self._compare(f"processed in {self._limit:g} s", counted)
             raise
         finally:
             for process in self._processes.values():

@@ -53,6 +53,17 @@ class LocalNode(ABC):
         """Ports by use, the broker's own as ``amqp``. Only once started."""
         return dict(self._known_state().ports)
 
+    def attach(self) -> None:
+        """Know the node that another process has started in this folder: its URL, its ports and its tools.
+
+        Raises:
+            NodeError: None was ever started in it.
+        """
+        file = self.base / "node.json"
+        if not file.exists():
+            raise NodeError(f"no broker was ever started in {self.base}")
+        self._state = NodeState.load(file, self._user, self._password)
+
     @property
     @abstractmethod
     def pid(self) -> int | None:

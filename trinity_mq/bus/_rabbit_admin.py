@@ -12,7 +12,7 @@ import structlog
 from aiormq.channel import Channel
 
 from trinity_mq.bus._rabbit_link import InequivalentError, Link, LinkError, Locked, amqp_errors
-from trinity_mq.bus.base import QueueGone
+from trinity_mq.bus.base import BusRefused, QueueGone
 from trinity_mq.bus.retry import backoff, retrying
 from trinity_mq.bus.topology import Queue, Topology
 
@@ -40,11 +40,26 @@ class Admin:
         self._link, self._channel = link, None
 
     async def make_exchanges(self) -> None:
-        """Declare the topology's exchanges."""
+        """Declare the topology's exchanges; a user who may not looks whether they are there.
+
+        Raises:
+            BusRefused: They are not, and the user may not make them.
+        """
+        try:
+            await self._each_exchange(passive=False)
+        except BusRefused as refused:
+            try:
+                await self._each_exchange(passive=True)
+            except LinkError as error:
+                if "no exchange" not in str(error):
+                    raise
+                raise _not_there(f"run {self._topology.run!r}", refused) from error
+
+    async def _each_exchange(self, *, passive: bool) -> None:
         async with self._opened() as channel:
             for exchange in self._topology.exchanges:
                 with amqp_errors():
-                    await channel.exchange_declare(exchange, exchange_type="topic", durable=True)
+                    await channel.exchange_declare(exchange, exchange_type="topic", durable=True, passive=passive)
 
     async def make_queues(self) -> None:
         """Make again the queues and bindings of this bus."""
@@ -100,14 +115,15 @@ class Admin:
     async def _make(self, queue: Queue) -> None:
         if queue.kind == "exclusive":
             await self.own_again(queue.name)
-        else:
-            await self._make_durable(queue)
+        elif not await self._make_durable(queue):
+            return
         async with self._opened() as channel:
             for binding in queue.bindings:
                 with amqp_errors():
                     await channel.queue_bind(queue.name, binding.exchange, binding.pattern)
 
-    async def _make_durable(self, queue: Queue) -> None:
+    async def _make_durable(self, queue: Queue) -> bool:
+        """Return whether its bindings are ours to make: not those of a queue that only another user may declare."""
         try:
             async with self._opened() as channel:
                 with amqp_errors():
@@ -116,6 +132,13 @@ class Admin:
             if queue.name not in self._warned:
                 self._warned.add(queue.name)
                 log.warning("queue exists with other arguments: used as it is", queue=queue.name, broker=str(error))
+        except BusRefused as refused:
+            if isinstance(refused, Locked):
+                raise
+            if await self.depth(queue.name) is None:
+                raise _not_there(f"queue {queue.name}", refused) from refused
+            return False
+        return True
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[Channel]:
@@ -125,3 +148,7 @@ class Admin:
             if self._channel is None or self._channel.is_closed:
                 self._channel = await self._link.channel()
             yield self._channel
+
+
+def _not_there(what: str, refused: BusRefused) -> BusRefused:
+    return BusRefused(f"{what} is not on the broker (start the agents that make it first), and {refused}")

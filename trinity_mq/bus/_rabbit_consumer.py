@@ -21,6 +21,9 @@ SEGMENT_ENTRIES = 1
 """A new segment of a stream begins with an entry of the broker's own, which takes one offset and is never delivered."""
 CLOCK_MARGIN = datetime.timedelta(seconds=5)
 CLOSE_TIMEOUT = 5.0
+STREAM_IDLE = 10.0
+"""Seconds without a delivery after which a stream is asked anew from where we are: a cluster that lost the stream's
+leader may never serve a reader again that came while its replicas were restarted (seen on 3.10.8), and says nothing."""
 
 
 class _Arrived(NamedTuple):
@@ -63,6 +66,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._to_ack = 0
         self._acking: asyncio.Task[None] | None = None
         self._answers: Answers | None = None
+        self._idle: asyncio.TimerHandle | None = None
 
     @property
     def attached(self) -> bool:
@@ -110,6 +114,22 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             await channel.basic_qos(prefetch_count=self._prefetch)
             reply = await channel.basic_consume(self.queue.name, receive, arguments=arguments)
         self._tag = reply.consumer_tag or ""
+        if self._stream:
+            self._watch(channel, self._next)
+
+    def _watch(self, channel: Channel, position: int | None) -> None:
+        """Ask anew from ``position`` if we are still there in a while, and nothing has arrived."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            if channel is not self._channel or self.over:
+                return
+            if position is not None and position == self._next and not self._arrived:
+                self._cancel(channel)
+            else:
+                self._watch(channel, self._next)
+
+        self._idle = loop.call_later(STREAM_IDLE, look)
 
     def _stream_offset(self) -> int | str | datetime.datetime:
         if self._next is not None:
@@ -177,6 +197,8 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
     async def close(self) -> None:
         """Stop consuming."""
         channel, self._channel = self._channel, None
+        if self._idle is not None:
+            self._idle.cancel()
         self._end(None)
         self._on_close(self)
         if self._acking is not None:

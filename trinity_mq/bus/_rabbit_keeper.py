@@ -9,10 +9,11 @@ from typing import TypeVar
 import structlog
 from tenacity import RetryCallState
 
+from trinity_mq.bus._addresses import Addresses, address
 from trinity_mq.bus._common import BLOCKED, CLOSED, NOT_CONNECTED, Health
 from trinity_mq.bus._rabbit_admin import Admin
 from trinity_mq.bus._rabbit_consumer import RabbitConsumer
-from trinity_mq.bus._rabbit_link import Link, LinkError, address
+from trinity_mq.bus._rabbit_link import Link, LinkError, open_link
 from trinity_mq.bus._rabbit_lock import RabbitLock
 from trinity_mq.bus._rabbit_publisher import Publisher
 from trinity_mq.bus.base import BusError, BusUnavailable
@@ -33,14 +34,15 @@ class Keeper:
     """Keeps two connections standing: one publishes, the other consumes, declares and holds the locks.
 
     Args:
-        url: The broker's address.
+        addresses: The broker's address, or those of its nodes.
         topology: Its exchanges are declared with every new connection.
         config: Timeouts.
         name: Shown by the broker for the connections.
     """
 
-    def __init__(self, url: str, topology: Topology, config: BrokerConfig, name: str) -> None:
-        self._url, self._config, self._name = url, config, name
+    def __init__(self, addresses: Addresses, topology: Topology, config: BrokerConfig, name: str) -> None:
+        self._addresses, self._config, self._name = addresses, config, name
+        self._shown = "its address"  # read with the first connect
         self.health = Health()
         self.admin = Admin(topology, GHOST_HEARTBEATS * config.heartbeat)
         self.publisher = Publisher(self._on_blocked)
@@ -81,7 +83,7 @@ class Keeper:
             await self._drop_links()
             if isinstance(error, TimeoutError):
                 raise BusUnavailable(
-                    f"no RabbitMQ at {address(self._url)} within {seconds:g} s ({self._down}): "
+                    f"no RabbitMQ at {self._shown} within {seconds:g} s ({self._down}): "
                     "is it running, and are host and port in broker.url or TRINITY_MQ_BROKER_URL right?"
                 ) from None
             raise
@@ -156,14 +158,14 @@ class Keeper:
         if not (self._consuming.alive and self._publishing.alive and self.publisher.ready):
             raise LinkError("lost again while it was being made")
         if self._down not in {None, NOT_CONNECTED}:
-            log.info("connected to the broker again", broker=address(self._url), bus=self._name)
+            log.info("connected to the broker again", broker=self._shown, bus=self._name)
         self._down = None
         self._refresh()
 
     async def _renew_consuming(self, old: Link | None) -> Link:
         if old is not None:
             await old.close()
-        link = await Link.open(self._url, f"{self._name} consumes", self._config.heartbeat, self._lost_consuming)
+        link = await self._open("consumes", self._lost_consuming)
         try:
             self.admin.use(link)
             for lock in tuple(self.locks.values()):
@@ -181,9 +183,14 @@ class Keeper:
             await _end(self._watcher)
         if old is not None:
             await old.close()
-        link = await Link.open(self._url, f"{self._name} publishes", self._config.heartbeat, self._lost)
+        link = await self._open("publishes", self._lost)
         self._watcher = asyncio.create_task(self.publisher.watch(link), name=f"{self._name}: watch for alarms")
         return link
+
+    async def _open(self, use: str, on_lost: Callable[[str], None]) -> Link:
+        urls = await asyncio.to_thread(self._addresses.read)
+        self._shown = address(",".join(urls))
+        return await open_link(urls, self._addresses.tls, f"{self._name} {use}", self._config.heartbeat, on_lost)
 
     def _lost_consuming(self, reason: str) -> None:
         if not self._closed:
@@ -198,13 +205,13 @@ class Keeper:
     def _lost(self, reason: str) -> None:
         if self._closed:
             return
-        self._note(f"connection to the broker at {address(self._url)} lost: {reason}", None)
+        self._note(f"connection to the broker at {self._shown} lost: {reason}", None)
         self._broken.set()
 
     def _note_failure(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
         unexpected = None if isinstance(error, LinkError | BusError) else error
-        self._note(f"no connection to the broker at {address(self._url)}: {error}", unexpected)
+        self._note(f"no connection to the broker at {self._shown}: {error}", unexpected)
 
     def _note(self, reason: str, unexpected: BaseException | None) -> None:
         if reason != self._down:

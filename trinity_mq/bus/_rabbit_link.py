@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from aio_pika.connection import Connection, make_url
@@ -23,8 +25,13 @@ from aiormq.exceptions import (
     ProbableAuthenticationError,
 )
 
+from trinity_mq.bus._addresses import address, in_turn
 from trinity_mq.bus._rabbit_sending import GatheringTransport
+from trinity_mq.bus._tls import answers_with_tls, tls_context, tls_problem
 from trinity_mq.bus.base import BusRefused, QueueGone
+
+if TYPE_CHECKING:
+    from trinity_mq.config.bus import TlsConfig
 
 CONNECT_TIMEOUT = 10.0
 """For one attempt; a host that drops packets never refuses."""
@@ -69,7 +76,7 @@ def amqp_errors() -> Iterator[None]:
     except ChannelPreconditionFailed as error:
         raise InequivalentError(str(error)) from error
     except ChannelAccessRefused as error:
-        raise BusRefused(str(error)) from error
+        raise BusRefused(refused_access(str(error))) from error
     except (AMQPError, ChannelInvalidStateError, OSError) as error:
         raise LinkError(str(error) or type(error).__name__) from error
     except Exception as error:
@@ -86,23 +93,32 @@ class Link:
         self._connection, self._transport = connection, transport
 
     @classmethod
-    async def open(cls, url: str, name: str, heartbeat: float, on_lost: Callable[[str], None]) -> Link:
+    async def open(
+        cls, url: str, name: str, heartbeat: float, on_lost: Callable[[str], None], tls: TlsConfig | None = None
+    ) -> Link:
         """Connect; ``on_lost`` is called with the reason when the connection goes.
 
         Raises:
-            BusRefused: Wrong password or virtual host.
+            AddressError: A file that TLS needs cannot be used.
+            BusRefused: Wrong password or virtual host, or TLS where it cannot be trusted or does not fit.
             LinkError: The broker cannot be reached now.
         """
+        secure = urlsplit(url).scheme == "amqps"
+        context = await tls_context(tls) if secure else None
         connection = Connection(make_url(url, heartbeat=round(heartbeat)), client_properties={"connection_name": name})
-        connection.kwargs["transport_factory"] = GatheringTransport()
+        transports = GatheringTransport(context, tls.server_name if tls is not None else None)
+        connection.kwargs["transport_factory"] = transports
         try:
             with amqp_errors():
                 try:
                     await connection.connect(timeout=CONNECT_TIMEOUT)
                 except (ProbableAuthenticationError, AuthenticationError) as error:
                     raise BusRefused(_refused_login(url)) from error
-                except InvalidFrameError as error:
-                    raise BusRefused(_refused_vhost(url)) from error
+                except (AMQPError, OSError) as error:
+                    refusal = _refusal(error, url, tls, transports.first)
+                    if refusal is None:
+                        raise
+                    raise refusal from error
             if connection.transport is None:
                 raise LinkError("connection lost")
         except BaseException:
@@ -125,7 +141,12 @@ class Link:
     @property
     def version(self) -> str:
         """The broker's version, as it says."""
-        return str(self._transport.server_properties.get("version", "unknown"))
+        return str(self.server_properties.get("version", "unknown"))
+
+    @property
+    def server_properties(self) -> Mapping[str, Any]:
+        """What the broker said of itself."""
+        return self._transport.server_properties
 
     async def channel(self, *, confirms: bool = False) -> Channel:
         """Open a channel; with ``confirms``, a returned message raises PublishError."""
@@ -148,10 +169,48 @@ class Link:
                 await self._connection.close()
 
 
-def address(url: str) -> str:
-    """Return ``host:port`` of a broker's URL."""
-    parts = urlsplit(url)
-    return f"{parts.hostname}:{parts.port or (5671 if parts.scheme == 'amqps' else 5672)}"
+async def open_link(
+    urls: tuple[str, ...], tls: TlsConfig | None, name: str, heartbeat: float, on_lost: Callable[[str], None]
+) -> Link:
+    """Connect to the first of the broker's nodes that lets us in, beginning with a random one.
+
+    Raises:
+        AddressError: A file that TLS needs cannot be used.
+        BusRefused: Each refuses.
+        LinkError: None can be reached now.
+    """
+    failed: dict[str, LinkError | BusRefused] = {}
+    for url in in_turn(urls):
+        try:
+            return await Link.open(url, name, heartbeat, on_lost, tls)
+        except (LinkError, BusRefused) as error:
+            failed[url] = error
+    if len(failed) == 1:
+        raise next(iter(failed.values()))
+    told = "; ".join(f"{address(url)}: {failed[url]}" for url in urls)
+    if all(isinstance(error, BusRefused) for error in failed.values()):
+        raise BusRefused(told)
+    raise LinkError(told)
+
+
+def _refusal(error: Exception, url: str, tls: TlsConfig | None, first: bytes) -> BusRefused | None:
+    """Return what no new attempt heals, None for what one may."""
+    where, host = address(url), urlsplit(url).hostname or ""
+    server = tls.server_name if tls is not None and tls.server_name else host
+    if (problem := tls_problem(error, where, server, tls)) is not None:
+        return BusRefused(problem)
+    if urlsplit(url).scheme == "amqp" and answers_with_tls(first):
+        return BusRefused(f"the broker at {where} speaks TLS, but broker.url begins with amqp: write amqps://")
+    if isinstance(error, InvalidFrameError):
+        return BusRefused(_refused_vhost(url))
+    return None
+
+
+def refused_access(said: str) -> str:
+    """Return what the broker says of an operation that it refuses, and what to do."""
+    name = re.search(r"'tmq\.([a-z0-9-]{1,40})\.", said)
+    run = name.group(1) if name is not None else "RUN"
+    return f"the broker refuses it: {said}; `trinity-mq broker permissions {run}` says what each kind of user needs"
 
 
 def _drain(transport: AbstractConnection) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 from aiormq import spec
 from aiormq.channel import Channel
-from aiormq.exceptions import DeliveryError, PublishError
+from aiormq.exceptions import ChannelAccessRefused, DeliveryError, PublishError
 
 from trinity_mq.bus._common import CLOSED
 from trinity_mq.bus._rabbit_link import Link, LinkError, amqp_errors
@@ -16,10 +17,15 @@ from trinity_mq.bus.base import BusUnavailable, Envelope
 from trinity_mq.bus.retry import retrying
 
 PERSISTENT = 2
+DEFAULT_EXCHANGE = "amq.default"
+"""What the broker calls the nameless one in permissions."""
 DRAIN_ABOVE = 64 * 1024
 """Bodies above this wait until the socket has taken them, which holds the channel; small ones go out back to back."""
 OVERDUE = 0.25
 """Seconds without a confirm after which we ask whether the broker blocks us."""
+PATIENCE = 20.0
+"""Seconds unblocked without a confirm after which a message is published again; then it is more, up to sixfold: a
+cluster that loses a queue's leader may never confirm what was on its way to it (seen on 3.10.8), channel or not."""
 
 
 class Publisher:
@@ -34,7 +40,8 @@ class Publisher:
         self._channel: Channel | None = None
         self._clear = asyncio.Event()  # there is a channel and no alarm, or the bus is closed
         self._closed = False
-        self._under_way = 0
+        self._under_way: dict[asyncio.Timeout, float] = {}
+        """When each publish that waits for its confirm is to be given up, by the loop's clock."""
         self._overdue = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._same_id: dict[str, asyncio.Future[None]] = {}
@@ -82,35 +89,47 @@ class Publisher:
         done = self._same_id[envelope.message_id] = asyncio.get_running_loop().create_future()
         try:
             try:
-                return await self._once(exchange, routing_key, envelope)
+                return await self._once(exchange, routing_key, envelope, PATIENCE)
             except LinkError:
-                return await retrying(LinkError)(self._once, exchange, routing_key, envelope)
+                patience = itertools.chain((2 * PATIENCE, 4 * PATIENCE), itertools.repeat(6 * PATIENCE))
+                return await retrying(LinkError)(self._again, exchange, routing_key, envelope, patience)
         finally:
             del self._same_id[envelope.message_id]
             done.set_result(None)
 
-    async def _once(self, exchange: str, routing_key: str, envelope: Envelope) -> bool:
+    async def _again(self, exchange: str, routing_key: str, envelope: Envelope, patience: Iterator[float]) -> bool:
+        return await self._once(exchange, routing_key, envelope, next(patience))
+
+    async def _once(self, exchange: str, routing_key: str, envelope: Envelope, patience: float) -> bool:
         await self._places.take()
         channel = await self._usable_channel()
-        self._begin()
+        confirmed = asyncio.timeout(None)
+        self._begin(confirmed, patience)
         try:
-            with amqp_errors():
-                try:
-                    await channel.basic_publish(
-                        envelope.body,
-                        exchange=exchange,
-                        routing_key=routing_key,
-                        properties=_properties(envelope),
-                        mandatory=True,
-                        wait=len(envelope.body) > DRAIN_ABOVE,
-                    )
-                except PublishError:
-                    return False
-                except DeliveryError as error:
-                    raise LinkError(f"the broker did not store it: {error}") from error
+            async with confirmed:
+                with amqp_errors():
+                    try:
+                        await channel.basic_publish(
+                            envelope.body,
+                            exchange=exchange,
+                            routing_key=routing_key,
+                            properties=_properties(envelope),
+                            mandatory=True,
+                            wait=len(envelope.body) > DRAIN_ABOVE,
+                        )
+                    except PublishError:
+                        return False
+                    except DeliveryError as error:
+                        raise LinkError(f"the broker did not store it: {error}") from error
+                    except ChannelAccessRefused as error:
+                        if _is_of(str(error), exchange, routing_key):
+                            raise
+                        raise LinkError(f"the channel was closed for another's refusal: {error}") from error
             return True
+        except TimeoutError as error:
+            raise LinkError(f"not confirmed in {patience:g} s") from error
         finally:
-            self._under_way -= 1
+            del self._under_way[confirmed]
 
     async def _usable_channel(self) -> Channel:
         while True:
@@ -123,16 +142,24 @@ class Publisher:
                 return channel
             await self._clear.wait()
 
-    def _begin(self) -> None:
-        self._under_way += 1
+    def _begin(self, confirmed: asyncio.Timeout, patience: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._under_way[confirmed] = loop.time() + patience
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(OVERDUE, self._check)
+            self._timer = loop.call_later(OVERDUE, self._check)
 
     def _check(self) -> None:
         self._timer = None
-        if self._under_way:
-            self._overdue.set()
-            self._timer = asyncio.get_running_loop().call_later(OVERDUE, self._check)
+        if not self._under_way:
+            return
+        loop = asyncio.get_running_loop()
+        self._overdue.set()
+        self._timer = loop.call_later(OVERDUE, self._check)
+        for confirmed, until in self._under_way.items():
+            if not self._clear.is_set():
+                self._under_way[confirmed] = until + OVERDUE  # blocked: the broker reads nothing now
+            elif until <= loop.time() and not confirmed.expired():
+                confirmed.reschedule(loop.time())
 
     def _set_blocked(self, blocked: bool) -> None:
         if blocked:
@@ -140,6 +167,12 @@ class Publisher:
         elif self.ready:
             self._clear.set()
         self._on_blocked(blocked)
+
+
+def _is_of(refusal: str, exchange: str, routing_key: str) -> bool:
+    """Say whether a refusal, which fails all publishes under way on the channel, is for this one."""
+    topic = f" topic '{routing_key}' " in refusal or " topic '" not in refusal
+    return topic and f"exchange '{exchange or DEFAULT_EXCHANGE}'" in refusal
 
 
 def _properties(envelope: Envelope) -> spec.Basic.Properties:

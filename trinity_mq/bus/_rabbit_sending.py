@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from aiormq import TransportFactory
 from aiormq.connection import Connection
@@ -65,24 +66,51 @@ class GatheringWriter(asyncio.StreamWriter):
         super().close()
 
 
+class FirstBytes(asyncio.StreamReader):
+    """Remembers how the answer began: who does not speak our protocol says there what it speaks."""
+
+    first = b""
+
+    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
+        """Take what has arrived."""
+        if not self.first:
+            self.first = bytes(data)[:8]
+        super().feed_data(data)
+
+
 class GatheringTransport(TransportFactory):
-    """Connects the AMQP client through a :class:`GatheringWriter`, with TLS where the URL says ``amqps``."""
+    """Connects the AMQP client through a :class:`GatheringWriter`.
+
+    Args:
+        context: For ``amqps``; None: no TLS.
+        server_name: What the certificate must be for, None: the host.
+    """
+
+    def __init__(self, context: ssl.SSLContext | None = None, server_name: str | None = None) -> None:
+        self._context, self._server_name = context, server_name
+        self._reader: FirstBytes | None = None
+
+    @property
+    def first(self) -> bytes:
+        """How the answer began."""
+        return self._reader.first if self._reader is not None else b""
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect.
 
         Raises:
-            AMQPConnectionError: Nobody there.
+            AMQPConnectionError: Nobody there, or its certificate is not in order.
         """
-        provider = kwargs.pop("ssl_context_provider")
         secure = url.scheme == "amqps"
-        context = await provider.get_context() if secure else None
+        if secure and self._context is None:
+            raise ValueError("amqps needs an SSL context")
         host, port = url.host or "localhost", url.port or (5671 if secure else 5672)
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(loop=loop)
+        reader = self._reader = FirstBytes(loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        tls: dict[str, Any] = {"ssl": self._context, "server_hostname": self._server_name or host} if secure else {}
         try:
-            transport, _ = await loop.create_connection(lambda: protocol, host, port, ssl=context, **kwargs)
+            transport, _ = await loop.create_connection(lambda: protocol, host, port, **tls)
         except OSError as error:
             raise AMQPConnectionError(*error.args) from error
         return reader, GatheringWriter(transport, protocol, reader, loop)

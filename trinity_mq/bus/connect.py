@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
-from trinity_mq.bus.base import Bus, BusError
+from trinity_mq.bus._addresses import (
+    FORM,
+    PASSWORD_FILE_VARIABLE,
+    URL_FILE_VARIABLE,
+    URL_VARIABLE,
+    AddressError,
+    Addresses,
+    check_url,
+)
+from trinity_mq.bus.base import Bus
 from trinity_mq.bus.topology import Topology
 
 if TYPE_CHECKING:
     from trinity_mq.config.bus import BrokerConfig  # pydantic takes longer to import than everything else here
 
-URL_VARIABLE = "TRINITY_MQ_BROKER_URL"
-FORM = "amqp://user:password@host:port/vhost"
-
-
-class AddressError(BusError):
-    """No usable address of a broker was given."""
+__all__ = [
+    "PASSWORD_FILE_VARIABLE",
+    "URL_FILE_VARIABLE",
+    "URL_VARIABLE",
+    "AddressError",
+    "Addresses",
+    "broker_url",
+    "check_url",
+    "create_bus",
+]
 
 
 def broker_url(config: BrokerConfig) -> str | None:
-    """Return the broker's address: the configured one, else the environment's, None where neither is given."""
-    return config.url or os.environ.get(URL_VARIABLE) or None
+    """Return the broker's address: the configured one, else the environment's, None where neither is given.
+
+    Several URLs have commas between. A URL from a file is what is in it now; a password from a file is not in it.
+
+    Raises:
+        AddressError: The file that holds it cannot be read.
+    """
+    addresses = Addresses.of(config)
+    return None if addresses is None else addresses.text()
 
 
 def create_bus(config: BrokerConfig, topology: Topology, name: str) -> Bus:
@@ -34,31 +52,16 @@ def create_bus(config: BrokerConfig, topology: Topology, name: str) -> Bus:
         name: Shown by the broker for this agent's connections.
 
     Raises:
-        AddressError: No address is given, or it is not an AMQP URL.
+        AddressError: No address is given, it is not an AMQP URL, or a file that it or its password are in cannot be
+            read.
     """
-    url = broker_url(config)
-    if url is None:
+    addresses = Addresses.of(config)
+    if addresses is None:
         raise AddressError(
-            f"no broker: set broker.url or {URL_VARIABLE} to {FORM} (`trinity-mq run` starts one by itself)"
+            f"no broker: set broker.url or {URL_VARIABLE} to {FORM}, or {URL_FILE_VARIABLE} to a file that holds it "
+            "(`trinity-mq run` starts one by itself)"
         )
-    check_url(url)
+    addresses.read()  # what is wrong with it is better said now
     from trinity_mq.bus.rabbit import RabbitBus  # slow to import, and not needed to name things
 
-    return RabbitBus(url, topology, config=config, name=name)
-
-
-def check_url(url: str) -> None:
-    """Refuse what is not an AMQP URL, without repeating its password.
-
-    Raises:
-        AddressError: With the part that is wrong.
-    """
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise AddressError(f"broker.url is not a URL ({error}), wanted {FORM}") from None
-    if parts.scheme not in {"amqp", "amqps"}:
-        raise AddressError(f"broker.url begins with {parts.scheme or 'nothing'!r}, wanted amqp or amqps: {FORM}")
-    if not parts.hostname or port == 0:
-        raise AddressError(f"broker.url names no host and port, wanted {FORM}")
+    return RabbitBus(addresses, topology, config=config, name=name)

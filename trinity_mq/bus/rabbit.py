@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from trinity_mq.bus._addresses import Addresses
 from trinity_mq.bus._common import check_outgoing, lock_queue
 from trinity_mq.bus._rabbit_consumer import RabbitConsumer
 from trinity_mq.bus._rabbit_keeper import Keeper
@@ -22,17 +23,19 @@ class RabbitBus(Bus):
     connection altogether, its acknowledgements included.
 
     Args:
-        url: ``amqp://user:password@host:port/vhost``.
+        url: ``amqp://user:password@host:port/vhost``, several with commas between, or where to find them; TLS as
+            ``config`` says.
         topology: Names of the run; its exchanges are declared on connect.
         config: Sizes and timeouts.
         name: Shown by the broker for the connections.
     """
 
-    def __init__(self, url: str, topology: Topology, *, config: BrokerConfig, name: str) -> None:
+    def __init__(self, url: str | Addresses, topology: Topology, *, config: BrokerConfig, name: str) -> None:
         self.max_message_bytes = config.max_message_bytes
         self._topology, self._config = topology, config
         self._exchanges = frozenset(topology.exchanges)
-        self._keeper = Keeper(url, topology, config, name)
+        addresses = Addresses(url, password_file=config.password_file, tls=config.tls) if isinstance(url, str) else url
+        self._keeper = Keeper(addresses, topology, config, name)
 
     async def connect(self) -> None:
         """Open the connections."""

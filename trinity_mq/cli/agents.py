@@ -9,24 +9,26 @@ import re
 import socket
 from typing import cast
 
-from trinity_mq.bus.connect import URL_VARIABLE
-from trinity_mq.cli.target import known_broker
+from trinity_mq.bus.connect import URL_VARIABLE, Addresses
+from trinity_mq.cli.rundir import RunFolder
 from trinity_mq.config import load_config
 
 
 def run_agent(arguments: argparse.Namespace) -> int:
     """Run the agent named by the command until its work is over; return its exit code."""
     config = load_config(arguments.config, arguments.overrides)
-    url = known_broker(config)
-    if url is not None:
+    if Addresses.of(config.broker) is None and (url := RunFolder(config).known_broker()) is not None:
         os.environ[URL_VARIABLE] = url
     # by name: the command line must not import the daemons, which import torch
     module = importlib.import_module(f"trinity_agents.{arguments.command}")
     if getattr(arguments, "engines_only", False):
-        return cast("int", module.host_engines(config, arguments.id or host_name()))
-    return cast("int", module.main(config, arguments.id or f"{arguments.command}-0"))
+        return cast("int", module.host_engines(config, agent_id(arguments.id or "engines-{host}")))
+    return cast("int", module.main(config, agent_id(arguments.id or f"{arguments.command}-0")))
 
 
-def host_name() -> str:
-    """Return what this machine's host of engines is called: the same after a restart, another on another machine."""
-    return f"engines-{re.sub('[^a-z0-9]+', '-', socket.gethostname().lower()).strip('-')[:40] or 'host'}"
+def agent_id(pattern: str) -> str:
+    """Return ``pattern`` with this machine's name for ``{host}``: the same after a restart, another on another machine
+    or in another container.
+    """
+    host = re.sub("[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:40]
+    return pattern.replace("{host}", host or "host")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.bus.connect import URL_VARIABLE
+from trinity_mq.bus.connect import URL_VARIABLE, broker_url
 from trinity_mq.bus.topology import RUN_NAME
 from trinity_mq.cli.broker import OwnBroker
 from trinity_mq.cli.errors import CommandError
@@ -81,7 +80,7 @@ def _target(arguments: argparse.Namespace) -> Target:
     elif (kept := Path("runs") / name / CONFIG_FILE).is_file():
         config = load_config(kept)
     broker = BrokerConfig() if config is None else config.broker
-    url = arguments.broker or (os.environ.get(URL_VARIABLE) if config is None else known_broker(config))
+    url = arguments.broker or (broker_url(BrokerConfig()) if config is None else known_broker(config))
     run = name if config is None else config.name
     if url is None and (config is None or not (RunFolder(config).path / "broker").is_dir()):
         raise CommandError(
@@ -91,7 +90,7 @@ def _target(arguments: argparse.Namespace) -> Target:
     if arguments.blob_store is not None:
         broker = BrokerConfig(**{**broker.model_dump(), "blob_store": arguments.blob_store})
     timeout = min(broker.connect_timeout, COMMAND_CONNECT_TIMEOUT)
-    return Target(run, config, broker.model_copy(update={"url": url, "connect_timeout": timeout}))
+    return Target(run, config, broker.model_copy(update={"url": url, "url_file": None, "connect_timeout": timeout}))
 
 
 def _texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:

@@ -108,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
                 "(default name: engines-HOSTNAME)",
             )
     _add_validate(commands)
+    _add_doctor(commands)
+    _add_health(commands)
     _add_submit(commands)
     _add_status(commands)
     _add_timeline(commands)
@@ -165,6 +167,47 @@ def _add_validate(commands: _Commands[argparse.ArgumentParser]) -> None:
         "check a configuration and its tasksets, start nothing",
     )
     _add_config(validate)
+
+
+def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
+    doctor = _add(
+        commands,
+        "doctor",
+        "trinity_mq.cli.doctor:doctor",
+        "examine a live broker and this machine, and say what to do; changes nothing",
+    )
+    doctor.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="the run's YAML file: what it needs is looked at too"
+    )
+    doctor.add_argument("--run", metavar="NAME", help="a run's name, where there is no CONFIG")
+    doctor.add_argument(
+        "--broker",
+        "--url",
+        metavar="URL",
+        help="amqp://user:password@host:port/vhost (default: the run's, else TRINITY_MQ_BROKER_URL)",
+    )
+    doctor.add_argument(
+        "--management",
+        metavar="URL",
+        help="its management API, http://[user:password@]host:port (default: the broker's host, port 15672 or 15671)",
+    )
+    doctor.add_argument(
+        "--node", metavar="FOLDER", help="of the private node that the broker is (default: that of the run's folder)"
+    )
+    doctor.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+
+
+def _add_health(commands: _Commands[argparse.ArgumentParser]) -> None:
+    health = _add(
+        commands,
+        "health",
+        "trinity_mq.cli.health:health",
+        "tell whether the agent that writes TRINITY_MQ_HEALTH_FILE is alive (for a container's health check)",
+    )
+    health.add_argument("--file", metavar="PATH", help="instead of TRINITY_MQ_HEALTH_FILE")
+    health.add_argument(
+        "--max-age", metavar="SECONDS", type=float, default=30.0, help="of its last sign of life (default: 30)"
+    )
 
 
 def _add_submit(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -276,6 +319,22 @@ def _add_broker(commands: _Commands[argparse.ArgumentParser]) -> None:
         command.add_argument("folder", metavar="FOLDER", help="keeps the node's data, ports and password")
         if action == "serve":
             command.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
+    users = _add(
+        actions,
+        "permissions",
+        "trinity_mq.cli.permissions:show_permissions",
+        "print the rabbitmqctl lines for a user with the fewest permissions; changes nothing",
+    )
+    users.add_argument("run_name", metavar="RUN", help="the run's name")
+    users.add_argument(
+        "--role",
+        choices=("agent", "submitter", "reader"),
+        default="agent",
+        help="agent: what every daemon needs; submitter: `submit`; reader: `status`, `inspect`, `dead list`",
+    )
+    users.add_argument("--user", metavar="NAME", help="the broker's user (default: RUN-ROLE)")
+    users.add_argument("--vhost", metavar="NAME", default="/", help="the virtual host (default: /)")
+    users.add_argument("--replies", action="store_true", help="agent: may answer submitters; see deploy/permissions.md")
     clean = _add(
         actions, "clean", "trinity_mq.cli.clean:clean", "delete the queues and blobs of a run that is over for good"
     )

@@ -9,8 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from trinity_mq.bus import broker_url
-from trinity_mq.bus.connect import check_url
+from trinity_mq.bus.connect import Addresses
 from trinity_mq.cli.display import PlainDisplay, open_display
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.report import make_report
@@ -37,9 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         for change in folder.adopt():
             print(f"warning: changed since the last start: {change}", file=sys.stderr)
-        url = broker_url(config.broker)
-        if url is not None:
-            check_url(url)
+        broker = Addresses.of(config.broker)
+        if broker is not None:
+            broker.read()  # what is wrong with it is better said now
+        url = None if broker is None else broker.text()
         check_tasksets(config)
         setup_logging("supervisor", "supervisor", folder.path, config.monitor.log_level)
         return _run(config, folder, url, arguments)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,12 +13,13 @@ import yaml
 
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import Config, ConfigError, load_config
+from trinity_mq.runtime.over import is_over, mark_over
 from trinity_mq.runtime.process import write_atomic
 
 CONFIG_FILE = "config.yaml"
 FIXED_SECTIONS = ("model", "algorithm")
 """What checkpoint and learning-rate schedule belong to: changed, it is another run."""
-_ELSEWHERE = ("run_dir", "broker.url")
+_ELSEWHERE = ("run_dir", "broker.url", "broker.url_file", "broker.password_file")
 """May change between starts: where things are, not what they are."""
 
 
@@ -82,17 +81,18 @@ class RunFolder:
         data = self._config.model_dump(mode="json")
         data["run_dir"] = str(self.path)
         data["broker"]["url"] = None  # may hold a password; agents get it from the environment
-        write_atomic(self.config_file, yaml.safe_dump(data, sort_keys=False).encode())
+        # readable by the owner only: ${env:NAME} is filled in by now, which may be a secret in runner.env or elsewhere
+        write_atomic(self.config_file, yaml.safe_dump(data, sort_keys=False).encode(), mode=0o600)
         return [line for _, line in changes]
 
     @property
     def finished(self) -> bool:
         """The run came to its end."""
-        return (self.path / "finished").exists()
+        return is_over(self.path)
 
     def mark_finished(self) -> None:
         """Note that the run came to its end."""
-        write_atomic(self.path / "finished", json.dumps({"time": time.time()}).encode())
+        mark_over(self.path)
 
     def note_broker(self, url: str) -> None:
         """Let other commands find the broker, readable by the owner only."""

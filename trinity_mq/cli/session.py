@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.bus.connect import URL_VARIABLE
+from trinity_mq.bus.connect import URL_VARIABLE, Addresses
 from trinity_mq.bus.retry import retrying
 from trinity_mq.cli.board import Board
 from trinity_mq.cli.broker import OwnBroker
@@ -48,6 +48,9 @@ class Session:
 
     def __init__(self, config: Config, folder: RunFolder, display: Display, url: str | None) -> None:
         self._config, self._folder, self._display, self._url = config, folder, display, url
+        given = Addresses.of(config.broker)
+        self._in_file = url is not None and given is not None and given.from_file
+        """It is read anew at each connect, so nobody is handed what it holds now."""
         self.board = Board(config.name, config.buffer.total_steps)
         self.signal: signal.Signals | None = None
         """The first one that asked us to stop."""
@@ -73,7 +76,9 @@ class Session:
         try:
             async with self._broker() as url:
                 self._folder.note_broker(url)
-                broker = self._config.broker.model_copy(update={"url": url})
+                broker = self._config.broker
+                if not self._in_file:
+                    broker = broker.model_copy(update={"url": url})
                 async with connected(self._config.name, broker, "supervisor") as (bus, topology):
                     code = await self._supervise(bus, topology, url)
         except asyncio.CancelledError:
@@ -99,7 +104,7 @@ class Session:
 
     async def _supervise(self, bus: Bus, topology: Topology, url: str) -> int:
         self._supervisor = supervisor = Supervisor(
-            agents(self._config, self._folder.config_file, url),
+            agents(self._config, self._folder.config_file, None if self._in_file else url),
             config=self._config.supervisor,
             log_dir=self._folder.logs,
             on_event=self._on_event,
@@ -198,8 +203,8 @@ class Session:
         self._changed.notify()
 
 
-def agents(config: Config, config_file: Path, url: str) -> list[ProcessSpec]:
-    """Return the processes of a run."""
+def agents(config: Config, config_file: Path, url: str | None) -> list[ProcessSpec]:
+    """Return the processes of a run; without ``url`` they find the broker as we do, in a file."""
     threads = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
     # here and not only in the runner itself, for what is read when its libraries are loaded
     own = dict(config.runner.env)
@@ -217,10 +222,10 @@ def agents(config: Config, config_file: Path, url: str) -> list[ProcessSpec]:
     ]
 
 
-def _environment(url: str, threads: int) -> Mapping[str, str]:
+def _environment(url: str | None, threads: int) -> Mapping[str, str]:
     count = str(threads)
     return {
-        URL_VARIABLE: url,
+        **({} if url is None else {URL_VARIABLE: url}),
         # without these, every process takes all cores, and they take them from each other
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from trinity_mq.bus import Bus, Topology, create_bus
-from trinity_mq.bus.connect import URL_VARIABLE
+from trinity_mq.bus.connect import URL_FILE_VARIABLE, URL_VARIABLE, Addresses, broker_url
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.rundir import RunFolder
 from trinity_mq.config import BrokerConfig, Config, load_config
@@ -19,9 +19,13 @@ COMMAND_CONNECT_TIMEOUT = 10.0
 
 def known_broker(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the broker's URL: of the configuration, else of the environment, else of the run that runs here, else
-    None.
+    None. Several have commas between.
+
+    Raises:
+        AddressError: It is in a file that cannot be read.
     """
-    return config.broker.url or environ.get(URL_VARIABLE) or RunFolder(config).known_broker()
+    given = Addresses.of(config.broker, environ)
+    return RunFolder(config).known_broker() if given is None else given.text()
 
 
 def target(arguments: argparse.Namespace) -> tuple[str, BrokerConfig]:
@@ -37,14 +41,14 @@ def target(arguments: argparse.Namespace) -> tuple[str, BrokerConfig]:
         config = load_config(arguments.config)
         run, broker, url = config.name, config.broker, arguments.broker or known_broker(config)
     else:
-        run, broker, url = arguments.run, BrokerConfig(), arguments.broker or os.environ.get(URL_VARIABLE)
+        run, broker, url = arguments.run, BrokerConfig(), arguments.broker or broker_url(BrokerConfig())
     if url is None:
         raise CommandError(
-            f"no broker is known for run {run!r}: does it run on this machine? Else give --broker URL or set "
-            f"{URL_VARIABLE}"
+            f"no broker is known for run {run!r}: does it run on this machine? Else give --broker URL, or set "
+            f"{URL_VARIABLE} or {URL_FILE_VARIABLE}"
         )
     timeout = min(broker.connect_timeout, COMMAND_CONNECT_TIMEOUT)
-    return run, broker.model_copy(update={"url": url, "connect_timeout": timeout})
+    return run, broker.model_copy(update={"url": url, "url_file": None, "connect_timeout": timeout})
 
 
 @asynccontextmanager

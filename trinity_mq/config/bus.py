@@ -3,19 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.base import Section
+
+
+class TlsConfig(Section):
+    """What ``amqps://`` is checked against. All files are PEM and read anew at each connect, so they may be rotated."""
+
+    ca_file: str | None = None
+    """Certificates of the authorities that may vouch for the broker. None: those that this system trusts."""
+    cert_file: str | None = None
+    """Our own certificate, for a broker that asks for one, with the chain that leads to its authority."""
+    key_file: str | None = None
+    """Key of ``cert_file``. None: it is in ``cert_file`` too."""
+    key_password_file: str | None = None
+    """File with the password of an encrypted key. None: the environment's ``TRINITY_MQ_BROKER_KEY_PASSWORD``."""
+    server_name: str | None = None
+    """The name that the broker's certificate must hold. None: the host in the URL."""
+    verify: bool = True
+    """False: anybody who sits between may read and change everything, passwords included; each start warns."""
+
+    @field_validator("ca_file", "cert_file", "key_file", "key_password_file")
+    @classmethod
+    def _expand(cls, value: str | None) -> str | None:
+        return str(Path(value).expanduser()) if value else None
+
+    @model_validator(mode="after")
+    def _key_of_a_certificate(self) -> TlsConfig:
+        for name in ("key_file", "key_password_file"):
+            if getattr(self, name) and not self.cert_file:
+                raise ValueError(f"{name} is given without cert_file, the certificate that it belongs to: give both")
+        if not self.verify and self.ca_file:
+            raise ValueError("verify is false, so ca_file would not be looked at: remove one of them")
+        return self
 
 
 class BrokerConfig(Section):
     """RabbitMQ 3.10 or newer."""
 
     url: str | None = None
-    """``amqp://user:password@host:port/vhost``. None: ``TRINITY_MQ_BROKER_URL``, else a private node, else Docker."""
+    """``amqp://user:password@host:port/vhost``, or ``amqps://`` with TLS. Several nodes of a cluster as a list, or with
+    commas between: each connect tries them in turn from a random one on. None: ``url_file``, else
+    ``TRINITY_MQ_BROKER_URL``, else the file named by ``TRINITY_MQ_BROKER_URL_FILE``, else a private node, else Docker.
+    """
+    url_file: str | None = None
+    """A file that holds what ``url`` would, one URL a line; read anew at each connect, so it may be rotated."""
+    password_file: str | None = None
+    """A file with the password of URLs that hold none, as it is; read anew at each connect. None: the file named by
+    ``TRINITY_MQ_BROKER_PASSWORD_FILE``."""
+    tls: TlsConfig = Field(default_factory=TlsConfig)
+    """How the broker of an ``amqps://`` URL is verified, and how we show who we are."""
     max_message_bytes: int = Field(default=8 * 1024**2, ge=64 * 1024, le=16 * 1024**2)
     """Producers split above this. RabbitMQ 4 closes the channel above 16 MiB."""
     max_batch_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
@@ -41,6 +82,25 @@ class BrokerConfig(Section):
     """Retention of the stream of results."""
     delivery_limit: int = Field(default=5, ge=1)
     """Deliveries after which a slice is poisoned or a batch failed."""
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _joined(cls, value: Any) -> Any:
+        """Several URLs are one text."""
+        if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+            return ",".join(value)
+        return value
+
+    @field_validator("url_file", "password_file")
+    @classmethod
+    def _expand(cls, value: str | None) -> str | None:
+        return str(Path(value).expanduser()) if value else None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> BrokerConfig:
+        if self.url and self.url_file:
+            raise ValueError("url and url_file are both given: remove one of them")
+        return self
 
     @field_validator("blob_store")
     @classmethod

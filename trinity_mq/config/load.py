@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from trinity_mq.config.run import Config
+from trinity_mq.telemetry.log import mask_passwords
 
 _ENV = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?::([^}]*))?\}")
 
@@ -49,7 +50,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        detail = " ".join(str(error).split())
+        detail = mask_passwords(" ".join(str(error).split()))  # it quotes the line, which may hold a URL
         raise ConfigError(f"{path}: is not YAML: {detail}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: holds a {type(data).__name__}, wanted sections such as model: and buffer:")
@@ -59,7 +60,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _override(data: dict[str, Any], word: str) -> None:
     key, equals, text = word.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {word!r}: wanted section.key=value, for example buffer.total_steps=10")
+        shown = mask_passwords(word)
+        raise ConfigError(f"override {shown!r}: wanted section.key=value, for example buffer.total_steps=10")
     *parents, last = key.split(".")
     here = data
     for parent in parents:
@@ -70,7 +72,8 @@ def _override(data: dict[str, Any], word: str) -> None:
     try:
         here[last] = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
-        raise ConfigError(f"override {word!r}: value is not YAML: {' '.join(str(error).split())}") from error
+        wrong = mask_passwords(f"override {word!r}: value is not YAML: {' '.join(str(error).split())}")
+        raise ConfigError(wrong) from error
 
 
 def _fill(value: Any, environ: Mapping[str, str], where: str) -> Any:
@@ -104,7 +107,9 @@ def _explain(model: type[BaseModel], finding: Any) -> str:
     message = str(finding["msg"]).removeprefix("Value error, ")
     if finding["type"] in {"missing", "value_error"}:
         return f"{where}: {message}"
-    return f"{where}: {message}, got {finding['input']!r}"
+    if location[-1:] == ("api_key_env",):
+        return f"{where}: wanted the name of an environment variable, such as JUDGE_API_KEY, not the key itself"
+    return mask_passwords(f"{where}: {message}, got {finding['input']!r}")
 
 
 def _keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:

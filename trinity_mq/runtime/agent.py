@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import structlog
@@ -17,6 +18,7 @@ from trinity_mq.runtime.beats import BEAT_INTERVAL, BEAT_LEASE, Beats
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.mail import envelope, opened, settle
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.over import is_over
 from trinity_mq.runtime.peers import Peers
 from trinity_mq.telemetry import MetricsWriter
 
@@ -44,6 +46,10 @@ class Agent(ABC):
         self.incarnation = uuid.uuid4().hex[:12]
         self.peers = Peers()
         self.draining = asyncio.Event()
+        self.serving = asyncio.Event()
+        """Set once it is connected, hears the others and does its work."""
+        self.over_in: Path | None = None
+        """A folder: where the mark of a run that is over may be. Whoever starts after that has missed the last beat."""
         self.woken = Notifier()
         """Notified on anything an agent's main loop may wait for."""
         self.state = "starting"
@@ -78,6 +84,11 @@ class Agent(ABC):
             self.state, self._waits_for = state, waits_for
             self.beat_soon()
 
+    @property
+    def waits_for(self) -> str | None:
+        """What it waits for, None while it works."""
+        return self._waits_for
+
     def beat_soon(self) -> None:
         """Send a beat now rather than at the next interval."""
         self._beats.soon()
@@ -91,7 +102,8 @@ class Agent(ABC):
 
     async def run(self) -> None:
         """Connect, serve, say goodbye, close."""
-        await self.bus.connect()
+        if not await self._connect():
+            return
         try:
             await self.bus.declare(*self.topology.durable)
             self.bus.on_change(self._bus_changed)
@@ -105,8 +117,27 @@ class Agent(ABC):
         finally:
             await self.bus.close()
 
+    async def _connect(self) -> bool:
+        """Return True once connected, False when asked to drain before that."""
+        connecting = asyncio.ensure_future(self.bus.connect())
+        draining = asyncio.ensure_future(self.draining.wait())
+        try:
+            await asyncio.wait((connecting, draining), return_when=asyncio.FIRST_COMPLETED)
+            if not connecting.done():
+                return False
+            connecting.result()
+        finally:
+            for task in (connecting, draining):
+                task.cancel()
+            await asyncio.wait((connecting, draining))
+        return True
+
     async def _serve_once(self, heard: asyncio.Event) -> None:
         await heard.wait()
+        self.serving.set()
+        if self.over_in is not None and is_over(self.over_in):  # not before we hear: else it might be marked in between
+            log.info("run_is_over", agent=self.id)
+            return
         await self.serve()
 
     def _bus_changed(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 
-from trinity_mq.bus import Bus, Consumer, Delivery, Topology
+from trinity_mq.bus import Bus, BusRefused, Consumer, Delivery, Topology
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.messages import (
@@ -216,8 +216,11 @@ class Dispatch:
             return
         name = f"{what}-{submission.submission_id}"
         mail = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
-        if not await self.bus.publish("", submission.reply_to, mail):
-            log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
+        try:
+            if not await self.bus.publish("", submission.reply_to, mail):
+                log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
+        except BusRefused as error:  # our user may answer nobody: no reason for the run to end
+            log.warning("submitter_not_answered", submission=submission.submission_id, reason=str(error))
 
     async def announce(self, manifest: BatchClosed) -> None:
         """Publish a manifest to the operators."""

@@ -18,7 +18,8 @@ from structlog.types import Processor
 
 from trinity_mq.telemetry.jsonline import dump_line
 
-_PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):[^\s@]+@")
+_PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):((?:(?!://)\S)*)@")
+"""Up to the last @ before the next URL: a password that holds one unencoded is a mistake, and no reason to show it."""
 _CHATTY = ("asyncio", "httpcore", "httpx", "httpx2", "openai", "urllib3")
 """Libraries whose info lines are one a request or a connection."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from trinity_mq.bus import AddressError, Topology, broker_url, create_bus
+from trinity_mq.bus._addresses import Addresses, address, check_url, each, in_turn
 from trinity_mq.bus.rabbit import RabbitBus
 from trinity_mq.config.bus import BrokerConfig
 
@@ -16,7 +18,8 @@ TOPOLOGY = Topology("unit")
 
 @pytest.fixture(autouse=True)
 def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRINITY_MQ_BROKER_URL", raising=False)
+    for name in ("URL", "URL_FILE", "PASSWORD_FILE"):
+        monkeypatch.delenv(f"TRINITY_MQ_BROKER_{name}", raising=False)
 
 
 def test_the_configuration_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,12 +52,74 @@ def test_no_address_says_where_to_give_one() -> None:
         ("amqp://user:secret@:5672", "names no host"),
         ("amqp://user:secret@host:port", "is not a URL"),
         ("amqp://user:secret@host:99999", "is not a URL"),
+        ("amqp://user:secret/word@host:5672", "a password's @ : / # must be percent-encoded"),
+        ("amqp://user:12345/secret@host", "a password's @ : / # must be percent-encoded"),
+        ("amqp://ok/, amqp://user:secret@:5672", "names no host"),
+        ("amqps://user:secret@host/?no_verify_ssl=1", r"sets no_verify_ssl: TLS is set in broker\.tls"),
+        ("", "no broker: set"),
     ],
 )
 def test_a_wrong_address_is_explained_without_its_password(url: str, wrong: str) -> None:
     with pytest.raises(AddressError, match=wrong) as error:
         create_bus(BrokerConfig(url=url), TOPOLOGY, "test")
     assert "secret" not in str(error.value)
+
+
+def test_the_order_is_setting_file_variable_variables_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "env").write_text("amqp://env-file/\n")
+    (tmp_path / "set").write_text("amqp://set-file/\n")
+    monkeypatch.setenv("TRINITY_MQ_BROKER_URL_FILE", str(tmp_path / "env"))
+    assert broker_url(BrokerConfig()) == "amqp://env-file/"
+    monkeypatch.setenv("TRINITY_MQ_BROKER_URL", "amqp://env/")
+    assert broker_url(BrokerConfig()) == "amqp://env/"
+    assert broker_url(BrokerConfig(url_file=str(tmp_path / "set"))) == "amqp://set-file/"
+    assert broker_url(BrokerConfig(url="amqp://set/")) == "amqp://set/"
+
+
+def test_a_password_comes_from_a_file_that_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes, whatever it holds, into the URLs that have none."""
+    file = tmp_path / "password"
+    file.write_text("a@b/c:d\n")
+    monkeypatch.setenv("TRINITY_MQ_BROKER_PASSWORD_FILE", str(file))
+    found = Addresses.of(BrokerConfig(url="amqp://u@h/v, amqp://u:own@i/v,amqp://j:1/"))
+    assert found is not None
+    assert found.read() == ("amqp://u:a%40b%2Fc%3Ad@h/v", "amqp://u:own@i/v", "amqp://guest:a%40b%2Fc%3Ad@j:1/")
+    file.write_text("new")
+    assert found.read()[0] == "amqp://u:new@h/v"
+    assert "new" not in found.text()
+
+
+@pytest.mark.parametrize("setting", ["url_file", "password_file"])
+@pytest.mark.parametrize(("content", "said"), [(None, "No such file"), ("\n", "is empty"), (b"\xff\xfe", "not text")])
+def test_a_file_that_cannot_be_used_is_named(
+    tmp_path: Path, setting: str, content: str | bytes | None, said: str
+) -> None:
+    file = tmp_path / "secret"
+    if content is not None:
+        file.write_bytes(content.encode() if isinstance(content, str) else content)
+    fields = {"url": "amqp://u@h/"} if setting == "password_file" else {}
+    with pytest.raises(AddressError, match=said) as error:
+        create_bus(BrokerConfig.model_validate(fields | {setting: str(file)}), TOPOLOGY, "test")
+    assert str(file) in str(error.value)
+
+
+def test_several_nodes_are_a_list_or_a_text() -> None:
+    several = BrokerConfig.model_validate({"url": ["amqp://u:p@a/v", "amqp://u:p@b:1/v"]})
+    assert several.url == "amqp://u:p@a/v,amqp://u:p@b:1/v"
+    assert each("amqp://a/ amqp://b/\namqp://c/,amqps://d/, amqp://e/") == (
+        "amqp://a/",
+        "amqp://b/",
+        "amqp://c/",
+        "amqps://d/",
+        "amqp://e/",
+    )
+    check_url(several.url)
+    assert address(several.url) == "a:5672 or b:1"
+
+
+def test_each_is_the_first_one_at_times() -> None:
+    urls = ("a", "b", "c")
+    assert {in_turn(urls) for _ in range(200)} == {("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")}
 
 
 def test_naming_things_needs_no_amqp_client() -> None:

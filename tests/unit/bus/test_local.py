@@ -19,7 +19,7 @@ from trinity_mq.bus.node import NodeError, PrivateNode, find_rabbitmq
 
 FAKE = '''#!{python}
 """Answers as docker does, and runs a listener that greets as a broker does in the place of a container."""
-import json, os, pathlib, signal, socket, subprocess, sys
+import json, os, pathlib, select, signal, socket, subprocess, sys
 
 here = pathlib.Path(__file__).parent
 arguments = sys.argv[1:]
@@ -34,18 +34,26 @@ greeting = (
     "    client.recv(8) and client.sendall(b'\\\\x01')\\n"
     "    client.close()\\n"
 )
+engine = not (here / "no-engine").exists()
 match arguments[0]:
-    case "info" if (here / "no-engine").exists():
-        sys.exit("Cannot connect to the Docker daemon")
-    case "run" if (here / "no-image").exists():
-        sys.exit("Unable to find image 'rabbitmq:4-management' locally")
-    case "run":
+    case _ if not engine:
+        sys.exit("Cannot connect to the Docker daemon at unix:///tmp/nowhere. Is the docker daemon running?")
+    case "version":
+        print("28.0")
+    case "image" if (here / "no-image").exists():
+        sys.exit("No such image: rabbitmq:4-management")
+    case "pull":
+        sys.exit("dial tcp: no such host")
+    case "create":
         port = next(word for word in arguments if word.startswith("--publish=")).split(":")[1]
+        (here / "port").write_text(port)
+    case "start":
         quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        child = subprocess.Popen([sys.executable, "-c", greeting, port], **quiet)
+        child = subprocess.Popen([sys.executable, "-c", greeting, (here / "port").read_text()], **quiet)
         running.write_text(str(child.pid))
-    case "inspect":
-        print(running.read_text() if "Pid" in arguments[2] else str(running.exists()).lower())
+    case "wait" if running.exists():
+        descriptor = os.pidfd_open(int(running.read_text()))
+        select.select([descriptor], [], [])
     case "rm":
         if not running.exists():
             sys.exit("No such container")
@@ -80,7 +88,8 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Docker]:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.delenv("TRINITY_MQ_RABBITMQ_IMAGE", raising=False)
+    for name in ("TRINITY_MQ_RABBITMQ_IMAGE", "TRINITY_MQ_RABBITMQ_ROOT", "DOCKER_HOST"):
+        monkeypatch.delenv(name, raising=False)
     yield Docker(folder)
     if (running := folder / "running").exists():
         os.kill(int(running.read_text()), signal.SIGKILL)
@@ -128,7 +137,7 @@ class TestContainer:
             url, port = node.url, node.ports["amqp"]
             assert node.pid is not None
             assert await node.ctl("status") == "out of status"
-        (run,) = docker.calls("run")
+        (run,) = docker.calls("create")
         assert run[-1] == "rabbitmq:4-management"
         assert f"--publish=127.0.0.1:{port}:5672" in run
         password = url.split(":")[2].split("@")[0]
@@ -136,12 +145,18 @@ class TestContainer:
         secrets = base / "container.env"
         assert f"RABBITMQ_DEFAULT_PASS={password}" in secrets.read_text()
         assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
-        assert (base / "enabled_plugins").read_text() == "[rabbitmq_stream].\n"
+        given = {call[1]: call[2].partition(":")[2] for call in docker.calls("cp")}
+        assert given == {
+            str(base / "extra.conf"): "/etc/rabbitmq/conf.d/90-extra.conf",
+            str(base / "enabled_plugins"): "/etc/rabbitmq/enabled_plugins",
+        }
+        assert [Path(file).read_text() for file in given] == ["channel_max = 9", "[rabbitmq_stream].\n"]
+        assert {stat.S_IMODE(Path(file).stat().st_mode) for file in given} == {0o644}
         assert node.pid is None
         assert not await accepts(port)
         async with DockerNode(base) as again:
             assert again.url == url
-        volumes = {word for call in docker.calls("run") for word in call if word.endswith(":/var/lib/rabbitmq")}
+        volumes = {word for call in docker.calls("create") for word in call if word.endswith(":/var/lib/rabbitmq")}
         assert len(volumes) == 1
         assert docker.calls("stop")
 
@@ -150,12 +165,25 @@ class TestContainer:
             with pytest.raises(NodeError, match="already runs"):
                 await DockerNode(tmp_path / "broker").start()
 
-    async def test_what_docker_says_is_passed_on(self, docker: Docker, tmp_path: Path) -> None:
+    async def test_an_image_that_cannot_be_had_says_what_to_do(self, docker: Docker, tmp_path: Path) -> None:
         docker.mark("no-image")
         node = DockerNode(tmp_path / "broker")
-        with pytest.raises(NodeError, match="Unable to find image"):
+        with pytest.raises(NodeError, match=r"no image rabbitmq:4-management.*no such host.*TRINITY_MQ_RABBITMQ_IMAGE"):
             await node.start()
+        assert not docker.calls("create")
         await node.stop()
+
+    async def test_an_engine_that_is_down_is_named(self, docker: Docker, tmp_path: Path) -> None:
+        docker.mark("no-engine")
+        with pytest.raises(NodeError, match=r"Cannot connect.*Is the docker daemon running"):
+            await DockerNode(tmp_path / "broker").start()
+
+    async def test_an_engine_elsewhere_is_refused(
+        self, docker: Docker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DOCKER_HOST", "tcp://builder.example:2376")
+        with pytest.raises(NodeError, match=r"tcp://builder.example:2376 is on another machine.*broker\.url"):
+            await DockerNode(tmp_path / "broker").start()
 
     async def test_one_that_ends_shows_its_log(self, docker: Docker, tmp_path: Path) -> None:
         node = DockerNode(tmp_path / "broker")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import trinity_agents.explorer
-from trinity_mq.cli.agents import host_name
+from trinity_mq.cli.agents import agent_id
 from trinity_mq.cli.main import main
 
 
@@ -34,7 +34,7 @@ def test_engines_only_hosts_under_a_name_of_this_machine(
     assert main(["explorer", str(config)]) == 0
     assert main(["explorer", str(config), "--engines-only"]) == 0
     assert main(["explorer", str(config), "--engines-only", "--id", "engines-7"]) == 0
-    assert started == [("schedules", "explorer-0"), ("hosts", host_name()), ("hosts", "engines-7")]
+    assert started == [("schedules", "explorer-0"), ("hosts", agent_id("engines-{host}")), ("hosts", "engines-7")]
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,5 @@ def test_engines_only_hosts_under_a_name_of_this_machine(
 )
 def test_a_machines_name_fits_into_the_brokers(host: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: host)
-    assert host_name() == name
+    assert agent_id("engines-{host}") == name
+    assert agent_id("runner-0") == "runner-0"

@@ -1,4 +1,4 @@
-"""The broker section: where the blob store may be."""
+"""The broker section: where broker and blob store may be, and how TLS is set."""
 
 from __future__ import annotations
 
@@ -51,3 +51,24 @@ def test_what_is_none_says_so_and_repeats_no_password(given: str, words: str) ->
 def test_an_unknown_compression_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"broker\.compression"):
         load_config({"model": {"tiny": {}}}, ["broker.compression=gzip"])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["broker.url=amqp://h/", "broker.url_file=/x"], "url and url_file are both given"),
+        (["broker.tls.key_file=/k"], "key_file is given without cert_file"),
+        (["broker.tls.verify=false", "broker.tls.ca_file=/c"], "ca_file would not be looked at"),
+        (["broker.url={a: s3cr3t}"], "broker.url: Input should be a valid string"),
+        (["broker.url=[amqp://u:s3cr3t@h/, 3]"], "broker.url: Input should be a valid string"),
+        (['broker.url="amqp://u:s3cr3t@h/'], "value is not YAML"),
+        (["amqp://u:s3cr3t@h/"], "wanted section.key=value"),
+        (["broker.tls.ca_fil=/c"], "did you mean 'ca_file'"),
+    ],
+)
+def test_what_does_not_fit_is_said_without_a_password(given: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": {"tiny": {}}}, given)
+    assert words in str(caught.value)
+    if "://" in given[0]:
+        assert "s3cr3t" not in str(caught.value)

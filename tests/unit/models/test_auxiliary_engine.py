@@ -72,11 +72,15 @@ async def test_a_hosted_model_serves_the_weights_of_its_folder_at_once(tmp_path:
     await end(host)
 
 
+@pytest.mark.parametrize("way", ["api_key_env", "api_key_file"])
 async def test_an_external_one_is_hosted_as_any_engine(
-    tmp_path: Path, theirs: Theirs, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, theirs: Theirs, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret-key")
-    judge = {"name": "judge", "engine": "external", "url": theirs.url, "api_key_env": "JUDGE_KEY"}
+    key = tmp_path.with_name(f"{tmp_path.name}.key")  # beside the run folder, which is looked through for it
+    key.write_text("secret-key\n")
+    place = "JUDGE_KEY" if way == "api_key_env" else str(key)
+    judge = {"name": "judge", "engine": "external", "url": theirs.url, way: place}
     (host,) = auxiliary_hosts(configured(tmp_path, judge), "x")
     await host.start()
     assert (host.snapshot.alive, host.snapshot.state, host.snapshot.name) == (True, "current", "judge")
@@ -94,10 +98,11 @@ async def test_an_external_one_is_hosted_as_any_engine(
     await end(again)
 
 
-async def test_a_key_that_is_not_set_is_said_before_anything_runs(tmp_path: Path) -> None:
-    judge = {"name": "judge", "engine": "external", "url": "http://127.0.0.1:9/v1", "api_key_env": "NO_SUCH_KEY"}
+@pytest.mark.parametrize(("way", "place"), [("api_key_env", "NO_SUCH_KEY"), ("api_key_file", "/no/such/key")])
+async def test_a_key_that_is_not_there_is_said_before_anything_runs(tmp_path: Path, way: str, place: str) -> None:
+    judge = {"name": "judge", "engine": "external", "url": "http://127.0.0.1:9/v1", way: place}
     (host,) = auxiliary_hosts(configured(tmp_path, judge), "x")
-    with pytest.raises(ModelError, match="NO_SUCH_KEY"):
+    with pytest.raises(ModelError, match=place):
         await host.start()
 
 

@@ -161,9 +161,9 @@ class ExternalServer:
         """Return what is wrong with the server's list of models, and note the model's name there."""
         url = f"{self._base}/models"
         if status in {401, 403}:
-            given = self.model.api_key_env
+            given = self.model.api_key_env or self.model.api_key_file
             return f"{url}: HTTP status {status}: " + (
-                f"the key in {given} is not accepted" if given else "it wants a key; set api_key_env"
+                f"the key in {given} is not accepted" if given else "it wants a key; set api_key_env or api_key_file"
             )
         if self.served_name is not None and status == 404:
             return None  # a server without a list may serve all the same

@@ -1,0 +1,261 @@
+"""The doctor on a live broker that is set wrong on purpose, by each way that it has of asking."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiormq
+import pytest
+
+from tests.waiting import until
+from trinity_mq.bus.node import PrivateNode, find_rabbitmq
+from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.topology import Topology
+from trinity_mq.cli.doctor import look_there
+from trinity_mq.cli.doctor_facts import Finding, Needs
+from trinity_mq.config import load_config
+from trinity_mq.config.bus import BrokerConfig
+
+RUN = "sick"
+TOPOLOGY = Topology(RUN)
+NEEDS = Needs.of(load_config({"name": RUN, "model": {"tiny": {}}, "run_dir": "/nonexistent"}), None)
+WRONG = "consumer_timeout = 60000\nmax_message_size = 1048576"
+FINE = {"connection", "version", "capabilities", "permissions", "feature flags", "clock", "policies", "alarms"}
+FINE |= {"queues of the run", "broker's disk"}
+
+pytestmark = [
+    pytest.mark.broker,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here"),
+]
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[PrivateNode]:
+    """Of the installed version, or of that below TRINITY_MQ_RABBITMQ_ROOT."""
+    base = Path(tempfile.mkdtemp(prefix="tmq-"))
+    made = PrivateNode(base / "broker", plugins=("rabbitmq_management",), config=WRONG)
+
+    async def start() -> None:
+        await made.start()
+        await made.wait_ready()
+
+    try:
+        asyncio.run(start())
+        yield made
+    finally:
+        asyncio.run(made.kill())
+        shutil.rmtree(base, ignore_errors=True)
+
+
+async def look(
+    node: PrivateNode, *, ctl: bool = False, management: bool = False, url: str | None = None
+) -> dict[str, Finding]:
+    """The findings by subject; the worst one where there are several."""
+    port = node.ports["rabbitmq_management"] if management else 1  # where nobody listens
+    broker = BrokerConfig(url=url or node.url)
+    found = await look_there(broker, NEEDS, f"http://127.0.0.1:{port}", None, node.ctl if ctl else None)
+    worst: dict[str, Finding] = {}
+    order = ("not looked at", "ok", "warning", "problem")
+    for one in found:
+        before = worst.get(one.subject)
+        if before is None or order.index(one.verdict) > order.index(before.verdict):
+            worst[one.subject] = one
+    return worst
+
+
+def verdicts(found: dict[str, Finding]) -> dict[str, str]:
+    return {subject: one.verdict for subject, one in found.items()}
+
+
+@asynccontextmanager
+async def user(node: PrivateNode, pattern: str | None, tag: str = "") -> AsyncIterator[str]:
+    """The URL of a user with that pattern for all three permissions, None for no permission at all."""
+    await node.ctl("add_user", "weak", "weak")
+    try:
+        if pattern is not None:
+            await node.ctl("set_permissions", "-p", "/", "weak", pattern, pattern, pattern)
+        if tag:
+            await node.ctl("set_user_tags", "weak", tag)
+        yield f"amqp://weak:weak@127.0.0.1:{node.ports['amqp']}/%2F"
+    finally:
+        await node.ctl("delete_user", "weak")
+
+
+@asynccontextmanager
+async def agents(node: PrivateNode) -> AsyncIterator[RabbitBus]:
+    """The run, as far as the broker sees it; what it declared stays only as long."""
+    bus = RabbitBus(node.url, TOPOLOGY, config=BrokerConfig(), name="test")
+    await bus.connect()
+    try:
+        await bus.declare(*TOPOLOGY.durable)
+        yield bus
+    finally:
+        await bus.close()
+        async with aiormq.connect(node.url) as connection:
+            channel = await connection.channel()
+            for queue in TOPOLOGY.durable:
+                await channel.queue_delete(queue.name)
+            for exchange in TOPOLOGY.exchanges:
+                await channel.exchange_delete(exchange)
+
+
+async def test_limits_that_are_too_low_are_problems_and_nothing_is_changed(node: PrivateNode) -> None:
+    listing = (("list_queues", "name"), ("list_exchanges", "name"), ("list_bindings",))
+    before = [await node.ctl(*words) for words in listing]
+    found = await look(node, ctl=True)
+    assert verdicts(found) == {"consumer timeout": "problem", "message size": "problem", **dict.fromkeys(FINE, "ok")}
+    assert found["version"].seen == f"RabbitMQ {(await node.ctl('version')).strip()}"
+    assert found["consumer timeout"].seen == "60 s"
+    assert "consumer_timeout" in found["consumer timeout"].do
+    assert (found["message size"].seen, "8 MiB" in found["message size"].wanted) == ("1 MiB", True)
+    assert "broker.max_message_bytes to 1048576" in found["message size"].do
+    assert [await node.ctl(*words) for words in listing] == before
+
+
+async def test_the_management_api_tells_the_rest(node: PrivateNode) -> None:
+    disk: list[dict[str, Finding]] = []
+
+    async def measured() -> bool:
+        disk[:] = [await look(node, management=True)]
+        return disk[0]["broker's disk"].verdict != "not looked at"
+
+    await until(measured, 60.0)  # a node measures its disk some seconds after its start
+    found = disk[0]
+    unseen = {"consumer timeout": "not looked at", "message size": "not looked at"}
+    assert verdicts(found) == {**unseen, **dict.fromkeys(FINE, "ok")}
+    assert "rabbitmqctl" in found["message size"].do
+    assert "'.*' '.*' '.*'" in found["permissions"].seen
+
+
+async def test_amqp_alone_says_what_it_can_and_what_it_cannot(node: PrivateNode) -> None:
+    found = await look(node)
+    by_amqp = {"connection", "version", "capabilities", "queues of the run"}
+    assert {subject for subject, verdict in verdicts(found).items() if verdict == "ok"} == by_amqp
+    assert set(verdicts(found).values()) == {"ok", "not looked at"}
+    assert "no management API at http://127.0.0.1:1" in found["alarms"].seen
+    assert "write" in found["permissions"].seen, "there is no exchange of the run to try it on"
+    async with agents(node):
+        found = await look(node)
+        assert {found["permissions"].verdict, found["alarms"].verdict} == {"ok"}
+        assert "tried" in found["permissions"].seen
+
+
+async def test_policies_that_clash(node: PrivateNode) -> None:
+    await node.ctl("set_policy", "short", "^tmq\\.", '{"message-ttl": 1000}', "--apply-to", "queues")
+    await node.ctl("set_operator_policy", "small", "ready$", '{"max-length-bytes": 1000}', "--apply-to", "queues")
+    await node.ctl("set_policy", "others", "^other\\.", '{"max-length": 5}', "--priority", "9")
+    try:
+        by_ctl, by_api = await look(node, ctl=True), await look(node, management=True)
+        for found in (by_ctl, by_api):
+            assert found["policies"].verdict == "problem"
+        everything = await look_there(BrokerConfig(url=node.url), NEEDS, "http://127.0.0.1:1", None, node.ctl)
+    finally:
+        for words in (("clear_policy", "short"), ("clear_operator_policy", "small"), ("clear_policy", "others")):
+            await node.ctl(*words)
+    said = [one.seen for one in everything if one.subject == "policies"]
+    assert len(said) == 2
+    assert "'short'" in said[0]
+    assert "message-ttl: 1000" in said[0]
+    assert "tmq.sick.ready" not in said[0], "streams have no such thing"
+    assert "operator policy 'small'" in said[1]
+    assert (await look(node, ctl=True))["policies"].verdict == "ok"
+
+
+async def test_a_user_who_may_not(node: PrivateNode) -> None:
+    async with user(node, r"^tmq\.sick\.", tag="management") as url:
+        assert (await look(node, ctl=True, url=url))["permissions"].verdict == "ok"
+        # asks for more than its tag opens, which is no finding against it
+        by_api = await look(node, management=True, url=url)
+        assert (by_api["permissions"].verdict, by_api["alarms"].verdict) == ("not looked at", "not looked at")
+        assert "401" in by_api["alarms"].seen
+    async with user(node, r"^tmq\.healthy\.") as url:
+        for found in (await look(node, ctl=True, url=url), await look(node, url=url)):
+            assert found["permissions"].verdict == "problem"
+            assert "rabbitmqctl set_permissions -p / weak '^tmq\\.sick\\.'" in found["permissions"].do
+    async with user(node, None) as url:
+        found = await look(node, url=url)
+        assert verdicts(found) == {"broker": "problem"}
+        assert "weak:weak" not in found["broker"].seen
+
+
+async def test_alarms(node: PrivateNode) -> None:
+    async with agents(node):
+        await node.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+        try:
+            by_ctl, by_amqp = await look(node, ctl=True), await look(node)
+        finally:
+            await node.ctl("set_vm_memory_high_watermark", "0.4")
+        assert by_ctl["alarms"].verdict == by_amqp["alarms"].verdict == "problem"
+        assert by_ctl["alarms"].seen.startswith("memory (")
+        assert "vm_memory_high_watermark" in by_ctl["alarms"].do
+        assert "holds back what is published" in by_amqp["alarms"].seen
+        await node.ctl("set_disk_free_limit", "100000GB")
+        try:
+            found = await look(node, ctl=True)
+        finally:
+            await node.ctl("set_disk_free_limit", "50MB")
+        assert found["alarms"].seen.startswith("disk (")
+        assert found["broker's disk"].verdict == "problem"
+
+        async def over() -> bool:
+            return (await look(node, ctl=True))["alarms"].verdict == "ok"
+
+        await until(over, 60.0)
+
+
+async def test_what_a_run_left(node: PrivateNode) -> None:
+    async with agents(node) as bus:
+        consumer = await bus.consume(TOPOLOGY.dead)
+        assert "in use" in (await look(node))["queues of the run"].seen
+        await consumer.close()
+        found = (await look(node, ctl=True))["queues of the run"]
+        assert (found.verdict, found.seen) == ("warning", "7 queues, nobody uses them")
+        assert "trinity-mq broker clean sick" in found.do
+        assert "in use" not in (await look(node))["queues of the run"].seen
+
+
+async def command(*words: str) -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "trinity_mq.cli.main",
+        "doctor",
+        *words,
+        env={name: value for name, value in os.environ.items() if not name.startswith("TRINITY_MQ_BROKER")},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    output, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode(), errors.decode()
+
+
+async def test_the_command(node: PrivateNode, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"name: {RUN}\nmodel: {{tiny: {{}}}}\nrun_dir: {tmp_path}/run\n")
+    code, output, errors = await command(
+        str(config), "--url", node.url, "--node", str(node.base), "--management", "http://127.0.0.1:1"
+    )
+    assert (code, errors) == (1, "")
+    assert "PROBLEM  consumer timeout" in output
+    assert "do: set consumer_timeout in rabbitmq.conf" in output
+    assert "torch" in output
+    assert "run folder's disk" in output
+    assert not (tmp_path / "run").exists()
+    # without a run and a node to ask there is nothing to complain about
+    code, output, errors = await command("--broker", node.url, "--management", "http://127.0.0.1:1", "--json")
+    assert (code, errors) == (0, "")
+    found = {one["subject"]: one for one in json.loads(output)["findings"]}
+    assert found["version"]["verdict"] == "ok"
+    assert found["permissions"]["seen"] == "no run is named"
+    assert node.url.split(":")[2].split("@")[0] not in output, "the password"

@@ -1,0 +1,233 @@
+"""Users with exactly the permissions that are documented: what they can do, and that it ends at their own run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from trinity_mq.bus.base import Bus, BusRefused, Envelope, QueueGone
+from trinity_mq.bus.node import PrivateNode, find_rabbitmq
+from trinity_mq.bus.permissions import Permissions, permissions, rabbitmqctl_lines
+from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.topology import Topology
+from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.testing.runs import LocalRun
+
+pytestmark = [
+    pytest.mark.broker,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here"),
+]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TASK = '{"raw_task": {"question": "3,7,2=", "answer": "7"}}'
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[PrivateNode]:
+    folder = Path(tempfile.mkdtemp(prefix="tmq-"))
+    made = PrivateNode(folder / "broker")
+    try:
+        asyncio.run(made.launch())
+        yield made
+    finally:
+        asyncio.run(made.kill())
+        shutil.rmtree(folder)
+
+
+async def user(node: PrivateNode, name: str, wanted: Permissions) -> str:
+    """Make a user with the commands that are printed for one, and return its URL."""
+    await node.ctl("add_user", name, f"{name}-password")
+    for line in rabbitmqctl_lines(name, "/", wanted):
+        command, *words = shlex.split(line)
+        assert command == "rabbitmqctl"
+        await node.ctl(*words)
+    place = urlsplit(node.url)
+    return f"amqp://{name}:{name}-password@{place.hostname}:{place.port}/%2F"
+
+
+async def bus_of(url: str, topology: Topology) -> RabbitBus:
+    bus = RabbitBus(url, topology, config=BrokerConfig(connect_timeout=10.0), name="test")
+    await bus.connect()
+    return bus
+
+
+def note(text: str) -> Envelope:
+    return Envelope(body=text.encode(), kind="note")
+
+
+@pytest.fixture
+async def others(node: PrivateNode, topology: Topology) -> AsyncIterator[Bus]:
+    """Another run, as its own agents made it."""
+    bus = await bus_of(node.url, topology)
+    await bus.declare(*topology.durable, topology.batch_queue(1, "t" * 32))
+    yield bus
+    await bus.close()
+
+
+OPERATIONS: dict[str, Callable[[Bus, Topology], Awaitable[object]]] = {
+    "consume": lambda bus, run: bus.consume(run.tasks_train),
+    "read a stream": lambda bus, run: bus.consume(run.ready, offset=0),
+    "publish a slice": lambda bus, run: bus.publish(run.exchange("tasks"), "train.1", note("x")),
+    "publish into a queue": lambda bus, run: bus.publish("", run.closed.name, note("x")),
+    "delete": lambda bus, run: bus.delete(run.dead.name),
+    "declare": lambda bus, run: bus.declare(run.batch_queue(2, "n" * 32)),
+    "listen": lambda bus, run: bus.declare(run.listener("spy", "1", "telemetry", "#")),
+    "unbind": lambda bus, run: bus.unbind(run.batch_queue(1, "t" * 32)),
+    "lock": lambda bus, run: bus.lock("trainer"),
+}
+
+
+@pytest.mark.parametrize("what", OPERATIONS)
+async def test_an_agent_of_another_run_is_refused(
+    node: PrivateNode, others: Bus, topology: Topology, what: str
+) -> None:
+    """At once, in one line, and neither the run that was tried nor the agent's own work suffers."""
+    mine = f"{topology.run}-x"  # begins with the other run's name
+    url = await user(node, mine, permissions(mine, "agent"))
+    intruder = await bus_of(url, topology)  # its exchanges are looked for: that needs no permission
+    try:
+        async with asyncio.timeout(8):
+            with pytest.raises(BusRefused) as refused:
+                await OPERATIONS[what](intruder, topology)
+        said = str(refused.value)
+        assert "\n" not in said
+        assert f"refused for user '{mine}'" in said
+        assert "trinity-mq broker permissions" in said
+    finally:
+        await intruder.close()
+    for queue in topology.durable:
+        assert await others.depth(queue.name) == 0
+    own = await bus_of(url, Topology(mine))
+    try:
+        await own.declare(*Topology(mine).durable)
+        assert await own.publish(Topology(mine).exchange("dead"), "k", note("mine"))
+    finally:
+        await own.close()
+
+
+async def test_a_refused_publish_takes_no_other_along(node: PrivateNode, topology: Topology) -> None:
+    """The broker closes the channel for one; what else is under way on it is repeated and confirmed."""
+    bus = await bus_of(await user(node, topology.run, permissions(topology.run, "agent")), topology)
+    try:
+        await bus.declare(topology.dead)
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            good = [group.create_task(bus.publish(topology.exchange("dead"), "k", note(str(n)))) for n in range(200)]
+            bad = group.create_task(refused(bus.publish("", topology.dead.name, note("reply"))))
+            good += [group.create_task(bus.publish(topology.exchange("dead"), "k", note(str(n)))) for n in range(200)]
+        assert all(task.result() for task in good)
+        assert "amq.default" in bad.result()
+    finally:
+        await bus.close()
+
+
+async def refused(work: Awaitable[object]) -> str:
+    with pytest.raises(BusRefused) as found:
+        await work
+    return str(found.value)
+
+
+async def test_a_run_that_is_not_there_is_said_to_be_so(node: PrivateNode, topology: Topology) -> None:
+    url = await user(node, topology.run, permissions(topology.run, "reader"))
+    said = await refused(bus_of(url, topology))
+    assert f"run '{topology.run}' is not on the broker (start the agents that make it first)" in said
+
+
+async def test_a_submitter_hands_in_tasks_and_nothing_else(node: PrivateNode, others: Bus, topology: Topology) -> None:
+    bus = await bus_of(await user(node, topology.run, permissions(topology.run, "submitter")), topology)
+    tasks = topology.exchange("tasks")
+    try:
+        assert await bus.publish(tasks, "submit", note("task"))
+        await bus.declare(topology.listener("submit", "1", "replies"))
+        assert "topic 'train.1' in exchange" in await refused(bus.publish(tasks, "train.1", note("slice")))
+        await refused(bus.publish(topology.exchange("batches"), "closed", note("x")))
+        await refused(bus.consume(topology.submitted))
+        await refused(bus.consume(topology.ready, offset=0))
+        await refused(bus.declare(topology.listener("submit", "1", "telemetry", "#")))
+        await refused(bus.delete(topology.closed.name))
+        assert await bus.publish(tasks, "submit", note("another"))
+    finally:
+        await bus.close()
+    assert await others.depth(topology.submitted.name) == 2
+    assert await others.depth(topology.tasks_train.name) == 0
+
+
+async def test_a_reader_reads_and_nothing_else(node: PrivateNode, others: Bus, topology: Topology) -> None:
+    bus = await bus_of(await user(node, topology.run, permissions(topology.run, "reader")), topology)
+    ready = topology.exchange("ready")
+    try:
+        await bus.declare(topology.listener("status", "1", "telemetry", "#"))
+        assert await bus.publish(ready, "mark", note("mark"))
+        async with asyncio.timeout(10), await bus.consume(topology.ready, offset=0) as feed:
+            assert (await anext(feed)).body == b"mark"
+        await (await bus.consume(topology.dead)).close()
+        await refused(bus.publish(ready, "17", note("a batch of mine")))
+        await refused(bus.publish(topology.exchange("telemetry"), "beat.trainer.t", note("a beat of mine")))
+        await refused(bus.publish(topology.exchange("control"), "restart.runner-0", note("x")))
+        await refused(bus.consume(topology.tasks_train))
+        await refused(bus.delete(topology.dead.name))
+    finally:
+        await bus.close()
+    with pytest.raises(QueueGone):
+        await others.consume(topology.batch_queue(9, "g" * 32))
+
+
+async def command(*words: str, url: str) -> str:
+    """Run ``trinity-mq`` as the user of ``url`` and return its output."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "trinity_mq.cli.main", *words, "--broker", url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    async with asyncio.timeout(120):
+        output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
+    return output.decode()
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(500)
+async def test_a_whole_run_works_with_them(
+    node: PrivateNode, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents, a submitter and a reader, each as its own user; drained, and taken up again to its end."""
+    run = topology.run
+    agent = await user(node, f"{run}-a", permissions(run, "agent", replies=True))
+    submitter = await user(node, f"{run}-s", permissions(run, "submitter"))
+    reader = await user(node, f"{run}-r", permissions(run, "reader"))
+    (tmp_path / "url").write_text(f"{agent}\n")
+    monkeypatch.delenv("TRINITY_MQ_BROKER_URL", raising=False)
+    monkeypatch.setenv("TRINITY_MQ_BROKER_URL_FILE", str(tmp_path / "url"))
+    few = (f"name={run}", "buffer.eval_tasksets=[]", "buffer.batch_size=4")
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*few, "buffer.total_steps=500")) as going:
+        await going.until_progress(1, 180.0)
+        answer, told, letters, shown = await asyncio.gather(
+            command("submit", "--run", run, "--task", TASK, "--wait", "90", url=submitter),
+            command("status", "--run", run, "--seconds", "3", url=reader),
+            command("dead", "list", "--run", run, url=reader),
+            command("inspect", run, url=reader),
+        )
+        assert json.loads(answer.splitlines()[-1])["outcome"] == "finished"
+        assert [name for name in ("explorer-0", "trainer-0", "operator-0", "runner-0") if name not in told] == []
+        assert run in letters
+        assert "reward" in shown
+        assert going.process is not None
+        going.process.send_signal(signal.SIGINT)
+        code, output = await going.ended(60.0)
+        assert code == 130, output
+    reached = max(step for step, _ in going.values("trainer/step"))
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*few, f"buffer.total_steps={reached + 1}")) as rest:
+        code, output = await rest.ended(180.0)
+    assert code == 0, output
+    assert max(step for step, _ in rest.values("trainer/step")) > reached
+    for log in (tmp_path / "run" / "logs").glob("*.jsonl"):
+        assert "ACCESS_REFUSED" not in log.read_text()

@@ -1,0 +1,109 @@
+"""A cluster of three nodes whose leaders are killed and frozen in the middle of a run: every run of every task is in
+the processed batches exactly once, none is missing. Follow it with ``pytest -s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.arena import BATCHES, Arena
+from tests.chaos.cluster import PrivateCluster
+from trinity_mq.bus.node import find_rabbitmq
+from trinity_mq.bus.topology import Topology
+
+EVERYBODY = ("explorer-0", "runner-0", "runner-1", "operator-0", "operator-1")
+SETTINGS = ["broker.heartbeat=4"]
+LIMIT = 350.0
+"""Seconds: three brokers and six agents share what a single broker has in the other tests."""
+
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.broker,
+    pytest.mark.e2e,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[PrivateCluster]:
+    """Three nodes, all alive before and after each test."""
+    base = Path(tempfile.mkdtemp(prefix="tmq-"))
+    made = PrivateCluster(base)
+    try:
+        asyncio.run(made.start())
+        yield made
+    finally:
+        asyncio.run(made.kill())
+        shutil.rmtree(base, ignore_errors=True)
+
+
+async def test_every_queue_lives_on_all_nodes(cluster: PrivateCluster, topology: Topology, tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "run", cluster.url, topology.run)
+    batch = topology.batch_queue(1, "t1")
+    async with arena.connected() as bus:
+        await bus.declare(*topology.durable, batch)
+        rows = await cluster.listed("queues", "name", "type", "members")
+        members = {row["name"]: len(row["members"]) for row in rows if row["name"].startswith(topology.prefix)}
+        await bus.delete(batch.name)
+    assert members == {queue.name: 3 for queue in (*topology.durable, batch)}
+
+
+async def test_the_leader_of_the_busiest_queue_and_the_explorers_node_are_killed(
+    cluster: PrivateCluster, topology: Topology, tmp_path: Path
+) -> None:
+    arena = Arena(tmp_path / "run", cluster.url, topology.run, overrides=SETTINGS, limit=LIMIT)
+    cluster.tell = arena.say
+
+    async def violence() -> None:
+        arena.may_do(5)  # so far, and five more are under way: asking the cluster takes a while
+        await arena.progress(3)
+        # every slice passes through it, and none is known to be there at any moment
+        leader = await cluster.leader(topology.tasks_train.name)
+        arena.say(f"the slices' queue is led by {leader}")
+        cluster.crash(leader)
+        arena.may_do(15)
+        await arena.progress(10)
+        await cluster.restart(leader)
+        host = await cluster.host_of("explorer-0 consumes")
+        arena.say(f"explorer-0 is connected to {host}")
+        cluster.crash(host)
+        arena.may_do(BATCHES)
+        await arena.progress(20)
+        await cluster.restart(host)
+
+    await arena.play(violence, *EVERYBODY)
+    await arena.check()
+    await cluster.all_run()
+
+
+async def test_a_frozen_leader_that_thaws_later(cluster: PrivateCluster, topology: Topology, tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "run", cluster.url, topology.run, overrides=SETTINGS, limit=LIMIT)
+    cluster.tell = arena.say
+    frozen: list[str] = []
+
+    async def violence() -> None:
+        arena.may_do(5)
+        await arena.progress(3)
+        leader = await cluster.leader(topology.tasks_train.name)
+        arena.say(f"the slices' queue is led by {leader}")
+        cluster.freeze(leader)
+        frozen.append(leader)
+        try:
+            arena.may_do(15)
+            await arena.progress(14)  # more than was under way: the others go on without it
+        finally:
+            cluster.thaw(leader)
+        arena.may_do(BATCHES)
+
+    await arena.play(violence, *EVERYBODY)
+    await arena.check()
+    cluster.crash(frozen[0])  # others had given it up, so it pauses for long before it joins them again
+    await cluster.restart(frozen[0])
+    await cluster.all_run()

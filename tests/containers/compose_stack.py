@@ -1,0 +1,194 @@
+"""The project's docker-compose.yml brought up for a test: containers killed, the run folder read, all taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from trinity_mq.telemetry import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).parents[2]
+PREPARE = ROOT / "scripts" / "compose-demo"
+CANNOT = 69
+"""Exit code of a script that cannot do its work on this machine."""
+AGENTS = ("explorer", "runner", "operator", "trainer")
+LOOK_AGAIN = 1.0
+"""Seconds between looks at what containers write and tell nobody."""
+PROJECT = "trinity-mq-test-compose-"
+"""Followed by the process id of whose it is."""
+
+
+def say(text: str) -> None:
+    """Add a line to what pytest shows of a test that failed."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+class StackError(Exception):
+    """A command failed; the message has its output."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+async def output_of(*command: str | Path, env: Mapping[str, str] | None = None) -> str:
+    """Return what a command says.
+
+    Raises:
+        StackError: It failed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **(env or {})},
+        cwd=ROOT,
+    )
+    try:
+        out, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+    if process.returncode:
+        said = (out + errors).decode(errors="replace").strip()
+        raise StackError(f"{' '.join(map(str, command))}: exit code {process.returncode}: {said}", process.returncode)
+    return out.decode(errors="replace")
+
+
+async def prepared() -> dict[str, str]:
+    """Have engine, compose and images ready; return the environment that names them.
+
+    Raises:
+        StackError: They cannot be had here.
+    """
+    told = await output_of(PREPARE, "--prepare")
+    words = [shlex.split(line) for line in told.splitlines()]
+    return dict(word[1].split("=", 1) for word in words if len(word) == 2 and word[0] == "export")
+
+
+class ComposeStack:
+    """One project of docker compose, of the images that ``environment`` names.
+
+    Args:
+        environment: As :func:`prepared` returns it.
+        settings: Over those of examples/smoke.yaml.
+    """
+
+    def __init__(self, environment: Mapping[str, str], settings: Sequence[str] = ()) -> None:
+        self._env = {**environment, "TRINITY_MQ_SETTINGS": " ".join(settings)}
+        self._compose = environment["TRINITY_MQ_COMPOSE"].split()
+        self.project = f"{PROJECT}{os.getpid()}"
+        self._copy = Path(tempfile.mkdtemp(prefix="tmq-compose-"))
+        self.run_dir = self._copy / "smoke"
+        """A copy of the run's folder, once :meth:`fetch` has made it."""
+
+    async def __aenter__(self) -> Self:
+        """Take away what an earlier test left behind that was killed."""
+        every = await self.docker("ps", "--all", "--format", '{{.Label "com.docker.compose.project"}}')
+        for name in sorted(set(every.split())):
+            owner = re.fullmatch(f"{PROJECT}([0-9]+)", name)
+            if owner and not Path("/proc", owner[1]).exists():
+                await self._down(name)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take everything away; what an unhappy end leaves to say is printed before."""
+        if error is not None:
+            with contextlib.suppress(StackError):
+                say(await self.compose("ps", "--all"))
+                say(await self.compose("logs", "--tail", "20", *AGENTS))
+        await self._down(self.project)
+        shutil.rmtree(self._copy, ignore_errors=True)
+
+    async def _down(self, project: str) -> None:
+        words = ("--project-name", project, "down", "--volumes", "--remove-orphans", "--timeout", "5")
+        await output_of(*self._compose, *words, env=self._env)
+
+    async def compose(self, *words: str) -> str:
+        """Return what ``docker compose`` says about our project."""
+        return await output_of(*self._compose, "--project-name", self.project, *words, env=self._env)
+
+    async def docker(self, *words: str) -> str:
+        """Return what ``docker`` says."""
+        return await output_of("docker", *words, env=self._env)
+
+    async def up(self, *services: str, **scale: int) -> None:
+        """Start ``services`` (default: all), so many containers of each."""
+        words = [word for name, number in scale.items() for word in ("--scale", f"{name}={number}")]
+        await self.compose("up", "--detach", "--no-build", *words, *services)
+
+    async def containers(self, *services: str) -> list[str]:
+        """Return the ids of the containers of services, ended ones too."""
+        return (await self.compose("ps", "--all", "--quiet", *services)).split()
+
+    async def state(self, container: str) -> dict[str, Any]:
+        """Return how a container is: ``Status``, ``ExitCode`` and others, with ``RestartCount``."""
+        data = json.loads(await self.docker("inspect", container))[0]
+        return {**data["State"], "RestartCount": data["RestartCount"]}
+
+    async def kill(self, container: str) -> None:
+        """SIGKILL an agent; its container ends with it, and what else runs in it.
+
+        Not by ``docker kill``, after which Docker starts nothing again: somebody wanted it gone.
+        """
+        await self.docker("exec", container, "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
+
+    async def metrics(self) -> list[dict[str, Any]]:
+        """Return the metrics written so far."""
+        explorer = (await self.containers("explorer"))[0]
+        try:
+            await self.docker("cp", f"{explorer}:/srv/trinity-mq/runs/smoke/{METRICS_FILE}", str(self._copy))
+        except StackError as error:
+            if "Could not find the file" in str(error) or "No such container:path" in str(error):
+                return []  # nothing is written yet
+            raise
+        return read_metrics(self._copy / METRICS_FILE)
+
+    async def fetch(self) -> Path:
+        """Copy the run's folder here and return where it is."""
+        explorer = (await self.containers("explorer"))[0]
+        await self.docker("cp", f"{explorer}:/srv/trinity-mq/runs/smoke", str(self._copy))
+        return self.run_dir
+
+    async def until_progress(self, progress: int, seconds: float) -> None:
+        """Return once the trainer has consumed batch ``progress``.
+
+        Raises:
+            TimeoutError: It has not within ``seconds``.
+        """
+        async with asyncio.timeout(seconds):
+            while True:
+                if any(line.get("trainer/step", 0) >= progress for line in await self.metrics()):
+                    return
+                await asyncio.sleep(LOOK_AGAIN)
+
+    async def ended(self, seconds: float) -> None:
+        """Return once every agent has ended with 0, however often it was started before.
+
+        Raises:
+            TimeoutError: One has not within ``seconds``.
+        """
+        async with asyncio.timeout(seconds):
+            for container in await self.containers(*AGENTS):
+                while True:
+                    await self.docker("wait", container)
+                    state = await self.state(container)
+                    if state["Status"] == "exited" and state["ExitCode"] == 0:
+                        break
+                    await asyncio.sleep(LOOK_AGAIN)  # it is about to be started again

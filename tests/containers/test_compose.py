@@ -1,0 +1,116 @@
+"""``docker compose up`` for real: containers killed at random, the broker started anew; it learns all the same."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.containers.compose_stack import AGENTS, CANNOT, ComposeStack, StackError, prepared, say
+from trinity_mq.cli.report import make_report
+from trinity_mq.config import load_config
+from trinity_mq.training.history import lineage
+
+ROOT = Path(__file__).parents[2]
+BATCHES = 40
+GROUP, RUNS = 16, 8
+ACCURACY = "eval/max3_held_out/accuracy/mean@1"
+RUNNERS = 3
+PATIENCE = 900.0
+"""Seconds: with other tests beside it a small machine takes minutes to load torch in six containers."""
+
+
+def compose_file() -> dict[str, dict[str, dict[str, object]]]:
+    return yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+
+
+def test_what_is_over_is_not_started_again_and_no_secret_is_in_the_file() -> None:
+    services = compose_file()["services"]
+    assert set(services) == {"password", "broker", *AGENTS}
+    for name in AGENTS:
+        assert services[name]["restart"] == "on-failure", "an agent whose work is over ends with 0 and stays so"
+        assert not {"PASSWORD", "PASS"} & {word for key in services[name]["environment"] for word in key.split("_")}
+    assert "RABBITMQ_DEFAULT_PASS" not in services["broker"]["environment"]
+
+
+def test_every_agent_is_given_the_same_settings_and_they_are_right() -> None:
+    said = [str(compose_file()["services"][name]["command"]).split("examples/smoke.yaml} ")[1] for name in AGENTS]
+    assert len(set(said)) == 1
+    settings = [word for word in said[0].split() if "=" in word]
+    config = load_config(ROOT / "examples" / "smoke.yaml", settings)
+    assert config.explorer.rollout_model.host == "explorer"
+    assert config.synchronizer.host == "trainer"
+
+
+def engine_answers() -> bool:
+    try:
+        return subprocess.run(["docker", "version"], check=False, capture_output=True, timeout=30).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+@pytest.mark.compose
+@pytest.mark.chaos
+@pytest.mark.e2e
+@pytest.mark.timeout(3000)
+async def test_killing_containers_at_random_costs_time_and_nothing_else() -> None:
+    if not engine_answers():
+        pytest.skip('no Docker engine answers: eval "$(scripts/docker-engine start)"')
+    try:
+        environment = await prepared()
+    except StackError as error:
+        if error.code != CANNOT:
+            raise
+        pytest.skip(f"docker compose cannot run here: {str(error).splitlines()[-1]}")
+    seed = int(os.environ.get("CHAOS_SEED", time.time()))
+    say(f"CHAOS_SEED={seed}")
+    chance = random.Random(seed)
+    victims = [*AGENTS, "broker"]
+    chance.shuffle(victims)
+    async with ComposeStack(
+        environment, (f"buffer.total_steps={BATCHES}", "trainer.save_interval=7", "explorer.eval_interval=20")
+    ) as stack:
+        await stack.up(runner=RUNNERS)
+        killed = []
+        for number, victim in enumerate(victims, start=1):
+            await stack.until_progress(6 * number + chance.randrange(-2, 3), PATIENCE)
+            container = chance.choice(await stack.containers(victim))
+            if victim == "broker":
+                await stack.docker("restart", container)
+            else:
+                await stack.kill(container)
+                killed.append(container)
+            say(f"killed {victim} {container[:12]}")
+        await stack.ended(PATIENCE)
+        for container in killed:
+            assert (await stack.state(container))["RestartCount"] >= 1, "Docker started it again"
+        folder = await stack.fetch()
+        report = make_report("smoke", folder)
+        say(report)
+        check(folder, report, await stack.metrics())
+
+
+def check(folder: Path, report: str, metrics: list[dict[str, float]]) -> None:
+    generations = [int(path.stem) for path in (folder / "history").glob("*.jsonl")]
+    history = lineage(folder / "history", max(generations), BATCHES)
+    assert [entry["batch"] for entry in history] == list(range(1, BATCHES + 1))
+    assert len({entry["ticket"] for entry in history}) == BATCHES
+    assert all(entry["outcome"] == "trained" for entry in history)
+    uids = [uid for entry in history for uid in entry["uids"]]
+    assert len(uids) == len(set(uids)) == BATCHES * GROUP * RUNS
+    for entry in history:
+        runs = {tuple(uid.split("/")[:3]) for uid in entry["uids"]}
+        assert len(runs) == GROUP * RUNS, "each run of each task counts once, however often it was done"
+    accuracy = {line["step"]: line[ACCURACY] for line in metrics if ACCURACY in line}
+    assert accuracy[BATCHES] >= accuracy[0] + 0.3, report
+    assert " nothing" in next(line for line in report.splitlines() if line.strip().startswith("lost")), report
+    assert (folder / "final" / "config.json").exists()
+    logs = {path.name.split("-")[0] for path in (folder / "logs").glob("*.jsonl")}
+    assert logs >= set(AGENTS)
+    runner_logs = [path for path in (folder / "logs").glob("runner-*.jsonl") if '"agent_starts"' in path.read_text()]
+    assert len(runner_logs) == RUNNERS, "each runner under a name of its own"

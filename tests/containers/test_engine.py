@@ -1,0 +1,180 @@
+"""scripts/docker-engine in a network of the test's own: what the machine had before is what it has afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "docker-engine"
+PREPARE = Path(__file__).parent / "prepare"
+NEEDED = ("dockerd", "docker", "iptables", "nft", "ip", "unshare", "nsenter")
+PLACES = ("/run/docker", "/run/containerd", "/opt/containerd", "/etc/docker/key.json")
+
+pytestmark = pytest.mark.timeout(180)
+can_run = pytest.mark.skipif(
+    os.geteuid() != 0 or any(shutil.which(name) is None for name in NEEDED),
+    reason=f"needs root and {', '.join(NEEDED)}",
+)
+
+
+class Machine:
+    """A network name space with nothing but its own loopback: engines in there meet no other engine's rules."""
+
+    def __init__(self) -> None:
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._holder.stdout is not None
+        assert self._holder.stdout.readline() == "up\n"
+        self.folder = Path(tempfile.mkdtemp(prefix="tmq-"))  # a socket's path has to be short
+
+    def run(self, *words: object, check: bool = True, **settings: str) -> subprocess.CompletedProcess[str]:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("DOCKER", "TRINITY"))}
+        done = subprocess.run(
+            ["nsenter", f"--net=/proc/{self._holder.pid}/ns/net", *map(str, words)],
+            env=environment | settings, capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0 or not check, done.stdout + done.stderr
+        return done
+
+    def engine(self, verb: str, check: bool = True, **settings: str) -> subprocess.CompletedProcess[str]:
+        return self.run(SCRIPT, verb, self.folder / "e", check=check, **settings)
+
+    def docker(self, *words: str) -> str:
+        return self.run("docker", *words, DOCKER_HOST=f"unix://{self.folder}/e/docker.sock").stdout.strip()
+
+    def state(self) -> list[str]:
+        asked = (
+            ("nft", "list", "ruleset"), ("iptables-save", "-t", "filter"), ("ip", "-o", "address"), ("ip", "route"),
+            ("sysctl", "net.ipv4.ip_forward", "net.ipv4.conf.all.forwarding", "net.ipv4.conf.all.accept_redirects"),
+        )  # fmt: skip
+        said = [re.sub(r"(?m)packets \d+ bytes \d+|\[\d+:\d+\]|^#.*", "", self.run(*words).stdout) for words in asked]
+        said += [place for place in PLACES if os.path.exists(place)]
+        mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if str(self.folder) in line]
+        return [*said, *mounts, *self.processes()]
+
+    def processes(self) -> list[str]:
+        """Those whose command names the engine's folder."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            words = " ".join(process.info["cmdline"] or [])
+            if str(self.folder) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(words)
+        return found
+
+    def use(self) -> None:
+        """An image, two containers with published ports, a network and a volume: all that leaves traces."""
+        root = self.folder / "root"
+        listed = subprocess.run(["ldd", "/bin/sleep"], capture_output=True, text=True, check=True).stdout
+        for name in ("/bin/sleep", *re.findall(r"/\S+", listed)):
+            place = root / name.lstrip("/")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(name, place)
+        packed = shutil.make_archive(str(self.folder / "image"), "tar", root)
+        self.docker("import", packed, "tmq-test-sleep")
+        self.docker("network", "create", "tmq-test")
+        options = ("--detach", "--publish=127.0.0.1::7777", "--volume=tmq-test:/data")
+        self.docker("run", *options, "tmq-test-sleep", "/bin/sleep", "600")
+        self.docker("run", *options, "--network=tmq-test", "tmq-test-sleep", "/bin/sleep", "600")
+        assert len(self.docker("ps", "--quiet").split()) == 2
+
+    def close(self) -> None:
+        if (self.folder / "e" / "before").exists():
+            self.engine("stop")
+        self._holder.communicate("", timeout=10)
+        shutil.rmtree(self.folder)
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    made = Machine()
+    yield made
+    made.close()
+
+
+@can_run
+def test_stop_puts_back_what_was_there(machine: Machine) -> None:
+    machine.run("iptables", "-A", "INPUT", "-s", "192.0.2.9", "-j", "DROP")
+    before = machine.state()
+    told = machine.engine("start")
+    assert told.stdout == f"export DOCKER_HOST=unix://{machine.folder}/e/docker.sock\n"
+    assert machine.engine("start").stdout == told.stdout
+    assert machine.engine("status").stdout == told.stdout
+    machine.use()
+    assert machine.state() != before
+    machine.engine("stop")
+    assert machine.state() == before
+    assert machine.engine("status", check=False).returncode == 1
+
+    machine.engine("start")
+    assert machine.docker("image", "ls", "--quiet", "tmq-test-sleep")
+    assert not machine.docker("ps", "--all", "--quiet")
+    assert not machine.docker("volume", "ls", "--quiet")
+    machine.engine("stop")
+    assert machine.state() == before
+
+
+@can_run
+@pytest.mark.parametrize("verb", ["stop", "start"])
+def test_what_a_killed_engine_leaves_is_taken_away(machine: Machine, verb: str) -> None:
+    before = machine.state()
+    machine.engine("start")
+    machine.use()
+    os.kill(int((machine.folder / "e" / "pid").read_text().split()[0]), signal.SIGKILL)
+    machine.engine(verb)
+    if verb == "start":
+        assert not machine.docker("ps", "--all", "--quiet")
+        machine.engine("stop")
+    assert machine.state() == before
+
+
+@can_run
+def test_an_engine_that_answers_is_used_and_left_alone(machine: Machine) -> None:
+    host = machine.engine("start").stdout.strip().partition("=")[2]
+    second = machine.folder / "second"
+    assert machine.run(SCRIPT, "start", second, DOCKER_HOST=host).stdout == f"export DOCKER_HOST={host}\n"
+    assert machine.run(SCRIPT, "ours", second, check=False, DOCKER_HOST=host).returncode == 1
+    assert machine.engine("ours").returncode == 0
+    machine.run(SCRIPT, "stop", second, DOCKER_HOST=host)
+    assert machine.docker("version")
+    refused = machine.run(SCRIPT, "start", second, check=False)
+    assert (refused.returncode, refused.stdout) == (69, "")
+    assert "docker0" in refused.stderr
+
+
+def test_where_it_cannot_run_it_says_why() -> None:
+    """As nobody, without a Docker of its own: an exit code of its own, and one line."""
+    program = "import os, sys; os.geteuid() or os.setuid(65534); os.execv(sys.argv[1], sys.argv[1:])"
+    environment = {"PATH": os.environ["PATH"], "DOCKER_HOST": "unix:///nowhere.sock"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, SCRIPT, "start", "/tmp/nowhere"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (69, "")
+    assert done.stderr == "no Docker engine: not root: start Docker yourself and set DOCKER_HOST\n"
+
+
+def test_wrong_words_are_told() -> None:
+    done = subprocess.run([SCRIPT, "restart"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "scripts/docker-engine start" in done.stderr
+
+
+def test_preparing_is_left_out_where_no_docker_is_wanted() -> None:
+    settings = os.environ | {"TRINITY_MQ_TEST_BROKER": "node", "TRINITY_MQ_TEST_BROKER_URL": ""}
+    done = subprocess.run([PREPARE], capture_output=True, text=True, check=False, env=settings)
+    assert (done.returncode, done.stdout) == (69, "")
+    assert done.stderr == "no Docker wanted: TRINITY_MQ_TEST_BROKER=node\n"

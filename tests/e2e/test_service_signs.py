@@ -1,0 +1,190 @@
+"""What a service manager hears of a real agent: ready, pings, what it waits for, and silence when it is stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.tcp_proxy import CuttingProxy
+from tests.waiting import until
+from trinity_mq.runtime.errors import EXIT_FATAL
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WATCHDOG = 2.0
+"""Seconds; pings come twice as often."""
+START = 150.0
+"""Seconds for imports and a first connection on a busy machine."""
+
+pytestmark = [pytest.mark.e2e, pytest.mark.broker, pytest.mark.timeout(300)]
+
+
+class Manager:
+    """The notify socket of a service manager, and all that came through it."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(address)
+        self.lines: list[str] = []
+        asyncio.get_running_loop().add_reader(self._socket, self._read)
+
+    def _read(self) -> None:
+        self.lines += self._socket.recv(4096).decode().split("\n")
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+
+    def count(self, line: str) -> int:
+        return self.lines.count(line)
+
+    @property
+    def status(self) -> str:
+        return next((line for line in reversed(self.lines) if line.startswith("STATUS=")), "")
+
+    async def pinged(self, times: int = 3) -> None:
+        """Return after so many further pings."""
+        before = self.count("WATCHDOG=1")
+        await until(lambda: self.count("WATCHDOG=1") >= before + times, 30.0)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, unique_run: str) -> Path:
+    return tmp_path / unique_run
+
+
+@asynccontextmanager
+async def agent(role: str, url: str, folder: Path, address: str, *overrides: str, **variables: str) -> Any:
+    """An agent as systemd starts it: ``exec`` keeps the process id that WATCHDOG_PID names."""
+    environ = {
+        **os.environ,
+        "TRINITY_MQ_BROKER_URL": url,
+        "NOTIFY_SOCKET": address,
+        "WATCHDOG_USEC": str(int(WATCHDOG * 1e6)),
+        **variables,
+    }
+    command = [sys.executable, "-m", "trinity_mq.cli.main", role, str(EXAMPLES / "smoke.yaml")]
+    command += [f"name={folder.name}", f"run_dir={folder}", *overrides]
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-c", 'WATCHDOG_PID=$$ exec "$@"', "sh", *command, env=environ, stdin=asyncio.subprocess.DEVNULL
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.fixture
+async def manager(tmp_path: Path) -> Any:
+    made = Manager(str(tmp_path / "notify"))
+    yield made
+    made.close()
+
+
+def address_of(tmp_path: Path) -> str:
+    return str(tmp_path / "notify")
+
+
+async def test_ready_pings_freeze_outage_drain(
+    broker_url: str, run_folder: Path, tmp_path: Path, manager: Manager
+) -> None:
+    health = tmp_path / "health"
+    async with (
+        CuttingProxy(broker_url) as proxy,
+        agent("runner", proxy.url, run_folder, address_of(tmp_path), TRINITY_MQ_HEALTH_FILE=str(health)) as process,
+    ):
+        await until(lambda: manager.count("READY=1") == 1, START)
+        assert manager.lines[0].startswith("STATUS=starting")
+        await manager.pinged()
+        await until(lambda: manager.status == "STATUS=idle; waits for a slice", 30.0)
+        assert json.loads(health.read_text())["ready"] is True
+        # frozen: the pings end, and the watchdog would strike
+        process.send_signal(signal.SIGSTOP)
+        await until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        await asyncio.sleep(0.2)  # what was sent before is read
+        silent_since = manager.count("WATCHDOG=1")
+        await asyncio.sleep(2 * WATCHDOG)
+        assert manager.count("WATCHDOG=1") == silent_since
+        process.send_signal(signal.SIGCONT)
+        await manager.pinged()
+
+        # the broker is away: alive all the same, and it says what it waits for
+        proxy.refuse()
+        await until(lambda: "waits for the broker" in manager.status, 30.0)
+        await manager.pinged()
+        assert process.returncode is None
+        assert "tmq:" not in manager.status, "no password goes into the journal"
+        proxy.accept()
+        await until(lambda: manager.status == "STATUS=idle; waits for a slice", 60.0)
+
+        assert manager.count("STOPPING=1") == 0
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 60.0) == 0
+        await until(lambda: manager.count("STOPPING=1") == 1)
+    assert manager.count("READY=1") == 1
+    assert not health.exists()
+
+
+async def test_children_do_not_speak_for_their_agent(
+    broker_url: str, run_folder: Path, tmp_path: Path, manager: Manager
+) -> None:
+    """An engine has none of the variables: only the explorer pings, and a stuck explorer is not covered by it."""
+    async with agent(
+        "explorer", broker_url, run_folder, address_of(tmp_path), TRINITY_MQ_HEALTH_FILE=str(tmp_path / "health")
+    ) as process:
+        engines: list[psutil.Process] = []
+
+        def hosts_one() -> bool:
+            engines[:] = [
+                child
+                for child in psutil.Process(process.pid).children(recursive=True)
+                if "trinity_agents.engine" in " ".join(child.cmdline())
+            ]
+            return bool(engines)
+
+        await until(hosts_one, START)
+        await until(lambda: manager.count("READY=1") == 1, START)
+        named = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "TRINITY_MQ_HEALTH_FILE"}
+        assert not named & set(engines[0].environ())
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.wait(), 60.0)
+        await until(lambda: all(not engine.is_running() for engine in engines), 30.0)
+
+
+async def test_no_broker_is_not_ready_and_not_stuck(run_folder: Path, tmp_path: Path, manager: Manager) -> None:
+    """It pings and asks for time while it tries, and can be stopped at once."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and never listens
+        url = f"amqp://tmq:x@127.0.0.1:{unused.getsockname()[1]}/"
+        async with agent("runner", url, run_folder, address_of(tmp_path)) as process:
+            await until(lambda: manager.count("WATCHDOG=1") >= 3, START)
+            assert manager.status == "STATUS=starting; connects to the broker"
+            assert any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in manager.lines)
+            assert manager.count("READY=1") == 0
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 20.0) == 0
+    assert manager.count("STOPPING=1") == 1
+
+
+async def test_a_wrong_password_ends_for_good(
+    broker_url: str, run_folder: Path, tmp_path: Path, manager: Manager
+) -> None:
+    """With the code that the units do not restart on."""
+    wrong: Callable[[str], str] = lambda url: url.replace(url.split("@")[0].rsplit(":", 1)[1] + "@", "wrong@")  # noqa: E731
+    async with agent("runner", wrong(broker_url), run_folder, address_of(tmp_path)) as process:
+        assert await asyncio.wait_for(process.wait(), START) == EXIT_FATAL
+    await until(lambda: manager.count("STOPPING=1") == 1)
+    assert manager.count("READY=1") == 0

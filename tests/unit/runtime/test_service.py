@@ -1,0 +1,388 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import stat
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from trinity_mq.bus import Topology
+from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.cli.health import HEALTH_VARIABLE as READ_VARIABLE
+from trinity_mq.cli.health import health, judge
+from trinity_mq.config import load_config
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.service import (
+    EXTENSION,
+    HEALTH_VARIABLE,
+    LONGEST_DRAIN,
+    HealthFile,
+    ServiceManager,
+    Signs,
+    status_of,
+)
+from trinity_mq.testing.virtual_time import run_virtually
+
+CONFIG = load_config({"name": "w", "model": {"tiny": {}}, "monitor": {"tensorboard": False}})
+TOPOLOGY = Topology("w")
+
+
+class Idler(Agent):
+    """Waits until it is drained, and then as long as it is told to."""
+
+    role = "runner"
+
+    def __init__(self, drain_seconds: float = 0.0) -> None:
+        super().__init__(
+            CONFIG,
+            bus=MemoryBus(MemoryBroker(), TOPOLOGY, config=CONFIG.broker),
+            topology=TOPOLOGY,
+            agent_id="runner-0",
+        )
+        self._drain_seconds = drain_seconds
+
+    async def serve(self) -> None:
+        self.set_state("idle", "a slice")
+        await self.draining.wait()
+        await asyncio.sleep(self._drain_seconds)
+
+
+class Ears:
+    """The service manager's end of the socket."""
+
+    def __init__(self, address: str | Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.setblocking(False)
+        self.socket.bind(str(address))
+
+    def heard(self) -> list[list[str]]:
+        """The datagrams since the last call, each as its lines."""
+        found = []
+        while True:
+            try:
+                found.append(self.socket.recv(4096).decode().split("\n"))
+            except BlockingIOError:
+                return found
+
+
+class Noting(ServiceManager):
+    """Notes what is told, and when."""
+
+    def __init__(self, watchdog: float | None) -> None:
+        super().__init__("/nowhere", watchdog)
+        self.told: list[tuple[float, tuple[str, ...]]] = []
+        self.deaf = False
+
+    def tell(self, *lines: str) -> bool:
+        if not self.deaf:
+            self.told.append((asyncio.get_running_loop().time(), lines))
+        return not self.deaf
+
+    def times(self, line: str) -> list[float]:
+        return [when for when, lines in self.told if line in lines]
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[list[Any]]:
+    with capture_logs() as kept:
+        yield kept
+
+
+@pytest.fixture
+def ears(tmp_path: Path) -> Iterator[Ears]:
+    made = Ears(tmp_path / "notify")
+    yield made
+    made.socket.close()
+
+
+def live(signs: Signs, script: Any, agent: Idler | None = None) -> None:
+    async def main() -> None:
+        one = agent or Idler()
+        running = asyncio.create_task(one.with_background(one.run(), signs.told(one)))
+        await script(one)
+        one.drain()
+        await running
+
+    run_virtually(main())
+
+
+# -- what is asked of us
+
+
+def test_the_environment_is_taken_out(tmp_path: Path, ears: Ears) -> None:
+    health_file = tmp_path / "health"
+    environ = {
+        "NOTIFY_SOCKET": str(tmp_path / "notify"),
+        "WATCHDOG_USEC": "3000000",
+        "WATCHDOG_PID": str(os.getpid()),
+        HEALTH_VARIABLE: str(health_file),
+        "PATH": "/bin",
+    }
+    signs = Signs.from_environment(environ)
+    assert environ == {"PATH": "/bin"}
+    assert signs.interval == 1.5
+    with signs.ended():
+        health_file.write_text("x")
+    assert ears.heard() == [["STOPPING=1"]]
+    assert not health_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "interval"),
+    [
+        ({"WATCHDOG_USEC": "4000000", "WATCHDOG_PID": "1"}, 5.0),  # another process is watched
+        ({"WATCHDOG_USEC": "4000000"}, 2.0),  # whoever has the variable
+        ({"WATCHDOG_USEC": "600000000"}, 5.0),  # the status is told more often
+        ({"WATCHDOG_USEC": "soon"}, 5.0),
+        ({"WATCHDOG_USEC": "-4"}, 5.0),
+        ({"WATCHDOG_USEC": "0"}, 5.0),
+        ({}, 5.0),
+    ],
+)
+def test_the_watchdog_is_ours_or_not(variables: dict[str, str], interval: float, logs: list[Any]) -> None:
+    signs = Signs.from_environment({"NOTIFY_SOCKET": "/nowhere", **variables})
+    assert signs.interval == interval
+    unusable = variables.get("WATCHDOG_USEC") in {"soon", "-4", "0"}
+    assert [entry["event"] for entry in logs] == (["watchdog_unusable"] if unusable else [])
+
+
+def test_the_agents_of_a_supervisor_say_nothing(tmp_path: Path, ears: Ears) -> None:
+    environ = {"NOTIFY_SOCKET": str(tmp_path / "notify"), HEALTH_VARIABLE: str(tmp_path / "health")}
+    signs = Signs.from_environment(environ, supervised=True)
+    with signs.ended():
+        live(signs, lambda _agent: asyncio.sleep(12))
+    assert environ == {}
+    assert ears.heard() == []
+    assert not (tmp_path / "health").exists()
+
+
+def test_an_address_of_a_kind_we_do_not_know_is_said_and_left(logs: list[Any]) -> None:
+    signs = Signs.from_environment({"NOTIFY_SOCKET": "vsock:2:1234"})
+    live(signs, lambda _agent: asyncio.sleep(12))
+    assert [(entry["event"], entry["seen"]) for entry in logs if "seen" in entry] == [
+        ("service_manager_unknown", "vsock:2:1234")
+    ]
+
+
+# -- datagrams
+
+
+def test_paths_and_abstract_names(ears: Ears, tmp_path: Path) -> None:
+    assert ServiceManager(str(tmp_path / "notify")).tell("READY=1", "STATUS=up")
+    assert ears.heard() == [["READY=1", "STATUS=up"]]
+    name = f"tmq-test-{os.getpid()}"
+    abstract = Ears(f"\0{name}")
+    assert ServiceManager(f"@{name}").tell("WATCHDOG=1")
+    assert abstract.heard() == [["WATCHDOG=1"]]
+    abstract.socket.close()
+
+
+def test_a_manager_that_is_gone_costs_one_line_of_log(tmp_path: Path, logs: list[Any]) -> None:
+    manager = ServiceManager(str(tmp_path / "gone"))
+    assert not manager.tell("READY=1")
+    assert not manager.tell("READY=1")
+    assert [entry["event"] for entry in logs] == ["service_manager_not_told"]
+
+
+def test_a_full_socket_does_not_block(tmp_path: Path, ears: Ears) -> None:
+    manager = ServiceManager(str(tmp_path / "notify"))
+    told = [manager.tell("WATCHDOG=1") for _ in range(10_000)]
+    assert told[0]
+    assert not told[-1]
+    ears.heard()
+    assert manager.tell("WATCHDOG=1")
+
+
+# -- what an agent's life sounds like
+
+
+def test_ready_status_pings_stopping_in_order() -> None:
+    manager = Noting(watchdog=4.0)
+    live(Signs(manager), lambda _agent: asyncio.sleep(60))
+    first = manager.told[0][1]
+    assert first[0].startswith("STATUS=starting")
+    assert "READY=1" not in first
+    assert len(manager.times("READY=1")) == 1
+    assert len(manager.times("STOPPING=1")) == 1
+    assert manager.times("READY=1") < manager.times("STOPPING=1")
+    assert "STATUS=idle; waits for a slice" in {line for _, lines in manager.told for line in lines}
+    pings = manager.times("WATCHDOG=1")
+    assert max(after - before for before, after in itertools.pairwise(pings)) <= 2.0
+    said = [line for _, lines in manager.told for line in lines if line.startswith("STATUS=")]
+    assert all(one != other for one, other in itertools.pairwise(said)), "only changes are told"
+
+
+def test_not_ready_before_it_is_connected() -> None:
+    manager = Noting(watchdog=4.0)
+    agent = Idler()
+    connect = agent.bus.connect
+
+    async def late() -> None:
+        await asyncio.sleep(100)
+        await connect()
+
+    agent.bus.connect = late  # type: ignore[method-assign]
+    live(Signs(manager), lambda _agent: asyncio.sleep(110), agent)
+    starting = [lines for when, lines in manager.told if when < manager.times("READY=1")[0]]
+    assert len(starting) >= 40
+    assert manager.times("READY=1")[0] - manager.told[0][0] >= 100
+    assert all("WATCHDOG=1" in lines for lines in starting)
+    assert all(any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in lines) for lines in starting)
+
+
+def test_draining_before_the_connection_stands_ends_at_once() -> None:
+    agent = Idler()
+    agent.bus.connect = lambda: asyncio.sleep(1e6)  # type: ignore[method-assign, assignment]
+    seconds: list[float] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        running = asyncio.create_task(agent.run())
+        await asyncio.sleep(5)
+        agent.drain()
+        begun = loop.time()
+        await running
+        seconds.append(loop.time() - begun)
+
+    run_virtually(main())
+    assert seconds[0] < 1
+
+
+def test_a_long_drain_asks_for_time_but_not_for_ever() -> None:
+    manager = Noting(watchdog=20.0)
+    live(Signs(manager), lambda _agent: asyncio.sleep(30), Idler(drain_seconds=LONGEST_DRAIN + 300))
+    asked = [when for when, lines in manager.told if any(line.startswith("EXTEND_TIMEOUT_USEC=") for line in lines)]
+    begun = manager.times("STOPPING=1")[0]
+    during = [when - begun for when in asked if when >= begun]
+    assert during[0] == 0
+    assert LONGEST_DRAIN - 10 <= during[-1] < LONGEST_DRAIN
+    assert not any(20 < when < begun for when in asked), "no excuse while it works"
+    assert f"EXTEND_TIMEOUT_USEC={int((EXTENSION + 5) * 1e6)}" in {line for _, lines in manager.told for line in lines}
+
+
+def test_what_was_not_heard_is_said_again() -> None:
+    manager = Noting(watchdog=4.0)
+    manager.deaf = True
+
+    async def script(_agent: Idler) -> None:
+        await asyncio.sleep(30)
+        manager.deaf = False
+        await asyncio.sleep(10)
+
+    live(Signs(manager), script)
+    assert len(manager.times("READY=1")) == 1
+    assert "STATUS=idle; waits for a slice" in manager.told[0][1]
+
+
+def test_the_status_names_what_is_wrong_with_the_broker() -> None:
+    agent = Idler()
+
+    class Troubled:
+        trouble = "connection to amqp://tmq:secret@b:1/ lost:\n reset"
+
+    agent.bus = Troubled()  # type: ignore[assignment]
+    assert status_of(agent) == "starting; connects to the broker"
+
+    async def main() -> None:
+        agent.serving.set()
+        agent.state = "working"
+        assert status_of(agent) == "working; waits for the broker: connection to amqp://tmq:***@b:1/ lost: reset"
+        agent.draining.set()
+        agent.state = "x" * 1000
+        assert status_of(agent).startswith("draining; waits for the broker")
+        Troubled.trouble = "x" * 1000
+        assert len(status_of(agent)) == 200
+
+    run_virtually(main())
+
+
+async def test_a_blocked_loop_is_silent(tmp_path: Path, ears: Ears) -> None:
+    agent = Idler()
+    signs = Signs(ServiceManager(str(tmp_path / "notify"), 0.2), HealthFile(tmp_path / "health"))
+    task = asyncio.create_task(signs.told(agent))
+
+    async def pings(number: int) -> None:
+        async with asyncio.timeout(10):
+            while number > 0:
+                number -= sum("WATCHDOG=1" in lines for lines in ears.heard())
+                await asyncio.sleep(0.01)
+
+    await pings(3)
+    ears.heard()
+    before = (tmp_path / "health").read_text()
+    time.sleep(1.0)  # noqa: ASYNC251 - blocks the loop: that is what is tested
+    assert ears.heard() == []
+    assert (tmp_path / "health").read_text() == before
+    await pings(1)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+# -- the health file
+
+
+def run_health(path: Path, max_age: float = 30.0) -> int:
+    return health(Namespace(file=str(path), max_age=max_age))
+
+
+async def test_the_health_file_is_what_the_command_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "health"
+    path.write_text("of an earlier life")
+    file = HealthFile(path)
+    assert not path.exists()
+    assert run_health(path) == 1
+    assert "there is none" in capsys.readouterr().out
+    agent = Idler()
+    file.write(agent)
+    assert run_health(path) == 1
+    assert "runner-0 starts" in capsys.readouterr().out
+    agent.serving.set()
+    file.write(agent)
+    assert run_health(path) == 0
+    assert stat.S_ISREG(path.stat().st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["health"]
+    assert READ_VARIABLE == HEALTH_VARIABLE
+    monkeypatch.setenv(HEALTH_VARIABLE, str(path))
+    assert health(Namespace(file=None, max_age=30.0)) == 0
+    assert run_health(path, max_age=0.0) == 1
+    assert "event loop is blocked" in capsys.readouterr().out
+    monkeypatch.delenv(HEALTH_VARIABLE)
+    assert health(Namespace(file=None, max_age=30.0)) == 1
+    assert HEALTH_VARIABLE in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "{}", '{"clock": "x", "ready": true, "agent": 1, "state": 1}'])
+def test_nonsense_is_not_healthy(content: str) -> None:
+    healthy, line = judge(content, 30.0, 100.0)
+    assert not healthy
+    assert "not a health file" in line
+
+
+def test_the_age_counts_on_the_machine_s_own_clock() -> None:
+    said = {"clock": 100.0, "ready": True, "agent": "runner-0", "state": "idle"}
+    assert judge(json.dumps(said), 30.0, 129.0)[0]
+    assert judge(json.dumps(said), 30.0, 131.0) == (
+        False,
+        "runner-0 wrote it 31 s ago, wanted at most 30 s: its event loop is blocked, or it was killed",
+    )
+    healthy, line = judge(json.dumps(said), 30.0, 5.0)
+    assert not healthy
+    assert "before this machine started" in line
+
+
+async def test_a_path_that_cannot_be_written_costs_one_line_of_log(tmp_path: Path, logs: list[Any]) -> None:
+    file = HealthFile(tmp_path / "no" / "such" / "folder")
+    file.write(Idler())
+    file.write(Idler())
+    assert [entry["event"] for entry in logs] == ["health_file_not_written"]

@@ -1,0 +1,70 @@
+"""What a broker's user needs for its part in a run, as patterns for ``rabbitmqctl``; tested against a real broker."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from trinity_mq.bus.topology import Topology
+
+Role = Literal["agent", "submitter", "reader"]
+ROLES: tuple[Role, ...] = get_args(Role)
+NOTHING = "^$"
+
+
+@dataclass(frozen=True, slots=True)
+class TopicPermission:
+    """Which routing keys of one exchange may be published with and bound to."""
+
+    exchange: str
+    write: str
+    read: str
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """Regular expressions over the names of exchanges and queues, as RabbitMQ takes them."""
+
+    configure: str
+    write: str
+    read: str
+    topics: tuple[TopicPermission, ...] = ()
+
+
+def permissions(run: str, role: Role, *, replies: bool = False) -> Permissions:
+    """Return the fewest permissions that suffice.
+
+    Args:
+        run: The run's name.
+        role: ``agent`` runs explorer, runner, operator or trainer, declares everything and cleans up behind a run;
+            ``submitter`` hands in tasks and gets their outcomes; ``reader`` looks: status, inspect, dead list.
+        replies: agent: may answer submitters. That takes the default exchange, by which a user can publish into every
+            queue of the virtual host whose name it knows, so give it only where the virtual host is the run's own.
+
+    Raises:
+        ValueError: The name is none of a run.
+    """
+    prefix = "^" + re.escape(Topology(run).prefix).replace("\\-", "-")
+    if role == "agent":
+        return Permissions(prefix, f"{prefix}|^amq\\.default$" if replies else prefix, prefix)
+    tasks, ready = Topology(run).exchange("tasks"), Topology(run).exchange("ready")
+    if role == "submitter":
+        own = rf"{prefix}replies\.submit\."
+        return Permissions(own, f"{prefix}tasks$", own, (TopicPermission(tasks, "^submit$", NOTHING),))
+    own = rf"{prefix}telemetry\."
+    return Permissions(
+        own,
+        rf"{prefix}(telemetry\.|ready$)",  # inspect finds the end of the stream by a mark of its own
+        rf"{prefix}(telemetry(\..*)?|ready|dead)$",
+        (TopicPermission(ready, "^mark$", ".*"),),
+    )
+
+
+def rabbitmqctl_lines(user: str, vhost: str, wanted: Permissions) -> list[str]:
+    """Return the commands that give a user these permissions, and take away others that it had on these exchanges."""
+    on = ["-p", vhost, user]
+    lines = [["rabbitmqctl", "set_permissions", *on, wanted.configure, wanted.write, wanted.read]]
+    lines += [["rabbitmqctl", "set_topic_permissions", *on, one.exchange, one.write, one.read] for one in wanted.topics]
+    return [shlex.join(line) for line in lines]
