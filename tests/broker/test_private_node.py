@@ -188,3 +188,20 @@ time.sleep(60)
         await parent.wait()
     await until(lambda: gone(pid))
     await until(lambda: silent(epmd_port))
+
+
+async def test_a_queue_made_just_before_a_crash_answers_again(base: Path) -> None:
+    """On 3.10 what was in it may be gone, confirmed or not; that nobody could ask it any more was worse."""
+    queue = Topology("crash").tasks_train
+    for _ in range(2):
+        async with PrivateNode(base) as node:
+            bus = RabbitBus(node.url, Topology("crash"), config=BrokerConfig(), name="tester")
+            await bus.connect()
+            try:
+                await bus.declare(queue)
+                assert await bus.publish("", queue.name, Envelope(body=b"body", kind="test"), timeout=10.0)
+                async with await bus.consume(queue) as feed, asyncio.timeout(10):
+                    await anext(feed)
+                await node.kill()
+            finally:
+                await bus.close()

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import structlog
+
 from trinity_mq.bus._local_node import LocalNode
 from trinity_mq.bus._node_files import (
     PLUGIN_LISTENERS,
@@ -28,6 +30,8 @@ from trinity_mq.bus._ports import LOOPBACK, accepts, is_free, speaks_amqp
 
 __all__ = ["NodeError", "PrivateNode", "find_rabbitmq"]
 
+log = structlog.get_logger(__name__)
+
 HOMES = (
     "/usr/lib/rabbitmq/lib/rabbitmq_server-*",
     "/usr/local/lib/rabbitmq/lib/rabbitmq_server-*",
@@ -40,6 +44,11 @@ NOT_INSTALLED = (
     "RabbitMQ is not installed: `apt-get install rabbitmq-server` (Debian, Ubuntu) or `brew install rabbitmq` (macOS), "
     "or start Docker, or set broker.url to a broker that runs elsewhere"
 )
+ELECT = (
+    "[ra:trigger_election(amqqueue:get_pid(Q)) || Q <- rabbit_amqqueue:list(), "
+    "amqqueue:get_type(Q) =:= rabbit_quorum_queue], ok."
+)
+"""Has every quorum queue of the node hold an election; where there is a leader, that changes nothing that lasts."""
 READY_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
 EPMD_TIMEOUT = 10.0
@@ -87,6 +96,8 @@ class PrivateNode(LocalNode):
         self._node = f"{name}@localhost"
         self._server: subprocess.Popen[bytes] | None = None
         self._epmd: subprocess.Popen[bytes] | None = None
+        self._recovers = False
+        """It starts with data of an earlier life, and has not been ready since."""
 
     @property
     def pid(self) -> int | None:
@@ -107,6 +118,7 @@ class PrivateNode(LocalNode):
         self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
         await self._lock.take()
         try:
+            self._recovers = (self.base / "data").exists()
             environment = await self._prepare()
             self._epmd = self._spawn(
                 [_find_epmd(), "-port", environment["ERL_EPMD_PORT"], "-address", LOOPBACK], environment
@@ -134,10 +146,23 @@ class PrivateNode(LocalNode):
                             f"RabbitMQ in {self.base} died (exit code {code})\n{failure_excerpt(self.base)}"
                         )
                     await asyncio.sleep(POLL_SECONDS)  # nothing tells when a listener opens
+                if self._recovers:
+                    await self._elect()
         except TimeoutError:
             raise NodeError(
                 f"RabbitMQ in {self.base} was not ready in {timeout:g} s\n{failure_excerpt(self.base)}"
             ) from None
+
+    async def _elect(self) -> None:
+        """See to it that every quorum queue has a leader again. One that was declared in the last moments before a crash
+        may come back without its log; RabbitMQ takes it for a new one, whose election others will call, and from then
+        on it answers nobody.
+        """
+        try:
+            await self.ctl("eval", ELECT)
+        except NodeError as error:
+            log.warning("no_election", node=str(self.base), reason=str(error))
+        self._recovers = False
 
     async def stop(self) -> None:
         """Stop cleanly, so that everything is on disk; kill what does not stop in time."""
