@@ -154,9 +154,8 @@ class PrivateNode(LocalNode):
             ) from None
 
     async def _elect(self) -> None:
-        """See to it that every quorum queue has a leader again. One that was declared in the last moments before a crash
-        may come back without its log; RabbitMQ takes it for a new one, whose election others will call, and from then
-        on it answers nobody.
+        """See to it that every quorum queue has a leader again. One that was declared just before a crash may come back
+        without its log; RabbitMQ takes it for new, and waits for others to call its first election: it answers nobody.
         """
         try:
             await self.ctl("eval", ELECT)
