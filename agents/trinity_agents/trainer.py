@@ -7,7 +7,7 @@ closed batch is one unit of progress, whatever is left in it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +70,21 @@ class Trainer(Agent):
         self.finished = False
         blobs = open_store(config.broker, topology.run)
         self._in_batch_order = config.synchronizer.sync_style == "fixed"
-        self.source = StreamSource(bus, topology, agent_id, blobs, in_batch_order=self._in_batch_order)
+        self.source = StreamSource(
+            bus,
+            topology,
+            agent_id,
+            blobs,
+            in_batch_order=self._in_batch_order,
+            batches_per_step=config.trainer.batches_per_step,
+        )
         self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
         self._lock: Lock | None = None
         self._history: History | None = None
         self._saved_progress = self._first_step = 0
         self._answered = 0
         """The last batch for which the explorer asked for our newest weights and for which they were committed."""
-        self._in_hand: str | None = None
+        self._in_hand: list[str] = []
         self.gate = Gatekeeper(
             name=agent_id,
             config=config.synchronizer,
@@ -113,7 +120,7 @@ class Trainer(Agent):
             "epoch": machine.epoch,
             "phase": self.gate.phase,
             "members": sorted(machine.members),
-            "in_hand": [*self.source.waiting, *([self._in_hand] if self._in_hand else [])],
+            "in_hand": [*self.source.waiting, *self._in_hand],
             "sync": self.gate.report(),
             "finished": self.finished,
         }
@@ -250,32 +257,19 @@ class Trainer(Agent):
             return
         self.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
         started = asyncio.get_running_loop().time()
-        if await self._unless_over(self.gate.sync(self.version, self.progress)):
+        syncing = self.gate.sync(self.version, self.progress)
+        if await self.woken.unless(lambda: self.draining.is_set() or self._is_run_over, syncing):
             spent = asyncio.get_running_loop().time() - started
             self._answered = max(self._answered, wanted)
             self.report(self.progress, {"time/sync_weight": spent, **self.gate.metrics()})
         await self.gate.settled()
         self.beat_soon()
 
-    async def _unless_over(self, work: Awaitable[None]) -> bool:
-        """Await ``work``, but give it up when asked to drain or when the run is over; True when it was done."""
-        over = self.woken.until(lambda: self.draining.is_set() or self._is_run_over)
-        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(over)]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
-                return True
-            return False
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-
     async def _consume(self) -> None:
         self.set_state("working", None)
         batch = await self.source.next()
-        self._in_hand = batch.ticket
+        batches = [batch, *batch.beside]
+        self._in_hand = [one.ticket for one in batches]
         loop = asyncio.get_running_loop()
         started = loop.time()
         verdict = await work_off(
@@ -286,18 +280,21 @@ class Trainer(Agent):
             max_staleness=self.config.synchronizer.effective_max_staleness,
         )
         self.step += verdict.stepped
-        self.progress += 1
-        ended = [(batch, verdict), *zip(batch.repaired, verdict.repaired, strict=True)]
-        for one, end in ended:
+        first, self.progress = self.progress + 1, self.progress + len(batches)
+        ended = list(zip(itertools.count(first), batches, [verdict, *verdict.beside], strict=False))
+        along = list(zip(itertools.repeat(self.progress), batch.repaired, verdict.repaired, strict=False))
+        for progress, one, end in (*ended, *along):
             if end.kills:
-                letter = skipped_letter(self._progress_of(one, end), self.id, self.topology)
+                letter = skipped_letter(self._progress_of(progress, one, end), self.id, self.topology)
                 await self.bus.publish(self.topology.exchange("dead"), "ready", letter)
         self.source.consumed()
-        self._in_hand = None
-        for one, end in ended:
-            self._record(one, end, repaired=one is not batch)
-        mail = envelope(self._progress_of(batch, verdict), message_id=f"progress-{self.generation}-{self.progress}")
-        await self.bus.publish(self.topology.exchange("results"), "progress", mail)
+        self._in_hand = []
+        for number, (progress, one, end) in enumerate((*ended, *along)):
+            self._record(progress, one, end, repaired=number >= len(ended))
+        for progress, one, end in ended:
+            told = self._progress_of(progress, one, end)
+            mail = envelope(told, message_id=f"progress-{self.generation}-{progress}")
+            await self.bus.publish(self.topology.exchange("results"), "progress", mail)
         metrics = verdict.counts | verdict.metrics
         metrics["time/batch"] = loop.time() - started
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
@@ -308,10 +305,10 @@ class Trainer(Agent):
         if due or self.source.bytes_since_save > self.config.broker.ready_max_bytes / 4:
             await self._save()
 
-    def _record(self, batch: TrainBatch, end: Verdict, *, repaired: bool) -> None:
+    def _record(self, progress: int, batch: TrainBatch, end: Verdict, *, repaired: bool) -> None:
         assert self._history is not None
         self._history.record(
-            progress=self.progress,
+            progress=progress,
             step=self.step,
             batch=batch.batch,
             ticket=batch.ticket,
@@ -323,15 +320,15 @@ class Trainer(Agent):
         if repaired:
             log.info("repaired_batch", batch=batch.batch, outcome=end.outcome, reason=end.reason)
 
-    def _progress_of(self, batch: TrainBatch, verdict: Verdict) -> Progress:
+    def _progress_of(self, progress: int, batch: TrainBatch, verdict: Verdict) -> Progress:
         return Progress(
-            progress=self.progress,
+            progress=progress,
             generation=self.generation,
             step=self.step,
             batch=batch.batch,
             ticket=batch.ticket,
             outcome=verdict.outcome,
-            dropped=int(verdict.metrics.get("sample/dropped_stale_experiences", 0)),
+            dropped=verdict.dropped,
             stale_tasks=verdict.stale_tasks,
             reason=verdict.reason,
         )
@@ -387,7 +384,7 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
             bus=bus,
             topology=topology,
             agent_id=agent_id,
-            learner=TorchLearner(config, model, config.buffer.total_steps),
+            learner=TorchLearner(config, model, config.train_steps),
             channel=open_channel(config),
             metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
             fingerprint=fingerprint(model),

@@ -18,6 +18,7 @@ import aiohttp
 import torch
 from safetensors.torch import load_file
 
+from tests.chaos.sync_victims import ENGINE_POINTS_VARIABLE
 from tests.chaos.victims import NOTES_VARIABLE, POINT_VARIABLE
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.connect import URL_VARIABLE
@@ -62,7 +63,7 @@ class SyncArena:
         folder: Of the run.
         url: The broker's.
         name: Of the run on the broker.
-        points: By agent id, where each of its lives ends; after these it lives on.
+        points: By the id of an agent or engine, where each of its lives ends; after these it lives on.
         method: How weights travel.
         urls: By agent id, another way to the broker.
     """
@@ -165,9 +166,10 @@ class SyncArena:
                 NOTES_VARIABLE: str(self._notes),
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "agents")]),
             }
-            points = self._points.get(agent)
-            if points:
+            if points := self._points.get(agent):
                 told[POINT_VARIABLE] = points.pop(0)
+            if points := self._points.get(f"{agent}-engine"):
+                told[ENGINE_POINTS_VARIABLE] = ",".join(points)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env={**os.environ, **told},
@@ -256,9 +258,9 @@ class SyncArena:
             told = {where for _, where, _ in self.deaths}
             for note in self._notes.iterdir():
                 where = note.read_text()
-                of_engine = where.startswith("engine") or (where == "broadcast" and self._victims[where] in HOSTS)
-                if of_engine and where not in told:
-                    self._died(self._victims[where], where)
+                victim = self._victims.get(where)  # None: half a note
+                if victim in ENGINES and where not in told:
+                    self._died(victim, where)
             return len(self.deaths) > number
 
         await self.changed.until(known)

@@ -3,7 +3,8 @@
 ``python -m tests.chaos.sync_victims trainer|engine-host ID CONFIG_FILE`` with ``CHAOS_POINT="said go:2"``: SIGKILL when
 go has been published for the second time. Points: ``saying``, ``said`` and ``heard`` with an event's verb, in a trainer
 or a host; ``engine pause``, ``engine receive``, ``engine applying`` and ``engine commit`` in an engine; in both,
-``broadcast``, a bucket of the collective. An engine inherits its host's point and dies of it once.
+``broadcast``, a bucket of the collective. ``CHAOS_ENGINE_POINTS`` are the ends of an engine's lives, with commas; it
+knows by the notes of its predecessors which of them is next.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from trinity_mq.sync.channel import open_channel
 from trinity_mq.sync.gatekeeper import Gatekeeper
 from trinity_mq.training.policy import Policy
 
+ENGINE_POINTS_VARIABLE = "CHAOS_ENGINE_POINTS"
 CANARY = (2, 3, 4, 5, 6, 7, 3, 5, 2, 6)
 STEP_SECONDS = 0.2
 LOCK_RETRY = 0.5
@@ -160,10 +162,10 @@ def at_each_bucket() -> None:
 
 
 def as_engine(arguments: Sequence[str]) -> None:
-    """Be an engine; dies at its point unless its predecessor has."""
-    notes = Path(os.environ[NOTES_VARIABLE])
-    if any(note.read_text() == POINT.name for note in notes.iterdir()):
-        POINT.name = ""
+    """Be an engine; dies at the first point at which none of its predecessors has."""
+    died = {note.read_text() for note in Path(os.environ[NOTES_VARIABLE]).iterdir()}
+    ends = filter(None, os.environ.get(ENGINE_POINTS_VARIABLE, "").split(","))
+    POINT.set(next((end for end in ends if end.partition(":")[0] not in died), None))
     for name in ("pause", "receive", "commit"):
         handler = getattr(AdminApi, name)
 

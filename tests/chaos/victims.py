@@ -43,7 +43,14 @@ RUN_SECONDS = 0.15
 class Point:
     """Where this process dies, if anywhere."""
 
+    name: str
+    _left: int
+
     def __init__(self, said: str | None) -> None:
+        self.set(said)
+
+    def set(self, said: str | None) -> None:
+        """Have the process die there instead."""
         self.name, _, number = (said or "").rpartition(":")
         self._left = int(number) if self.name else 0
 

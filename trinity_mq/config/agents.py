@@ -185,6 +185,9 @@ class TrainerConfig(Section):
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer's torch."""
     batches_per_step: int = Field(default=1, ge=1)
+    """Batches that make a train step together. Each of them counts as progress; the last step of a run takes what is
+    left. Under ``fixed`` it divides ``synchronizer.sync_interval``, else it is at most ``pipeline_depth + 1``: the
+    explorer would wait for the trainer, and the trainer for the explorer."""
 
 
 class MonitorConfig(Section):

@@ -80,6 +80,22 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _whole_steps(self) -> Config:
+        together, sync = self.trainer.batches_per_step, self.synchronizer
+        if sync.sync_style == "fixed" and sync.sync_interval % together:
+            raise ValueError(
+                f"trainer.batches_per_step is {together}, which does not divide synchronizer.sync_interval "
+                f"{sync.sync_interval}: weights would be due in the middle of a step. Choose one that divides it"
+            )
+        if sync.sync_style != "fixed" and together > sync.pipeline_depth + 1:
+            raise ValueError(
+                f"trainer.batches_per_step is {together}, but the explorer is at most synchronizer.pipeline_depth + 1 "
+                f"= {sync.pipeline_depth + 1} batches ahead: no step would ever begin. Raise pipeline_depth to "
+                f"{together - 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sampling(self) -> Config:
         truncating = {
             "top_k",
@@ -130,6 +146,12 @@ class Config(Section):
                 "would not find them all. Save more often or keep more"
             )
         return self
+
+    @property
+    def train_steps(self) -> int | None:
+        """Train steps of the run if each batch is trained on, None where the taskset decides."""
+        batches, together = self.buffer.total_steps, self.trainer.batches_per_step
+        return None if batches is None else -(-batches // together)
 
     @property
     def estimated_batch_bytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 
 class Notifier:
@@ -37,3 +37,17 @@ class Notifier:
         """Return once ``predicate`` holds; it is asked now and after each :meth:`notify`."""
         while not predicate():
             await self.wait()
+
+    async def unless(self, predicate: Callable[[], bool], work: Awaitable[None]) -> bool:
+        """Await ``work``, but give it up once ``predicate`` holds; return whether it was done."""
+        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self.until(predicate))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+                return True
+            return False
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)

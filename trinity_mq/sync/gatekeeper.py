@@ -20,6 +20,7 @@ from trinity_mq.sync.canary import Canary
 from trinity_mq.sync.channel import Channel, ChannelError, Pull
 from trinity_mq.sync.commands import AbandonCollective, Command, Committed, Failed, Send, StartCollective
 from trinity_mq.sync.coordinator import Coordinator
+from trinity_mq.sync.phases import Phases
 from trinity_mq.sync.roster import Phase
 
 log = structlog.get_logger(__name__)
@@ -76,6 +77,8 @@ class Gatekeeper:
         """Where one member alone gets the committed version."""
         self._syncing = False
         self._outcome: asyncio.Future[Committed | Failed] | None = None
+        self._last = Phases()
+        """Where the time of the last committed try went; its members may still be on their way back to serving."""
         self._travelling: tuple[Any, Any] = ([], [])
         """Tensors and manifest of the try under way."""
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
@@ -226,6 +229,8 @@ class Gatekeeper:
     # -- inside
 
     def _enqueue(self, commands: list[Command]) -> None:
+        if self.machine.phases.committed is not None:
+            self._last = self.machine.phases
         for command in commands:
             self._commands.put_nowait(command)
         self._rescheduled.notify()
@@ -251,7 +256,7 @@ class Gatekeeper:
                     life=message.life,
                 )
             )
-            machine.phases.resumed(message)
+            self._last.resumed(message)
         elif message.verb == "leave":
             self._enqueue(machine.leave(message.sender, now, life=message.life))
         elif message.verb == "ready":
@@ -346,8 +351,8 @@ class Gatekeeper:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Milliseconds of the last sync, see :data:`trinity_mq.sync.phases.PHASES`."""
-        return self.machine.phases.milliseconds()
+        """Milliseconds of the last sync that was committed, see :data:`trinity_mq.sync.phases.PHASES`."""
+        return self._last.milliseconds()
 
     @property
     def idle(self) -> bool:

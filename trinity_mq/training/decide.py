@@ -4,6 +4,7 @@ decisions out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -114,10 +115,9 @@ class Decider:
         found = (decision for _, decision in self._repaired.values())
         return [decision for decision in found if decision.offset < before.offset and decision.batch < before.batch]
 
-    @property
-    def first(self) -> Decision | None:
-        """The decision made first of those not consumed, if there is one."""
-        return next(iter(self._decided.values()), None)
+    def first(self, count: int) -> list[Decision]:
+        """Return up to so many of the decisions not consumed, those made first."""
+        return list(itertools.islice(self._decided.values(), count))
 
     def consume(self, decision: Decision) -> None:
         """The batch was trained on or skipped, or a repaired one along with it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ MARK_TIMEOUT = 60.0
 
 @dataclass(slots=True)
 class TrainBatch:
-    """One unit of progress, however many experiences are left in it."""
+    """One unit of progress, however many experiences are left in it; with others beside it, a train step's worth."""
 
     batch: int
     ticket: str
@@ -39,6 +40,8 @@ class TrainBatch:
     experiences: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
+    beside: list[TrainBatch] = field(default_factory=list)
+    """The other batches of its train step, in order (``trainer.batches_per_step``)."""
     repaired: list[TrainBatch] = field(default_factory=list)
     """Earlier batches that were progress as failed, and that operators could process since: to be trained on with this
     one, so that a step more does not make other batches older."""
@@ -48,7 +51,7 @@ class Source(Protocol):
     """Train batches in order; its state is part of the checkpoint and opaque to the trainer."""
 
     async def next(self) -> TrainBatch:
-        """Return the next batch once there is one."""
+        """Return the next batch, and what belongs to its train step, once all of it is there."""
 
     def state(self) -> dict[str, Any]:
         """Return what :meth:`restore` needs to go on behind the batches consumed so far."""
@@ -63,10 +66,17 @@ class StreamSource:
     """
 
     def __init__(
-        self, bus: Bus, topology: Topology, by: str, store: BlobStore | None = None, *, in_batch_order: bool = True
+        self,
+        bus: Bus,
+        topology: Topology,
+        by: str,
+        store: BlobStore | None = None,
+        *,
+        in_batch_order: bool = True,
+        batches_per_step: int = 1,
     ) -> None:
         self._bus, self._topology, self._by, self._store = bus, topology, by, store
-        self._in_batch_order = in_batch_order
+        self._in_batch_order, self._batches_per_step = in_batch_order, batches_per_step
         self._decider = Decider()
         self._consumed_batches = 0
         """All batches up to this one are consumed."""
@@ -93,23 +103,39 @@ class StreamSource:
         return self._decider.unused
 
     def available(self) -> bool:
-        """The next batch is here, and we know that the stream is ours."""
-        return self._marked and self._next_decision() is not None
+        """What makes the next train step is here, and we know that the stream is ours."""
+        return self._marked and bool(self._next_decisions())
 
-    def _next_decision(self) -> Decision | None:
-        return self._decider.peek(self._consumed_batches + 1) if self._in_batch_order else self._decider.first
+    def _next_decisions(self) -> list[Decision]:
+        """Return the decisions of the next train step, none as long as one of them is missing. The last step of a run
+        takes what is left.
+        """
+        count = self._batches_per_step
+        if self._decider.ended is not None:
+            count = min(count, self._decider.ended - self._consumed_batches - len(self._ahead))
+        if not self._in_batch_order:
+            there = self._decider.first(count)
+        else:
+            found = (self._decider.peek(self._consumed_batches + 1 + number) for number in range(count))
+            there = [decision for decision in found if decision is not None]
+        return there if len(there) == count else []
+
+    def _repaired(self, decisions: Sequence[Decision]) -> list[Decision]:
+        found = {one.ready.ticket: one for decision in decisions for one in self._decider.repaired(decision)}
+        return list(found.values())
 
     async def next(self) -> TrainBatch:
-        """Return the next batch once there is one, decoded on a thread; an undecodable chunk fails its batch.
+        """Return the next batch with all that belongs to its train step once it is there, decoded on a thread; an
+        undecodable chunk fails its batch.
 
         Raises:
             RestartMe: A chunk lies in the blob store, and that does not answer: no reason to lose the batch.
         """
         await self.changed.until(self.available)
-        decision = self._next_decision()
-        assert decision is not None
-        batch = await self._read(decision)
-        batch.repaired = [await self._read(one) for one in self._decider.repaired(decision)]
+        decisions = self._next_decisions()
+        batch, *beside = [await self._read(one) for one in decisions]
+        batch.beside = beside
+        batch.repaired = [await self._read(one) for one in self._repaired(decisions)]
         return batch
 
     async def _read(self, decision: Decision) -> TrainBatch:
@@ -129,12 +155,11 @@ class StreamSource:
         return batch
 
     def consumed(self) -> None:
-        """The batch that :meth:`next` returned last is done with, and so are the repaired ones in it."""
-        decision = self._next_decision()
-        assert decision is not None
-        for one in (*self._decider.repaired(decision), decision):
+        """The batches that :meth:`next` returned last are done with, repaired ones among them."""
+        decisions = self._next_decisions()
+        for one in (*self._repaired(decisions), *decisions):
             self._decider.consume(one)
-        self._advance({decision.batch})
+        self._advance({one.batch for one in decisions})
 
     def _advance(self, consumed: set[int]) -> None:
         self._ahead |= consumed

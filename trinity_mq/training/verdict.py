@@ -1,9 +1,10 @@
-"""What becomes of one batch, and of repaired ones along with it: trained on, or left out and why."""
+"""What becomes of the batches of a train step, repaired ones among them: trained on, or left out and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 
@@ -35,15 +36,19 @@ class Verdict:
     """Of the train step, for all that was in it."""
     stale_tasks: list[int] = field(default_factory=list)
     """Tasks whose groups were too old."""
+    dropped: int = 0
+    """Experiences in those groups."""
     kills: bool = False
     """It was skipped because trainers did not survive it; its dead letter is for people to look at."""
+    beside: list[Verdict] = field(default_factory=list)
+    """Of the other batches of the step, in their order."""
     repaired: list[Verdict] = field(default_factory=list)
     """Of the repaired batches that went along, in their order."""
 
     @property
     def stepped(self) -> bool:
         """Whether a train step was made."""
-        return "trained" in {self.outcome, *(one.outcome for one in self.repaired)}
+        return "trained" in {self.outcome, *(one.outcome for one in (*self.beside, *self.repaired))}
 
     @property
     def counts(self) -> dict[str, float]:
@@ -57,7 +62,7 @@ class Verdict:
 async def work_off(
     batch: TrainBatch, step: int, *, learner: Learner, attempts: StepAttempts, max_staleness: int
 ) -> Verdict:
-    """Train on ``batch``, and repaired ones along with it, if there is something to train on; what is left in each is
+    """Train on ``batch`` and on what belongs to its step, if there is something to train on; what is left in each is
     what was trained on.
 
     Args:
@@ -67,13 +72,15 @@ async def work_off(
         attempts: Noted before the step and cleared after it, so that a batch that kills trainers is known.
         max_staleness: Groups with an older token are dropped whole, before any optimizer step.
     """
-    parts = [batch, *batch.repaired]
-    limits = [MAX_STARTS] + [MAX_STARTS_REPAIRED] * len(batch.repaired)
+    parts = [batch, *batch.beside, *batch.repaired]
+    own = 1 + len(batch.beside)
+    limits = [MAX_STARTS] * own + [MAX_STARTS_REPAIRED] * len(batch.repaired)
     ends = {
         number: _unfit(part, attempts, limit) for number, (part, limit) in enumerate(zip(parts, limits, strict=True))
     }
     usable = [number for number, end in ends.items() if end is None]
     stale = {number: stale_tasks(parts[number].experiences, step, max_staleness) for number in usable}
+    sizes = {number: len(parts[number].experiences) for number in usable}
     metrics: dict[str, float] = {}
     if usable:
         kept, metrics = _fresh([parts[number] for number in usable], step, max_staleness)
@@ -84,14 +91,18 @@ async def work_off(
             attempts.finish(tickets)
     stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
     for number in usable:
+        too_old: dict[str, Any] = {
+            "stale_tasks": stale[number],
+            "dropped": sizes[number] - len(parts[number].experiences),
+        }
         if not parts[number].experiences:
-            ends[number] = Verdict("dropped", "every group was too old", stale_tasks=stale[number])
+            ends[number] = Verdict("dropped", "every group was too old", **too_old)
         elif stepped:
-            ends[number] = Verdict("trained", stale_tasks=stale[number])
+            ends[number] = Verdict("trained", **too_old)
         else:
-            ends[number] = Verdict("skipped", "no optimizer step was possible", stale_tasks=stale[number])
-    first, *repaired = [end for end in ends.values() if end is not None]
-    return Verdict(first.outcome, first.reason, metrics, first.stale_tasks, first.kills, repaired)
+            ends[number] = Verdict("skipped", "no optimizer step was possible", **too_old)
+    first, *others = [end for end in ends.values() if end is not None]
+    return replace(first, metrics=metrics, beside=others[: own - 1], repaired=others[own - 1 :])
 
 
 def _unfit(batch: TrainBatch, attempts: StepAttempts, max_starts: int) -> Verdict | None:

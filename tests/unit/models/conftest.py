@@ -46,12 +46,19 @@ def config(model_config: ModelConfig, tmp_path: Path) -> Config:
 @pytest.fixture(scope="session")
 def shared_generator(model_config: ModelConfig, folder: Path) -> TextGenerator:
     """For tests that leave the weights alone."""
-    return TextGenerator.build(model_config, folder, num_threads=1)
+    return built(model_config, folder)
 
 
 @pytest.fixture
 def generator(model_config: ModelConfig, folder: Path) -> TextGenerator:
-    return TextGenerator.build(model_config, folder, num_threads=1)
+    return built(model_config, folder)
+
+
+def built(model_config: ModelConfig, folder: Path) -> TextGenerator:
+    """Return a generator with the same weights in every run: those it is built with are random otherwise."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TextGenerator.build(model_config, folder, num_threads=1)
 
 
 @pytest.fixture(scope="session")

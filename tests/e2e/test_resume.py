@@ -1,0 +1,60 @@
+"""Everything is killed in the middle of a run, the broker too; the same command goes on from the checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trinity_mq.testing.runs import LocalRun
+from trinity_mq.training.history import lineage
+
+SMOKE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
+BATCHES = 24
+DIFFERENCE = "rollout/rollout_vs_train_logprob_diff/max"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize("method", ["collective", "checkpoint", "memory"])
+async def test_after_everything_died_no_rollout_is_made_by_other_weights_than_the_checkpoints(
+    tmp_path: Path, method: str
+) -> None:
+    folder = tmp_path / "run"
+    settings = (
+        f"buffer.total_steps={BATCHES}",
+        "trainer.save_interval=5",
+        "explorer.eval_interval=1000",
+        f"synchronizer.sync_method={method}",
+        "synchronizer.sync_interval=1",
+        "synchronizer.sync_offset=0",
+    )
+    async with LocalRun(SMOKE, folder, settings) as run:
+        await run.until_progress(12, 150.0)
+        assert run.process is not None
+        # their engine is a child of nobody here: it may be adopted, with newer weights than the checkpoint's
+        family = psutil.Process(run.process.pid).children(recursive=True)
+        run.process.kill()
+        for child in family:
+            if child.is_running():
+                os.kill(child.pid, signal.SIGKILL)
+        await run.ended(30.0)
+    before = len(run.metrics())
+    async with LocalRun(SMOKE, folder, settings) as run:
+        code, output = await run.ended(250.0)
+    assert code == 0, output
+    entries = lineage(folder / "history", 2, BATCHES)
+    assert [entry["batch"] for entry in entries] == list(range(1, BATCHES + 1))
+    uids = [uid for entry in entries for uid in entry["uids"]]
+    assert len(uids) == len(set(uids)) == BATCHES * 16 * 8
+    # with interval 1 and offset 0 each batch is made by the weights that train on it: any older or newer show here
+    lines = run.metrics()[before:]
+    again = [(line["step"], line[DIFFERENCE]) for line in lines if DIFFERENCE in line]
+    assert again
+    assert again[0][0] <= 13
+    assert [step for step, _ in again] == list(range(again[0][0], BATCHES + 1))
+    assert max(value for _, value in again) < 1e-4, again
+    assert {line["sample/staleness/max"] for line in lines if "sample/staleness/max" in line} == {0.0}
