@@ -54,7 +54,8 @@ def test_no_file_knows_the_machine_it_was_written_on() -> None:
 
 
 def test_scripts_can_be_run() -> None:
-    for name in ("scripts/demo", "scripts/test", ".ci/run"):
+    made = ("tests/containers/build-images", "tests/containers/prepare")
+    for name in ("scripts/demo", "scripts/test", "scripts/docker-engine", "scripts/compose-demo", *made, ".ci/run"):
         path = ROOT / name
         assert os.access(path, os.X_OK), name
         assert text(path).startswith("#!"), name

@@ -149,7 +149,7 @@ def test_the_names_of_older_numpy(value, protocol):
 
 @pytest.mark.parametrize("protocol", [2, 5])
 @pytest.mark.parametrize(
-    "dtype", [dtype for dtype in set(ADMITTED.values()) if isinstance(dtype, torch.dtype)], ids=str
+    "dtype", [dtype for dtype in dict.fromkeys(ADMITTED.values()) if isinstance(dtype, torch.dtype)], ids=str
 )
 def test_tensors_of_each_dtype(dtype, protocol):
     value = torch.tensor([0, 1, 1]).to(dtype)
