@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.sync_arena import ENGINES, PATIENCE, SyncArena
+from tests.chaos.sync_arena import ENGINES, PATIENCE, Answer, SyncArena
 from tests.tcp_proxy import CuttingProxy
 from trinity_mq.bus.node import PrivateNode, find_rabbitmq
 
@@ -29,7 +29,8 @@ EVERY_SCENE = [
     for method in METHODS
     for who, ends in LIVES.items()
 ]
-SCENES = EVERY_SCENE if os.environ.get("CHAOS_ALL") else [EVERY_SCENE[number] for number in (0, 2, 4, 8)]
+ALL = bool(os.environ.get("CHAOS_ALL"))
+SCENES = EVERY_SCENE if ALL else [EVERY_SCENE[number] for number in (0, 2, 4, 8)]
 
 pytestmark = [
     pytest.mark.chaos,
@@ -105,3 +106,22 @@ async def test_a_host_that_is_cut_off_in_the_middle_of_a_sync_comes_back(
 
         await arena.play(acts)
     arena.check_order()
+
+
+@pytest.mark.parametrize("method", METHODS if ALL else METHODS[:1])
+async def test_with_keep_requests_in_flight_go_on_under_the_new_weights(
+    tmp_path: Path, node: PrivateNode, unique_run: str, method: str
+) -> None:
+    arena = SyncArena(tmp_path / "run", node.url, unique_run, method=method, pause_mode="keep", max_tokens=56)
+
+    def gone_on() -> list[Answer]:
+        return [answer for answer in arena.answers if len(answer.versions) > 1]
+
+    async def acts() -> None:
+        while {answer.engine for answer in gone_on()} != set(ENGINES):
+            await arena.both_in()
+        arena.say(f"{len(gone_on())} of {len(arena.answers)} answers were made by several versions")
+
+    await arena.play(acts)
+    arena.check_order()
+    assert not arena.deaths
