@@ -291,8 +291,8 @@ class SyncArena:
         assert versions == sorted(set(versions)), versions
 
     def _check_answers(self) -> None:
-        """Each answer is by the weights of the version it names: their logprobs are recomputed. Behind a change it still
-        reads from a cache that the weights before made; that part is left out.
+        """Each answer is by the weights of the version it names: their logprobs are recomputed. What is behind a change
+        is left out: it still reads from a cache that the weights before made.
         """
         folder = ensure_model_folder(self.config.model, self.config.path / "model", self.config.seed)
         generator = TextGenerator.build(self.config.model, folder, num_threads=1)
