@@ -90,3 +90,15 @@ def test_pins_name_every_dependency() -> None:
 def test_examples_are_valid(path: Path) -> None:
     config = load_config(path, environ=EXAMPLES)
     assert config.name == path.stem
+
+
+def test_nothing_is_raised_out_of_except_star() -> None:
+    """Before Python 3.11.4, which Debian 12 does not have, it arrives wrapped in a group."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for folder in ("trinity_mq", "agents", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        for number, line in enumerate(text(path).splitlines(), 1)
+        if re.match(r"\s*except\*", line)
+    ]
+    assert found == []

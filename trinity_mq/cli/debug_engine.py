@@ -196,6 +196,8 @@ async def _send_weights(config: Config, host: EngineHost, policy: Policy) -> Non
             group.create_task(sender.broadcast(policy.weights(), manifest, 0, 0, 2))
             group.create_task(host.receive(spec, sync.sync_timeout + 5.0))
         await host.commit(VERSION, 0)
-    except* (CollectiveError, EngineError) as failed:
+    except ExceptionGroup as failed:
+        if failed.split((CollectiveError, EngineError))[1] is not None:
+            raise
         reasons = "; ".join(str(error) for error in failed.exceptions)
         raise CommandError(f"the engine did not take the weights: {reasons}\n{tail(host.output)}") from failed

@@ -79,7 +79,7 @@ async def add_teacher_logprobs_async(experiences: Sequence[Experience], teacher:
         async with asyncio.TaskGroup() as group:
             for experience in experiences:
                 group.create_task(one(experience))
-    except* Exception as errors:
+    except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 

@@ -168,7 +168,7 @@ class AsyncRubricJudgeWorkflow(_Rubric, AsyncSimpleWorkflow):
                     text: group.create_task(self.judge.scores_async(messages, count))
                     for text, messages in self._questions(responses).items()
                 }
-        except* Exception as errors:
+        except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         settle(responses, {text: task.result() for text, task in asked.items()}, self.arguments.rubric)
         return responses
