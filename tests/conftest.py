@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_in_the_environment() -> Iterator[None]:
+    """A broker's address that a test leaves behind would lead those after it to a broker that is gone."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("TRINITY_MQ_")}
+    yield
+    after = {name: value for name, value in os.environ.items() if name.startswith("TRINITY_MQ_")}
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    assert after == before, "a test changed the environment of those after it"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -144,10 +144,12 @@ async def dead_letters(url: str, topology: Topology) -> list[str]:
         await bus.close()
 
 
-async def test_a_run_shows_none(broker: Broker, topology: Topology, tmp_path: Path) -> None:
+async def test_a_run_shows_none(
+    broker: Broker, topology: Topology, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A whole run at log level debug, looked at while it goes; its connections are cut."""
     config, run = configuration(tmp_path, topology.run), topology.run
-    os.environ["TRINITY_MQ_BROKER_URL"] = broker.node.url  # _environment takes it away again
+    monkeypatch.setenv("TRINITY_MQ_BROKER_URL", broker.node.url)
     async with LocalRun(config, tmp_path / "run") as going:
         await going.until_progress(2, 120.0)
         assert going.process is not None

@@ -39,8 +39,13 @@ def test_a_signal_cancels_and_what_is_open_is_closed(number: signal.Signals) -> 
             closed = True
 
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt):
-        run_to_the_end(work())
+    # a shell starts what it puts into the background with SIGINT ignored
+    of_interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_to_the_end(work())
+    finally:
+        signal.signal(signal.SIGINT, of_interrupt)
     assert closed
     assert signal.getsignal(signal.SIGTERM) == before
 
