@@ -58,6 +58,7 @@ async def test_after_everything_died_no_rollout_is_made_by_other_weights_than_th
     again = [(line["step"], line[DIFFERENCE]) for line in lines if DIFFERENCE in line]
     assert again
     assert again[0][0] <= 13
-    assert [step for step, _ in again] == list(range(again[0][0], BATCHES + 1))
+    trained = [entry["progress"] for entry in entries if entry["uids"]]
+    assert [step for step, _ in again] == [step for step in trained if step >= again[0][0]]
     assert max(value for _, value in again) < 1e-4, again
     assert {line["sample/staleness/max"] for line in lines if "sample/staleness/max" in line} == {0.0}
