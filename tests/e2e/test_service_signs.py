@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -183,8 +182,9 @@ async def test_a_wrong_password_ends_for_good(
     broker_url: str, run_folder: Path, tmp_path: Path, manager: Manager
 ) -> None:
     """With the code that the units do not restart on."""
-    wrong: Callable[[str], str] = lambda url: url.replace(url.split("@")[0].rsplit(":", 1)[1] + "@", "wrong@")  # noqa: E731
-    async with agent("runner", wrong(broker_url), run_folder, address_of(tmp_path)) as process:
+    before, _, host = broker_url.rpartition("@")
+    wrong = f"{before.rpartition(':')[0]}:wrong@{host}"
+    async with agent("runner", wrong, run_folder, address_of(tmp_path)) as process:
         assert await asyncio.wait_for(process.wait(), START) == EXIT_FATAL
     await until(lambda: manager.count("STOPPING=1") == 1)
     assert manager.count("READY=1") == 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.agents.simulation import Simulation
 from trinity_agents.operator import Operator
 from trinity_mq.config import ConfigError, load_config
-from trinity_mq.messages import Progress
+from trinity_mq.messages import BatchClosed, Progress
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.training.history import lineage
 
@@ -76,7 +77,7 @@ def test_a_failed_batch_is_progress_and_its_neighbour_is_a_step_alone(
 ) -> None:
     process = Operator._processed
 
-    async def failing(self: Operator, manifest, parts):  # type: ignore[no-untyped-def]
+    async def failing(self: Operator, manifest: BatchClosed, parts: Any) -> Any:
         if manifest.batch in {2, 5, 6}:
             raise ValueError("not this one")
         return await process(self, manifest, parts)
