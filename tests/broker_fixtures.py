@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import aiormq
 import pytest
 
+from tests import matrix
 from tests.containers.broker_container import (
     IMAGE_VARIABLE,
     broker_container,
@@ -49,14 +50,25 @@ class RunningBroker:
     def __str__(self) -> str:
         return f"RabbitMQ {self.version}, {self.origin}"
 
+    def told(self) -> tuple[str, str]:
+        """What a worker tells: no address, which holds a password."""
+        return self.version, self.origin
+
 
 USED = pytest.StashKey[RunningBroker]()
 TOOLS = pytest.StashKey[Tools]()
-OF_WORKERS = pytest.StashKey[set[str]]()
+OF_WORKERS = pytest.StashKey[set[tuple[str, str]]]()
+MATRIX = pytest.StashKey[matrix.Matrix]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (asked := matrix.asked(config)) is not None:
+        config.stash[MATRIX] = asked
+        config.pluginmanager.register(asked)
 
 
 def pytest_report_header() -> str:
-    return f"broker: {_expected()}"
+    return f"broker: {_expected()}; of tests that start their own: {_own()}"
 
 
 def _expected() -> str:
@@ -65,12 +77,15 @@ def _expected() -> str:
         return f"given by {URL_VARIABLE}"
     if kind == "docker":
         return f"a container of {chosen_image()} in Docker {engine_version()}, started when a test asks for it"
+    return f"a private node ({_own()}), started when a test asks for it"
+
+
+def _own() -> str:
     try:
         script = find_rabbitmq()
     except NodeError as error:
         return f"none ({error})"
-    name = script.parts[-3] if script else "none: neither is RabbitMQ installed nor does Docker answer"
-    return f"a private node ({name}), started when a test asks for it"
+    return script.parts[-3] if script else "none: RabbitMQ is not installed"
 
 
 def _kind() -> str:
@@ -92,16 +107,19 @@ def _kind() -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     ran = set(config.stash.get(OF_WORKERS, set()))
     if (used := config.stash.get(USED, None)) is not None:
-        ran.add(str(used))
-    for broker in sorted(ran):
-        terminalreporter.write_line(f"broker: {broker}")
+        ran.add(used.told())
+    for version, origin in sorted(ran):
+        terminalreporter.write_line(f"broker: RabbitMQ {version}, {origin}")
+    if (table := config.stash.get(MATRIX, None)) is not None:
+        for line in table.finish(version for version, _ in ran):
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """A worker of pytest-xdist has ended: take over what it says of its broker."""
     if said := getattr(node, "workeroutput", {}).get("broker"):
-        node.config.stash.setdefault(OF_WORKERS, set()).add(said)
+        node.config.stash.setdefault(OF_WORKERS, set()).add(tuple(said))
 
 
 @pytest.fixture(scope="session")
@@ -176,7 +194,7 @@ def _note(config: pytest.Config, url: str, origin: str, check: Callable[[], None
     used = RunningBroker(url, origin, asyncio.run(_version(url, check)))
     config.stash[USED] = used
     if hasattr(config, "workeroutput"):
-        config.workeroutput["broker"] = str(used)
+        config.workeroutput["broker"] = used.told()
     return url
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import secrets
@@ -96,7 +97,7 @@ class PrivateCluster:
     async def all_run(self) -> None:
         """Return once every node sees all the others."""
         for node in self.nodes.values():
-            await until(lambda node=node: self._sees_all(node), FORMED)  # type: ignore[misc]
+            await until(functools.partial(self._sees_all, node), FORMED)
 
     async def listed(self, what: str, *columns: str) -> list[dict[str, Any]]:
         """Return what ``rabbitmqctl list_<what>`` knows."""

@@ -34,6 +34,7 @@ SCENES = EVERY_SCENE if ALL else [EVERY_SCENE[number] for number in (0, 2, 4, 8)
 
 pytestmark = [
     pytest.mark.chaos,
+    pytest.mark.any_broker,
     pytest.mark.broker,
     pytest.mark.e2e,
     pytest.mark.timeout(480),

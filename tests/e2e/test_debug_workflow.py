@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
 START_SECONDS = 300.0
 LEASE = 5.0
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(700)]
 
 MINE = """
 import asyncio

@@ -25,7 +25,7 @@ WATCHDOG = 2.0
 START = 150.0
 """Seconds for imports and a first connection on a busy machine."""
 
-pytestmark = [pytest.mark.e2e, pytest.mark.broker, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.broker, pytest.mark.timeout(300)]
 
 
 class Manager:

@@ -11,7 +11,7 @@ from trinity_mq.testing.runs import LocalRun
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ACCURACY = "eval/max3_held_out/accuracy/mean@1"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(500)]
 
 
 async def test_a_step_wise_workflow_from_a_plug_in_folder_learns(tmp_path: Path) -> None:

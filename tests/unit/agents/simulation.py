@@ -4,7 +4,7 @@ the broker."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -229,6 +229,22 @@ async def killed(task: asyncio.Task[Any]) -> bool:
     task.cancel()
     await asyncio.wait([task])
     return not over
+
+
+def killed_once(sim: Simulation, after: float) -> Callable[[], Awaitable[None]]:
+    """Make a trainer that is ended after so many seconds and followed by another, unless its work was over."""
+
+    async def run() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await asyncio.sleep(after)
+        first.cancel()
+        await asyncio.wait([first])
+        if not first.cancelled() and first.exception() is None:
+            return
+        await asyncio.sleep(2.0)
+        await sim.make_trainer().run()
+
+    return run
 
 
 async def until(condition: Callable[[], bool], step: float = 0.01) -> None:

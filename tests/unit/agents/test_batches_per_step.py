@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation
+from tests.unit.agents.simulation import Simulation, killed_once
 from trinity_agents.operator import Operator
 from trinity_mq.config import ConfigError, load_config
 from trinity_mq.messages import BatchClosed, Progress
@@ -54,17 +53,7 @@ def test_a_trainer_killed_in_between_takes_the_same_batches_together_again(
     overrides = (TWO, "trainer.save_interval=2", "synchronizer.sync_timeout=5", *settings)
     sim = Simulation(tmp_path, overrides, batches=5, step_seconds=0.3)
 
-    async def killed_once() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await asyncio.sleep(after)
-        first.cancel()
-        await asyncio.wait([first])
-        if not first.cancelled() and first.exception() is None:
-            return
-        await asyncio.sleep(2.0)
-        await sim.make_trainer().run()
-
-    run_virtually(sim.run(trainer=killed_once), limit=3000)
+    run_virtually(sim.run(trainer=killed_once(sim, after)), limit=3000)
     history = lineage(tmp_path / "history", sim.trainer.generation, 5)
     assert [entry["progress"] for entry in history] == [1, 2, 3, 4, 5]
     assert [entry["step"] for entry in history] == [1, 1, 2, 2, 3]

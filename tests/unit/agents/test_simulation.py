@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation
+from tests.unit.agents.simulation import Simulation, killed_once
 from trinity_agents.operator import Operator
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually
@@ -112,18 +112,7 @@ def test_no_runners_for_an_hour(tmp_path: Path) -> None:
 def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, after: float) -> None:
     sim = Simulation(tmp_path, ("trainer.save_interval=2", "synchronizer.sync_timeout=5"), batches=5, step_seconds=0.3)
 
-    async def killed_once() -> None:
-        loop = asyncio.get_running_loop()
-        first = loop.create_task(sim.make_trainer().run())
-        await asyncio.sleep(after)
-        first.cancel()
-        await asyncio.wait([first])
-        if not first.cancelled() and first.exception() is None:
-            return
-        await asyncio.sleep(2.0)
-        await sim.make_trainer().run()
-
-    run_virtually(sim.run(trainer=killed_once), limit=3000)
+    run_virtually(sim.run(trainer=killed_once(sim, after)), limit=3000)
     trainer = sim.trainer
     assert trainer.progress == 5
     history = lineage(tmp_path / "history", trainer.generation, 5)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation, killed, until
+from tests.unit.agents.simulation import Simulation, killed, killed_once, until
 from trinity_agents.operator import Operator
 from trinity_mq.messages import Progress, TaskSlice
 from trinity_mq.runtime.errors import FatalError
@@ -177,17 +177,7 @@ def test_no_runners_for_an_hour(tmp_path: Path, style: str) -> None:
 def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, style: str, after: float) -> None:
     sim = styled(tmp_path, style, "trainer.save_interval=2", "synchronizer.sync_timeout=5", batches=5, step_seconds=0.3)
 
-    async def killed_once() -> None:
-        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await asyncio.sleep(after)
-        first.cancel()
-        await asyncio.wait([first])
-        if not first.cancelled() and first.exception() is None:
-            return
-        await asyncio.sleep(2.0)
-        await sim.make_trainer().run()
-
-    run_virtually(sim.run(trainer=killed_once), limit=3000)
+    run_virtually(sim.run(trainer=killed_once(sim, after)), limit=3000)
     history = lineage(tmp_path / "history", sim.trainer.generation, 5)
     uids = [uid for entry in history for uid in entry["uids"]]
     assert len({entry["ticket"] for entry in history}) == 5

@@ -1,0 +1,55 @@
+"""The table of suites and brokers that CI ends with, from sessions of pytest that are really run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.matrix import FILE_VARIABLE, Cell, Column, table
+
+ROOT = Path(__file__).parents[2]
+EARLIER = Column("RabbitMQ 4.0.5", {"broker": Cell(5, 0, 1, 61.2)})
+CODE = """
+import pytest
+
+@pytest.fixture
+def fails_later():
+    yield
+    raise AssertionError("when all is over")
+
+def test_it(): pass
+def test_in_teardown(fails_later): pass
+def test_twice(fails_later): raise AssertionError("and again in teardown")
+@pytest.mark.skip
+def test_not_at_all(): pass
+"""
+
+
+def test_the_table_counts_each_test_once_and_tells_of_earlier_sessions(tmp_path: Path) -> None:
+    (tmp_path / "tests" / "e2e").mkdir(parents=True)
+    (tmp_path / "tests" / "e2e" / "test_some.py").write_text(CODE)
+    file = tmp_path / "matrix"
+    file.write_text(EARLIER.to_line() + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.broker_fixtures", "-n", "1", "tests"],
+        cwd=tmp_path,
+        env={**os.environ, FILE_VARIABLE: str(file), "PYTHONPATH": f"{ROOT}:{ROOT / 'agents'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout.splitlines()
+    at = next(number for number, line in enumerate(said) if "RabbitMQ not asked for" in line)
+    assert [" ".join(line.split()) for line in said[at : at + 3]] == [
+        "RabbitMQ 4.0.5 RabbitMQ not asked for",
+        "broker 5 passed, 1 skipped, 61 s -",
+        "e2e - 1 passed, 2 failed, 1 skipped, 0 s",
+    ]
+    assert "1 passed, 2 failed" not in said[-1], "pytest's own closing line comes last"
+
+
+def test_what_is_read_back_is_what_was_written() -> None:
+    assert Column.from_line(EARLIER.to_line()) == EARLIER
+    assert table([EARLIER]) == ["        RabbitMQ 4.0.5", "broker  5 passed, 1 skipped, 61 s"]
