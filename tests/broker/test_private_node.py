@@ -111,6 +111,7 @@ async def test_a_folder_in_use_is_refused_and_its_files_are_private(base: Path) 
             ".": 0o700,
             "node.json": 0o600,
             "rabbitmq.conf": 0o600,
+            "advanced.config": 0o600,
             "home/.erlang.cookie": 0o400,
         }.items():
             assert stat.S_IMODE((base / name).stat().st_mode) == mode, name

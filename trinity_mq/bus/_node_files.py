@@ -170,12 +170,10 @@ def write_private(path: Path, text: str, mode: int = 0o600) -> None:
 
 
 def server_config(state: NodeState, plugins: Sequence[str], extra: str) -> str:
-    """Return ``rabbitmq.conf``: loopback only, small, our own user."""
+    """Return ``rabbitmq.conf``: loopback only, small."""
     lines = [
         f"listeners.tcp.1 = {LOOPBACK}:{state.ports['amqp']}",
         "loopback_users.guest = true",
-        f"default_user = {state.user}",
-        f"default_pass = {state.password}",
         "default_vhost = /",
         "vm_memory_high_watermark.relative = 0.4",
         "disk_free_limit.absolute = 50MB",
@@ -185,6 +183,13 @@ def server_config(state: NodeState, plugins: Sequence[str], extra: str) -> str:
     for plugin in plugins:
         lines += [line.format(host=LOOPBACK, port=state.ports[plugin]) for line in PLUGIN_LISTENERS.get(plugin, ())]
     return "\n".join([*lines, extra, ""])
+
+
+def server_user(state: NodeState) -> str:
+    """Return ``advanced.config`` with our own user: ``rabbitmq.conf`` of 4.0 takes what is before a colon for a tag."""
+    values = {"default_user": state.user, "default_pass": state.password}
+    terms = [f"{{{name},<<{','.join(map(str, value.encode()))}>>}}" for name, value in values.items()]
+    return f"[{{rabbit,[{','.join(terms)}]}}].\n"
 
 
 def server_environment(base: Path, node: str, state: NodeState) -> dict[str, str]:

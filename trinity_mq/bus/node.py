@@ -25,6 +25,7 @@ from trinity_mq.bus._node_files import (
     failure_excerpt,
     server_config,
     server_environment,
+    server_user,
     write_private,
 )
 from trinity_mq.bus._node_root import WANTED, ServerRoot
@@ -250,6 +251,7 @@ class PrivateNode(LocalNode):
         if not cookie.exists():
             write_private(cookie, self._mates.cookie if self._mates else secrets.token_hex(16), 0o400)
         write_private(self.base / "rabbitmq.conf", server_config(state, self.plugins, self.config))
+        write_private(self.base / "advanced.config", server_user(state))
         write_private(self.base / "enabled_plugins", f"[{','.join(self.plugins)}].\n")
         write_private(self.base / "console.log", "")
         write_private(self.base / "env.conf", "")  # else /etc/rabbitmq/rabbitmq-env.conf is read

@@ -16,6 +16,7 @@ from trinity_mq.bus._node_files import (
     failure_excerpt,
     server_config,
     server_environment,
+    server_user,
     write_private,
 )
 from trinity_mq.bus._ports import LOOPBACK, free_ports, is_free
@@ -102,6 +103,11 @@ def test_configuration_listens_on_loopback_only() -> None:
     assert "management.tcp.ip = 127.0.0.1" in lines
     assert "management.tcp.port = 2" in lines
     assert lines[-1] == "channel_max = 99"
+
+
+def test_user_and_password_are_written_byte_by_byte() -> None:
+    text = server_user(NodeState(user="tmq", password='a:"é'))
+    assert text == "[{rabbit,[{default_user,<<116,109,113>>},{default_pass,<<97,58,34,195,169>>}]}].\n"
 
 
 def test_environment_leaves_no_path_of_a_system_wide_broker(tmp_path: Path) -> None:
