@@ -125,18 +125,13 @@ class PrivateCluster:
         """SIGKILL to a node's server."""
         self.tell(f"SIGKILL to node {name}")
         os.kill(self._pid(name), signal.SIGKILL)
+        self._frozen.discard(name)
 
     def freeze(self, name: str) -> None:
         """SIGSTOP to a node's server: its connections stay open and nothing answers."""
         self.tell(f"SIGSTOP to node {name}")
         os.kill(self._pid(name), signal.SIGSTOP)
         self._frozen.add(name)
-
-    def thaw(self, name: str) -> None:
-        """SIGCONT to a node's server."""
-        self.tell(f"SIGCONT to node {name}")
-        os.kill(self._pid(name), signal.SIGCONT)
-        self._frozen.discard(name)
 
     async def restart(self, name: str) -> None:
         """Start a node that crashed, on the data it has left."""

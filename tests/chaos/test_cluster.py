@@ -1,6 +1,8 @@
 """A cluster of three nodes whose leaders are killed and frozen in the middle of a run: every run of every task is in
-the processed batches exactly once, none is missing. Follow it with ``pytest -s``. Left out unless ``CHAOS_ALL=1``: on
-3.10 it has passed once only (CONTRIBUTING, issue 7).
+the processed batches exactly once, none is missing. Follow it with ``pytest -s``.
+
+On 3.10 the runs are played only with ``CHAOS_ALL=1``: after the death of a node some of its quorum queues confirm
+nothing for minutes, from whichever node they are asked and with all members online, so batches can fail (CONTRIBUTING).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from trinity_mq.bus.topology import Topology
 EVERYBODY = ("explorer-0", "runner-0", "runner-1", "operator-0", "operator-1")
 SETTINGS = ["broker.heartbeat=4"]
 DOWN = 5.0
-"""Seconds: with 3.10 a queue that is declared while its leader dies may have no majority before that node is back."""
+"""Seconds: a queue that is declared while its leader dies may have no majority before that node is back."""
 FROZEN = 25.0
 """Seconds: the agents miss its heartbeats, and the other nodes give it up."""
 LIMIT = 350.0
@@ -34,8 +36,11 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(500),
     pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here"),
-    pytest.mark.skipif(not os.environ.get("CHAOS_ALL"), reason="the cluster's tests are not settled: CHAOS_ALL=1"),
 ]
+not_on_3_10 = pytest.mark.skipif(
+    "rabbitmq_server-3." in str(find_rabbitmq()) and not os.environ.get("CHAOS_ALL"),
+    reason="queues of a 3.10 cluster may answer nobody for minutes after a node's death: CHAOS_ALL=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,7 @@ async def test_every_queue_lives_on_all_nodes(cluster: PrivateCluster, topology:
     assert members == {queue.name: 3 for queue in (*topology.durable, batch)}
 
 
+@not_on_3_10
 async def test_the_leader_of_the_busiest_queue_and_the_explorers_node_are_killed(
     cluster: PrivateCluster, topology: Topology, tmp_path: Path
 ) -> None:
@@ -91,10 +97,11 @@ async def test_the_leader_of_the_busiest_queue_and_the_explorers_node_are_killed
     await cluster.all_run()
 
 
-async def test_a_frozen_leader_that_thaws_later(cluster: PrivateCluster, topology: Topology, tmp_path: Path) -> None:
+@not_on_3_10
+async def test_a_frozen_leader_is_replaced(cluster: PrivateCluster, topology: Topology, tmp_path: Path) -> None:
+    """It must not thaw: RabbitMQ then goes on with two views of one stream until one of them is started anew."""
     arena = Arena(tmp_path / "run", cluster.url, topology.run, overrides=SETTINGS, limit=LIMIT)
     cluster.tell = arena.say
-    frozen: list[str] = []
 
     async def violence() -> None:
         arena.may_do(5)
@@ -102,16 +109,13 @@ async def test_a_frozen_leader_that_thaws_later(cluster: PrivateCluster, topolog
         leader = await cluster.leader(topology.tasks_train.name)
         arena.say(f"the slices' queue is led by {leader}")
         cluster.freeze(leader)
-        frozen.append(leader)
-        try:
-            arena.may_do(15)
-            await asyncio.sleep(FROZEN)
-        finally:
-            cluster.thaw(leader)
+        arena.may_do(15)
+        await asyncio.sleep(FROZEN)
+        cluster.crash(leader)
         arena.may_do(BATCHES)
+        await asyncio.sleep(DOWN)
+        await cluster.restart(leader)
 
     await arena.play(violence, *EVERYBODY)
     await arena.check()
-    cluster.crash(frozen[0])  # others had given it up, so it pauses for long before it joins them again
-    await cluster.restart(frozen[0])
     await cluster.all_run()

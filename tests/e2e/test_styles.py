@@ -21,7 +21,7 @@ REWARD = "rollout/reward/mean"
 DIFFERENCE = "rollout/rollout_vs_train_logprob_diff/max"
 AGE = "sample/staleness/max"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(300)]
 
 
 async def run_to_its_end(folder: Path, steps: int, *overrides: str) -> LocalRun:
