@@ -11,7 +11,7 @@ remember_what_is() {
     files_before=$(files_now)
     network_before=$(network_now)
     if [ -z "${TMPDIR:-}" ]; then
-        own_tmp=$(mktemp -d /tmp/tmq.XXXXXX) # short: there will be sockets in it
+        own_tmp=$(mktemp -d /tmp/tmqXXX) # short: sockets are made in it, whose paths have 107 characters at most
         export TMPDIR=$own_tmp
     fi
     session=$$.$RANDOM$RANDOM
