@@ -21,9 +21,9 @@ remember_what_is() {
 # A line for each thing that was not there before; nothing where all is as it was.
 left_behind() {
     export -n "${SESSION_VARIABLE?}"
-    [ -z "$own_tmp" ] || rm -rf "$own_tmp"
     local deadline=$((SECONDS + ENDING_SECONDS))
     while [ -n "$(processes_now)" ] && [ $SECONDS -lt $deadline ]; do sleep 0.2; done
+    [ -z "$own_tmp" ] || rm -rf "$own_tmp"
     processes_now
     comm -13 <(printf '%s\n' "$network_before") <(network_now)
     comm -13 <(printf '%s\n' "$files_before") <(files_now)
