@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
 from trinity_mq.cli.doctor_facts import Facts, Finding, Needs, size
 
 OLDEST, NEWEST = (3, 10), (4, 99)
@@ -161,9 +162,9 @@ def _permissions(facts: Facts, needs: Needs) -> Iterator[Finding]:
     if topology is None:
         yield not_looked(subject, "no run is named", "give CONFIG or --run NAME")
         return
-    pattern = f"^tmq\\.{topology.run}\\."
-    wanted = f"user {facts.user!r} may configure, write and read {pattern} on {facts.vhost!r}"
-    command = f"rabbitmqctl set_permissions -p {facts.vhost} {facts.user} '{pattern}' '{pattern}' '{pattern}'"
+    fewest = permissions(topology.run, "agent")
+    wanted = f"user {facts.user!r} may configure, write and read {fewest.configure} on {facts.vhost!r}"
+    command = "; ".join(rabbitmqctl_lines(facts.user, facts.vhost, fewest))
     refused = {what: words for what, words in facts.refused.items() if what != "look"}
     if facts.permissions is not None:
         lacking = [
