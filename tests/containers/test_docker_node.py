@@ -99,6 +99,21 @@ async def test_crash_and_restart_keep_address_and_data(base: Path, topology: Top
         assert await stored(url, topology) == bodies
 
 
+async def test_a_queue_made_just_before_a_crash_answers_again(base: Path, topology: Topology) -> None:
+    """As with a private node: what was in it may be gone, but it can be asked."""
+    for _ in range(2):
+        async with node_in(base) as node:
+            bus = RabbitBus(node.url, topology, config=BrokerConfig(), name="test")
+            await bus.connect()
+            try:
+                await bus.declare(topology.dead)
+                body = Envelope(body=b"body", kind="note")
+                assert await bus.publish("", topology.dead.name, body, timeout=10.0)
+                await node.kill()
+            finally:
+                await bus.close()
+
+
 async def test_where_rabbitmq_is_not_installed_it_runs_and_is_started_anew_when_killed(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

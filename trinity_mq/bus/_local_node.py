@@ -8,8 +8,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import structlog
+
 from trinity_mq.bus._node_files import FolderLock, NodeError, NodeState
 from trinity_mq.bus._ports import LOOPBACK
+
+log = structlog.get_logger(__name__)
+
+ELECT = (
+    "[ra:trigger_election(amqqueue:get_pid(Q)) || Q <- rabbit_amqqueue:list(), "
+    "amqqueue:get_type(Q) =:= rabbit_quorum_queue], ok."
+)
+"""Has every quorum queue of the node hold an election; where there is a leader, that changes nothing that lasts."""
 
 
 class LocalNode(ABC):
@@ -41,6 +51,8 @@ class LocalNode(ABC):
         self._name, self._port, self._user, self._password = name, port, user, password
         self._lock = FolderLock(self.base / "lock")
         self._state: NodeState | None = None
+        self._recovers = False
+        """It starts with data of an earlier life, and has not been ready since."""
 
     @property
     def url(self) -> str:
@@ -120,6 +132,17 @@ class LocalNode(ABC):
     ) -> None:
         """Stop."""
         await self.stop()
+
+    async def _elect(self) -> None:
+        """See to it that every quorum queue has a leader again. One that was declared just before a crash may come back
+        without its log (seen on 3.10 and 4.0); RabbitMQ takes it for a new one, whose election others will call, and
+        from then on it answers nobody.
+        """
+        try:
+            await self.ctl("eval", ELECT)
+        except NodeError as error:
+            log.warning("no_election", node=str(self.base), reason=str(error))
+        self._recovers = False
 
     def _known_state(self) -> NodeState:
         if self._state is None:

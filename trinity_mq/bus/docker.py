@@ -91,6 +91,7 @@ class DockerNode(LocalNode):
             self._lock.note(None)
             await self._require_image()
             state_file = self.base / "docker.json"
+            self._recovers = state_file.exists()
             state = NodeState.load(state_file, self._user, self._password)
             state.choose_ports(("amqp",), {} if self._port is None else {"amqp": self._port})
             state.save(state_file)
@@ -120,6 +121,8 @@ class DockerNode(LocalNode):
                     if self.pid is None:
                         raise NodeError(f"{what} ended\n{await self._log_tail()}")
                     await asyncio.sleep(POLL_SECONDS)  # nothing tells when a listener opens
+                if self._recovers:
+                    await self._elect()
         except TimeoutError:
             raise NodeError(f"{what} was not ready in {timeout:g} s\n{await self._log_tail()}") from None
 

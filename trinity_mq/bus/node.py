@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from trinity_mq.bus._local_node import LocalNode
 from trinity_mq.bus._node_files import (
     PLUGIN_LISTENERS,
@@ -33,8 +31,6 @@ from trinity_mq.bus._ports import LOOPBACK, accepts, is_free, speaks_amqp
 
 __all__ = ["Mates", "NodeError", "PrivateNode", "epmd_command", "find_rabbitmq"]
 
-log = structlog.get_logger(__name__)
-
 HOMES = (
     "/usr/lib/rabbitmq/lib/rabbitmq_server-*",
     "/usr/local/lib/rabbitmq/lib/rabbitmq_server-*",
@@ -47,11 +43,6 @@ NOT_INSTALLED = (
     "RabbitMQ is not installed: `apt-get install rabbitmq-server` (Debian, Ubuntu) or `brew install rabbitmq` (macOS), "
     "or start Docker, or set broker.url to a broker that runs elsewhere"
 )
-ELECT = (
-    "[ra:trigger_election(amqqueue:get_pid(Q)) || Q <- rabbit_amqqueue:list(), "
-    "amqqueue:get_type(Q) =:= rabbit_quorum_queue], ok."
-)
-"""Has every quorum queue of the node hold an election; where there is a leader, that changes nothing that lasts."""
 READY_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
 EPMD_TIMEOUT = 10.0
@@ -128,8 +119,6 @@ class PrivateNode(LocalNode):
         self._node = f"{name}@localhost"
         self._server: subprocess.Popen[bytes] | None = None
         self._epmd: subprocess.Popen[bytes] | None = None
-        self._recovers = False
-        """It starts with data of an earlier life, and has not been ready since."""
 
     @property
     def pid(self) -> int | None:
@@ -184,17 +173,6 @@ class PrivateNode(LocalNode):
             raise NodeError(
                 f"RabbitMQ in {self.base} was not ready in {timeout:g} s\n{failure_excerpt(self.base)}"
             ) from None
-
-    async def _elect(self) -> None:
-        """See to it that every quorum queue has a leader again. One that was declared just before a crash may come back
-        without its log (seen on 3.10 and 4.0); RabbitMQ takes it for a new one, whose election others will call, and
-        from then on it answers nobody.
-        """
-        try:
-            await self.ctl("eval", ELECT)
-        except NodeError as error:
-            log.warning("no_election", node=str(self.base), reason=str(error))
-        self._recovers = False
 
     async def stop(self) -> None:
         """Stop cleanly, so that everything is on disk; kill what does not stop in time."""
