@@ -18,17 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.waiting import until
+from tests.waiting import queues_noted, until
 from trinity_mq.bus._ports import LOOPBACK, accepts, free_ports
 from trinity_mq.bus.base import Envelope
 from trinity_mq.bus.node import UNLESS_ORPHANED, NodeError, PrivateNode, find_rabbitmq
 from trinity_mq.bus.rabbit import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
-
-SETTLE = 1.5
-"""Seconds that 3.10 takes to note a new queue on disk (in its registry of queues; the messages are there at once):
-killed earlier, it starts without that queue and calls it "down or inaccessible" for ever."""
 
 pytestmark = [pytest.mark.broker, pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")]
 
@@ -70,7 +66,7 @@ async def test_crash_and_restart_lose_nothing_confirmed(base: Path, topology: To
         held = [await anext(consumer) for _ in range(10)]
         read = [(await anext(stream)).body for _ in range(10)]
         await held[0].ack()
-        await asyncio.sleep(SETTLE)
+        await queues_noted(node)
 
         assert node.pid is not None
         os.kill(node.pid, signal.SIGKILL)

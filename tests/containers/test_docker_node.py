@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.containers.broker_container import chosen_image, engine_version, has_image
-from tests.waiting import until
+from tests.waiting import queues_noted, until
 from trinity_mq.bus import local
 from trinity_mq.bus._docker_command import docker
 from trinity_mq.bus._ports import LOOPBACK, accepts
@@ -77,23 +77,26 @@ async def stored(url: str, topology: Topology) -> list[bytes]:
 
 async def test_crash_and_restart_keep_address_and_data(base: Path, topology: Topology) -> None:
     node = node_in(base)
-    await node.launch()
-    url, bodies = node.url, [str(number).encode() for number in range(20)]
-    bus = RabbitBus(url, topology, config=BrokerConfig(), name="test")
-    await bus.connect()
-    await bus.declare(topology.dead)
-    for body in bodies:
-        await bus.publish("", topology.dead.name, Envelope(body=body, kind="note", message_id=body.decode()))
-    await bus.close()
-    await node.ctl("list_queues")  # a second and more: 3.10 notes a new queue on disk only after a while
+    try:
+        await node.launch()
+        url, bodies = node.url, [str(number).encode() for number in range(20)]
+        bus = RabbitBus(url, topology, config=BrokerConfig(), name="test")
+        await bus.connect()
+        await bus.declare(topology.dead)
+        for body in bodies:
+            await bus.publish("", topology.dead.name, Envelope(body=body, kind="note", message_id=body.decode()))
+        await bus.close()
+        await queues_noted(node)
 
-    await node.kill()
-    assert (node.pid, await containers(base)) == (None, [])
-    assert not await accepts(node.ports["amqp"])
-    await node.launch()
-    assert node.url == url
-    assert await stored(url, topology) == bodies
-    await node.stop()
+        await node.kill()
+        assert (node.pid, await containers(base)) == (None, [])
+        assert not await accepts(node.ports["amqp"])
+        await node.launch()
+        assert node.url == url
+        assert await stored(url, topology) == bodies
+        await node.stop()
+    finally:
+        await node.kill()
     async with node_in(base) as again:
         assert again.url == url
         assert await stored(url, topology) == bodies

@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # workflows and rewards of the user's own lie where the command is given; agents, started with -m, look there too
     sys.path.append(str(Path.cwd()))
     try:
-        return _function(arguments.function)(arguments)
+        code = _function(arguments.function)(arguments)
+        sys.stdout.flush()  # here a reader that has left is met, not at python's exit
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

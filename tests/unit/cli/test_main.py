@@ -114,6 +114,7 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:
             [sys.executable, "-m", "trinity_mq.cli.main", "validate", str(tmp_path / "c.yaml")],
             stdout=writer,
             stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # else the first line, not the end, meets it
             text=True,
             check=False,
         )
