@@ -138,13 +138,17 @@ class Keeper:
         self._broken.set()
 
     async def _keep(self) -> None:
-        while True:
+        # not for ever: wait_for of Python 3.11, which the client connects with, loses a cancellation that comes in the
+        # moment in which the attempt ends
+        while not self._closed:
             await self._broken.wait()
             self._broken.clear()
             await retrying(Exception, before_sleep=self._note_failure)(self._repair)
 
     async def _repair(self) -> None:
         """Open what is closed, and make again what belonged to it: locks, then queues, consumers, publishing last."""
+        if self._closed:
+            return
         if self._consuming is None or not self._consuming.alive:
             self._consuming = await self._renew_consuming(self._consuming)
             self._rebuilt.set()
@@ -188,6 +192,8 @@ class Keeper:
         return link
 
     async def _open(self, use: str, on_lost: Callable[[str], None]) -> Link:
+        if self._closed:
+            raise LinkError(CLOSED)
         urls = await asyncio.to_thread(self._addresses.read)
         self._shown = address(",".join(urls))
         return await open_link(urls, self._addresses.tls, f"{self._name} {use}", self._config.heartbeat, on_lost)
