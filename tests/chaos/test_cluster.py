@@ -2,7 +2,7 @@
 the processed batches exactly once, none is missing. Follow it with ``pytest -s``.
 
 On 3.10 the runs are played only with ``CHAOS_ALL=1``: after the death of a node some of its quorum queues confirm
-nothing for minutes, from whichever node they are asked and with all members online, so batches can fail (CONTRIBUTING).
+nothing for a minute and longer, from whichever node they are asked and with all members online, so batches can fail (CONTRIBUTING).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pytestmark = [
 ]
 not_on_3_10 = pytest.mark.skipif(
     "rabbitmq_server-3." in str(find_rabbitmq()) and not os.environ.get("CHAOS_ALL"),
-    reason="queues of a 3.10 cluster may answer nobody for minutes after a node's death: CHAOS_ALL=1",
+    reason="queues of a 3.10 cluster may answer nobody for a minute after a node's death: CHAOS_ALL=1",
 )
 
 
