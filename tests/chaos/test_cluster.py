@@ -2,7 +2,8 @@
 the processed batches exactly once, none is missing. Follow it with ``pytest -s``.
 
 On 3.10 the runs are played only with ``CHAOS_ALL=1``: after the death of a node some of its quorum queues confirm
-nothing for a minute and longer, from whichever node they are asked and with all members online, so batches can fail (CONTRIBUTING).
+nothing for a minute and longer, from whichever node they are asked and with all members online, so batches can fail
+(CONTRIBUTING).
 """
 
 from __future__ import annotations
