@@ -47,9 +47,6 @@ class RunningBroker:
     origin: str
     version: str
 
-    def __str__(self) -> str:
-        return f"RabbitMQ {self.version}, {self.origin}"
-
     def told(self) -> tuple[str, str]:
         """What a worker tells: no address, which holds a password."""
         return self.version, self.origin
