@@ -31,7 +31,7 @@ from trinity_mq.bus import (
 )
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
-from trinity_mq.messages import BatchClosed, BatchReady, DecodeError
+from trinity_mq.messages import BatchClosed, BatchReady, DecodeError, Mark
 from trinity_mq.models.auxiliary_clients import auxiliary_clients
 from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, OperatorError, create_operators, run_chain
 from trinity_mq.operators.threads import stuck
@@ -233,6 +233,8 @@ class Operator(Agent):
                     continue
                 self.set_state("working")
                 idle = 0.0
+                if delivery.kind == Mark.kind:
+                    continue  # its owner has looked whether the queue answers
                 try:
                     shares = [share for share in shares_of(delivery) if share.key in missing]
                 except DecodeError as error:

@@ -130,6 +130,8 @@ class Arena:
         self._over = False
         self.deaths: list[tuple[str, str]] = []
         """Who died, and where."""
+        self.ask_broker: Callable[[], Awaitable[str]] | None = None
+        """What the broker can say about itself, where a run is stuck."""
 
     def say(self, act: str) -> None:
         """Print a line that a person can follow."""
@@ -152,9 +154,7 @@ class Arena:
             async with asyncio.timeout(self._limit):
                 await self._played(violence, agents)
         except TimeoutError:
-            _, counted = await self.processed()
-            self._compare(f"processed in {self._limit:g} s", counted)
-            raise
+            raise AssertionError(await self._stuck()) from None
         finally:
             for process in self._processes.values():
                 with contextlib.suppress(ProcessLookupError):
@@ -249,6 +249,26 @@ class Arena:
             await self.all_dead(role)
         return {**os.environ, **told}
 
+    async def _stuck(self) -> str:
+        """Return what is missing and who holds it up, as far as that can be learnt within a minute."""
+        told = [f"not over in {self._limit:g} s; {len(self._learner.steps)} batches trained on; seed {self.seed}"]
+        told += [
+            f"{name}: {'runs' if one.returncode is None else one.returncode}" for name, one in self._processes.items()
+        ]
+        for ask in (self._missing, self.ask_broker):
+            if ask is not None:
+                try:
+                    async with asyncio.timeout(30.0):
+                        told.append(await ask())
+                except Exception as error:
+                    told.append(f"{ask.__name__} has failed: {error!r}")
+        return "\n".join(told)
+
+    async def _missing(self) -> str:
+        _, counted = await self.processed()
+        missing = sorted({(batch, task) for batch, task, _ in self._wanted() - set(counted)})
+        return f"not processed (batch, task): {missing}"
+
     async def _end(self) -> None:
         """See the others end by themselves; the one that was only just restarted has nobody to hear it from."""
         await asyncio.sleep(1.0)
@@ -315,8 +335,11 @@ class Arena:
         assert len(uids) == len(set(uids)) == BATCHES * TASKS * RUNS
         self.say(f"{BATCHES * TASKS} tasks, {len(uids)} runs, each exactly once; {len(self.deaths)} deaths")
 
+    def _wanted(self) -> set[Id]:
+        return {(batch, task, run) for batch in range(1, BATCHES + 1) for task in range(TASKS) for run in range(RUNS)}
+
     def _compare(self, what: str, counted: Counter[Id]) -> None:
-        wanted = {(batch, task, run) for batch in range(1, BATCHES + 1) for task in range(TASKS) for run in range(RUNS)}
+        wanted = self._wanted()
         missing, double = sorted(wanted - set(counted)), sorted(one for one, times in counted.items() if times > 1)
         assert not missing, f"not {what} (batch, task, run): {missing}; double: {double}; seed {self.seed}"
         assert not double, f"{what} more than once (batch, task, run): {double}; seed {self.seed}"

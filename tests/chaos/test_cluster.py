@@ -73,7 +73,7 @@ async def test_the_leader_of_the_busiest_queue_and_the_explorers_node_are_killed
     cluster: PrivateCluster, topology: Topology, tmp_path: Path
 ) -> None:
     arena = Arena(tmp_path / "run", cluster.url, topology.run, overrides=SETTINGS, limit=LIMIT)
-    cluster.tell = arena.say
+    cluster.tell, arena.ask_broker = arena.say, cluster.described
 
     async def violence() -> None:
         arena.may_do(5)  # so far, and five more are under way: asking the cluster takes a while
@@ -102,7 +102,7 @@ async def test_the_leader_of_the_busiest_queue_and_the_explorers_node_are_killed
 async def test_a_frozen_leader_is_replaced(cluster: PrivateCluster, topology: Topology, tmp_path: Path) -> None:
     """It must not thaw: RabbitMQ then goes on with two views of one stream until one of them is started anew."""
     arena = Arena(tmp_path / "run", cluster.url, topology.run, overrides=SETTINGS, limit=LIMIT)
-    cluster.tell = arena.say
+    cluster.tell, arena.ask_broker = arena.say, cluster.described
 
     async def violence() -> None:
         arena.may_do(5)

@@ -13,7 +13,7 @@ from aiormq.channel import Channel
 
 from trinity_mq.bus._common import STREAM_WINDOW, AnsweredOnce, BufferedConsumer
 from trinity_mq.bus._rabbit_answers import Answers
-from trinity_mq.bus._rabbit_link import Link, LinkError, Locked, amqp_errors
+from trinity_mq.bus._rabbit_link import Link, LinkError, Locked, OwnQueueLost, amqp_errors
 from trinity_mq.bus.base import BusRefused, Delivery, QueueGone, StaleDelivery, StreamCut
 from trinity_mq.bus.topology import Queue
 
@@ -78,6 +78,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
 
         Raises:
             LinkError: Try again.
+            OwnQueueLost: Once it has been declared again.
         """
         async with self._attaching:
             await self._close_cancelled()
@@ -87,6 +88,9 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             try:
                 await self._consume(channel)
             except QueueGone:
+                if self.queue.kind == "exclusive":
+                    self._channel = None
+                    raise OwnQueueLost(f"queue {self.queue.name} is gone") from None
                 self._end(QueueGone(f"queue {self.queue.name} does not exist"))
             except Locked:
                 self._end(BusRefused(f"queue {self.queue.name} is exclusive to another connection"))

@@ -13,7 +13,7 @@ from trinity_mq.bus._addresses import Addresses, address
 from trinity_mq.bus._common import BLOCKED, CLOSED, NOT_CONNECTED, Health
 from trinity_mq.bus._rabbit_admin import Admin
 from trinity_mq.bus._rabbit_consumer import RabbitConsumer
-from trinity_mq.bus._rabbit_link import Link, LinkError, open_link
+from trinity_mq.bus._rabbit_link import Link, LinkError, OwnQueueLost, open_link
 from trinity_mq.bus._rabbit_lock import RabbitLock
 from trinity_mq.bus._rabbit_publisher import Publisher
 from trinity_mq.bus.base import BusError, BusUnavailable
@@ -131,7 +131,7 @@ class Keeper:
         """Let a consumer begin on the consuming connection. Raises LinkError."""
         if self._consuming is None:
             raise LinkError("not connected")
-        await consumer.attach(self._consuming)
+        await self._attach(consumer, self._consuming)
 
     def repair_soon(self) -> None:
         """Something that belongs to the connections was lost."""
@@ -149,11 +149,14 @@ class Keeper:
         """Open what is closed, and make again what belonged to it: locks, then queues, consumers, publishing last."""
         if self._closed:
             return
+        before = self._consuming
         if self._consuming is None or not self._consuming.alive:
             self._consuming = await self._renew_consuming(self._consuming)
             self._rebuilt.set()
         for consumer in tuple(self.consumers):
-            await consumer.attach(self._consuming)
+            await self._attach(consumer, self._consuming)
+        if self._consuming is not before:
+            await self._retake_locks()  # see _attach
         if self._publishing is None or not self._publishing.alive:
             self._publishing = await self._renew_publishing(self._publishing)
         if not self.publisher.ready:
@@ -166,15 +169,28 @@ class Keeper:
         self._down = None
         self._refresh()
 
+    async def _attach(self, consumer: RabbitConsumer, link: Link) -> None:
+        try:
+            await consumer.attach(link)
+        except OwnQueueLost:
+            # When a cluster has noticed that a node is dead it deletes, by name, the exclusive queues that were there:
+            # also what took their place meanwhile.
+            await self._retake_locks()
+            await self.admin.declare(consumer.queue)
+            await consumer.attach(link)
+
+    async def _retake_locks(self) -> None:
+        for lock in tuple(self.locks.values()):
+            if not await lock.retake(self.admin):
+                del self.locks[lock.queue]
+
     async def _renew_consuming(self, old: Link | None) -> Link:
         if old is not None:
             await old.close()
         link = await self._open("consumes", self._lost_consuming)
         try:
             self.admin.use(link)
-            for lock in tuple(self.locks.values()):
-                if not await lock.retake(self.admin):
-                    del self.locks[lock.queue]
+            await self._retake_locks()
             await self.admin.make_exchanges()
             await self.admin.make_queues()
         except BaseException:

@@ -51,6 +51,10 @@ class Locked(BusRefused):
     """The exclusive queue belongs to another connection."""
 
 
+class OwnQueueLost(LinkError):
+    """An exclusive queue of ours is gone, though our connection stands: to be declared again."""
+
+
 class InequivalentError(LinkError):
     """The queue exists with other arguments."""
 

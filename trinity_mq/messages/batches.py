@@ -84,7 +84,9 @@ class ExperienceReference(Message):
 
 
 class Mark(Message):
-    """A reader's own mark on a stream: what came before it has been read when it arrives."""
+    """A reader's own mark on a stream: what came before it has been read when it arrives. In a batch queue its owner
+    has looked whether it answers; other readers pass over it.
+    """
 
     kind: ClassVar[str] = "mark"
 

@@ -11,7 +11,7 @@ import structlog
 
 from trinity_mq.bus import Bus, Consumer, Delivery, QueueGone, Topology
 from trinity_mq.config import Config
-from trinity_mq.messages import DecodeError, TaskResult
+from trinity_mq.messages import DecodeError, Mark, TaskResult
 from trinity_mq.runtime.blobs import PARTS, BlobStore, StoreUnavailable, open_store, patiently
 from trinity_mq.runtime.mail import REFERENCE, give_back, park, settle
 from trinity_mq.runtime.references import resolve
@@ -156,6 +156,9 @@ class Collector:
 
     async def _read(self, held: _Held, delivery: Delivery) -> list[PartKey]:
         """Take in one delivery; return whose experiences are here by it."""
+        if delivery.kind == Mark.kind:
+            await settle(delivery)  # we looked whether the queue answers
+            return []
         try:
             shares = [share for share in shares_of(delivery) if share.key not in held.parts]
         except DecodeError as error:

@@ -42,6 +42,7 @@ from trinity_mq.runtime.mail import envelope, opened
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.streams import next_or_quiet
 from trinity_mq.scheduling.batch_metrics import submission_outcome
+from trinity_mq.scheduling.batch_queues import BatchQueues
 from trinity_mq.scheduling.seeds import stable_seed
 from trinity_mq.scheduling.slice_times import SliceTimes
 from trinity_mq.scheduling.tickets import SliceState, SubmissionRef, Ticket, new_ticket
@@ -86,6 +87,7 @@ class Dispatch:
         self.tickets: dict[str, Ticket] = tickets if tickets is not None else {}
         self.results_offset = results_offset
         """Next offset to read on the results stream; None before the first start."""
+        self.queues = BatchQueues(bus, topology, self.tickets.values)
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.changed = Notifier()
         self.late_results = 0
@@ -115,6 +117,11 @@ class Dispatch:
                     await self._heard(more, nonce)
                 self.changed.notify()
                 await asyncio.sleep(0)  # however much there is to read, others get their turn
+
+    async def watch_queues(self) -> None:
+        """See to it that batch queues take what comes, until cancelled."""
+        await self.caught_up()
+        await self.queues.watch()
 
     async def caught_up(self) -> None:
         """Return once everything published before this start has been read."""
@@ -160,11 +167,12 @@ class Dispatch:
         self._turns[ticket.lane] = mine
         try:
             self.tickets[ticket.ticket] = ticket
-            if not ticket.opened_beat:
+            again = bool(ticket.opened_beat)
+            if not again:
                 ticket.opened_beat = self._next_beat()
             await self._save()
             if ticket.deliver != "none":
-                await self.bus.declare(self.topology.batch_queue(ticket.batch, ticket.ticket))
+                await self.queues.make(ticket, again=again)
             self.on_declared(ticket)
             if before is not None:
                 await asyncio.wait([before])
@@ -178,17 +186,11 @@ class Dispatch:
         """After a restart and once caught up: keep batch queues alive, publish what was not published, in the order of
         opening.
         """
-        await self.keep_queues()
+        await self.queues.keep()
         for ticket in list(self.tickets.values()):
             if not ticket.published and ticket.manifest is None and ticket.ticket in self.tickets:
                 await self.open(ticket)
         self._resumed.set()
-
-    async def keep_queues(self) -> None:
-        """Declare the batch queues of open tickets anew: that starts their ``x-expires`` anew, publishing does not."""
-        for ticket in list(self.tickets.values()):
-            if ticket.published and ticket.manifest is None and ticket.deliver != "none":
-                await self.bus.declare(self.topology.batch_queue(ticket.batch, ticket.ticket))
 
     def on_declared(self, ticket: Ticket) -> None:
         """The batch queue of ``ticket`` is there."""

@@ -257,7 +257,7 @@ class Exploration:
     async def _keep_queues(self) -> None:
         while True:
             await asyncio.sleep(KEEP_QUEUES_INTERVAL)
-            await self.scheduler.keep_queues()
+            await self.scheduler.queues.keep()
 
     async def _submissions(self) -> None:
         agent = self.agent

@@ -33,6 +33,8 @@ log = structlog.get_logger(__name__)
 
 RETURNED_PAUSE = 0.2
 """Seconds between tries of a part that came back although its queue exists, unless a beat comes first."""
+REPLACED_PAUSE = 1.0
+"""Seconds after which a batch queue that is missing, though its ticket is open, is looked for once more."""
 SMALL = 64 * 1024
 """Bytes: what is smaller is encoded where it is, and shares a message. A thread costs more."""
 SHARED = 256 * 1024
@@ -180,11 +182,16 @@ class Reports:
         """Publish until the batch queue takes it; False when nobody waits for it any more."""
         piece, loop = work.piece, asyncio.get_running_loop()
         give_up = loop.time() + piece.slice_timeout
+        replaced = False
         while not await publish():
             gone = await self._bus.depth(self._topology.batch_queue(piece.batch, piece.ticket).name) is None
+            forgotten = self._forgotten(piece)
+            if gone and not forgotten and not replaced:
+                replaced = True  # or so it seems: then it is there a moment later
+                await asyncio.sleep(REPLACED_PAUSE)
+                continue
             # a slice that was cut off is given time for what it has: its ticket is not listed any more, and waits
-            cut_off = work.why is None and self._forgotten(piece)
-            if gone or cut_off or loop.time() > give_up:
+            if gone or (forgotten and work.why is None) or loop.time() > give_up:
                 return False
             # it exists unbound: about to be closed, and then missing from the explorer's next beat
             await self._woken.wait(RETURNED_PAUSE)

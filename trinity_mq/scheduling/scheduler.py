@@ -252,6 +252,7 @@ class Scheduler(Shelving):
         """Follow results and open what :meth:`schedule` was given, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.follow(), name="results")
+            group.create_task(self.watch_queues(), name="queues")
             group.create_task(self._open_scheduled(), name="open")
             group.create_task(self._collector.run(), name="delete")
             if self._beacon is not None:

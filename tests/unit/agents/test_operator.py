@@ -16,7 +16,7 @@ from tests.unit.agents.world import World, a_slice, experience, kill
 from trinity_agents.operator import Operator
 from trinity_mq.bus import Envelope
 from trinity_mq.experience import Experience
-from trinity_mq.messages import BatchClosed, BatchReady
+from trinity_mq.messages import BatchClosed, BatchReady, Mark
 from trinity_mq.messages.batches import Accepted, Wanted
 from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
@@ -150,6 +150,24 @@ def test_chunks_are_confirmed_before_the_ready_and_that_before_the_ack_and_the_q
     assert world.wire == [*sent, *confirmed, *rest]
     assert world.times[-1] - world.times[-2] >= 1.0
     assert world.count(QUEUE) is None
+    assert world.reasons() == []
+
+
+def test_a_mark_of_the_queues_owner_is_passed_over() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        key = world.topology.batch_routing_key(1, "t1")
+        assert await world.outside.publish(world.topology.exchange("experiences"), key, envelope(Mark(nonce="x")))
+        await send(world, "a")
+        await close(world, manifest(("a", 1)))
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert (decided.state, decided.experiences) == ("ready", 1)
     assert world.reasons() == []
 
 

@@ -442,13 +442,33 @@ def test_a_part_whose_queue_is_gone_is_late() -> None:
         await send_slice(world, a_slice())
         await world.outside.delete(world.topology.batch_queue(1, "t1").name)
         async with world.living(make(world)):
-            await asyncio.sleep(1)
+            await asyncio.sleep(2)
 
     run_virtually(main())
     (result,) = results(world)
     assert (result.outcome, result.parts, result.runs) == ("late", 0, [])
     assert world.wire[-2:] == ["confirmed task_result", "acked tasks.train"]
     assert world.count("batch.t1") is None
+
+
+def test_a_part_whose_queue_is_replaced_is_taken_by_the_new_one() -> None:
+    """Its owner deletes a queue that confirms nothing, and declares it anew."""
+    world = World()
+
+    async def main() -> None:
+        await send_slice(world, a_slice(opened_beat=10))
+        queue = world.topology.batch_queue(1, "t1")
+        await world.outside.delete(queue.name)
+        async with world.living(make(world)):
+            await world.beat("explorer", "explorer-0", 11, open=["t1"])
+            await asyncio.sleep(0.5)
+            await world.outside.declare(queue)
+            await asyncio.sleep(2)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.parts) == ("finished", 1)
+    assert len(parts(world)) == 1
 
 
 def test_a_part_of_a_ticket_that_is_no_longer_open_is_late() -> None:

@@ -120,6 +120,11 @@ class World:
         work: Any = self.broker.queues[self.topology.prefix + queue]
         work._ready = type(work._ready)(replace(each, returns=deliveries) for each in work._ready)
 
+    def emptied(self, queue: str) -> None:
+        """Let what waits in a queue be lost."""
+        work: Any = self.broker.queues[self.topology.prefix + queue]
+        work._ready = type(work._ready)()
+
 
 class NotingBus(MemoryBus):
     """Confirms take their time, and everything is noted."""

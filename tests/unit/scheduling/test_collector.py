@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 
 from tests.unit.agents.world import World, a_slice, experience
 from trinity_mq.experience import Experience
-from trinity_mq.messages import TaskBody, TaskResult
+from trinity_mq.messages import Mark, TaskBody, TaskResult
 from trinity_mq.runtime.blobs import BlobStore, StoreUnavailable
+from trinity_mq.runtime.mail import envelope
 from trinity_mq.scheduling.collector import Collector
 from trinity_mq.scheduling.parts import part_mail
 from trinity_mq.scheduling.tickets import Ticket, new_ticket
@@ -88,6 +89,23 @@ def test_the_caller_gets_them_and_blobs_go_with_the_queue(tmp_path: Path) -> Non
         deleting.cancel()
 
     run_virtually(main())
+
+
+def test_a_mark_of_the_queues_owner_is_passed_over(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+
+    async def main() -> None:
+        world, ticket = scene.world, scene.ticket.ticket
+        await world.ready()
+        await world.outside.declare(world.topology.batch_queue(1, ticket))
+        key = world.topology.batch_routing_key(1, ticket)
+        assert await world.outside.publish(world.topology.exchange("experiences"), key, envelope(Mark(nonce="x")))
+        collector = await scene.collector()
+        assert scene.lengths(await collector.take(scene.ticket, scene.results)) == [20_000]
+        await collector.close()
+
+    run_virtually(main())
+    assert scene.world.reasons() == []
 
 
 def test_a_store_that_is_away_for_a_moment_delays_them(tmp_path: Path) -> None:
