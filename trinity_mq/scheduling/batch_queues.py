@@ -97,6 +97,7 @@ class BatchQueues:
             if _takes_more(ticket):
                 log.warning("batch_queue_replaced", queue=queue.name, reason=f"it confirmed nothing in {patience:g} s")
                 await self._bus.delete(queue.name)
+            if _takes_more(ticket):  # deleting it takes the broker seconds
                 await self._bus.declare(queue)
 
     async def _answers(self, ticket: Ticket, patience: float) -> bool:
