@@ -123,14 +123,15 @@ class PrivateCluster:
         """Return what a person needs to know of a run that is stuck: nodes, queues, and who is connected to what."""
         columns = ("name", "leader", "online", "messages_ready", "messages_unacknowledged", "consumers")
         queues = await self.listed("queues", *columns)
-        connections = await self.listed("connections", "node", "client_properties", "state")
+        connections = await self.listed("connections", "port", "client_properties", "state")
         told = [
             f"{name}: {'frozen' if name in self._frozen else node.pid or 'down'}" for name, node in self.nodes.items()
         ]
+        by_port = {node.ports["amqp"]: name for name, node in self.nodes.items()}
         told += [" ".join(str(row[column]) for column in columns) for row in queues]
         for row in connections:
             names = [value for key, _, value in row["client_properties"] if key == "connection_name"]
-            told.append(f"{names} on {row['node']}: {row['state']}")
+            told.append(f"{names} on {by_port[row['port']]}: {row['state']}")
         return "\n".join(told)
 
     # -- violence
