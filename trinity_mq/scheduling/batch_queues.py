@@ -8,6 +8,7 @@ hold their slices before it for good. To delete it and declare it anew helps, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Callable, Iterable
 
@@ -23,6 +24,8 @@ log = structlog.get_logger(__name__)
 
 NEW_PATIENCE = 5.0
 """Seconds on a usable bus in which a queue that nobody can have published to confirms a mark, or is replaced."""
+TRY = 2.5
+"""Seconds after which another mark is sent: what is published while a queue changes its leader may get no confirm."""
 PATIENCE = 20.0
 """The same for one that slices went out for: a majority of its nodes may be on their way back with what is in it."""
 
@@ -102,8 +105,6 @@ class BatchQueues:
 
     async def _answers(self, ticket: Ticket, patience: float) -> bool:
         """Say whether a mark is taken in time, or comes back: then somebody has deleted the queue."""
-        nonce = uuid.uuid4().hex
-        mark = envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
         exchange, key = (
             self._topology.exchange("experiences"),
             self._topology.batch_routing_key(ticket.batch, ticket.ticket),
@@ -111,11 +112,11 @@ class BatchQueues:
         try:
             async with self._clock.timeout(patience):
                 while True:
-                    try:
-                        await self._bus.publish(exchange, key, mark)
-                    except BusUnavailable:
-                        await self._bus.wait_usable()
-                    else:
+                    await self._bus.wait_usable()
+                    nonce = uuid.uuid4().hex
+                    mark = envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
+                    with contextlib.suppress(BusUnavailable):
+                        await self._bus.publish(exchange, key, mark, timeout=TRY)
                         return True
         except TimeoutError:
             return False

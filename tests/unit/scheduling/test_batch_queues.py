@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.agents.world import NotingBus, World
-from trinity_mq.bus import Envelope, Queue
+from trinity_mq.bus import BusUnavailable, Envelope, Queue
 from trinity_mq.messages import BatchClosed, TaskBody, TaskResult
 from trinity_mq.scheduling.batch_queues import NEW_PATIENCE, PATIENCE, BatchQueues
 from trinity_mq.scheduling.tickets import Ticket, new_ticket
@@ -29,15 +29,20 @@ def logs() -> Iterator[list[Any]]:
 
 
 class SilentBus(NotingBus):
-    """Publishes to a silent queue wait for ever; that lasts until it is deleted."""
+    """Publishes to a silent queue are not confirmed; that lasts until it is deleted, or for some tries."""
 
     silent: str | None = None
+    missed_tries = 0
     breaks_at_declare = False
 
     async def publish(self, exchange: str, routing_key: str, envelope: Envelope, **how: Any) -> bool:
         if self.silent is not None and routing_key.endswith(self.silent):
             self.world.note(f"sent {envelope.kind}")
-            await asyncio.get_running_loop().create_future()
+            await asyncio.sleep(how["timeout"])
+            self.missed_tries -= 1
+            if not self.missed_tries:
+                self.silent = None
+            raise BusUnavailable("not confirmed")
         return await super().publish(exchange, routing_key, envelope, **how)
 
     async def declare(self, *queues: Queue) -> None:
@@ -164,15 +169,19 @@ def test_after_a_break_one_that_takes_nothing_is_replaced(logs: list[Any]) -> No
     assert [entry["event"] for entry in logs if "queue" in entry["event"]] == ["batch_queue_replaced"]
 
 
-def test_one_that_answers_stays() -> None:
+@pytest.mark.parametrize("missed", [0, 3])
+def test_one_that_answers_stays(missed: int) -> None:
     scene = Scene()
 
     async def main() -> None:
         await scene.begin()
         async with scene.watched():
+            if missed:
+                scene.fall_silent()
+                scene.bus.missed_tries = missed
             scene.world.broker.drop(scene.bus)
             await asyncio.sleep(3 * PATIENCE)
-            assert scene.world.wire == [SENT, "confirmed mark"]
+            assert scene.world.wire == [SENT] * missed + [SENT, "confirmed mark"]
 
     run_virtually(main())
     assert not scene.was_replaced
