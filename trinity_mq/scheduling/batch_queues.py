@@ -94,8 +94,8 @@ class BatchQueues:
         while _takes_more(ticket) and not await self._answers(ticket, patience):
             reported = any(piece.result is not None and piece.result.parts for piece in ticket.slices)
             if reported or await self._bus.depth(queue.name):
-                # What is in it is wanted, and comes back with its nodes or not at all. One that is well is told too where
-                # the broker's channel waited for a queue without a leader (seen on 4.0).
+                # What is in it is wanted, and comes back with its nodes or not at all. One that is well is told too
+                # where the broker's channel waits for a queue without a leader (seen on 4.0).
                 why = f"it confirmed nothing in {patience:g} s; it holds something and is left as it is"
                 log.warning("batch_queue_silent", queue=queue.name, reason=why)
                 return
