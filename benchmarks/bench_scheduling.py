@@ -35,14 +35,14 @@ import torch
 import bare_amqp
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.connect import URL_VARIABLE
-from trinity_mq.bus.node import PrivateNode
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import decode, encode
+from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.messages import Beat, TaskBody, TaskResult, TaskSlice
 from trinity_mq.messages import encode as encode_message
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.engines.snapshot import EngineSnapshot
-from trinity_mq.runtime.mail import envelope
+from trinity_mq.models.engines.host.snapshot import EngineSnapshot
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.serve import collect_seldom
 from trinity_mq.scheduling import Scheduler, WorkflowRunner
 from trinity_mq.testing.noop import NoopWorkflow

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
 
 from trinity_mq.config import load_config
-from trinity_mq.sync.channel import Channel, Manifest, Tensors, open_channel
-from trinity_mq.sync.channel_receiver import Receiver
+from trinity_mq.sync.channels.factory import Channel, Manifest, Tensors, open_channel
+from trinity_mq.sync.channels.receiver import Receiver
 
 LAYERS = 24
 LIMIT = 1.3

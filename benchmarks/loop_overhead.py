@@ -22,9 +22,9 @@ from trinity_mq.config import Config, load_config
 from trinity_mq.data import open_taskset
 from trinity_mq.experience import EID, Experience
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.requests import GenerationRequest
-from trinity_mq.models.engines.text import TextCodec
+from trinity_mq.models.engines.generation.request import GenerationRequest
+from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.rewards import create_reward
 from trinity_mq.testing.runs import LocalRun
 from trinity_mq.training.learner import TorchLearner

@@ -4,7 +4,7 @@ recorded client, and what the model sampled during a run becomes the run's exper
 
 from agents import Agent, AgentsException, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 from trinity_mq.experience import Experience
-from trinity_mq.rewards.math_answer import math_answer
+from trinity_mq.rewards.math.math_answer import math_answer
 from trinity_mq.workflows import AsyncRewardPropagationWorkflow
 
 MAX_TURNS = 8

@@ -22,8 +22,8 @@ from tests.containers.broker_container import (
     engine_version,
     fetch,
 )
-from trinity_mq.bus.node import NodeError, PrivateNode, find_rabbitmq
 from trinity_mq.bus.topology import Topology
+from trinity_mq.local_broker.node import NodeError, PrivateNode, find_rabbitmq
 
 URL_VARIABLE = "TRINITY_MQ_TEST_BROKER_URL"
 KIND_VARIABLE = "TRINITY_MQ_TEST_BROKER"

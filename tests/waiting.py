@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trinity_mq.bus._local_node import LocalNode
+    from trinity_mq.local_broker.base import LocalNode
 
 STEP = 0.01
 

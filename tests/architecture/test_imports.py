@@ -14,8 +14,13 @@ import trinity_mq
 
 ROOT = Path(__file__).parents[2]
 SLIM = ("trinity_mq", "trinity_mq.cli.main", "trinity_mq.bus", "trinity_mq.messages", "trinity_mq.config")
-SLIM += ("trinity_mq.telemetry", "trinity_mq.runtime.supervisor", "trinity_mq.runtime.serve", "trinity_mq.cli.run")
-SLIM += ("trinity_mq.cli.submit", "trinity_mq.cli.status", "trinity_mq.data")
+SLIM += (
+    "trinity_mq.telemetry",
+    "trinity_mq.runtime.supervisor",
+    "trinity_mq.runtime.serve",
+    "trinity_mq.cli.run.command",
+)
+SLIM += ("trinity_mq.cli.commands.submit", "trinity_mq.cli.commands.status", "trinity_mq.data")
 HEAVY = ("torch", "transformers", "vllm", "tensorboard", "openai")
 
 PUBLIC = {

@@ -12,13 +12,13 @@ from structlog.testing import capture_logs
 from tests.broker_fixtures import Tools
 from tests.waiting import until
 from trinity_mq.bus.base import Envelope, Queue
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.dispatch import batch_queues
+from trinity_mq.dispatch.batch_queues import BatchQueues
+from trinity_mq.dispatch.tickets import Ticket, new_ticket
 from trinity_mq.messages import TaskBody
-from trinity_mq.scheduling import batch_queues
-from trinity_mq.scheduling.batch_queues import BatchQueues
-from trinity_mq.scheduling.tickets import Ticket, new_ticket
 
 LOSE_LEADER = (
     "[begin {{Name, _}} = amqqueue:get_pid(Q), ok = ra:force_delete_server(quorum_queues, {{Name, node()}}), "

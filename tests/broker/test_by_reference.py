@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tests.unit.agents.world import a_slice, experience
-from trinity_agents.operator import Operator
+from trinity_agents.operator.agent import Operator
+from trinity_agents.trainer.source import StreamSource
 from trinity_mq.bus import Topology, create_bus
 from trinity_mq.config import load_config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Accepted, BatchClosed
-from trinity_mq.runtime.blobs import open_store
-from trinity_mq.runtime.mail import REFERENCE, envelope
-from trinity_mq.scheduling.parts import part_mail
-from trinity_mq.training.source import StreamSource
+from trinity_mq.runtime.deliveries import REFERENCE, envelope
+from trinity_mq.transport.blobs import open_store
+from trinity_mq.transport.experience_parts import part_mail
 
 pytestmark = pytest.mark.broker
 

@@ -16,13 +16,13 @@ import aiormq
 import pytest
 
 from tests.waiting import until
-from trinity_mq.bus.node import PrivateNode, find_rabbitmq
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
-from trinity_mq.cli.doctor import look_there
-from trinity_mq.cli.doctor_facts import Finding, Needs
+from trinity_mq.cli.doctor.command import look_there
+from trinity_mq.cli.doctor.facts import Finding, Needs
 from trinity_mq.config import load_config
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 
 RUN = "sick"
 TOPOLOGY = Topology(RUN)

@@ -19,11 +19,11 @@ from tests.golden.forms import experience_form
 from tests.tcp_proxy import CuttingProxy
 from trinity_mq.bus import Delivery, Envelope, Topology
 from trinity_mq.bus.base import Incoming
-from trinity_mq.bus.node import PrivateNode
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.experience import EID, Experience
 from trinity_mq.experience import encode as encode_experiences
+from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.messages import (
     Accepted,
     BatchClosed,
@@ -34,9 +34,9 @@ from trinity_mq.messages import (
     decode,
     decode_any,
 )
-from trinity_mq.runtime.mail import EXPERIENCES, envelope
-from trinity_mq.scheduling.parts import Part, wanted_mails
-from trinity_mq.scheduling.shares import Share
+from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
+from trinity_mq.transport.co_batched_parts import Share
+from trinity_mq.transport.experience_parts import Part, wanted_mails
 
 CLIENT = Path(__file__).parents[2] / "schemas" / "clients" / "go"
 UNAVAILABLE = 69

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.world import a_slice, experience
-from trinity_agents.operator import Operator
+from trinity_agents.operator.agent import Operator
+from trinity_agents.trainer.source import StreamSource
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Accepted, BatchClosed
-from trinity_mq.runtime.blobs import open_store
-from trinity_mq.runtime.mail import envelope
-from trinity_mq.scheduling.parts import chunk_mail, part_mail
-from trinity_mq.training.source import StreamSource
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.transport.blobs import open_store
+from trinity_mq.transport.experience_parts import chunk_mail, part_mail
 
 pytestmark = pytest.mark.broker
 

@@ -18,7 +18,7 @@ import torch
 
 from tests.tcp_proxy import CuttingProxy
 from trinity_mq.bus.base import Consumer, Delivery, Envelope, Incoming
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.experience import CONTENT_TYPE, EID, Experience, encode
@@ -33,9 +33,9 @@ from trinity_mq.messages import (
     decode,
 )
 from trinity_mq.messages import encode as encode_message
-from trinity_mq.runtime.mail import REFERENCE, envelope
-from trinity_mq.scheduling.parts import Part, wanted_mails
-from trinity_mq.scheduling.shares import Share
+from trinity_mq.runtime.deliveries import REFERENCE, envelope
+from trinity_mq.transport.co_batched_parts import Share
+from trinity_mq.transport.experience_parts import Part, wanted_mails
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "schemas" / "clients" / "js"

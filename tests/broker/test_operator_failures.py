@@ -17,15 +17,15 @@ import pytest
 import yaml
 
 from tests.unit.agents.world import a_slice, experience
+from trinity_agents.trainer.source import StreamSource
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.cli.main import main as command
 from trinity_mq.config import SupervisorConfig, load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Accepted, BatchClosed, BatchReady, DecodeError, decode
-from trinity_mq.runtime.mail import envelope
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
-from trinity_mq.scheduling.parts import part_mail
-from trinity_mq.training.source import StreamSource
+from trinity_mq.transport.experience_parts import part_mail
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 

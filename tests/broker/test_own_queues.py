@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from tests.broker_fixtures import Tools
 from tests.waiting import until
 from trinity_mq.bus.base import Envelope, LockHeld
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from trinity_mq.bus.base import Bus, BusRefused, Envelope, QueueGone
-from trinity_mq.bus.node import PrivateNode, find_rabbitmq
 from trinity_mq.bus.permissions import Permissions, permissions, rabbitmqctl_lines
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.testing.runs import LocalRun
 
 pytestmark = [

@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from tests.waiting import queues_noted, until
-from trinity_mq.bus._ports import LOOPBACK, accepts, free_ports
 from trinity_mq.bus.base import Envelope
-from trinity_mq.bus.node import UNLESS_ORPHANED, NodeError, PrivateNode, find_rabbitmq
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.local_broker.node import UNLESS_ORPHANED, NodeError, PrivateNode, find_rabbitmq
+from trinity_mq.local_broker.ports import LOOPBACK, accepts, free_ports
 
 pytestmark = [pytest.mark.broker, pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")]
 
@@ -168,7 +168,7 @@ def test_nothing_is_started_for_a_parent_that_has_ended_meanwhile(tmp_path: Path
 async def test_it_dies_with_the_process_that_started_it(base: Path) -> None:
     program = f"""
 import asyncio, pathlib, time
-from trinity_mq.bus.node import PrivateNode
+from trinity_mq.local_broker.node import PrivateNode
 node = PrivateNode(pathlib.Path({str(base)!r}))
 asyncio.run(node.start())
 print(node.pid, node.ports["epmd"], flush=True)

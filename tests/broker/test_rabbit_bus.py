@@ -12,15 +12,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.tcp_proxy import CuttingProxy
-from trinity_mq.bus import _rabbit_consumer
 from trinity_mq.bus import topology as topology_module
-from trinity_mq.bus._ports import free_ports
-from trinity_mq.bus._rabbit_consumer import RabbitDelivery
 from trinity_mq.bus.base import BusRefused, BusUnavailable, Envelope, StreamCut
-from trinity_mq.bus.node import PrivateNode
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit import consumer as _rabbit_consumer
+from trinity_mq.bus.rabbit.bus import RabbitBus
+from trinity_mq.bus.rabbit.consumer import RabbitDelivery
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.local_broker.node import PrivateNode
+from trinity_mq.local_broker.ports import free_ports
 
 pytestmark = pytest.mark.broker
 

@@ -13,9 +13,9 @@ from aiormq.channel import Channel
 from aiormq.exceptions import ChannelPreconditionFailed, DeliveryError
 
 from tests.waiting import until
-from trinity_mq.bus import _rabbit_publisher
 from trinity_mq.bus.base import Envelope, MessageTooLarge
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit import publisher as _rabbit_publisher
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from trinity_mq.bus import _rabbit_keeper
 from trinity_mq.bus.base import Consumer, Delivery, Envelope, LockHeld
-from trinity_mq.bus.node import PrivateNode
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit import reconnect as _rabbit_keeper
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.local_broker.node import PrivateNode
 
 pytestmark = pytest.mark.broker
 

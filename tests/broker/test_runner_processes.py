@@ -16,7 +16,7 @@ from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.config import Config, SupervisorConfig, load_config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Beat
-from trinity_mq.runtime.mail import envelope
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.scheduling import Scheduler
 from trinity_mq.workflows import Task

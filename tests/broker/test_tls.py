@@ -17,11 +17,11 @@ from structlog.testing import capture_logs
 from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
 from trinity_mq.bus import AddressError, create_bus
-from trinity_mq.bus._ports import LOOPBACK, free_ports
 from trinity_mq.bus.base import Bus, BusRefused, Consumer, Envelope
-from trinity_mq.bus.node import PrivateNode, find_rabbitmq
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
+from trinity_mq.local_broker.ports import LOOPBACK, free_ports
 
 pytestmark = [
     pytest.mark.broker,

@@ -19,17 +19,17 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.victims import NOTES_VARIABLE, POINT_VARIABLE, SEED_VARIABLE, SIGNAL_VARIABLE
-from trinity_agents.trainer import Trainer
+from trinity_agents.trainer.agent import Trainer
+from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.connect import URL_VARIABLE
 from trinity_mq.config import load_config
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.messages import BatchReady, Mark, decode_any
-from trinity_mq.runtime.mail import EXPERIENCES, envelope
+from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.supervisor import PARENT_VARIABLE
 from trinity_mq.testing.fakes import FakeChannel, FakeLearner
-from trinity_mq.training.history import lineage
 
 BATCHES, TASKS, RUNS = 25, 8, 4
 ROOT = Path(__file__).parents[2]

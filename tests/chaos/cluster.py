@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.waiting import until
-from trinity_mq.bus._ports import LOOPBACK, accepts, free_ports
-from trinity_mq.bus.node import Mates, PrivateNode, epmd_command
+from trinity_mq.local_broker.node import Mates, PrivateNode, epmd_command
+from trinity_mq.local_broker.ports import LOOPBACK, accepts, free_ports
 
 COUNT = 3
 SETTINGS = """

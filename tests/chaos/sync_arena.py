@@ -25,9 +25,9 @@ from trinity_mq.bus.connect import URL_VARIABLE
 from trinity_mq.config import load_config
 from trinity_mq.messages import Beat, SyncEvent, decode_any
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.ready import ReadyFile
-from trinity_mq.models.engines.requests import ScoreRequest
+from trinity_mq.models.engines.generation.request import ScoreRequest
+from trinity_mq.models.engines.host.ready_file import ReadyFile
+from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.supervisor import PARENT_VARIABLE
 

@@ -21,19 +21,19 @@ import torch
 from safetensors.torch import save_file
 
 from tests.chaos.victims import NOTES_VARIABLE, POINT
-from trinity_agents import engine as engine_daemon
-from trinity_agents.explorer import EngineHosting
+from trinity_agents.engine import agent as engine_daemon
+from trinity_agents.explorer.agent import EngineHosting
 from trinity_mq.bus import Bus, LockHeld, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import SyncEvent
 from trinity_mq.models import EngineHost, ensure_model_folder
-from trinity_mq.models.engines.admin_api import AdminApi
-from trinity_mq.models.engines.generation import TextGenerator
+from trinity_mq.models.engines.server.admin_api import AdminApi
+from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.serve import run_daemon
-from trinity_mq.sync import collective
-from trinity_mq.sync.channel import open_channel
-from trinity_mq.sync.gatekeeper import Gatekeeper
+from trinity_mq.sync.channels.collective import broadcast as collective
+from trinity_mq.sync.channels.factory import open_channel
+from trinity_mq.sync.gate.coordinator_driver import Gatekeeper
 from trinity_mq.training.policy import Policy
 
 ENGINE_POINTS_VARIABLE = "CHAOS_ENGINE_POINTS"

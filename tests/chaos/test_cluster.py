@@ -19,8 +19,8 @@ import pytest
 
 from tests.chaos.arena import BATCHES, Arena
 from tests.chaos.cluster import PrivateCluster
-from trinity_mq.bus.node import find_rabbitmq
 from trinity_mq.bus.topology import Topology
+from trinity_mq.local_broker.node import find_rabbitmq
 
 EVERYBODY = ("explorer-0", "runner-0", "runner-1", "operator-0", "operator-1")
 SETTINGS = ["broker.heartbeat=4"]

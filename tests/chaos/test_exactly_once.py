@@ -15,7 +15,7 @@ import pytest
 
 from tests.chaos.arena import BATCHES, Arena
 from tests.tcp_proxy import CuttingProxy
-from trinity_mq.bus.node import PrivateNode, find_rabbitmq
+from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 
 RUNNER_POINTS = [
     "received task_slice",

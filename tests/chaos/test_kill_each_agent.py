@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from trinity_agents.trainer.history import lineage
 from trinity_mq.testing.runs import LocalRun
-from trinity_mq.training.history import lineage
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BATCHES = 60

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from trinity_agents.explorer import Explorer
-from trinity_agents.operator import Operator
-from trinity_agents.runner import Runner
+from trinity_agents.explorer.agent import Explorer
+from trinity_agents.operator.agent import Operator
+from trinity_agents.runner.agent import Runner
 from trinity_mq.bus import Bus, Consumer, Delivery, Envelope, Queue, Topology
 from trinity_mq.config import Config
 from trinity_mq.experience import EID, Experience

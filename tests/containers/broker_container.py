@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from trinity_mq.bus._docker_command import Owned, docker
-from trinity_mq.bus.docker import ERLANG, LIMITS, NodeError
+from trinity_mq.local_broker.container import ERLANG, LIMITS, NodeError
+from trinity_mq.local_broker.docker_command import Owned, docker
 
 if TYPE_CHECKING:
     from testcontainers.core.container import DockerContainer

@@ -23,7 +23,7 @@ from tests.containers.broker_container import (
     remove_orphans,
 )
 from tests.waiting import until
-from trinity_mq.bus._docker_command import docker
+from trinity_mq.local_broker.docker_command import docker
 
 SESSION = """
 import sys

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from tests.containers.compose_stack import AGENTS, CANNOT, ComposeStack, StackError, prepared, say
-from trinity_mq.cli.report import make_report
+from trinity_agents.trainer.history import lineage
+from trinity_mq.cli.run.report import make_report
 from trinity_mq.config import load_config
-from trinity_mq.training.history import lineage
 
 ROOT = Path(__file__).parents[2]
 BATCHES = 40

@@ -14,15 +14,15 @@ import pytest
 
 from tests.containers.broker_container import chosen_image, engine_version, has_image
 from tests.waiting import queues_noted, until
-from trinity_mq.bus import local
-from trinity_mq.bus._docker_command import docker
-from trinity_mq.bus._ports import LOOPBACK, accepts
 from trinity_mq.bus.base import Envelope
-from trinity_mq.bus.docker import LABEL, DockerNode
-from trinity_mq.bus.node import NodeError
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.local_broker import choose as local
+from trinity_mq.local_broker.container import LABEL, DockerNode
+from trinity_mq.local_broker.docker_command import docker
+from trinity_mq.local_broker.node import NodeError
+from trinity_mq.local_broker.ports import LOOPBACK, accepts
 
 IMAGE = chosen_image()
 pytestmark = [
@@ -34,7 +34,7 @@ pytestmark = [
 ]
 OWNER = """
 import asyncio, pathlib, sys
-from trinity_mq.bus.docker import DockerNode
+from trinity_mq.local_broker.container import DockerNode
 
 async def main():
     node = DockerNode(pathlib.Path(sys.argv[1]), image=sys.argv[2])
@@ -120,7 +120,7 @@ async def test_a_queue_made_just_before_a_crash_answers_again(base: Path, topolo
 async def test_where_rabbitmq_is_not_installed_it_runs_and_is_started_anew_when_killed(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_mq.bus.local.find_rabbitmq", lambda: None)
+    monkeypatch.setattr("trinity_mq.local_broker.choose.find_rabbitmq", lambda: None)
     monkeypatch.setenv("TRINITY_MQ_RABBITMQ_IMAGE", IMAGE)
     node = await local.local_broker(base)
     assert isinstance(node, DockerNode)
@@ -176,7 +176,7 @@ async def test_a_port_that_is_taken_at_the_last_moment(base: Path, monkeypatch: 
     """Between our look at the port and the engine's use of it: what the engine says is passed on."""
     server = await asyncio.start_server(lambda _reader, writer: writer.close(), LOOPBACK, 0)
     port = server.sockets[0].getsockname()[1]
-    monkeypatch.setattr("trinity_mq.bus._node_files.is_free", lambda _port: True)
+    monkeypatch.setattr("trinity_mq.local_broker.node_files.is_free", lambda _port: True)
     async with server:
         with pytest.raises(NodeError, match=rf"docker start: .*{port}.*(in use|allocated)"):
             await node_in(base, port=port).start()

@@ -14,8 +14,8 @@ import pytest
 
 from tests.containers.broker_container import OWNER_LABEL, engine_version, has_image, owner_of
 from tests.waiting import until
-from trinity_mq.bus._docker_command import docker
-from trinity_mq.bus.node import NodeError
+from trinity_mq.local_broker.docker_command import docker
+from trinity_mq.local_broker.node import NodeError
 
 BUILD = Path(__file__).parent / "build-images"
 BROKERS = {"3.10": "3.10.8", "4.0": "4.0.5"}

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack
 from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
 from trinity_mq.bus.base import Bus, Envelope
-from trinity_mq.bus.memory import MemoryBroker, MemoryBus
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 

@@ -19,15 +19,15 @@ import yaml
 
 from tests.broker_fixtures import _clean
 from tests.contract.scripted_workflow import Scripted
-from trinity_agents.runner import Runner
+from trinity_agents.runner.agent import Runner
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.bus.connect import URL_VARIABLE
-from trinity_mq.bus.memory import MemoryBroker, MemoryBus
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.config import Config, load_config
 from trinity_mq.messages import Beat
-from trinity_mq.models.engines.snapshot import EngineSnapshot
-from trinity_mq.runtime.mail import envelope
+from trinity_mq.models.engines.host.snapshot import EngineSnapshot
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.scheduling import Scheduler
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows import Task

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.config import load_config
-from trinity_mq.models.tiny import ensure_model_folder
+from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from trinity_mq.cli.inspect import Target, _stream
-from trinity_mq.cli.inspect_stream import Choice
+from trinity_agents.trainer.history import lineage
+from trinity_mq.cli.inspect.command import Target, _stream
+from trinity_mq.cli.inspect.stream import Choice
 from trinity_mq.config import load_config
 from trinity_mq.testing.runs import LocalRun
-from trinity_mq.training.history import lineage
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
 STEPS = 40

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from trinity_agents.trainer.history import lineage
 from trinity_mq.testing.runs import LocalRun
-from trinity_mq.training.history import lineage
 
 ROOT = Path(__file__).parents[2]
 OPERATOR = """

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trinity_agents.trainer.history import lineage
 from trinity_mq.testing.runs import LocalRun
-from trinity_mq.training.history import lineage
 
 SMOKE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
 BATCHES = 24

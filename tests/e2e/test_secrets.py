@@ -21,11 +21,11 @@ import pytest
 import trustme
 import yaml
 
-from trinity_mq.bus._ports import LOOPBACK, free_ports
-from trinity_mq.bus.node import PrivateNode, find_rabbitmq
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
+from trinity_mq.local_broker.ports import LOOPBACK, free_ports
 from trinity_mq.testing.runs import LocalRun
 
 pytestmark = [

@@ -150,7 +150,7 @@ async def test_children_do_not_speak_for_their_agent(
             engines[:] = [
                 child
                 for child in psutil.Process(process.pid).children(recursive=True)
-                if "trinity_agents.engine" in " ".join(child.cmdline())
+                if "trinity_agents.engine.agent" in " ".join(child.cmdline())
             ]
             return bool(engines)
 

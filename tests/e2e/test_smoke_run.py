@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trinity_agents.trainer.history import lineage
 from trinity_mq.testing.runs import LocalRun
-from trinity_mq.training.history import lineage
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ACCURACY = "eval/max3_held_out/accuracy/mean@1"

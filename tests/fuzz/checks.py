@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from benchmarks.bench_codec import make_batch, reference_encode
 from tests.fuzz import bodies
 from trinity_mq.experience import DecodeError, Experience, ExperienceBatch, decode, encode
-from trinity_mq.experience.tail import read_tail
+from trinity_mq.experience.codec.tail import read_tail
 from trinity_mq.messages import codec as control
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ import pytest
 
 from tests.golden.forms import EXPERIENCES, batch_form, experience_form, json_text
 from trinity_mq.experience import DecodeError, ExperienceBatch, decode, encode
-from trinity_mq.experience.experience import FIELD_NAMES
-from trinity_mq.experience.tail import DTYPES
+from trinity_mq.experience.codec.tail import DTYPES
+from trinity_mq.experience.record import FIELD_NAMES
 
 BODIES = sorted(EXPERIENCES.glob("*.tmqx"))
 PLAIN = [path for path in BODIES if not path.read_bytes()[5]]

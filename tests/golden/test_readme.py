@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.golden.forms import EXPERIENCES, GOLDEN
-from trinity_mq.experience import codec, columns, documents, layout, tail
+from trinity_mq.experience.codec import body as codec
+from trinity_mq.experience.codec import columns, documents, layout, tail
 from trinity_mq.experience.fields import TENSOR_FIELDS
 from trinity_mq.messages import decode, msgpack_scan
 from trinity_mq.messages.codec import JSON_CONTENT_TYPE
 from trinity_mq.messages.tasks import TaskSubmission
-from trinity_mq.runtime.mail import EXPERIENCES as EXPERIENCES_TYPE
-from trinity_mq.runtime.mail import REFERENCE
+from trinity_mq.runtime.deliveries import EXPERIENCES as EXPERIENCES_TYPE
+from trinity_mq.runtime.deliveries import REFERENCE
 
 README = (GOLDEN.parent / "README.md").read_text(encoding="utf-8")
 

@@ -10,9 +10,9 @@ from trinity_mq.algorithms.advantage import group_relative_advantages
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.requests import GenerationRequest, ScoreRequest
-from trinity_mq.sync.canary import LIMITS
+from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
+from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.sync.gate.canary import LIMITS
 from trinity_mq.training.learner import TorchLearner
 
 pytestmark = pytest.mark.gpu

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
 
-from trinity_mq.sync.collective import Backend, CollectiveError, Group, Receiver, Sender
-from trinity_mq.sync.collective_channel import CollectiveChannel
-from trinity_mq.sync.flat import packed, plan, split
-from trinity_mq.sync.memory_channel import MemoryChannel
-from trinity_mq.sync.memory_copy import HostCopy
+from trinity_mq.sync.channels.buckets import packed, plan, split
+from trinity_mq.sync.channels.collective.broadcast import Backend, CollectiveError, Group, Receiver, Sender
+from trinity_mq.sync.channels.collective.channel import CollectiveChannel
+from trinity_mq.sync.channels.memory.channel import MemoryChannel
+from trinity_mq.sync.channels.memory.host_copy import HostCopy
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def test_a_group_opens_and_broadcasts_every_bucket(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_a_sender_broadcasts_and_leaves_a_host_copy_that_can_be_pulled(backend: Backend) -> None:
-    from trinity_mq.sync.channel_receiver import Receiver as AnyReceiver
+    from trinity_mq.sync.channels.receiver import Receiver as AnyReceiver
 
     channel = CollectiveChannel("127.0.0.1", BUCKET, 30.0, backend, MemoryChannel("127.0.0.1", BUCKET, 30.0))
     source = weights("cuda")

@@ -25,10 +25,10 @@ from tests.unit.models.talker import talker_config, taught  # noqa: E402
 from trinity_mq.config import Config, ModelConfig  # noqa: E402
 from trinity_mq.messages import Version  # noqa: E402
 from trinity_mq.models import EngineHost, ensure_model_folder  # noqa: E402
-from trinity_mq.models.engines.generation import TextGenerator  # noqa: E402
-from trinity_mq.models.engines.ready import ReadyFile  # noqa: E402
-from trinity_mq.models.engines.weights import manifest, named_weights  # noqa: E402
-from trinity_mq.sync.collective import Sender  # noqa: E402
+from trinity_mq.models.engines.host.ready_file import ReadyFile  # noqa: E402
+from trinity_mq.models.engines.torch.generator import TextGenerator  # noqa: E402
+from trinity_mq.models.engines.torch.weights import manifest, named_weights  # noqa: E402
+from trinity_mq.sync.channels.collective.broadcast import Sender  # noqa: E402
 
 START_SECONDS = 600.0
 """Three processes import vLLM one after the other: half a minute where nothing else runs, minutes where much does."""

@@ -12,15 +12,15 @@ from typing import Any
 import psutil
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines import vllm_api as api
-from trinity_mq.models.engines.ready import ReadyFile
-from trinity_mq.models.engines.requests import Completion
-from trinity_mq.models.engines.server import EngineServer, ServerSettings
-from trinity_mq.models.engines.state import EngineState
-from trinity_mq.models.engines.text import TextCodec
-from trinity_mq.models.engines.vllm_client import VllmClient
-from trinity_mq.models.engines.vllm_flow import Flow
-from trinity_mq.models.engines.vllm_generator import model_limits
+from trinity_mq.models.engines.generation.request import Completion
+from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.models.engines.host.ready_file import ReadyFile
+from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.vllm import api
+from trinity_mq.models.engines.vllm.client import VllmClient
+from trinity_mq.models.engines.vllm.flow import Flow
+from trinity_mq.models.engines.vllm.generator import model_limits
 
 from .conftest import Started
 

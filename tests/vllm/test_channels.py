@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from trinity_mq.models.engines.admin_client import ReceiveFailed
-from trinity_mq.models.engines.weights import manifest, named_weights
-from trinity_mq.sync.channel import Channel
-from trinity_mq.sync.checkpoint_channel import CheckpointChannel
-from trinity_mq.sync.memory_channel import MemoryChannel
+from trinity_mq.models.engines.host.admin_client import ReceiveFailed
+from trinity_mq.models.engines.torch.weights import manifest, named_weights
+from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
+from trinity_mq.sync.channels.factory import Channel
+from trinity_mq.sync.channels.memory.channel import MemoryChannel
 
 from .conftest import CANARY, Engine, new_weights, reference
 

@@ -16,8 +16,8 @@ from tests.waiting import until
 from trinity_mq.experience import Experience
 from trinity_mq.models import InferenceModel, ModelWrapper
 from trinity_mq.models.clients import EngineClients
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.server import EngineServer
+from trinity_mq.models.engines.server.server import EngineServer
+from trinity_mq.models.engines.torch.generator import TextGenerator
 
 from .conftest import Engine, new_weights, reference
 from .overheard import Overheard, serving

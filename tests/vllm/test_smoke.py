@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.sync.canary import LIMITS
+from trinity_mq.sync.gate.canary import LIMITS
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

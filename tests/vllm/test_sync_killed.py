@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trinity_mq.models import EngineHost
-from trinity_mq.models.engines.admin_client import ReceiveFailed
-from trinity_mq.models.engines.ready import ReadyFile
+from trinity_mq.models.engines.host.admin_client import ReceiveFailed
+from trinity_mq.models.engines.host.ready_file import ReadyFile
 
 from .conftest import CANARY, Engine, new_weights, reference
 

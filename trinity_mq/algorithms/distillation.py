@@ -53,7 +53,7 @@ def distillation_advantages(experiences: E, config: AlgorithmConfig) -> tuple[E,
         "teacher_logprobs",
         counts > 0,
         "the workflow asks a teacher for them: use on_policy_distill_workflow with a model of "
-        "explorer.auxiliary_models, call add_teacher_logprobs of trinity_mq.workflows.distillation in your own "
+        "explorer.auxiliary_models, call add_teacher_logprobs of trinity_mq.workflows.builtin.distill in your own "
         "workflow, or take algorithm.algorithm_type=grpo",
     )
     distances = torch.where(trained, student - teacher, 0.0)

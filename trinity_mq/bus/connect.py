@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_mq.bus._addresses import (
+from trinity_mq.bus.addresses import (
     FORM,
     PASSWORD_FILE_VARIABLE,
     URL_FILE_VARIABLE,
@@ -62,6 +62,6 @@ def create_bus(config: BrokerConfig, topology: Topology, name: str) -> Bus:
             "(`trinity-mq run` starts one by itself)"
         )
     addresses.read()  # what is wrong with it is better said now
-    from trinity_mq.bus.rabbit import RabbitBus  # slow to import, and not needed to name things
+    from trinity_mq.bus.rabbit.bus import RabbitBus  # slow to import, and not needed to name things
 
     return RabbitBus(addresses, topology, config=config, name=name)

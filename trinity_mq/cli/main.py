@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         ("operator", "processes experiences"),
         ("trainer", "steps the optimizer"),
     ):
-        agent = _add(commands, role, "trinity_mq.cli.agents:run_agent", f"run one {role} by itself: {words}")
+        agent = _add(commands, role, "trinity_mq.cli.commands.agents:run_agent", f"run one {role} by itself: {words}")
         _add_config(agent)
         agent.add_argument("--id", help=f"its name among the agents of the run (default: {role}-0)")
         if role == "explorer":
@@ -155,7 +155,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(commands: _Commands[argparse.ArgumentParser]) -> None:
     run = _add(
-        commands, "run", "trinity_mq.cli.run:run", "run everything on this machine, with live progress; Ctrl-C drains"
+        commands,
+        "run",
+        "trinity_mq.cli.run.command:run",
+        "run everything on this machine, with live progress; Ctrl-C drains",
     )
     _add_config(run)
     run.add_argument("--plain", action="store_true", help="lines instead of a live picture")
@@ -165,7 +168,7 @@ def _add_validate(commands: _Commands[argparse.ArgumentParser]) -> None:
     validate = _add(
         commands,
         "validate",
-        "trinity_mq.cli.validate:validate",
+        "trinity_mq.cli.commands.validate:validate",
         "check a configuration and its tasksets, start nothing",
     )
     _add_config(validate)
@@ -175,7 +178,7 @@ def _add_doctor(commands: _Commands[argparse.ArgumentParser]) -> None:
     doctor = _add(
         commands,
         "doctor",
-        "trinity_mq.cli.doctor:doctor",
+        "trinity_mq.cli.doctor.command:doctor",
         "examine a live broker and this machine, and say what to do; changes nothing",
     )
     doctor.add_argument(
@@ -203,7 +206,7 @@ def _add_health(commands: _Commands[argparse.ArgumentParser]) -> None:
     health = _add(
         commands,
         "health",
-        "trinity_mq.cli.health:health",
+        "trinity_mq.cli.commands.health:health",
         "tell whether the agent that writes TRINITY_MQ_HEALTH_FILE is alive (for a container's health check)",
     )
     health.add_argument("--file", metavar="PATH", help="instead of TRINITY_MQ_HEALTH_FILE")
@@ -213,7 +216,7 @@ def _add_health(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_submit(commands: _Commands[argparse.ArgumentParser]) -> None:
-    submit = _add(commands, "submit", "trinity_mq.cli.submit:submit", "publish a task to a run")
+    submit = _add(commands, "submit", "trinity_mq.cli.commands.submit:submit", "publish a task to a run")
     _add_target(submit)
     submit.add_argument(
         "--task", metavar="JSON", default="-", help="the task, @FILE for a file, - for standard input (default)"
@@ -226,7 +229,10 @@ def _add_submit(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_status(commands: _Commands[argparse.ArgumentParser]) -> None:
     status = _add(
-        commands, "status", "trinity_mq.cli.status:status", "show who lives in a run and how deep its queues are"
+        commands,
+        "status",
+        "trinity_mq.cli.commands.status:status",
+        "show who lives in a run and how deep its queues are",
     )
     _add_target(status)
     status.add_argument("--seconds", type=float, default=3.0, help="how long to listen (default: 3)")
@@ -236,7 +242,7 @@ def _add_timeline(commands: _Commands[argparse.ArgumentParser]) -> None:
     timeline = _add(
         commands,
         "timeline",
-        "trinity_mq.cli.timeline:timeline",
+        "trinity_mq.cli.commands.timeline:timeline",
         "draw what each agent of a run did when, from the metrics in its folder",
     )
     timeline.add_argument("target", metavar="RUN", help="the run's folder, its YAML file or its name")
@@ -248,7 +254,7 @@ def _add_inspect(commands: _Commands[argparse.ArgumentParser]) -> None:
     inspect = _add(
         commands,
         "inspect",
-        "trinity_mq.cli.inspect:inspect",
+        "trinity_mq.cli.inspect.command:inspect",
         "show experiences of a run, or of a file, token by token; takes nothing from anybody",
     )
     inspect.add_argument("target", metavar="RUN_OR_CONFIG", help="the run's name, its YAML file, or a .tmqx file")
@@ -272,7 +278,7 @@ def _add_debug(commands: _Commands[argparse.ArgumentParser]) -> None:
     workflow = _add(
         actions,
         "workflow",
-        "trinity_mq.cli.debug:workflow",
+        "trinity_mq.cli.debug.command:workflow",
         "do one run of one task, and show every message, token, logprob and reward",
     )
     _add_config(workflow)
@@ -291,7 +297,7 @@ def _add_dead(commands: _Commands[argparse.ArgumentParser]) -> None:
     listing = _add(
         actions,
         "list",
-        "trinity_mq.cli.dead:list_dead",
+        "trinity_mq.cli.commands.dead:list_dead",
         "list dead letters with their reasons, and leave them where they are",
     )
     _add_target(listing)
@@ -299,7 +305,7 @@ def _add_dead(commands: _Commands[argparse.ArgumentParser]) -> None:
     replay = _add(
         actions,
         "replay",
-        "trinity_mq.cli.dead:replay",
+        "trinity_mq.cli.commands.dead:replay",
         "give batches that operators could not process back to the operators, after these were repaired",
     )
     _add_target(replay)
@@ -317,14 +323,14 @@ def _add_broker(commands: _Commands[argparse.ArgumentParser]) -> None:
         ("status", "tell whether it runs, and its URL"),
         ("serve", "run one in the foreground until interrupted"),
     ):
-        command = _add(actions, action, f"trinity_mq.cli.broker:{action}", words)
+        command = _add(actions, action, f"trinity_mq.cli.broker.command:{action}", words)
         command.add_argument("folder", metavar="FOLDER", help="keeps the node's data, ports and password")
         if action == "serve":
             command.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
     users = _add(
         actions,
         "permissions",
-        "trinity_mq.cli.permissions:show_permissions",
+        "trinity_mq.cli.broker.permissions:show_permissions",
         "print the rabbitmqctl lines for a user with the fewest permissions; changes nothing",
     )
     users.add_argument("run_name", metavar="RUN", help="the run's name")
@@ -338,7 +344,10 @@ def _add_broker(commands: _Commands[argparse.ArgumentParser]) -> None:
     users.add_argument("--vhost", metavar="NAME", default="/", help="the virtual host (default: /)")
     users.add_argument("--replies", action="store_true", help="agent: may answer submitters; see deploy/permissions.md")
     clean = _add(
-        actions, "clean", "trinity_mq.cli.clean:clean", "delete the queues and blobs of a run that is over for good"
+        actions,
+        "clean",
+        "trinity_mq.cli.broker.clean:clean",
+        "delete the queues and blobs of a run that is over for good",
     )
     clean.add_argument("target", metavar="RUN", help="the run's name, or its YAML file")
     clean.add_argument(
@@ -353,7 +362,10 @@ def _add_broker(commands: _Commands[argparse.ArgumentParser]) -> None:
 
 def _add_schema(commands: _Commands[argparse.ArgumentParser]) -> None:
     schema = _add(
-        commands, "schema", "trinity_mq.cli.schema:schema", "write the JSON Schemas of what travels besides experiences"
+        commands,
+        "schema",
+        "trinity_mq.cli.commands.schema:schema",
+        "write the JSON Schemas of what travels besides experiences",
     )
     schema.add_argument("--out", metavar="FOLDER", default="schemas", help="where to (default: schemas)")
     schema.add_argument("--check", action="store_true", help="write nothing; 1 where a file is not what it would be")
@@ -363,7 +375,7 @@ def _add_convert(commands: _Commands[argparse.ArgumentParser]) -> None:
     convert = _add(
         commands,
         "convert-experiences",
-        "trinity_mq.cli.convert:convert",
+        "trinity_mq.cli.commands.convert:convert",
         "turn files of experiences that Trinity wrote (TRXP, pickles) into .tmqx; runs nothing that is in them",
     )
     convert.add_argument("inputs", metavar="IN", nargs="+", help="files, which stay as they are")

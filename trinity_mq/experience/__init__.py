@@ -1,10 +1,9 @@
 """What a sampled sequence is, what identifies it, how it travels and how many of them become tensors."""
 
 from trinity_mq.experience.batch import ExperienceBatch, decode, encode
-from trinity_mq.experience.codec import CONTENT_TYPE
+from trinity_mq.experience.codec.body import CONTENT_TYPE
 from trinity_mq.experience.eid import EID
 from trinity_mq.experience.errors import DecodeError, EncodeError
-from trinity_mq.experience.experience import CustomField, Experience
 from trinity_mq.experience.fields import ExperienceError
 from trinity_mq.experience.gather import (
     gather_action_masks,
@@ -15,6 +14,7 @@ from trinity_mq.experience.gather import (
 )
 from trinity_mq.experience.group import group_by, split_dpo_experience_to_single_turn
 from trinity_mq.experience.hf import from_hf_datasets, to_hf_datasets
+from trinity_mq.experience.record import CustomField, Experience
 
 __all__ = [
     "CONTENT_TYPE",

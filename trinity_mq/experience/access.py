@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from trinity_mq.experience.batch import ExperienceBatch
-from trinity_mq.experience.experience import Experience
+from trinity_mq.experience.record import Experience
 
 Experiences = list[Experience] | ExperienceBatch
 """What pure functions over experiences take, and give back in the same form."""

@@ -11,14 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from trinity_mq.experience.codec import Body, Compression, decode_frame, encode_frame
-from trinity_mq.experience.column_rules import Tensors, check_columns
-from trinity_mq.experience.eid import EID
-from trinity_mq.experience.errors import EncodeError
-from trinity_mq.experience.experience import FIELD_NAMES, Experience
-from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short
-from trinity_mq.experience.intake import check_given_versions, columns_of, convert_column
-from trinity_mq.experience.layout import (
+from trinity_mq.experience.codec.body import Body, Compression, decode_frame, encode_frame
+from trinity_mq.experience.codec.column_rules import Tensors, check_columns
+from trinity_mq.experience.codec.from_records import check_given_versions, columns_of, convert_column
+from trinity_mq.experience.codec.layout import (
     CUSTOM_FIELDS,
     EID_IDS,
     EID_INTS,
@@ -29,8 +25,13 @@ from trinity_mq.experience.layout import (
     PLAIN_COLUMNS,
     VERSIONS,
 )
-from trinity_mq.experience.lazy import PlainColumns
-from trinity_mq.experience.pack import pack
+from trinity_mq.experience.codec.lazy import PlainColumns
+from trinity_mq.experience.codec.pack import pack
+from trinity_mq.experience.codec.tail import read_tail
+from trinity_mq.experience.codec.unpack import unpack
+from trinity_mq.experience.eid import EID
+from trinity_mq.experience.errors import EncodeError
+from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short
 from trinity_mq.experience.ragged import (
     Column,
     Indexes,
@@ -42,8 +43,7 @@ from trinity_mq.experience.ragged import (
     column_lengths,
     column_select,
 )
-from trinity_mq.experience.tail import read_tail
-from trinity_mq.experience.unpack import unpack
+from trinity_mq.experience.record import FIELD_NAMES, Experience
 
 _NO_FIELDS: dict[str, Any] = dict.fromkeys(FIELD_NAMES)
 _EID_COLUMNS = [EID_PREFIX + name for name in (*EID_IDS, *EID_INTS, "suffix")]

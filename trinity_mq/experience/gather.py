@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from trinity_mq.experience.batch import ExperienceBatch
-from trinity_mq.experience.experience import Experience
 from trinity_mq.experience.fields import TENSOR_FIELDS
 from trinity_mq.experience.ragged import column_items
+from trinity_mq.experience.record import Experience
 
 
 def gather_token_ids(

@@ -11,7 +11,7 @@ from torch import Tensor
 from trinity_mq.experience.access import Experiences, ids
 from trinity_mq.experience.batch import ExperienceBatch
 from trinity_mq.experience.eid import EID
-from trinity_mq.experience.experience import Experience
+from trinity_mq.experience.record import Experience
 from trinity_mq.experience.rules import DPO, SINGLE_TURN
 
 IdType = Literal["task", "run", "step"]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trinity_mq.experience.eid import EID
-from trinity_mq.experience.experience import FIELD_NAMES, Experience
 from trinity_mq.experience.fields import TENSOR_FIELDS
+from trinity_mq.experience.record import FIELD_NAMES, Experience
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trinity_mq.models.clients import EngineClients
-    from trinity_mq.models.engines.host import EngineHost
-    from trinity_mq.models.engines.text import fingerprint
+    from trinity_mq.models.engines.generation.text import fingerprint
+    from trinity_mq.models.engines.host.host import EngineHost
     from trinity_mq.models.errors import (
         EngineError,
         EngineFailed,
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
         VersionMismatch,
     )
     from trinity_mq.models.inference import InferenceModel
-    from trinity_mq.models.tiny import ensure_model_folder
+    from trinity_mq.models.model_folder import ensure_model_folder
     from trinity_mq.models.wrapper import ModelWrapper
 
 _HOMES = {
     "EngineClients": "trinity_mq.models.clients",
     "EngineError": "trinity_mq.models.errors",
     "EngineFailed": "trinity_mq.models.errors",
-    "EngineHost": "trinity_mq.models.engines.host",
+    "EngineHost": "trinity_mq.models.engines.host.host",
     "EngineLost": "trinity_mq.models.errors",
     "EngineNotReady": "trinity_mq.models.errors",
     "EngineRefused": "trinity_mq.models.errors",
@@ -39,8 +39,8 @@ _HOMES = {
     "ModelWrapper": "trinity_mq.models.wrapper",
     "PromptTooLong": "trinity_mq.models.errors",
     "VersionMismatch": "trinity_mq.models.errors",
-    "ensure_model_folder": "trinity_mq.models.tiny",
-    "fingerprint": "trinity_mq.models.engines.text",
+    "ensure_model_folder": "trinity_mq.models.model_folder",
+    "fingerprint": "trinity_mq.models.engines.generation.text",
 }
 
 __all__ = [

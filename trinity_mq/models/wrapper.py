@@ -13,13 +13,13 @@ from tenacity import AsyncRetrying, RetryCallState, Retrying, retry_if_exception
 
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
-from trinity_mq.models.calls import Call
 from trinity_mq.models.clients import VERSION_HEADER, EngineClients
 from trinity_mq.models.errors import EngineLost, EngineNotReady, PromptTooLong
-from trinity_mq.models.history import History
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.merging import merge_turns as merged
-from trinity_mq.models.responses import conversation_experience
+from trinity_mq.models.recording.calls import Call
+from trinity_mq.models.recording.history import History
+from trinity_mq.models.recording.merging import merge_turns as merged
+from trinity_mq.models.recording.responses import conversation_experience
 from trinity_mq.models.seeds import Seeds
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class ModelWrapper:
         dropped early, the engine stops sampling and what had come is recorded as ``response_truncated``. A prompt that
         does not fit the model raises ``openai.BadRequestError``, and its masked experiences are recorded.
         """
-        from trinity_mq.models.openai_clients import recorded_client
+        from trinity_mq.models.recording.openai_clients import recorded_client
 
         client = recorded_client(self)
         self._openai.append(client)
@@ -188,7 +188,7 @@ class ModelWrapper:
 
     def get_openai_async_client(self) -> openai.AsyncOpenAI:
         """Return an asynchronous client; see :meth:`get_openai_client`."""
-        from trinity_mq.models.openai_clients import recorded_async_client
+        from trinity_mq.models.recording.openai_clients import recorded_async_client
 
         client = recorded_async_client(self)
         self._openai.append(client)
@@ -204,7 +204,7 @@ class ModelWrapper:
         Args:
             clear_history: Forget it. Streams still open are taken as far as they have come.
             merge_turns: Make turns one experience where a prompt begins with exactly the tokens of an earlier answer
-                and its prompt; see :func:`trinity_mq.models.merging.merge_turns`.
+                and its prompt; see :func:`trinity_mq.models.recording.merging.merge_turns`.
 
         Raises:
             ValueError: History is off.

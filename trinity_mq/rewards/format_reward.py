@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trinity_mq.rewards.math_answer import boxed
+from trinity_mq.rewards.math.math_answer import boxed
 
 Form = Literal["boxed", "think_answer", "think_boxed"]
 

@@ -14,12 +14,12 @@ import structlog
 from trinity_mq.bus import Bus, Consumer, Delivery, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import Beat, ControlEvent, Message, Metrics, Role
-from trinity_mq.runtime.beats import BEAT_INTERVAL, BEAT_LEASE, Beats
+from trinity_mq.runtime.deliveries import envelope, opened, settle
 from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.mail import envelope, opened, settle
+from trinity_mq.runtime.heartbeats import BEAT_INTERVAL, BEAT_LEASE, Beats
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.runtime.over import is_over
 from trinity_mq.runtime.peers import Peers
+from trinity_mq.runtime.run_marker import is_over
 from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
@@ -177,7 +177,7 @@ class Agent(ABC):
     async def each(self, feed: Consumer, handle: Callable[[Any, Delivery], Awaitable[None]], **how: Any) -> None:
         """Hand every message of ``feed`` to ``handle`` and acknowledge it; what does not decode is parked.
 
-        ``how`` as for :func:`trinity_mq.runtime.mail.opened`.
+        ``how`` as for :func:`trinity_mq.runtime.deliveries.opened`.
         """
         async for delivery in feed:
             message = await opened(self.bus, self.topology, delivery, self.id, **how)

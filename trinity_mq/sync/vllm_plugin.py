@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trinity_mq.models.engines import vllm_api
-from trinity_mq.sync.channel_receiver import Receiver
+from trinity_mq.models.engines.vllm import api as vllm_api
+from trinity_mq.sync.channels.receiver import Receiver
 
 
 def register() -> None:

@@ -16,9 +16,9 @@ from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import TaskResult, TaskSlice, Version, decode
-from trinity_mq.models.engines.snapshot import EngineSnapshot
+from trinity_mq.models.engines.host.snapshot import EngineSnapshot
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.mail import EXPERIENCES, envelope, settle
+from trinity_mq.runtime.deliveries import EXPERIENCES, envelope, settle
 
 ENGINE_RETRY = 0.01
 """Seconds until a fake runner asks again whether the engine has weights."""

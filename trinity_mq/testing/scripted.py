@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.requests import Completion, GenerationRequest, ScoreRequest, Token, Watch
-from trinity_mq.models.engines.server import EngineServer, ServerSettings
-from trinity_mq.models.engines.stopping import cut
-from trinity_mq.models.engines.text import TextCodec
+from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Token, Watch
+from trinity_mq.models.engines.generation.stopping import cut
+from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.wrapper import ModelWrapper
 

@@ -1,12 +1,14 @@
 """Workflows: how a model is used on a task, and what that was worth."""
 
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.boxed import AsyncMathBoxedWorkflow, MathBoxedWorkflow
+from trinity_mq.workflows.builtin.boxed import AsyncMathBoxedWorkflow, MathBoxedWorkflow
+from trinity_mq.workflows.builtin.math import AsyncMathWorkflow, MathWorkflow
+from trinity_mq.workflows.builtin.math_eval import AsyncMathEvalWorkflow, MathEvalWorkflow
+from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow
+from trinity_mq.workflows.builtin.tool_agent import AsyncToolAgentWorkflow, ToolAgentWorkflow
+from trinity_mq.workflows.builtin.tool_call import AsyncToolCallWorkflow, ToolCallWorkflow
 from trinity_mq.workflows.execution import RunFailedError, execute
-from trinity_mq.workflows.math import AsyncMathWorkflow, MathWorkflow
-from trinity_mq.workflows.math_eval import AsyncMathEvalWorkflow, MathEvalWorkflow
 from trinity_mq.workflows.registry import WORKFLOWS, load_workflow
-from trinity_mq.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
 from trinity_mq.workflows.step_wise import (
     AsyncRewardPropagationWorkflow,
     AsyncStepWiseRewardWorkflow,
@@ -14,8 +16,6 @@ from trinity_mq.workflows.step_wise import (
     StepWiseRewardWorkflow,
 )
 from trinity_mq.workflows.task import Task, TaskError
-from trinity_mq.workflows.tool_agent import AsyncToolAgentWorkflow, ToolAgentWorkflow
-from trinity_mq.workflows.tool_call import AsyncToolCallWorkflow, ToolCallWorkflow
 from trinity_mq.workflows.workflow import AsyncMultiTurnWorkflow, MultiTurnWorkflow, Workflow
 
 __all__ = [

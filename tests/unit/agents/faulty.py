@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Never
 
 from trinity_mq.bus import Consumer, Delivery, Envelope, Queue, Topology
-from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config.bus import BrokerConfig
 
 QUIET = {"beat", "metrics"}

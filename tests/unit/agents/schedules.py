@@ -17,24 +17,24 @@ from structlog.testing import capture_logs
 
 from tests.unit.agents.faulty import FaultyBus, Lots, told
 from tests.unit.agents.simulation import Simulation, Tasks
-from trinity_agents.explorer import Explorer
-from trinity_agents.operator import Operator
-from trinity_agents.runner import Runner
-from trinity_agents.trainer import Trainer
+from trinity_agents.explorer.agent import Explorer
+from trinity_agents.operator.agent import Operator
+from trinity_agents.runner.agent import Runner
+from trinity_agents.runner.process_pool import ChildDied
+from trinity_agents.trainer.agent import Trainer
+from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import BusUnavailable
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, TaskResult, TaskSlice, decode_any
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost
+from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.deliveries import EXPERIENCES
 from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.mail import EXPERIENCES
 from trinity_mq.runtime.serve import first_leaf
-from trinity_mq.scheduling.isolated import ChildDied
-from trinity_mq.scheduling.status import SliceOutcome
 from trinity_mq.testing.fakes import FakeLearner, one_experience
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.training.history import lineage
 
 BATCHES, TASKS, RUNS, SLICE = 5, 2, 4, 2
 LIMIT = 4000.0

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.unit.agents.world import one_by_one
-from trinity_agents.explorer import Explorer
-from trinity_agents.operator import Operator
-from trinity_agents.trainer import Trainer
+from trinity_agents.explorer.agent import Explorer
+from trinity_agents.explorer.state import ExplorerState, StateFile
+from trinity_agents.operator.agent import Operator
+from trinity_agents.trainer.agent import Trainer
 from trinity_mq.bus import Binding, Bus, Queue, Topology
-from trinity_mq.bus._memory_queues import StreamQueue, WorkQueue
-from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.bus.memory.queues import StreamQueue, WorkQueue
 from trinity_mq.config import Config, load_config
 from trinity_mq.messages import Message, TaskBody, TaskSlice, TaskSubmission, decode_any
-from trinity_mq.runtime.mail import EXPERIENCES, envelope
-from trinity_mq.scheduling.state import ExplorerState, StateFile
+from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
 from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner, FakeRunner, FakeRunnerAgent
 
 M = TypeVar("M", bound=Message)

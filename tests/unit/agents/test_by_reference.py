@@ -13,22 +13,22 @@ from structlog.testing import capture_logs
 
 from tests.unit.agents.simulation import Simulation, until
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
-from trinity_agents.operator import Operator
-from trinity_agents.runner import Runner
+from trinity_agents.operator.agent import Operator
+from trinity_agents.runner.agent import Runner
+from trinity_agents.trainer.source import StreamSource, TrainBatch
 from trinity_mq.bus.topology import Queue
 from trinity_mq.experience import Experience
 from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference, TaskResult, TaskSlice, decode
 from trinity_mq.messages.batches import Accepted, Wanted
 from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
-from trinity_mq.runtime.blobs import STORE_PATIENCE, BlobStore
+from trinity_mq.rollout.status import SliceOutcome
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope
 from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.mail import EXPERIENCES, REFERENCE, envelope
-from trinity_mq.scheduling.batch_blobs import GRACE, SWEEP_INTERVAL
-from trinity_mq.scheduling.parts import part_mail
-from trinity_mq.scheduling.status import SliceOutcome
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.training.source import StreamSource, TrainBatch
+from trinity_mq.transport.batch_blobs import GRACE, SWEEP_INTERVAL
+from trinity_mq.transport.blobs import STORE_PATIENCE, BlobStore
+from trinity_mq.transport.experience_parts import part_mail
 
 THIS = __name__
 QUEUE = "batch.t1"

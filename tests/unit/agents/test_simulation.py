@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.simulation import Simulation, killed_once
-from trinity_agents.operator import Operator
+from trinity_agents.operator.agent import Operator
+from trinity_agents.trainer.history import lineage
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.training.history import lineage
 
 
 def expected_commits(batches: int, interval: int) -> list[int]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.simulation import Simulation, killed, killed_once, until
-from trinity_agents.operator import Operator
+from trinity_agents.operator.agent import Operator
+from trinity_agents.trainer.history import lineage
 from trinity_mq.messages import Progress, TaskSlice
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.fakes import FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.training.history import lineage
 
 STYLES = ("trainer_driven", "explorer_driven", "fully_async")
 

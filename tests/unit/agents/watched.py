@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.simulation import Simulation
-from trinity_agents.explorer import Explorer
-from trinity_agents.operator import Operator
-from trinity_agents.trainer import Trainer
+from trinity_agents.explorer.agent import Explorer
+from trinity_agents.explorer.state import ExplorerState, StateFile
+from trinity_agents.operator.agent import Operator
+from trinity_agents.trainer.agent import Trainer
 from trinity_mq.bus import Delivery, Envelope, Queue
-from trinity_mq.bus.memory import MemoryBus
-from trinity_mq.scheduling.state import ExplorerState, StateFile
-from trinity_mq.scheduling.tickets import Ticket
+from trinity_mq.bus.memory.bus import MemoryBus
+from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.testing.fakes import FakeLearner, FakeRunnerAgent
 
 QUIET = {"beat", "metrics", "sync_event"}

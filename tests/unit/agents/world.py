@@ -12,13 +12,13 @@ import torch
 
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.base import BusError, Delivery
-from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Beat, Message, TaskBody, TaskResults, TaskSlice, decode, decode_any
+from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.mail import envelope
-from trinity_mq.scheduling.status import SliceOutcome
+from trinity_mq.runtime.deliveries import envelope
 
 CONFIRM = 0.01
 """Seconds a confirm takes."""

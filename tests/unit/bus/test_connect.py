@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.bus import AddressError, Topology, broker_url, create_bus
-from trinity_mq.bus._addresses import Addresses, address, check_url, each, in_turn
-from trinity_mq.bus.rabbit import RabbitBus
+from trinity_mq.bus.addresses import Addresses, address, check_url, each, in_turn
+from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.config.bus import BrokerConfig
 
 TOPOLOGY = Topology("unit")

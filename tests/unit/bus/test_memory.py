@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from trinity_mq.bus.base import BusRefused, BusUnavailable, Envelope, StreamCut
-from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 

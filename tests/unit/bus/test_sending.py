@@ -6,7 +6,7 @@ import asyncio
 
 from aiormq.connection import Connection
 
-from trinity_mq.bus._rabbit_sending import PLACES, GatheringWriter, Places
+from trinity_mq.bus.rabbit.sending import PLACES, GatheringWriter, Places
 
 
 class Wire(asyncio.Transport):

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from trinity_mq.bus import AddressError
-from trinity_mq.bus._tls import KEY_PASSWORD_VARIABLE, tls_context, tls_problem
+from trinity_mq.bus.tls import KEY_PASSWORD_VARIABLE, tls_context, tls_problem
 from trinity_mq.config.bus import TlsConfig
 
 SECRET = "a key's password"

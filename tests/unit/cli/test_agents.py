@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-import trinity_agents.explorer
-from trinity_mq.cli.agents import agent_id
+import trinity_agents.explorer.agent
+from trinity_mq.cli.commands.agents import agent_id
 from trinity_mq.cli.main import main
 
 
@@ -20,8 +20,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     def note(what: str) -> Any:
         return lambda config, agent_id: calls.append((what, agent_id)) or 0
 
-    monkeypatch.setattr(trinity_agents.explorer, "main", note("schedules"))
-    monkeypatch.setattr(trinity_agents.explorer, "host_engines", note("hosts"))
+    monkeypatch.setattr(trinity_agents.explorer.agent, "main", note("schedules"))
+    monkeypatch.setattr(trinity_agents.explorer.agent, "host_engines", note("hosts"))
     return calls
 
 

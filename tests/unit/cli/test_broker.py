@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.bus import Topology, create_bus
-from trinity_mq.bus.node import NodeError, find_rabbitmq
-from trinity_mq.cli.broker import BrokerHome, OwnBroker
+from trinity_mq.cli.broker.command import BrokerHome, OwnBroker
 from trinity_mq.config import BrokerConfig, SupervisorConfig
+from trinity_mq.local_broker.node import NodeError, find_rabbitmq
 
 ROOT = Path(__file__).parents[3]
 pytestmark = [

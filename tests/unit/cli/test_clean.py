@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_mq.bus import Topology, create_bus
 from trinity_mq.cli.main import main
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import BatchClosed
-from trinity_mq.runtime.blobs import BlobStore
-from trinity_mq.scheduling.state import ExplorerState, StateFile
+from trinity_mq.transport.blobs import BlobStore
 
 
 def test_without_a_broker_it_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests import legacy_bodies as old
 from trinity_mq.cli import main as cli
-from trinity_mq.cli.convert import SHOWN
+from trinity_mq.cli.commands.convert import SHOWN
 from trinity_mq.cli.main import main
 from trinity_mq.experience import Experience, decode, encode
 
@@ -148,8 +148,9 @@ def test_the_command_leads_to_its_function_without_torch() -> None:
         "none",
         False,
     )
-    assert cli._function(arguments.function).__module__ == "trinity_mq.cli.convert"
+    assert cli._function(arguments.function).__module__ == "trinity_mq.cli.commands.convert"
     code = (
-        "import sys, trinity_mq.cli.convert as _; sys.exit(bool({'torch', 'numpy', 'safetensors'} & set(sys.modules)))"
+        "import sys, trinity_mq.cli.commands.convert as _\n"
+        "sys.exit(bool({'torch', 'numpy', 'safetensors'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

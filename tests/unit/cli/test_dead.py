@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from trinity_mq.bus import Envelope, Incoming, Topology, create_bus
-from trinity_mq.cli.dead import row
+from trinity_mq.cli.commands.dead import row
 from trinity_mq.cli.main import main
 from trinity_mq.config import BrokerConfig
 

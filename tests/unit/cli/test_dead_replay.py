@@ -11,7 +11,7 @@ from trinity_mq.bus import Bus, Envelope, Topology, create_bus
 from trinity_mq.cli.main import main
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import BatchClosed, decode
-from trinity_mq.runtime.mail import envelope
+from trinity_mq.runtime.deliveries import envelope
 
 pytestmark = pytest.mark.broker
 

@@ -14,15 +14,15 @@ import pytest
 from aiohttp import web
 
 from tests.unit.models.conftest import _plain_logprobs, _serving
-from trinity_mq.cli.debug import _debug
-from trinity_mq.cli.debug_report import JsonReport, TextReport
+from trinity_mq.cli.debug.command import _debug
+from trinity_mq.cli.debug.report import JsonReport, TextReport
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import TaskBody
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.server import EngineServer
-from trinity_mq.models.tiny import ensure_model_folder
+from trinity_mq.models.engines.server.server import EngineServer
+from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.workflows import Workflow
 
 HERE = __name__

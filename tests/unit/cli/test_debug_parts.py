@@ -16,15 +16,15 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from trinity_mq.cli import debug
 from trinity_mq.cli import main as cli
-from trinity_mq.cli.debug_proxy import Call, Watch
-from trinity_mq.cli.debug_task import find_task
+from trinity_mq.cli.debug import command as debug
+from trinity_mq.cli.debug.proxy import Call, Watch
+from trinity_mq.cli.debug.show_call import call_json, choices, show_call
+from trinity_mq.cli.debug.task import find_task
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.cli.show_call import call_json, choices, show_call
-from trinity_mq.cli.token_texts import TokenTexts, tokenizer_folder, visible
+from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder, visible
 from trinity_mq.config import Config, ModelConfig, TinyModelConfig, load_config
-from trinity_mq.models.tiny import ensure_model_folder
+from trinity_mq.models.model_folder import ensure_model_folder
 
 
 def test_the_words_lead_to_functions() -> None:
@@ -34,7 +34,17 @@ def test_the_words_lead_to_functions() -> None:
     assert (arguments.overrides, arguments.task, arguments.engine) == (["a.b=c"], "3", "http://h")
 
 
-@pytest.mark.parametrize("module", ["debug", "inspect", "debug_engine", "token_texts", "show_experience", "show_call"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "debug.command",
+        "inspect.command",
+        "debug.engine",
+        "inspect.token_texts",
+        "inspect.show_experience",
+        "debug.show_call",
+    ],
+)
 def test_nothing_heavy_is_loaded_before_it_is_needed(module: str) -> None:
     program = f"import sys, trinity_mq.cli.{module}; print(*({{'torch', 'transformers', 'openai'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)

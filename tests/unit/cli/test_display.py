@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from trinity_mq.cli.board import AgentRow, MemberRow, SyncRow, View
-from trinity_mq.cli.display import LiveDisplay, PlainDisplay, open_display, picture, plain_line
+from trinity_mq.cli.run.display import LiveDisplay, PlainDisplay, open_display, picture, plain_line
+from trinity_mq.cli.run.run_view import AgentRow, MemberRow, SyncRow, View
 
 FULL = View(
     run="arithmetic",

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from trinity_mq.bus.node import NodeError
-from trinity_mq.cli.doctor import doctor, lines, transport
-from trinity_mq.cli.doctor_broker import FLAGS, allows, judge_broker, names_of
-from trinity_mq.cli.doctor_facts import Disk, Facts, Finding, Needs, Policy, size
-from trinity_mq.cli.doctor_local import judge_folder, judge_packages, judge_python, judge_torch, look_at_folder
-from trinity_mq.cli.doctor_management import management_url
-from trinity_mq.cli.doctor_node import ask_node
-from trinity_mq.cli.doctor_policies import judge_policies
+from trinity_mq.cli.doctor.broker import FLAGS, allows, judge_broker, names_of
+from trinity_mq.cli.doctor.command import doctor, lines, transport
+from trinity_mq.cli.doctor.facts import Disk, Facts, Finding, Needs, Policy, size
+from trinity_mq.cli.doctor.local import judge_folder, judge_packages, judge_python, judge_torch, look_at_folder
+from trinity_mq.cli.doctor.management import management_url
+from trinity_mq.cli.doctor.node import ask_node
+from trinity_mq.cli.doctor.policies import judge_policies
 from trinity_mq.config import load_config
 from trinity_mq.config.bus import BrokerConfig, TlsConfig
+from trinity_mq.local_broker.node import NodeError
 
 GIB = 2**30
 DAY = 24 * 3600 * 1000
@@ -354,7 +354,7 @@ def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
     async def nothing_here(_config: Any) -> list[Finding]:
         return []
 
-    monkeypatch.setattr("trinity_mq.cli.doctor.look_here", nothing_here)
+    monkeypatch.setattr("trinity_mq.cli.doctor.command.look_here", nothing_here)
     for name in ("TRINITY_MQ_BROKER_URL", "TRINITY_MQ_BROKER_URL_FILE"):
         monkeypatch.delenv(name, raising=False)
     words: dict[str, Any] = {

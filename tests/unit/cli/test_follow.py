@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trinity_mq.cli.follow import MetricsTail
+from trinity_mq.cli.run.follow import MetricsTail
 from trinity_mq.telemetry import MetricsWriter
 
 

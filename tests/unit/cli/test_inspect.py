@@ -14,18 +14,18 @@ import torch
 from tests.golden.experience_cases import SINGLE, TINY, dpo, multi
 from tests.legacy_bodies import trxp
 from trinity_mq.bus import Envelope, Topology
-from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.cli.inspect import Printer, _target
-from trinity_mq.cli.inspect_stream import QUIET_SECONDS, Choice, ReadyReader, Seen
+from trinity_mq.cli.inspect.command import Printer, _target
+from trinity_mq.cli.inspect.stream import QUIET_SECONDS, Choice, ReadyReader, Seen
+from trinity_mq.cli.inspect.token_texts import TokenTexts
 from trinity_mq.cli.main import main
-from trinity_mq.cli.token_texts import TokenTexts
 from trinity_mq.config import BrokerConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference, Mark, RunEnd
-from trinity_mq.runtime.mail import envelope
-from trinity_mq.scheduling.parts import chunk_mail
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.transport.experience_parts import chunk_mail
 
 Act = Callable[["Stream"], Coroutine[Any, Any, Any]]
 

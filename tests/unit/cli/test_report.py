@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trinity_mq.cli.report import make_report, newest_checkpoint
+from trinity_mq.cli.run.report import make_report, newest_checkpoint
 from trinity_mq.telemetry import MetricsWriter
 
 

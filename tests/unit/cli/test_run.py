@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.cli.rundir import RunFolder
+from trinity_mq.cli.run.run_folder import RunFolder
 from trinity_mq.config import load_config
 from trinity_mq.runtime.process import wait_exit
 
@@ -93,7 +93,9 @@ class Bench:
         package.mkdir(parents=True)
         (package / "__init__.py").write_text("")
         for role in ROLES:
-            (package / f"{role}.py").write_text(f"ROLE = {role!r}\n{STAND_IN}")
+            (package / role).mkdir()
+            (package / role / "__init__.py").write_text("")
+            (package / role / "agent.py").write_text(f"ROLE = {role!r}\n{STAND_IN}")
         self.run_dir = folder / "run"
         self.run_dir.mkdir()
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from trinity_mq.cli.commands.submit import read_task
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.main import main
-from trinity_mq.cli.submit import read_task
 
 TASK = '{"raw_task": {"question": "+372="}, "repeat_times": 2}'
 

@@ -25,7 +25,7 @@ from trinity_mq.experience import (
     encode,
     group_by,
 )
-from trinity_mq.experience.codec import decode_frame, encode_frame
+from trinity_mq.experience.codec.body import decode_frame, encode_frame
 from trinity_mq.experience.ragged import Ragged
 from trinity_mq.operators import ColumnOperator
 from trinity_mq.operators.filters import InvalidRewardFilter, RewardFilter, RewardStdFilter

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from tests import legacy_bodies as old
 from trinity_mq.experience import EID, CustomField, DecodeError, Experience, decode, encode
-from trinity_mq.experience.legacy import read_legacy, read_legacy_each
-from trinity_mq.experience.legacy_values import ADMITTED
+from trinity_mq.experience.legacy.reader import read_legacy, read_legacy_each
+from trinity_mq.experience.legacy.values import ADMITTED
 from trinity_mq.messages.msgpack_scan import MAX_NESTING
 
 IDENTITY = {"batch": "3/gsm8k", "task": 7, "run": 2, "step": 1, "suffix": "ab12cd"}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trinity_mq.experience import ExperienceError
-from trinity_mq.experience.column_rules import check_batch, first_bad
+from trinity_mq.experience.codec.column_rules import check_batch, first_bad
 from trinity_mq.experience.rules import TYPES, check_lengths
 
 FIELDS = ("tokens", "action_mask", "logprobs", "chosen", "rejected", "routed_experts")

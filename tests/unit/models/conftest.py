@@ -16,11 +16,11 @@ import torch
 from tests.unit.models.talker import taught
 from trinity_mq.config import Config, ModelConfig, TinyModelConfig
 from trinity_mq.models.clients import EngineClients
-from trinity_mq.models.engines.admin_client import EngineAdmin
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.server import EngineServer, ServerSettings
+from trinity_mq.models.engines.host.admin_client import EngineAdmin
+from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.tiny import ensure_model_folder
+from trinity_mq.models.model_folder import ensure_model_folder
 
 TOKEN = "secret"
 VERSION = (1, 7)

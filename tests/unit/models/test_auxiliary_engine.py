@@ -13,8 +13,8 @@ import torch
 from tests.unit.models.test_external import ASK, Theirs
 from trinity_mq.config import Config, load_config
 from trinity_mq.models import EngineHost, EngineRefused, ModelError, ModelWrapper
-from trinity_mq.models.engines.host import auxiliary_hosts, rollout_hosts
-from trinity_mq.models.engines.ready import engine_digest
+from trinity_mq.models.engines.host.host import auxiliary_hosts, rollout_hosts
+from trinity_mq.models.engines.host.ready_file import engine_digest
 
 PROMPT = [{"role": "user", "content": "3,7="}]
 

@@ -19,15 +19,15 @@ from safetensors.torch import load
 
 from trinity_mq.config import Config
 from trinity_mq.models import EngineFailed, EngineHost, EngineLost, ModelError, ModelWrapper
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.process import EngineProcess
-from trinity_mq.models.engines.ready import ReadyFile
+from trinity_mq.models.engines.host.process import EngineProcess
+from trinity_mq.models.engines.host.ready_file import ReadyFile
+from trinity_mq.models.engines.torch.generator import TextGenerator
 
 HostOf = Callable[..., EngineHost]
 
 ENGINE = """
 import torch
-from trinity_agents import engine
+from trinity_agents.engine import agent as engine
 
 async def receive(spec):
     generator = torch.Generator().manual_seed(spec["seed"])

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_mq.experience import Experience
-from trinity_mq.models.history import History
-from trinity_mq.models.merging import merge_turns
+from trinity_mq.models.recording.history import History
+from trinity_mq.models.recording.merging import merge_turns
 
 
 def turn(prompt: list[int], response: list[int], **fields: Any) -> Experience:

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 import torch
 
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.server import EngineServer
+from trinity_mq.models.engines.server.server import EngineServer
+from trinity_mq.models.engines.torch.generator import TextGenerator
 
 Post = Callable[..., Any]
 

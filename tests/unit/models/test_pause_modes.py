@@ -13,12 +13,12 @@ import torch
 from transformers import DynamicCache
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.brake import Brake, RoundCutOff, Spans
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.requests import GenerationRequest, ScoreRequest, Token
-from trinity_mq.models.engines.rounds import PauseMode, Rounds
-from trinity_mq.models.engines.state import EngineState
+from trinity_mq.models.engines.generation.batch_step import PauseMode, Rounds
+from trinity_mq.models.engines.generation.pause import Brake, RoundCutOff, Spans
+from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest, Token
+from trinity_mq.models.engines.server.errors import ApiError
+from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.torch.generator import TextGenerator
 
 OLD, NEW = (1, 2), (1, 3)
 AT = 5

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trinity_mq.models.engines import sampling
-from trinity_mq.models.engines.sampling import Uniforms, choose
+from trinity_mq.models.engines.torch import sampling
+from trinity_mq.models.engines.torch.sampling import Uniforms, choose
 
 
 def rows(value: float, count: int) -> torch.Tensor:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.bodies import checked_messages
-from trinity_mq.models.engines.text import TextError
-from trinity_mq.models.engines.textflow import TextFlow
-from trinity_mq.models.engines.tools import MAX_CALLS, MAX_TOOLS, calls_in, checked_tools
+from trinity_mq.models.engines.generation.text import TextError
+from trinity_mq.models.engines.server.errors import ApiError
+from trinity_mq.models.engines.server.openai.requests import checked_messages
+from trinity_mq.models.engines.server.openai.text_stream import TextFlow
+from trinity_mq.models.engines.server.openai.tools import MAX_CALLS, MAX_TOOLS, calls_in, checked_tools
 from trinity_mq.testing.scripted import byte_codec
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -21,9 +21,9 @@ from trinity_mq.models import (
     ModelWrapper,
     VersionMismatch,
 )
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.server import EngineServer
-from trinity_mq.models.responses import experiences_of
+from trinity_mq.models.engines.server.server import EngineServer
+from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.models.recording.responses import experiences_of
 
 MESSAGES = [{"role": "user", "content": "+372="}]
 Wrap = Callable[..., ModelWrapper]

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_mq.rewards import answers, create_reward, parts_of
-from trinity_mq.rewards.answers import correct, equal, marked
-from trinity_mq.rewards.judge import LONGEST
+from trinity_mq.rewards import create_reward, parts_of
+from trinity_mq.rewards.math import answers
+from trinity_mq.rewards.math.answers import correct, equal, marked
+from trinity_mq.rewards.math.judge import LONGEST
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 
@@ -166,7 +167,7 @@ def changed(answer: str) -> tuple[str, ...]:
 
 def test_the_second_process_starts_with_the_first_question_only() -> None:
     code = (
-        "from trinity_mq.rewards import judge, answers\n"
+        "from trinity_mq.rewards.math import judge, answers\n"
         "assert answers.correct('#### 5', '5', finished=True)\n"
         "assert judge._judges[-1].pid is None\n"
         "assert answers.correct('\\\\boxed{x+1}', '1+x', finished=True)\n"

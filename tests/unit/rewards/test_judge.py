@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from trinity_mq.rewards import RewardError
-from trinity_mq.rewards import judge as module
-from trinity_mq.rewards.judge import Judge, JudgeSilentError, same
+from trinity_mq.rewards.math import judge as module
+from trinity_mq.rewards.math.judge import Judge, JudgeSilentError, same
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_threads_share_it(judge: Judge) -> None:
 def test_a_fork_has_a_process_of_its_own() -> None:
     code = (
         "import os\n"
-        "from trinity_mq.rewards.judge import same, _judges\n"
+        "from trinity_mq.rewards.math.judge import same, _judges\n"
         "assert same('x+1', '1+x')\n"
         "ours = _judges[-1].pid\n"
         "if (child := os.fork()) == 0:\n"
@@ -134,7 +134,8 @@ def test_a_fork_has_a_process_of_its_own() -> None:
 
 def test_it_ends_with_the_process_that_asks() -> None:
     code = (
-        "from trinity_mq.rewards.judge import same, _judges\nsame('x+1', '1+x')\nprint(_judges[-1].pid, flush=True)\n"
+        "from trinity_mq.rewards.math.judge import same, _judges\n"
+        "same('x+1', '1+x')\nprint(_judges[-1].pid, flush=True)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code + "input()"], stdin=-1, stdout=-1, text=True) as asker:
         assert asker.stdout is not None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.rewards.math_answer import final_number, math_answer
+from trinity_mq.rewards.math.math_answer import final_number, math_answer
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 

@@ -9,12 +9,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from trinity_mq.bus import Envelope, Topology
-from trinity_mq.bus.memory import MemoryBroker, MemoryBus
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.messages import Beat, ControlEvent, decode
 from trinity_mq.runtime.agent import BEAT_INTERVAL, Agent
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.mail import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 
 CONFIG = load_config({"name": "w", "model": {"tiny": {}}, "monitor": {"tensorboard": False}})

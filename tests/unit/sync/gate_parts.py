@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from trinity_mq.messages import SyncEvent, Version
-from trinity_mq.sync.member import Member
+from trinity_mq.sync.gate.member import Member
 
 Event = tuple[Any, ...]
 

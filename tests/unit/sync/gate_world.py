@@ -25,12 +25,12 @@ from tests.unit.sync.gate_parts import (
     slots_copied,
 )
 from trinity_mq.messages import SyncEvent, Version
-from trinity_mq.sync.commands import AbandonCollective, Committed, Send, StartCollective
-from trinity_mq.sync.coordinator import Coordinator
-from trinity_mq.sync.member import Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
-from trinity_mq.sync.phases import Phases
-from trinity_mq.sync.pulls import Pulls
-from trinity_mq.sync.roster import Phase
+from trinity_mq.sync.gate.catch_up import Pulls
+from trinity_mq.sync.gate.commands import AbandonCollective, Committed, Send, StartCollective
+from trinity_mq.sync.gate.coordinator import Coordinator
+from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
+from trinity_mq.sync.gate.member_table import Phase
+from trinity_mq.sync.gate.phases import Phases
 
 NEVER = float("inf")
 LONG_AFTER = 100.0

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from trinity_mq.sync.collective import CollectiveError, Receiver, Sender
-from trinity_mq.sync.flat import ManifestEntry
+from trinity_mq.sync.channels.buckets import ManifestEntry
+from trinity_mq.sync.channels.collective.broadcast import CollectiveError, Receiver, Sender
 
 MANIFEST: list[ManifestEntry] = [("a", "float32", [3]), ("b", "float32", [2, 2])]
 TENSORS = [("a", torch.arange(3.0)), ("b", torch.full((2, 2), 0.5))]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from trinity_agents.trainer import CANARY
+from trinity_agents.trainer.agent import CANARY
 from trinity_mq.config import ModelConfig, TinyModelConfig
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.requests import ScoreRequest
-from trinity_mq.models.tiny import ensure_model_folder
-from trinity_mq.sync.canary import Canary, share
+from trinity_mq.models.engines.generation.request import ScoreRequest
+from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.models.model_folder import ensure_model_folder
+from trinity_mq.sync.gate.canary import Canary, share
 from trinity_mq.training.policy import Policy
 
 

@@ -13,11 +13,11 @@ import torch
 
 from trinity_mq.config import Config, SyncConfig, load_config
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.sync.channel import Channel, ChannelError, open_channel, weights_folder
-from trinity_mq.sync.channel_receiver import Receiver
-from trinity_mq.sync.checkpoint_channel import CheckpointChannel
-from trinity_mq.sync.collective_channel import CollectiveChannel
-from trinity_mq.sync.memory_channel import MemoryChannel
+from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
+from trinity_mq.sync.channels.collective.channel import CollectiveChannel
+from trinity_mq.sync.channels.factory import Channel, ChannelError, open_channel, weights_folder
+from trinity_mq.sync.channels.memory.channel import MemoryChannel
+from trinity_mq.sync.channels.receiver import Receiver
 
 from .weights import manifest_of, pull, same, send, some_weights, spec_of
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trinity_mq.sync.channel import ChannelError
-from trinity_mq.sync.channel_receiver import Receiver
-from trinity_mq.sync.checkpoint_channel import CheckpointChannel
-from trinity_mq.sync.checkpoint_files import MANIFEST as MANIFEST_FILE
+from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
+from trinity_mq.sync.channels.checkpoint.files import MANIFEST as MANIFEST_FILE
+from trinity_mq.sync.channels.factory import ChannelError
+from trinity_mq.sync.channels.receiver import Receiver
 
 from .weights import BUCKET, manifest_of, same, send, some_weights, spec_of
 
@@ -133,7 +133,7 @@ async def test_files_of_other_weights_are_refused(tmp_path: Path) -> None:
 
 
 async def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
-    from trinity_mq.sync.memory_copy import digest
+    from trinity_mq.sync.channels.memory.host_copy import digest
 
     body = json.dumps({"shards": [{"name": "../secret.safetensors", "xxh3_128": ""}]}).encode()
     (tmp_path / MANIFEST_FILE).write_bytes(body)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from trinity_mq.sync.collective import CollectiveError, Sender
-from trinity_mq.sync.flat import fill, plan, split
+from trinity_mq.sync.channels.buckets import fill, plan, split
+from trinity_mq.sync.channels.collective.broadcast import CollectiveError, Sender
 
 CHILD = """
 import asyncio, json, sys
-from trinity_mq.sync.collective import Receiver, CollectiveError
+from trinity_mq.sync.channels.collective.broadcast import Receiver, CollectiveError
 async def main():
     receiver = Receiver()
     for line in sys.stdin:

@@ -10,8 +10,8 @@ import pytest
 
 from trinity_mq.config import SyncConfig
 from trinity_mq.messages import SyncEvent, Version
-from trinity_mq.sync.gatekeeper import Gatekeeper
-from trinity_mq.sync.membership import Membership
+from trinity_mq.sync.gate.coordinator_driver import Gatekeeper
+from trinity_mq.sync.gate.member_driver import Membership
 from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
 

@@ -16,9 +16,9 @@ from safetensors.torch import load
 from trinity_mq.config import Config, load_config
 from trinity_mq.messages import Version
 from trinity_mq.models import EngineHost, ensure_model_folder
-from trinity_mq.models.engines.admin_client import ReceiveFailed
-from trinity_mq.sync.channel import Channel, open_channel
-from trinity_mq.sync.memory_channel import MemoryChannel
+from trinity_mq.models.engines.host.admin_client import ReceiveFailed
+from trinity_mq.sync.channels.factory import Channel, open_channel
+from trinity_mq.sync.channels.memory.channel import MemoryChannel
 from trinity_mq.training.policy import Policy
 
 from .weights import spec_of

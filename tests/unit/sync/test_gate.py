@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trinity_mq.messages import SyncEvent
-from trinity_mq.sync.coordinator import (
+from trinity_mq.sync.gate.coordinator import (
     AbandonCollective,
     Committed,
     Coordinator,
@@ -17,7 +17,7 @@ from trinity_mq.sync.coordinator import (
     Send,
     StartCollective,
 )
-from trinity_mq.sync.member import Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
+from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
 
 KEY = ((1, 1), 1, 1)
 PREPARE = SyncEvent(verb="prepare", sender="t", manifest=[("w", "float32", [2])], canary={"tokens": [2, 3]})

@@ -16,8 +16,8 @@ import pytest
 from tests.unit.sync.gate_parts import Bounds, Violation
 from tests.unit.sync.gate_world import Action, World
 from trinity_mq.messages import SyncEvent
-from trinity_mq.sync.coordinator import Coordinator
-from trinity_mq.sync.member import Member, Resume, Stage
+from trinity_mq.sync.gate.coordinator import Coordinator
+from trinity_mq.sync.gate.member import Member, Resume, Stage
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -13,11 +13,11 @@ from structlog.testing import capture_logs
 
 from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
-from trinity_mq.sync.channel import ChannelError
-from trinity_mq.sync.channel_receiver import Receiver
-from trinity_mq.sync.flat import raw
-from trinity_mq.sync.memory_channel import MemoryChannel
-from trinity_mq.sync.memory_copy import HostCopy
+from trinity_mq.sync.channels.buckets import raw
+from trinity_mq.sync.channels.factory import ChannelError
+from trinity_mq.sync.channels.memory.channel import MemoryChannel
+from trinity_mq.sync.channels.memory.host_copy import HostCopy
+from trinity_mq.sync.channels.receiver import Receiver
 
 from .weights import BUCKET, manifest_of, same, send, some_weights, spec_of
 

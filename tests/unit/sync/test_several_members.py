@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.sync.test_drivers import Gate, now
 from trinity_mq.messages import SyncEvent
-from trinity_mq.sync.coordinator import Coordinator
-from trinity_mq.sync.member import Member, Pause, Rejoin, Reply, Resume, Stage
+from trinity_mq.sync.gate.coordinator import Coordinator
+from trinity_mq.sync.gate.member import Member, Pause, Rejoin, Reply, Resume, Stage
 from trinity_mq.testing.fakes import FakeEngine
 
 

@@ -32,8 +32,8 @@ assert sum(tensor.to_local().numel() for _, tensor in tensors) < sum(tensor.nume
 
 async def lead(method):
     from trinity_mq.config import load_config
-    from trinity_mq.sync.channel import open_channel
-    from trinity_mq.sync.channel_receiver import Receiver
+    from trinity_mq.sync.channels.factory import open_channel
+    from trinity_mq.sync.channels.receiver import Receiver
     sync = {"sync_method": method, "bucket_bytes": 1024}
     channel = open_channel(load_config({"model": {"tiny": {}}, "run_dir": folder, "synchronizer": sync}))
     where = await channel.offer((1, 1), tensors, manifest)
@@ -44,7 +44,7 @@ async def lead(method):
                      + [torch.equal(arrived[name], tensor) for name, tensor in expected.items()]), flush=True)
 
 def follow():
-    from trinity_mq.sync.flat import packed, plan
+    from trinity_mq.sync.channels.buckets import packed, plan
     for flat in packed(plan(manifest, 1024), tensors):
         del flat  # only the gathering is ours
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trinity_mq.messages import Version
-from trinity_mq.sync.channel import Channel, Manifest, Tensors
-from trinity_mq.sync.channel_receiver import Receiver
+from trinity_mq.sync.channels.factory import Channel, Manifest, Tensors
+from trinity_mq.sync.channels.receiver import Receiver
 
 BUCKET = 4096
 

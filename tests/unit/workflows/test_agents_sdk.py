@@ -73,10 +73,10 @@ async def test_what_the_model_does_wrong_is_trained_on(kind, says, tmp_path):
 
 def test_both_packages_are_there_at_once():
     import agents
-    import trinity_agents.runner
+    import trinity_agents.runner.agent
 
     assert Path(agents.__file__).parent.name == "agents"
-    assert Path(trinity_agents.runner.__file__).parent.name == "trinity_agents"
+    assert Path(trinity_agents.runner.agent.__file__).parents[1].name == "trinity_agents"
 
 
 def test_the_configuration_names_it(kind):

@@ -7,9 +7,10 @@ from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
 from trinity_mq.experience import Experience
 from trinity_mq.models import EngineClients, EngineNotReady, ModelWrapper
 from trinity_mq.models.errors import EngineLost
-from trinity_mq.workflows import Task, TaskError, distillation, execute, load_workflow
+from trinity_mq.workflows import Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
-from trinity_mq.workflows.distillation import (
+from trinity_mq.workflows.builtin import distill as distillation
+from trinity_mq.workflows.builtin.distill import (
     AsyncOnPolicyDistillMathWorkflow,
     AsyncOnPolicyDistillWorkflow,
     OnPolicyDistillMathWorkflow,

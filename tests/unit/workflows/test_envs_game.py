@@ -6,8 +6,8 @@ import pytest
 
 from trinity_mq.config import FormatConfig
 from trinity_mq.workflows import Task, TaskError, execute
-from trinity_mq.workflows.envs import AsyncGameWorkflow, Game, GameWorkflow
-from trinity_mq.workflows.envs.game import MAX_SEEN, GameArguments
+from trinity_mq.workflows.games import AsyncGameWorkflow, Game, GameWorkflow
+from trinity_mq.workflows.games.game import MAX_SEEN, GameArguments
 
 made_in = []
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_mq.workflows.envs import FrozenLake, LakeError, LakeMap, make_lake
-from trinity_mq.workflows.envs.frozen_lake import MOVES
+from trinity_mq.workflows.games import FrozenLake, LakeError, LakeMap, make_lake
+from trinity_mq.workflows.games.frozen_lake_env import MOVES
 
 MAP = LakeMap.of(["SFF", "FHF", "HFG"])
 

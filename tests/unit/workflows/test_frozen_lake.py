@@ -5,7 +5,7 @@ from tests.unit.workflows.tiny_engines import make_generator, tiny_engine
 from trinity_mq.config import FormatConfig
 from trinity_mq.models import EngineClients, ModelWrapper
 from trinity_mq.workflows import Task, TaskError, execute, load_workflow
-from trinity_mq.workflows.frozen_lake import INSTRUCTIONS, AsyncFrozenLakeWorkflow, FrozenLakeWorkflow, read_move
+from trinity_mq.workflows.games.frozen_lake import INSTRUCTIONS, AsyncFrozenLakeWorkflow, FrozenLakeWorkflow, read_move
 
 BOTH = pytest.mark.parametrize("kind", [FrozenLakeWorkflow, AsyncFrozenLakeWorkflow])
 MAP = ["SFF", "FHF", "HFG"]

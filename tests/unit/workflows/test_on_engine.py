@@ -10,7 +10,7 @@ import torch
 from tests.unit.workflows.running import running
 from tests.unit.workflows.speaking import chatting_generator
 from trinity_mq.experience import Experience
-from trinity_mq.models.engines.requests import ScoreRequest
+from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.testing.scripted import ScriptedGenerator
 from trinity_mq.workflows import (
     AsyncMultiTurnWorkflow,

@@ -44,7 +44,7 @@ def test_every_built_in_workflow_loads_and_has_its_twin(name):
 
 
 def test_a_dotted_path_is_imported():
-    assert load_workflow("trinity_mq.workflows.simple.SimpleWorkflow") is SimpleWorkflow
+    assert load_workflow("trinity_mq.workflows.builtin.simple.SimpleWorkflow") is SimpleWorkflow
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_dotted_path_is_imported():
         ("math_workflw", "did you mean 'math_workflow'"),
         ("tool_agent", "'tool_agent_workflow'"),
         ("zzzzzz", "known: async_"),
-        ("trinity_mq.workflows.simple.SimpleWorkflw", "did you mean 'SimpleWorkflow'"),
+        ("trinity_mq.workflows.builtin.simple.SimpleWorkflw", "did you mean 'SimpleWorkflow'"),
         ("no_such_package.Mine", "module 'no_such_package' cannot be imported"),
         ("trinity_mq.workflows.Task", "wanted a subclass of trinity_mq.workflows.Workflow"),
         ("trinity_mq.workflows.execute", "wanted a subclass"),

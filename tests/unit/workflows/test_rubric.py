@@ -10,7 +10,7 @@ from trinity_mq.models import ModelWrapper
 from trinity_mq.rewards.exact_match import exact_match
 from trinity_mq.workflows import Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
-from trinity_mq.workflows.rubric import AsyncRubricJudgeWorkflow, Criterion, RubricJudgeWorkflow, rubric_score
+from trinity_mq.workflows.builtin.rubric import AsyncRubricJudgeWorkflow, Criterion, RubricJudgeWorkflow, rubric_score
 
 BOTH = pytest.mark.parametrize("kind", [RubricJudgeWorkflow, AsyncRubricJudgeWorkflow])
 RUBRIC = [

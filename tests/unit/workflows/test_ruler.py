@@ -10,7 +10,12 @@ from trinity_mq.models import EngineClients, ModelWrapper
 from trinity_mq.rewards.exact_match import exact_match
 from trinity_mq.workflows import Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
-from trinity_mq.workflows.ruler import AsyncMathRulerWorkflow, AsyncRulerWorkflow, MathRulerWorkflow, RulerWorkflow
+from trinity_mq.workflows.builtin.ruler import (
+    AsyncMathRulerWorkflow,
+    AsyncRulerWorkflow,
+    MathRulerWorkflow,
+    RulerWorkflow,
+)
 
 BOTH = pytest.mark.parametrize("kind", [RulerWorkflow, AsyncRulerWorkflow])
 BOTH_MATH = pytest.mark.parametrize("kind", [MathRulerWorkflow, AsyncMathRulerWorkflow])

@@ -1,8 +1,8 @@
 import pytest
 
 from trinity_mq.workflows import Task, TaskError, execute, load_workflow
-from trinity_mq.workflows.envs import make_sudoku
-from trinity_mq.workflows.sudoku import AsyncSudokuWorkflow, SudokuWorkflow, read_entries
+from trinity_mq.workflows.games import make_sudoku
+from trinity_mq.workflows.games.sudoku import AsyncSudokuWorkflow, SudokuWorkflow, read_entries
 
 BOTH = pytest.mark.parametrize("kind", [SudokuWorkflow, AsyncSudokuWorkflow])
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from trinity_mq.rewards import UnknownNameError
 from trinity_mq.workflows import TaskError
-from trinity_mq.workflows.tools import MAX_ARGUMENTS, Toolbox
+from trinity_mq.workflows.builtin.tools import MAX_ARGUMENTS, Toolbox
 
 HERE = __name__
 

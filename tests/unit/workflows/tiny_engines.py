@@ -10,9 +10,9 @@ from aiohttp import web
 
 from trinity_mq.config import ModelConfig, TinyModelConfig
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.engines.generation import TextGenerator
-from trinity_mq.models.engines.server import EngineServer, ServerSettings
-from trinity_mq.models.tiny import ensure_model_folder
+from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.models.model_folder import ensure_model_folder
 
 PRINTABLE = "".join(dict.fromkeys(string.printable))
 """A vocabulary that covers English prompts."""

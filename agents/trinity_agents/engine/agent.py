@@ -1,0 +1,145 @@
+"""One rollout engine as a process: structure and tokenizer from the model's folder, weights from the trainer, HTTP out.
+
+Started by its host (:class:`trinity_mq.models.EngineHost`), which it outlives by a lease.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import structlog
+
+from trinity_mq.config import Config
+from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, ReadyFile, engine_digest
+from trinity_mq.models.engines.server.admin_api import Receiver
+from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
+from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.models.engines.vllm.engine import VllmParts, stop_with, vllm_parts
+from trinity_mq.models.engines.vllm.generator import VllmGenerator
+from trinity_mq.models.errors import EngineFailed
+from trinity_mq.models.model_folder import ensure_model_folder
+from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
+from trinity_mq.telemetry import setup_logging
+
+log = structlog.get_logger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = None) -> int:
+    """Run one engine until its lease runs out or it is told to end; returns the exit code.
+
+    Args:
+        arguments: The command line.
+        receiver: Takes weights in; None: by whatever channel the trainer uses.
+    """
+    parser = argparse.ArgumentParser(prog="python -m trinity_agents.engine.agent", description="One rollout engine.")
+    parser.add_argument("--config", type=Path, required=True, help="the run's configuration as JSON")
+    parser.add_argument("--id", required=True, help="the engine's id")
+    parser.add_argument("--ready-file", type=Path, required=True, help="written once requests are taken")
+    parser.add_argument("--ready-fd", type=int, help="closed after that")
+    options = parser.parse_args(arguments)
+    try:
+        config = Config.model_validate(json.loads(options.config.read_bytes()))
+        setup_logging("engine", options.id, config.path, config.monitor.log_level)
+        if receiver is None:
+            from trinity_mq.sync.channels.receiver import receive_weights
+
+            receiver = receive_weights
+        asyncio.run(_serve(config, options, receiver))
+    except (FatalError, OSError, ValueError) as error:
+        log.error("engine_ends", engine=options.id, reason=str(error))
+        print(f"engine {options.id}: {error}", file=sys.stderr, flush=True)  # noqa: T201  # what its host shows
+        return EXIT_FATAL
+    except EngineFailed as error:  # vLLM has said above why; our host tries again
+        log.error("engine_failed", engine=options.id, reason=str(error))
+        return 1
+    return 0
+
+
+async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver) -> None:
+    rollout = config.explorer.rollout_model
+    folder = ensure_model_folder(config.model, config.path / "model", config.seed)
+    if rollout.engine == "vllm":
+        async with vllm_parts(config, folder) as vllm:
+            await _serve_generator(config, options, folder, vllm.generator, vllm.receiver, vllm)
+    else:
+        generator = TextGenerator.build(config.model, folder, num_threads=rollout.num_threads)
+        await _serve_generator(config, options, folder, generator, receiver)
+
+
+async def _serve_generator(
+    config: Config,
+    options: argparse.Namespace,
+    folder: Path,
+    generator: TextGenerator | VllmGenerator,
+    receiver: Receiver,
+    vllm: VllmParts | None = None,
+) -> None:
+    rollout = config.explorer.rollout_model
+    gc.collect()
+    gc.freeze()  # all that was imported stays: looking through it again and again would stop rounds for 0.2 s
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+    name = config.model.model_path or f"{config.name}-tiny"
+    fingerprint = generator.codec.fingerprint()
+    settings = ServerSettings(
+        engine_id=options.id,
+        model_name=name,
+        model_path=str(folder),
+        token=token,
+        fingerprint=fingerprint,
+        host=rollout.host,
+        max_response_tokens=config.model.max_response_tokens,
+        max_batch_sequences=rollout.max_batch_sequences,
+        max_batch_delay=rollout.max_batch_delay,
+        pause_mode=config.synchronizer.effective_pause_mode,
+        lease=rollout.lease,
+    )
+    server = EngineServer(generator, settings, receiver, vllm.rounds if vllm else None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, server.stop, signal.Signals(number).name)
+
+    def ready(url: str) -> None:
+        process = psutil.Process()
+        ReadyFile(
+            id=options.id,
+            pid=process.pid,
+            create_time=process.create_time(),
+            url=url,
+            token=token,
+            name=name,
+            model_path=str(folder),
+            fingerprint=fingerprint,
+            digest=engine_digest(config),
+        ).write(options.ready_file)
+        if options.ready_fd is not None:
+            os.close(options.ready_fd)
+        log.info("engine_ready", engine=options.id, url=url, model=name, device=str(generator.device))
+
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(stop_with(vllm.child, server.stop), name="vllm") if vllm else None
+        reason = await server.run(ready)
+        if watching is not None:
+            watching.cancel()
+    done = server.rounds.counters
+    log.info("engine_done", engine=options.id, reason=reason, sequences=done.sequences, tokens=done.tokens)
+
+
+def run(receiver: Receiver | None = None) -> None:
+    """Run :func:`main` and end the process, whatever threads a cut-off transfer may have left in native code."""
+    code = main(receiver=receiver)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,155 @@
+"""One auxiliary engine as a process: a model with the weights of its folder, or the way to somebody else's server.
+
+Started by its host as :mod:`trinity_agents.engine.agent` is, which serves the policy. No weights are sent to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from trinity_mq.config import AuxiliaryModelConfig, Config
+from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest
+from trinity_mq.models.errors import ModelError
+from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
+from trinity_mq.telemetry import setup_logging
+
+log = structlog.get_logger(__name__)
+
+
+class Server(Protocol):
+    """What serves, of either kind."""
+
+    def stop(self, reason: str) -> None:
+        """End it."""
+
+    async def run(self, ready: Callable[[str], None]) -> str:
+        """Serve; return why it ended."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one auxiliary engine until its lease runs out or it is told to end; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trinity_agents.engine.auxiliary", description="One auxiliary engine."
+    )
+    parser.add_argument("--config", type=Path, required=True, help="the run's configuration as JSON")
+    parser.add_argument("--id", required=True, help="the engine's id")
+    parser.add_argument("--auxiliary", required=True, help="the name of the model")
+    parser.add_argument("--ready-file", type=Path, required=True, help="written once requests are taken")
+    parser.add_argument("--ready-fd", type=int, help="closed after that")
+    options = parser.parse_args(arguments)
+    try:
+        config = Config.model_validate(json.loads(options.config.read_bytes()))
+        setup_logging("engine", options.id, config.path, config.monitor.log_level)
+        model = {each.name: each for each in config.explorer.auxiliary_models}[options.auxiliary]
+        serve = _external if model.engine == "external" else _hosted
+        asyncio.run(serve(config, model, options))
+    except (FatalError, OSError, ValueError) as error:
+        log.error("engine_ends", engine=options.id, reason=str(error))
+        print(f"engine {options.id}: {error}", file=sys.stderr, flush=True)  # noqa: T201  # what its host shows
+        return EXIT_FATAL
+    return 0
+
+
+async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse.Namespace) -> None:
+    from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
+    from trinity_mq.models.engines.torch.fixed import fixed_generator, takes_no_weights
+
+    assert model.model is not None
+    generator, folder = fixed_generator(model, config.path / f"model-{model.name}", config.seed)
+    gc.collect()
+    gc.freeze()  # as of any engine: see trinity_agents.engine.agent
+    rollout = config.explorer.rollout_model
+    said = {"token": _token(), "fingerprint": generator.codec.fingerprint(), "model_path": str(folder)}
+    settings = ServerSettings(
+        engine_id=options.id,
+        model_name=model.name,
+        model_path=said["model_path"],
+        token=said["token"],
+        fingerprint=said["fingerprint"],
+        host=rollout.host,
+        max_response_tokens=model.model.max_response_tokens,
+        max_batch_sequences=rollout.max_batch_sequences,
+        max_batch_delay=rollout.max_batch_delay,
+        lease=rollout.lease,
+    )
+    server = EngineServer(generator, settings, takes_no_weights)
+    server.state.hold_for_good()
+    await _run(server, config, model, options, said)
+
+
+async def _external(config: Config, model: AuxiliaryModelConfig, options: argparse.Namespace) -> None:
+    from trinity_mq.models.engines.external import ExternalServer
+
+    rollout = config.explorer.rollout_model
+    said = {"token": _token(), "fingerprint": "", "model_path": ""}
+    server = ExternalServer(
+        model, engine_id=options.id, key=_key(model), token=said["token"], host=rollout.host, lease=rollout.lease
+    )
+    await _run(server, config, model, options, said)
+
+
+async def _run(
+    server: Server, config: Config, model: AuxiliaryModelConfig, options: argparse.Namespace, said: Mapping[str, str]
+) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, server.stop, signal.Signals(number).name)
+    digest = engine_digest(config, model)
+
+    def ready(url: str) -> None:
+        announce(options.ready_file, options.ready_fd, id=options.id, url=url, name=model.name, digest=digest, **said)
+        log.info("engine_ready", engine=options.id, url=url, model=model.name)
+
+    reason = await server.run(ready)
+    log.info("engine_done", engine=options.id, reason=reason)
+
+
+def _token() -> str:
+    return os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
+
+
+def _key(model: AuxiliaryModelConfig) -> str | None:
+    """Return the server's API key.
+
+    Raises:
+        ModelError: It is not where the configuration says.
+    """
+    if model.api_key_file is not None:
+        return _key_in(model.api_key_file, model)
+    if model.api_key_env is None:
+        return None
+    key = os.environ.get(model.api_key_env, "").strip()
+    if not key:
+        raise ModelError(
+            f"auxiliary model {model.name!r}: the environment variable {model.api_key_env} (api_key_env) is not set "
+            f"where the explorer runs; set it to the key of the server at {model.url}"
+        )
+    return key
+
+
+def _key_in(path: str, model: AuxiliaryModelConfig) -> str:
+    try:
+        key = Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ModelError(
+            f"auxiliary model {model.name!r}: {path} (api_key_file) cannot be read where the explorer runs: {reason}"
+        ) from None
+    if not key:
+        raise ModelError(f"auxiliary model {model.name!r}: {path} (api_key_file) is empty; wanted the key")
+    return key
+
+
+if __name__ == "__main__":
+    sys.exit(main())

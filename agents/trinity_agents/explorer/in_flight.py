@@ -1,0 +1,87 @@
+"""Closed tickets on their way through operators and trainer: none may get lost between them. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from trinity_mq.dispatch.tickets import SubmissionRef
+from trinity_mq.messages import BatchClosed, SubmissionOutcome, TaskBody
+
+Remedy = Literal["publish again", "tombstone"]
+
+
+class PendingTask(BaseModel):
+    """A task that waits for the next batch: submitted from outside, or given back unfinished or too old."""
+
+    task: TaskBody
+    submission: SubmissionRef | None = None
+    given_back: bool = False
+    """It was in a batch before; it is not given back twice."""
+
+
+class Promise(BaseModel):
+    """What a submitter was told that waits for experiences."""
+
+    submission: SubmissionRef
+    outcome: SubmissionOutcome
+
+
+class ClosedTicket(BaseModel):
+    """A manifest that the trainer has not yet reported on."""
+
+    manifest: BatchClosed
+    promises: list[Promise] = Field(default_factory=list)
+    tasks: dict[int, TaskBody] = Field(default_factory=dict)
+    """By id, those that are given back if their groups are too old to train on."""
+    idle: float = 0.0
+    """Seconds in which nobody was seen to work on it."""
+    tries: int = 1
+    buried: bool = False
+
+    def returned(self, stale: Collection[int]) -> list[PendingTask]:
+        """Return the tasks among ``stale`` that are given back, in their order."""
+        return [PendingTask(task=self.tasks[n], given_back=True) for n in sorted(set(stale)) if n in self.tasks]
+
+
+class ClosedTickets(BaseModel):
+    """Follows manifests until their ``Progress`` arrives (learning.md section 1)."""
+
+    tickets: dict[str, ClosedTicket] = Field(default_factory=dict)
+
+    def add(
+        self, manifest: BatchClosed, promises: Sequence[Promise] = (), tasks: Mapping[int, TaskBody] | None = None
+    ) -> None:
+        """A manifest was published; ``tasks`` are given back if they come out too old."""
+        closed = ClosedTicket(manifest=manifest, promises=list(promises), tasks=dict(tasks or {}))
+        self.tickets.setdefault(manifest.ticket, closed)
+
+    def done(self, ticket: str) -> bool:
+        """The trainer has consumed it; False when it was not expected (any more)."""
+        return self.tickets.pop(ticket, None) is not None
+
+    def tick(
+        self, seconds: float, in_hand: Collection[str], *, deadline: float, max_tries: int
+    ) -> list[tuple[Remedy, BatchClosed]]:
+        """Let ``seconds`` pass and return what is to be done.
+
+        ``in_hand``: tickets that a living operator works on or that the trainer already holds; their clocks start anew.
+        """
+        remedies: list[tuple[Remedy, BatchClosed]] = []
+        for name, closed in self.tickets.items():
+            if name in in_hand:
+                closed.idle = 0.0
+                continue
+            closed.idle += seconds
+            if closed.idle < deadline:
+                continue
+            closed.idle = 0.0
+            if closed.tries < max_tries:
+                closed.tries += 1
+                remedies.append(("publish again", closed.manifest))
+            else:
+                closed.buried = True
+                remedies.append(("tombstone", closed.manifest))
+        return remedies

@@ -1,0 +1,316 @@
+"""The parts of one life of an explorer, wired: batches, evaluations, submissions, its engines' place in the gate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from trinity_agents.explorer.evaluation import Evaluations
+from trinity_agents.explorer.hosted_engines import EngineRoom
+from trinity_agents.explorer.state import ExplorerState, StateFile
+from trinity_agents.explorer.task_source import Intake, TaskSupply
+from trinity_agents.explorer.training_batches import NO_TASKS, Batches
+from trinity_mq.bus import Delivery, Lock
+from trinity_mq.dispatch.tickets import SubmissionRef
+from trinity_mq.messages import RunEnd, SubmissionOutcome, TaskBody, TaskSubmission, Version
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.deliveries import envelope, park
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.locks import ensure_held
+from trinity_mq.scheduler.scheduler import Scheduler
+
+log = structlog.get_logger(__name__)
+
+CLOCK_TICK = 1.0
+KEEP_QUEUES_INTERVAL = 24 * 3600.0
+"""Seconds; a batch queue expires after seven days in which nobody declared it or read from it."""
+
+
+class Exploration:
+    """The parts of one life of an explorer, wired."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        engines: Sequence[Any],
+        state: ExplorerState,
+        file: StateFile,
+        taskset: TaskSupply | None,
+        eval_sets: Mapping[str, Sequence[TaskBody]],
+        *,
+        auxiliaries: Sequence[Any] = (),
+        lock: Lock | None = None,
+    ) -> None:
+        self.agent, self.state, self._file, self._lock = agent, state, file, lock
+        self._waits_for: str | None = None
+        config, woken = agent.config, agent.woken
+        self.config = config
+        if state.consecutive_empty >= config.explorer.max_consecutive_empty:
+            state.consecutive_empty = 0  # it ended the run; whoever starts it again has looked into it
+        self.scheduler = Scheduler(
+            config,
+            bus=agent.bus,
+            topology=agent.topology,
+            owner=agent.id,
+            save=self.save,
+            next_beat=lambda: agent.beat_seq + 1,
+            beat_soon=agent.beat_soon,
+            peers=agent.peers,
+            tickets=state.tickets,
+            results_offset=0 if state.results_offset is None else state.results_offset,
+        )
+        self.room = EngineRoom(agent, engines, auxiliaries, on_commit=self._on_commit)
+        self.intake = Intake(config, state, taskset)
+        self.evaluations = Evaluations(
+            config, state, self.scheduler, self.room, eval_sets, save=self.save, report=agent.report, woken=woken
+        )
+        self.batches = Batches(
+            config,
+            state,
+            self.scheduler,
+            self.intake,
+            self.evaluations,
+            agent.peers,
+            save=self.save,
+            report=agent.report,
+            woken=woken,
+        )
+
+    async def save(self) -> None:
+        """Write the state, which is ours to write only while we hold the lock."""
+        await ensure_held(self.agent.bus, self._lock)
+        self.state.results_offset = self.scheduler.results_offset
+        await self._file.save(self.state)
+        self.agent.beat_soon()
+
+    def detail(self) -> dict[str, Any]:
+        """Return the explorer's level for its beat."""
+        return {
+            "open": self.scheduler.open_tickets,
+            "opened": self.state.opened,
+            "closed": self.state.closed,
+            "following": list(self.state.following.tickets),
+            "total_batches": self.intake.total_batches,
+            "counters": {
+                "progress": self.batches.counters.progress,
+                "committed_progress": self.batches.counters.committed_progress,
+            },
+            "wants": self.batches.wants,
+            "evaluating": self.evaluations.running,
+            "pending": len(self.state.pending),
+            "ended": self.state.ended,
+            "finished": self.state.finished,
+        }
+
+    async def background(self) -> list[Any]:
+        """Return the coroutines that run beside :meth:`run`; what they need to be ready is."""
+        return [
+            *await self.room.background(),
+            self.scheduler.run(),
+            self.evaluations.run(),
+            self._close(),
+            self._clock(),
+            self._keep_queues(),
+            self._submissions(),
+            self._forward(self.scheduler.changed),
+            self._follow_trainer(),
+            self._compare_state(),
+        ]
+
+    async def run(self) -> None:
+        """Open batches as the pacing allows; at the end evaluate the final weights."""
+        agent, state = self.agent, self.state
+        await self.scheduler.caught_up()
+        await self.scheduler.resume()
+        if self.config.explorer.eval_on_startup and not state.opened:
+            self.evaluations.request(0)
+            await self._until("the first evaluation", lambda: self.evaluations.is_done(0))
+        while not self.intake.is_over and not agent.draining.is_set():
+            obstacle = self.batches.obstacle(self.room.version is not None)
+            if obstacle is None:
+                self._say("working", None)
+                await self.batches.open()
+            else:
+                self._say("idle" if obstacle == NO_TASKS else "holding", obstacle)
+                await agent.woken.wait()
+        if agent.draining.is_set() or not await self._end():
+            await self._let_runners_finish()
+
+    async def _end(self) -> bool:
+        """Say that no batch follows and see the last ones through; False when asked to drain before that is done."""
+        agent, state = self.agent, self.state
+        state.ended = True
+        await self._turn_down_pending()
+        end = envelope(RunEnd(batches=state.opened), message_id="run-end")
+        await agent.bus.publish(agent.topology.exchange("ready"), "end", end)
+        if not await self._until("the last batches to be consumed", self._has_final_weights):
+            return False
+        self.evaluations.request(state.opened)
+        if not await self._until("the last evaluation", lambda: self.evaluations.is_done(state.opened)):
+            return False
+        if not await self._until("submitted evaluations", lambda: not self.batches.has_submitted):
+            return False
+        state.finished = True
+        await self.save()
+        return True
+
+    async def _until(self, what: str, done: Callable[[], bool]) -> bool:
+        """Return True once ``done``, False when asked to drain before; says meanwhile what we wait for."""
+        while not done():
+            if self.agent.draining.is_set():
+                return False
+            if self.room.version is None:
+                self._say("holding", "an engine to take the weights")
+            else:
+                self._say("working", what)
+            await self.agent.woken.wait()
+        return True
+
+    def _say(self, state: str, waits_for: str | None) -> None:
+        self._waits_for = waits_for
+        self.agent.set_state(state, waits_for)
+
+    async def _turn_down_pending(self) -> None:
+        """Tell the submitters of tasks that no batch will take; every task ends in an outcome."""
+        for one in self.state.pending:
+            if one.submission is not None:
+                await self._turn_down(one.submission)
+        self.state.pending.clear()
+        await self.save()
+
+    async def _turn_down(self, submission: SubmissionRef) -> None:
+        reason = "the run has opened its last batch"
+        told = SubmissionOutcome(
+            submission_id=submission.submission_id, batch="", ticket="", outcome="cancelled", message=reason
+        )
+        await self.scheduler.answer(submission, told)
+
+    def _has_final_weights(self) -> bool:
+        trainer = self.agent.peers.detail("trainer")
+        if not (trainer.get("finished") and self.batches.are_all_consumed):
+            return False
+        return self.room.version == (trainer["generation"], trainer["step"])
+
+    async def _let_runners_finish(self) -> None:
+        """Keep the engine up while draining runners finish what they hold."""
+        agent = self.agent
+        agent.set_state("draining", "runners to finish")
+        try:
+            async with asyncio.timeout(self.config.runner.drain_timeout + CLOCK_TICK):
+                await agent.woken.until(lambda: not agent.peers.alive("runner"))
+        except TimeoutError:
+            log.info("runners_left_behind")
+        await self.save()
+
+    # -- beside it
+
+    async def _close(self) -> None:
+        await self.scheduler.resumed()
+        while True:
+            await self.agent.woken.until(self.batches.needs_attention)
+            self.batches.check()
+            await self.batches.close_complete()
+
+    async def _compare_state(self) -> None:
+        """End after an outage in which another explorer went on with the run: also one that is gone again, so that the
+        lock is ours and says nothing.
+        """
+        bus = self.agent.bus
+        while True:
+            await self.agent.woken.until(lambda: not bus.usable)
+            await bus.wait_usable()
+            await self._file.check()
+
+    async def _clock(self) -> None:
+        """Let the batches' time pass while they can move, and end a run in which nothing does."""
+        agent, limit = self.agent, self.config.explorer.stall_timeout
+        still, seen = 0.0, self._movement()
+        while True:
+            await asyncio.sleep(CLOCK_TICK)
+            if not (agent.bus.usable and self.scheduler.is_caught_up):
+                continue
+            await self.batches.tick(CLOCK_TICK, moving=bool(agent.peers.alive("runner")) and self.room.lives)
+            try:
+                self.batches.wait_for_answer(CLOCK_TICK)
+            except FatalError:
+                await self.save()
+                raise
+            now = self._movement()
+            still = still + CLOCK_TICK if now == seen and agent.state in {"holding", "working"} else 0.0
+            seen = now
+            if still > limit:
+                await self.save()
+                raise FatalError(
+                    f"nothing has moved for {still:.0f} s (explorer.stall_timeout): waiting for {self._waits_for}; "
+                    "the state is saved"
+                )
+
+    def _movement(self) -> tuple[int, ...]:
+        """Return what changes whenever the run gets on. Restarts, versions and repeats are no progress."""
+        state = self.state
+        outcomes = sum(ticket.decided for ticket in state.tickets.values())
+        return (state.opened, state.closed, len(state.following.tickets), len(state.evaluated), outcomes)
+
+    async def _keep_queues(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_QUEUES_INTERVAL)
+            await self.scheduler.queues.keep()
+
+    async def _submissions(self) -> None:
+        agent = self.agent
+        await self.scheduler.resumed()
+        async with await agent.bus.consume(agent.topology.submitted, prefetch=64) as feed:
+            await agent.each(feed, self._submitted, expect=TaskSubmission)
+
+    async def _submitted(self, message: TaskSubmission, delivery: Delivery) -> None:
+        agent = self.agent
+        ref = SubmissionRef(
+            submission_id=message.submission_id or delivery.message_id or "",
+            reply_to=delivery.reply_to,
+            correlation_id=delivery.correlation_id,
+            want_experiences=message.want_experiences,
+        )
+        if not ref.submission_id:
+            await park(
+                agent.bus, agent.topology, delivery, "a submission needs a submission_id or a message_id", agent.id
+            )
+            return
+        if not self.intake.submit(message, ref):
+            return
+        if self.state.ended and not message.task.is_eval:
+            await self._turn_down_pending()
+        elif self.state.finished:
+            await self._turn_down(ref)
+        elif message.task.is_eval:
+            one = ref.model_copy(update={"task_id": 0})
+            task = self.intake.completed(message.task)
+            batch = f"{self.state.closed}/submitted-{len(self.state.seen_submissions)}"
+            await self.scheduler.open(
+                self.scheduler.make_ticket([task], batch, deliver="none", lane="eval", submissions=[one])
+            )
+        await self.save()
+        agent.woken.notify()
+
+    async def _forward(self, changed: Any) -> None:
+        while True:
+            await changed.wait()
+            self.agent.woken.notify()
+
+    async def _follow_trainer(self) -> None:
+        """Take the trainer's level from its beats: a lost event costs one beat."""
+        while True:
+            trainer = self.agent.peers.detail("trainer")
+            if trainer.get("generation"):
+                self.batches.heard(
+                    trainer["generation"],
+                    progress=trainer.get("progress"),
+                    committed=trainer.get("committed_progress"),
+                    answered=trainer.get("answered"),
+                )
+            await self.agent.peers.changed.wait()
+
+    def _on_commit(self, version: Version | None, progress: int) -> None:
+        self.batches.heard(version[0] if version else self.batches.generation, committed=progress)

@@ -1,0 +1,103 @@
+"""Which tasks the next batch gets: what was given back or submitted first, then the taskset."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from trinity_agents.explorer.in_flight import PendingTask
+from trinity_agents.explorer.state import SEEN_SUBMISSIONS, ExplorerState
+from trinity_mq.config import Config
+from trinity_mq.dispatch.tickets import SubmissionRef
+from trinity_mq.messages import TaskBody, TaskSubmission
+
+
+class TaskSupply(Protocol):
+    """What the intake needs of a taskset."""
+
+    def __len__(self) -> int: ...
+
+    def next_batch(self, size: int) -> list[TaskBody]:
+        """Return the next tasks and move on."""
+
+    def state(self) -> dict[str, object]:
+        """Return the position."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to a position."""
+
+
+class Intake:
+    """Takes tasks from the state's pending ones and from the taskset (None: submitted tasks only)."""
+
+    def __init__(self, config: Config, state: ExplorerState, taskset: TaskSupply | None) -> None:
+        self._config, self._state, self._taskset = config, state, taskset
+
+    @property
+    def total_batches(self) -> int | None:
+        """Batches of the run; None: as many as are submitted."""
+        buffer = self._config.buffer
+        if buffer.total_steps is not None:
+            return buffer.total_steps
+        if self._taskset is None:
+            return None
+        return math.ceil(len(self._taskset) * buffer.total_epochs / buffer.batch_size)
+
+    @property
+    def is_over(self) -> bool:
+        """No further batch is to be opened."""
+        total = self.total_batches
+        return self._state.ended or (total is not None and self._state.opened >= total)
+
+    @property
+    def has_tasks(self) -> bool:
+        """A batch could be made now."""
+        return self._taskset is not None or bool(self._state.pending)
+
+    def take(self) -> list[PendingTask]:
+        """Return the tasks of the next batch and move the position; the caller saves it with the batch's ticket."""
+        size = self._config.buffer.batch_size
+        batch = self._state.pending[:size]
+        del self._state.pending[:size]
+        if self._taskset is not None:
+            # epochs give every task of the taskset in so many batches: what was given back or submitted comes on top
+            room = size if self._config.buffer.total_steps is None else size - len(batch)
+            batch += [PendingTask(task=task) for task in self._taskset.next_batch(min(room, self._left()))]
+            self._state.taskset = dict(self._taskset.state())
+        return batch
+
+    def submit(self, submission: TaskSubmission, ref: SubmissionRef) -> bool:
+        """Take in a task from outside; False for one that was taken in before."""
+        if ref.submission_id in self._state.seen_submissions:
+            return False
+        self._state.seen_submissions.append(ref.submission_id)
+        del self._state.seen_submissions[:-SEEN_SUBMISSIONS]
+        if not submission.task.is_eval:
+            self._state.pending.append(PendingTask(task=self.completed(submission.task), submission=ref))
+        return True
+
+    def completed(self, task: TaskBody) -> TaskBody:
+        """Return a submitted task with what it leaves out filled in from the taskset's section."""
+        defaults = self._config.buffer.taskset
+        grouped = task.is_eval or task.repeat_times > 1
+        return task.model_copy(
+            update={
+                "workflow": task.workflow or defaults.workflow,
+                "workflow_args": task.workflow_args or defaults.workflow_args,
+                "reward_fn": task.reward_fn or defaults.reward_fn,
+                "reward_fn_args": task.reward_fn_args or defaults.reward_fn_args,
+                "format_args": task.format_args or defaults.format.model_dump(),
+                "rollout_args": task.rollout_args or defaults.rollout_args,
+                "repeat_times": task.repeat_times if grouped else self._config.algorithm.repeat_times,
+            }
+        )
+
+    def _left(self) -> int:
+        """Tasks left of the taskset; with ``total_steps`` it runs on for ever."""
+        buffer = self._config.buffer
+        if buffer.total_steps is not None or self._taskset is None:
+            return buffer.batch_size
+        position = self._state.taskset or {}
+        given = int(position.get("epoch", 0)) * len(self._taskset) + int(position.get("cursor", 0))
+        return max(0, len(self._taskset) * buffer.total_epochs - given)

@@ -1,0 +1,145 @@
+"""What runs in the process of an isolated slice. Imported once by the fork server, heavy modules included."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from trinity_mq.config import Config
+from trinity_mq.experience import EncodeError, Experience
+from trinity_mq.messages import TaskResult, TaskSlice, decode, encode
+from trinity_mq.models import InferenceModel
+from trinity_mq.models.errors import EngineLost, EngineNotReady
+from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.status import SliceOutcome
+from trinity_mq.rollout.workflow_runner import WorkflowRunner
+from trinity_mq.telemetry import setup_logging
+from trinity_mq.workflows import RunFailedError
+
+ASK, LOST, RUN = b"engine?", b"lost", b"run"
+"""What the process sends: which engine to use is asked; an engine did not answer, it follows; a run is finished, its
+number and metrics and its experiences follow. Anything else is the end of the slice."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) -> None:
+    """Do the slice in ``body``, send the outcome through ``pipe`` and end the process.
+
+    Args:
+        pipe: To the runner.
+        body: An encoded TaskSlice.
+        config_json: The run's configuration.
+        grace: Seconds over the slice's time after which the kernel ends the process, whoever is left to watch it.
+    """
+    piece = decode(body, TaskSlice)
+    _die_when_forgotten(piece.slice_timeout + grace)
+    config = Config.model_validate_json(config_json)
+    setup_logging("runner", "isolated", config.path, config.monitor.log_level)
+    runner = WorkflowRunner(config, runner_id=f"isolated-{os.getpid()}")
+    if config.runner.memory_limit is not None:
+        _limit_memory(config.runner.memory_limit)
+    tally = Tally()
+    tally.on_run = lambda run: _send_run(pipe, tally, run)
+    outcome = asyncio.run(runner.run_slice(piece, _Asked(pipe), tally))
+    pipe.send_bytes(encode(_end(piece, outcome)))
+    # Threads of workflows that never return, and what they registered to do at exit, keep nobody here.
+    os._exit(0)
+
+
+def _die_when_forgotten(seconds: float) -> None:
+    """See to it that this process does not outlive those who wait for it, even where it hangs inside of C code."""
+    os.setsid()  # with what the slice starts, a group that can be killed as one
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of the fork server
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(math.ceil(seconds))
+    faulthandler.enable()
+    runner = multiprocessing.parent_process()
+    if runner is not None:
+        threading.Thread(target=_follow, args=(runner.sentinel,), name="follow-runner", daemon=True).start()
+
+
+def _follow(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def _limit_memory(limit: int) -> None:
+    """Let further allocations beyond ``limit`` bytes fail: what the process holds now is not counted."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    most = int(status["VmData"].split()[0]) * 1024 + limit
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _send_run(pipe: Connection, tally: Tally, run: int) -> None:
+    """Send a finished run: whatever becomes of this process, it is not lost.
+
+    Raises:
+        RunFailedError: It cannot be sent.
+    """
+    try:
+        body = Experience.serialize_many(tally.experiences[run])
+        head = msgpack.packb({"run": run, "metrics": tally.metrics[run]})
+    except (EncodeError, TypeError, ValueError, OverflowError) as error:
+        raise RunFailedError(f"the experiences do not encode: {error}") from error
+    for part in (RUN, head, body):
+        pipe.send_bytes(part)
+
+
+class _Asked:
+    """The engines, as the runner knows them."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._auxiliary: dict[str, InferenceModel] = {}
+        """As told with the latest engine."""
+
+    def __call__(self) -> InferenceModel:
+        """Ask the runner which engine to use."""
+        self._pipe.send_bytes(ASK)
+        answer: dict[str, Any] = msgpack.unpackb(self._pipe.recv_bytes())
+        if "engine" in answer:
+            self._auxiliary = {each["name"]: InferenceModel.from_dict(each) for each in answer["auxiliary"]}
+            return InferenceModel.from_dict(answer["engine"])
+        if "retry_after" in answer:
+            raise EngineNotReady(answer["error"], answer["retry_after"])
+        raise EngineLost(answer["error"])
+
+    def auxiliary(self, name: str) -> InferenceModel:
+        """Return the engine of an auxiliary model that the runner named with the latest one."""
+        if name not in self._auxiliary:
+            raise EngineLost(f"no living engine of auxiliary model {name!r} is known")
+        return self._auxiliary[name]
+
+    def lost(self, engine: InferenceModel) -> None:
+        """Tell the runner that an engine did not answer."""
+        self._pipe.send_bytes(LOST)
+        self._pipe.send_bytes(msgpack.packb(engine.to_dict()))
+
+
+def _end(piece: TaskSlice, outcome: SliceOutcome) -> TaskResult:
+    """Return what is left to say when all runs have been sent."""
+    return TaskResult(
+        batch=piece.batch,
+        ticket=piece.ticket,
+        task_id=piece.task_id,
+        run_base=piece.run_base,
+        repeat_times=piece.repeat_times,
+        attempt="isolated",
+        outcome="finished" if len(outcome.runs) == piece.repeat_times else "partial" if outcome.runs else "failed",
+        message=outcome.message,
+        seconds=outcome.seconds,
+    )

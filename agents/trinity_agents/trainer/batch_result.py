@@ -1,0 +1,142 @@
+"""What becomes of the batches of a train step, repaired ones among them: trained on, or left out and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import structlog
+
+from trinity_agents.trainer.source import TrainBatch
+from trinity_agents.trainer.staleness import drop_stale, stale_tasks
+from trinity_mq.bus import Envelope, HeaderValue, Topology
+from trinity_mq.experience import ExperienceBatch
+from trinity_mq.messages import Progress
+from trinity_mq.messages.batches import StepOutcome
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.training.checkpoint import StepAttempts
+from trinity_mq.training.learner import Learner
+
+log = structlog.get_logger(__name__)
+
+MAX_STARTS = 2
+"""Unfinished starts on one batch; the next start skips it."""
+MAX_STARTS_REPAIRED = 1
+"""The same for one that goes along with another: what kills may be either, and the other gets a start without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The end of one batch."""
+
+    outcome: StepOutcome
+    reason: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the train step, for all that was in it."""
+    stale_tasks: list[int] = field(default_factory=list)
+    """Tasks whose groups were too old."""
+    dropped: int = 0
+    """Experiences in those groups."""
+    kills: bool = False
+    """It was skipped because trainers did not survive it; its dead letter is for people to look at."""
+    beside: list[Verdict] = field(default_factory=list)
+    """Of the other batches of the step, in their order."""
+    repaired: list[Verdict] = field(default_factory=list)
+    """Of the repaired batches that went along, in their order."""
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a train step was made."""
+        return "trained" in {self.outcome, *(one.outcome for one in (*self.beside, *self.repaired))}
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Whether no train step was made, and how many repaired batches were trained on if there were any."""
+        found = {"sample/skipped_step": float(not self.stepped)}
+        if self.repaired:
+            found["sample/repaired_batches"] = float(sum(one.outcome == "trained" for one in self.repaired))
+        return found
+
+
+async def work_off(
+    batch: TrainBatch, step: int, *, learner: Learner, attempts: StepAttempts, max_staleness: int
+) -> Verdict:
+    """Train on ``batch`` and on what belongs to its step, if there is something to train on; what is left in each is
+    what was trained on.
+
+    Args:
+        batch: As it came from the source.
+        step: Train steps so far; staleness is measured from there.
+        learner: Who steps the weights.
+        attempts: Noted before the step and cleared after it, so that a batch that kills trainers is known.
+        max_staleness: Groups with an older token are dropped whole, before any optimizer step.
+    """
+    parts = [batch, *batch.beside, *batch.repaired]
+    own = 1 + len(batch.beside)
+    limits = [MAX_STARTS] * own + [MAX_STARTS_REPAIRED] * len(batch.repaired)
+    ends = {
+        number: _unfit(part, attempts, limit) for number, (part, limit) in enumerate(zip(parts, limits, strict=True))
+    }
+    usable = [number for number, end in ends.items() if end is None]
+    stale = {number: stale_tasks(parts[number].experiences, step, max_staleness) for number in usable}
+    sizes = {number: len(parts[number].experiences) for number in usable}
+    metrics: dict[str, float] = {}
+    if usable:
+        kept, metrics = _fresh([parts[number] for number in usable], step, max_staleness)
+        tickets = [parts[number].ticket for number in usable if parts[number].experiences]
+        if tickets:
+            attempts.begin(tickets)
+            metrics |= await learner.step(kept, step + 1)
+            attempts.finish(tickets)
+    stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
+    for number in usable:
+        too_old: dict[str, Any] = {
+            "stale_tasks": stale[number],
+            "dropped": sizes[number] - len(parts[number].experiences),
+        }
+        if not parts[number].experiences:
+            ends[number] = Verdict("dropped", "every group was too old", **too_old)
+        elif stepped:
+            ends[number] = Verdict("trained", **too_old)
+        else:
+            ends[number] = Verdict("skipped", "no optimizer step was possible", **too_old)
+    first, *others = [end for end in ends.values() if end is not None]
+    return replace(first, metrics=metrics, beside=others[: own - 1], repaired=others[own - 1 :])
+
+
+def _unfit(batch: TrainBatch, attempts: StepAttempts, max_starts: int) -> Verdict | None:
+    """Return why nothing is done with ``batch``, None if there is no reason."""
+    if batch.state != "ready":
+        log.warning("batch_skipped", batch=batch.batch, state=batch.state, reason=batch.reason)
+        return Verdict(batch.state, batch.reason)
+    if attempts.starts(batch.ticket) < max_starts:
+        return None
+    # its starts stay on record: a restart from an older checkpoint meets it again, and must skip it again
+    starts = "1 start" if max_starts == 1 else f"{max_starts} starts"
+    return Verdict("skipped", f"the trainer did not survive {starts} on this batch", kills=True)
+
+
+def _fresh(parts: Sequence[TrainBatch], step: int, max_staleness: int) -> tuple[ExperienceBatch, dict[str, float]]:
+    """Leave in each batch only the groups that are fresh enough; return what is left of all, in order, and the
+    ``sample/*`` metrics of :func:`drop_stale`.
+    """
+    whole = ExperienceBatch.concat(part.experiences for part in parts)
+    kept, metrics = drop_stale(whole, step, max_staleness)
+    left = set(kept.ids("tid"))
+    for part in parts:
+        part.experiences = part.experiences.select(
+            [number for number, tid in enumerate(part.experiences.ids("tid")) if tid in left]
+        )
+    return kept, metrics
+
+
+def skipped_letter(told: Progress, by: str, topology: Topology) -> Envelope:
+    """Return the dead letter of a batch that is not tried again: what is ``told`` of it, with its reason."""
+    headers: dict[str, HeaderValue] = {
+        "dead-reason": told.reason or "",
+        "dead-by": by,
+        "dead-queue": topology.ready.name,
+        "ticket": told.ticket,
+    }
+    return envelope(told, message_id=f"skipped-{told.ticket}", headers=headers)

@@ -1,0 +1,247 @@
+"""Where train batches come from: the Source protocol, and the stream of processed batches."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from trinity_agents.trainer.decisions import Chunk, Decider, Decision
+from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
+from trinity_mq.bus.streams import next_or_quiet
+from trinity_mq.experience import DecodeError, ExperienceBatch
+from trinity_mq.messages import BatchReady, Mark, RunEnd
+from trinity_mq.messages.batches import BatchState
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope, opened, park
+from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently
+from trinity_mq.transport.references import resolve
+
+log = structlog.get_logger(__name__)
+
+MARK_TIMEOUT = 60.0
+"""Seconds on a usable bus without anything new until a missing own mark means: not the stream the checkpoint knows."""
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """One unit of progress, however many experiences are left in it; with others beside it, a train step's worth."""
+
+    batch: int
+    ticket: str
+    op: str
+    state: BatchState
+    """ready, empty, failed, gone."""
+    experiences: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
+    metrics: dict[str, float] = field(default_factory=dict)
+    reason: str | None = None
+    beside: list[TrainBatch] = field(default_factory=list)
+    """The other batches of its train step, in order (``trainer.batches_per_step``)."""
+    repaired: list[TrainBatch] = field(default_factory=list)
+    """Earlier batches that were progress as failed, and that operators could process since: to be trained on with this
+    one, so that a step more does not make other batches older."""
+
+
+class Source(Protocol):
+    """Train batches in order; its state is part of the checkpoint and opaque to the trainer."""
+
+    async def next(self) -> TrainBatch:
+        """Return the next batch, and what belongs to its train step, once all of it is there."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what :meth:`restore` needs to go on behind the batches consumed so far."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state` was taken."""
+
+
+class StreamSource:
+    """Processed batches from the ``ready`` stream: in batch order (style fixed), or in the order in which the stream
+    decides them.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        topology: Topology,
+        by: str,
+        store: BlobStore | None = None,
+        *,
+        in_batch_order: bool = True,
+        batches_per_step: int = 1,
+    ) -> None:
+        self._bus, self._topology, self._by, self._store = bus, topology, by, store
+        self._in_batch_order, self._batches_per_step = in_batch_order, batches_per_step
+        self._decider = Decider()
+        self._consumed_batches = 0
+        """All batches up to this one are consumed."""
+        self._ahead: set[int] = set()
+        """Batches beyond that are consumed."""
+        self._marked = False
+        """Our own mark was read: the stream is the one we know, and we have seen all that was on it at our start."""
+        self.changed = Notifier()
+        self.bytes_since_save = 0
+
+    @property
+    def ended(self) -> int | None:
+        """Batches of the run, once the explorer has said so."""
+        return self._decider.ended
+
+    @property
+    def waiting(self) -> list[str]:
+        """Tickets that are here and not consumed."""
+        return self._decider.waiting
+
+    @property
+    def unused(self) -> list[int]:
+        """Batches repaired so late that none came after them to be trained with."""
+        return self._decider.unused
+
+    def available(self) -> bool:
+        """What makes the next train step is here, and we know that the stream is ours."""
+        return self._marked and bool(self._next_decisions())
+
+    def _next_decisions(self) -> list[Decision]:
+        """Return the decisions of the next train step, none as long as one of them is missing. The last step of a run
+        takes what is left.
+        """
+        count = self._batches_per_step
+        if self._decider.ended is not None:
+            count = min(count, self._decider.ended - self._consumed_batches - len(self._ahead))
+        if not self._in_batch_order:
+            there = self._decider.first(count)
+        else:
+            found = (self._decider.peek(self._consumed_batches + 1 + number) for number in range(count))
+            there = [decision for decision in found if decision is not None]
+        return there if len(there) == count else []
+
+    def _repaired(self, decisions: Sequence[Decision]) -> list[Decision]:
+        found = {one.ready.ticket: one for decision in decisions for one in self._decider.repaired(decision)}
+        return list(found.values())
+
+    async def next(self) -> TrainBatch:
+        """Return the next batch with all that belongs to its train step once it is there, decoded on a thread; an
+        undecodable chunk fails its batch.
+
+        Raises:
+            RestartMe: A chunk lies in the blob store, and that does not answer: no reason to lose the batch.
+        """
+        await self.changed.until(self.available)
+        decisions = self._next_decisions()
+        batch, *beside = [await self._read(one) for one in decisions]
+        batch.beside = beside
+        batch.repaired = [await self._read(one) for one in self._repaired(decisions)]
+        return batch
+
+    async def _read(self, decision: Decision) -> TrainBatch:
+        ready = decision.ready
+        batch = TrainBatch(
+            decision.batch, ready.ticket, ready.op, ready.state, metrics=dict(ready.metrics), reason=ready.reason
+        )
+        try:
+            is_stored = any(chunk.content_type == REFERENCE for chunk in decision.chunks)
+            batch.experiences = await (patiently if is_stored else asyncio.to_thread)(_decode, decision, self._store)
+        except DecodeError as error:
+            batch.state, batch.reason = "failed", f"a chunk does not decode: {error}"
+        except StoreUnavailable as error:
+            raise RestartMe(f"batch {decision.batch} cannot be read now: {error}") from error
+        if batch.state == "ready" and not batch.experiences:
+            batch.state = "empty"
+        return batch
+
+    def consumed(self) -> None:
+        """The batches that :meth:`next` returned last are done with, repaired ones among them."""
+        decisions = self._next_decisions()
+        for one in (*self._repaired(decisions), *decisions):
+            self._decider.consume(one)
+        self._advance({one.batch for one in decisions})
+
+    def _advance(self, consumed: set[int]) -> None:
+        self._ahead |= consumed
+        while self._consumed_batches + 1 in self._ahead:
+            self._consumed_batches += 1
+            self._ahead.discard(self._consumed_batches)
+
+    def state(self) -> dict[str, Any]:
+        """Return consumed tickets and the offset to read on from."""
+        return {
+            "consumed": sorted(self._decider.consumed),
+            "failed": sorted(self._decider.failed),
+            "batches": self._consumed_batches,
+            "offset": self._decider.resume_offset(),
+            "ended": self._decider.ended,
+            **({"ahead": sorted(self._ahead)} if self._ahead else {}),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        self._decider = Decider(state["consumed"], state["offset"], state.get("failed", ()))
+        self._decider.ended = state.get("ended")
+        self._consumed_batches, self._ahead = state["batches"], set()
+        self._advance(set(state.get("ahead", ())))
+
+    async def run(self) -> None:
+        """Read the stream until cancelled.
+
+        Raises:
+            FatalError: The stream does not hold what the checkpoint needs.
+        """
+        nonce = uuid.uuid4().hex
+        offset = self._decider.next_offset
+        async with await self._bus.consume(self._topology.ready, offset=offset) as feed:
+            await self._bus.publish(
+                self._topology.exchange("ready"), "mark", envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
+            )
+            try:
+                while True:
+                    delivery = await (anext(feed) if self._marked else next_or_quiet(self._bus, feed, MARK_TIMEOUT))
+                    if delivery is None:
+                        raise FatalError(
+                            f"nothing was found on the ready stream from offset {offset} on, not even our own mark: "
+                            "the stream is shorter than the checkpoint says, so this is not the broker (or not the "
+                            "data) it was made with. Bring that back, or start under another name"
+                        )
+                    await self._take(delivery, nonce)
+            except StreamCut as error:
+                raise FatalError(
+                    f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: it "
+                    f"begins at {error.got}. "
+                    "Raise broker.ready_max_bytes, or start under another name"
+                ) from error
+
+    async def _take(self, delivery: Delivery, nonce: str) -> None:
+        """Take in one delivery."""
+        offset = delivery.offset
+        assert offset is not None
+        if delivery.content_type in {EXPERIENCES, REFERENCE}:
+            await self._take_chunk(delivery, offset)
+        else:
+            message = await opened(self._bus, self._topology, delivery, self._by)
+            if isinstance(message, BatchReady):
+                self._decider.ready(message, offset)
+            else:
+                self._decider.other(offset)
+                if isinstance(message, Mark) and message.nonce == nonce:
+                    self._marked = True
+                if isinstance(message, RunEnd):
+                    self._decider.ended = message.batches
+        self.changed.notify()
+
+    async def _take_chunk(self, delivery: Delivery, offset: int) -> None:
+        ticket, op, n = (delivery.headers.get(name) for name in ("ticket", "op", "n"))
+        self.bytes_since_save += len(delivery.body)
+        if isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int):
+            self._decider.chunk(ticket, op, n, Chunk(delivery.body, delivery.content_type), offset)
+        else:
+            self._decider.other(offset)
+            await park(self._bus, self._topology, delivery, "a chunk needs the headers ticket, op and n", self._by)
+
+
+def _decode(decision: Decision, store: BlobStore | None) -> ExperienceBatch:
+    bodies = (resolve(store, chunk.body, chunk.content_type) for chunk in decision.chunks)
+    return ExperienceBatch.concat(ExperienceBatch.decode(body).settle() for body in bodies)

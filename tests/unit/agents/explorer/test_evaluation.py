@@ -1,0 +1,176 @@
+"""Evaluations: each label done once, on one version, over restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from trinity_agents.explorer.evaluation import MAX_TRIES, Evaluations
+from trinity_agents.explorer.state import ExplorerState
+from trinity_mq.bus import Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.config import load_config
+from trinity_mq.messages import TaskBody, TaskSlice, Version
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.scheduler.scheduler import Scheduler
+from trinity_mq.testing.fakes import FakeRunner
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+class Gate:
+    """What evaluations see of the gate."""
+
+    def __init__(self) -> None:
+        self.version: Version | None = (1, 3)
+        self.idle = True
+        self.held: float | None = None
+
+    def hold(self, seconds: float) -> None:
+        self.held = seconds
+
+    def release(self) -> None:
+        self.held = None
+
+
+class Bench:
+    """Two sets, a scheduler and a runner."""
+
+    def __init__(
+        self,
+        state: ExplorerState | None = None,
+        spoil: Callable[[TaskSlice], str | None] | None = None,
+        detailed: bool = False,
+        style: str = "fixed",
+    ) -> None:
+        self.state = state or ExplorerState()
+        config = load_config(
+            {
+                "name": "ev",
+                "model": {"tiny": {}},
+                "explorer": {"eval_timeout": 99},
+                "monitor": {"detailed_stats": detailed},
+                "synchronizer": {"sync_style": style},
+            }
+        )
+        topology, broker = Topology("ev"), MemoryBroker()
+        self.bus, other = (MemoryBus(broker, topology, config=config.broker) for _ in range(2))
+        self.gate, self.woken, self.saves = Gate(), Notifier(), 0
+        self.runner = FakeRunner(other, topology, lambda: self.gate.version, spoil=spoil or (lambda piece: None))
+        self.scheduler = Scheduler(config, bus=self.bus, tickets=self.state.tickets, results_offset=0)
+        self.reports: list[tuple[int, dict[str, float]]] = []
+        sets = {name: [TaskBody(workflow="none", is_eval=True) for _ in range(2)] for name in ("a", "b")}
+        self.evaluations = Evaluations(
+            config,
+            self.state,
+            self.scheduler,
+            self.gate,  # type: ignore[arg-type]
+            sets,
+            save=self.save,
+            report=lambda label, metrics: self.reports.append((label, metrics)),
+            woken=self.woken,
+        )
+
+    async def save(self) -> None:
+        self.saves += 1
+
+    def play(self, label: int) -> None:
+        async def forward() -> None:
+            while True:
+                await self.scheduler.changed.wait()
+                self.woken.notify()
+
+        async def main() -> None:
+            for bus in (self.bus, self.runner.bus):
+                await bus.connect()
+            await self.bus.declare(*self.scheduler.topology.durable)
+            async with asyncio.TaskGroup() as group:
+                background: list[Any] = [self.runner.run(), self.scheduler.run(), self.evaluations.run(), forward()]
+                tasks = [group.create_task(one) for one in background]
+                await self.scheduler.caught_up()
+                await self.scheduler.resume()
+                self.evaluations.request(label)
+                self.evaluations.request(label)
+                await self.woken.until(lambda: self.evaluations.is_done(label) and not self.state.due)
+                for task in tasks:
+                    task.cancel()
+
+        run_virtually(main(), limit=500)
+
+
+def test_a_label_asked_for_twice_is_done_once_and_holds_the_gate_meanwhile() -> None:
+    bench = Bench()
+    bench.play(4)
+    ((label, metrics),) = bench.reports
+    assert label == 4
+    assert (metrics["eval/a/version/min"], metrics["eval/b/version/max"]) == (3.0, 3.0)
+    assert len(bench.runner.done) == 4
+    assert all(piece.pinned == (1, 3) and piece.deliver == "none" for piece in bench.runner.done)
+    assert bench.gate.held is None
+    assert bench.state.tickets == {}
+    bench.evaluations.request(4)
+    assert bench.state.due == []
+
+
+def test_in_other_styles_engines_go_on_taking_weights_and_the_metrics_tell_which_versions_served() -> None:
+    bench = Bench(ExplorerState(due=[2]), style="fully_async")
+    assert bench.gate.held is None
+    versions = iter([(1, 3), (1, 4), (1, 4), (1, 6)] * 2)
+    bench.runner.version = lambda: next(versions)
+    bench.play(4)
+    assert [label for label, _ in bench.reports] == [2, 4]
+    assert all(piece.pinned is None for piece in bench.runner.done)
+    for _, metrics in bench.reports:
+        lows, highs = ([metrics[f"eval/{name}/version/{end}"] for name in ("a", "b")] for end in ("min", "max"))
+        assert (min(lows), max(highs)) == (3.0, 6.0)
+        assert metrics["time/eval"] > 0
+
+
+def test_a_run_that_fails_is_no_reason_to_do_an_evaluation_again_that_is_of_no_version() -> None:
+    bench = Bench(spoil=lambda piece: "failed", style="trainer_driven")
+    bench.play(4)
+    assert len(bench.runner.done) == 4
+    assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0
+
+
+def test_the_spread_over_tasks_is_told_where_it_is_asked_for() -> None:
+    names = []
+    for detailed in (False, True):
+        bench = Bench(detailed=detailed)
+        bench.play(4)
+        names.append(sorted(name for name in bench.reports[0][1] if name.startswith("eval/a/accuracy/mean@1")))
+    assert names == [
+        ["eval/a/accuracy/mean@1"],
+        [f"eval/a/accuracy/mean@1/{each}" for each in ("max", "mean", "min", "std")],
+    ]
+
+
+def test_what_was_due_holds_the_gate_before_anything_has_run() -> None:
+    assert Bench(ExplorerState(due=[2])).gate.held == 99
+
+
+def test_a_life_that_saved_one_of_two_tickets_leaves_no_orphan() -> None:
+    bench = Bench(ExplorerState(due=[4]))
+    orphan = bench.scheduler.make_ticket([TaskBody(workflow="none")], "4/a", deliver="none", lane="eval", pinned=(1, 1))
+    bench.state.tickets[orphan.ticket] = orphan
+    bench.play(4)
+    assert [label for label, _ in bench.reports] == [4]
+    assert bench.state.tickets == {}
+    assert bench.state.evaluated == ["4/a", "4/b"]
+
+
+def test_a_version_that_is_lost_is_replaced_but_not_for_ever() -> None:
+    bench = Bench(spoil=lambda piece: "failed")
+    seen: list[Version | None] = []
+    open_one = bench.scheduler.open
+
+    async def opens(ticket: Any) -> None:
+        seen.append(ticket.pinned)
+        await open_one(ticket)
+        bench.gate.version = (1, (ticket.pinned or (1, 0))[1] + 1)  # lost again at once
+
+    bench.scheduler.open = opens  # type: ignore[method-assign]
+    bench.play(4)
+    assert len(seen) == 2 * MAX_TRIES
+    assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0
+    assert bench.state.tickets == {}

@@ -1,0 +1,655 @@
+"""The explorer's promises (protocol.md section 4, learning.md section 1): whole runs on MemoryBus in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.agents.simulation import Simulation, killed, until
+from trinity_agents.explorer.agent import Explorer
+from trinity_agents.trainer.history import lineage
+from trinity_mq.bus import Queue
+from trinity_mq.bus.memory.bus import MemoryBus
+from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, SubmissionOutcome, TaskBody, TaskSlice
+from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.testing.fakes import FakeEngine
+from trinity_mq.testing.virtual_time import run_virtually
+
+REPLIES = Queue(name="tmq.sim.replies")
+SHORT = ("explorer.stall_timeout=60", "explorer.batch_timeout=60", "explorer.max_timeout=10")
+
+
+def check_history(sim: Simulation, batches: int) -> None:
+    """Every batch decided once, in order, no experience twice, no manifest ever changed."""
+    trainer = sim.trainer
+    assert trainer.progress == batches
+    history = lineage(sim.folder / "history", trainer.generation, batches)
+    assert [entry["batch"] for entry in history] == list(range(1, batches + 1))
+    assert len({entry["ticket"] for entry in history}) == batches
+    uids = [uid for entry in history for uid in entry["uids"]]
+    assert len(set(uids)) == len(uids)
+    manifests: dict[str, set[str]] = collections.defaultdict(set)
+    for manifest in sim.published(BatchClosed):
+        manifests[manifest.ticket].add(manifest.model_dump_json())
+    assert all(len(versions) == 1 for versions in manifests.values())
+    assert len(manifests) == batches
+
+
+def restarted(sim: Simulation, when: Callable[[], Any], pause: float = 1.0) -> Callable[[], Any]:
+    """An explorer that is killed after ``when()`` and started again."""
+
+    async def explorer() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
+        await when()
+        if not await killed(first):
+            return
+        await asyncio.sleep(pause)
+        await sim.make_explorer().run()
+
+    return explorer
+
+
+@pytest.mark.parametrize("after", [round(0.23 * n, 2) for n in range(1, 20)])
+def test_killed_at_any_moment_and_started_again(tmp_path: Path, after: float) -> None:
+    sim = Simulation(tmp_path, batches=4, step_seconds=0.3)
+    run_virtually(sim.run(explorer=restarted(sim, lambda: asyncio.sleep(after))), limit=3000)
+    check_history(sim, 4)
+    assert sim.labels().count(4) == 1
+    assert sorted(set(sim.labels())) == [0, 2, 4]
+    assert sim.state().finished
+    given = [piece.task.raw_task["n"] for piece in sim.published(TaskSlice) if piece.lane == "train"]
+    assert sorted(set(given)) == list(range(8)), "the taskset goes on where it was"
+
+
+def test_killed_between_manifest_and_answers_it_follows_what_was_consumed_meanwhile(tmp_path: Path) -> None:
+    """Its Progress comes while nobody lives to hear it; a batch that is followed for ever would end no run."""
+    sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=2, step_seconds=0.01)
+
+    async def consumed() -> None:
+        await until(lambda: bool(sim.published(BatchClosed)))
+
+    run_virtually(sim.run(explorer=restarted(sim, consumed, pause=30.0)), limit=200)
+    check_history(sim, 2)
+
+
+def test_a_progress_that_comes_while_submitters_are_answered_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=1, taskset=False)
+
+    async def scene() -> None:
+        client = await sim.client()
+        await client.declare(REPLIES)
+        await sim.submit(1, reply_to=REPLIES.name)
+
+    async def slowly(self: Any, *rest: Any) -> None:
+        await asyncio.sleep(60.0)
+
+    monkeypatch.setattr("trinity_mq.dispatch.dispatcher.Dispatch.answer", slowly)
+    run_virtually(sim.run(beside=scene), limit=300)
+    assert len(sim.published(BatchClosed)) == 1
+
+
+def test_published_slices_are_not_published_again(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda piece: 8.0)
+
+    async def published() -> None:
+        await until(lambda: any(t.published and t.lane == "train" for t in sim.explorer_tickets()))
+        await asyncio.sleep(0.5)
+
+    sim.explorer_tickets = lambda: (  # type: ignore[attr-defined]
+        list(sim.explorer.exploration.state.tickets.values()) if sim.explorers and sim.explorer.exploration else []
+    )
+    run_virtually(sim.run(explorer=restarted(sim, published)), limit=1000)
+    slices = [(piece.ticket, piece.task_id, piece.run_base) for piece in sim.published(TaskSlice)]
+    assert len(slices) == len(set(slices))
+    check_history(sim, 2)
+
+
+def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = Simulation(tmp_path, batches=1)
+    publish = MemoryBus.publish
+    stuck = asyncio.Event()
+
+    async def hangs_once(self: MemoryBus, exchange: str, key: str, mail: Any, **how: Any) -> bool:
+        if key == "train.1" and not stuck.is_set():
+            stuck.set()
+            await asyncio.sleep(1e5)
+        return await publish(self, exchange, key, mail, **how)
+
+    monkeypatch.setattr(MemoryBus, "publish", hangs_once)
+    run_virtually(sim.run(explorer=restarted(sim, stuck.wait)), limit=1000)
+    check_history(sim, 1)
+
+
+def test_an_interrupted_evaluation_is_resumed_and_not_begun_anew(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda piece: 5.0 if piece.lane == "eval" else 0.1)
+    tasks = [TaskBody(workflow="none", is_eval=True, raw_task={"n": n}) for n in range(3)]
+    sim.eval_sets = {"held": tasks[:2], "other": tasks[2:]}
+
+    async def half_way() -> None:
+        await until(lambda: any(piece.batch == "2/held" for piece in sim.published(TaskSlice)), 0.5)
+        await asyncio.sleep(2.0)
+
+    run_virtually(sim.run(explorer=restarted(sim, half_way)), limit=1000)
+    batches = collections.Counter(piece.batch for piece in sim.published(TaskSlice) if piece.lane == "eval")
+    assert batches == {"0/held": 2, "0/other": 1, "2/held": 2, "2/other": 1}
+    assert sim.labels() == [0, 2]
+    assert sim.values("eval/held/version/min") == [(0, 0.0), (2, 2.0)]
+
+
+def test_a_restart_keeps_the_version_of_an_evaluation_that_is_due(tmp_path: Path) -> None:
+    """Due is what belongs to the version of then: the gate is held from the first moment of the new life."""
+    sim = Simulation(tmp_path, batches=4, runner_seconds=lambda piece: 20.0 if piece.lane == "eval" else 0.1)
+
+    async def due() -> None:
+        await until(lambda: any(piece.batch == "2/held" for piece in sim.published(TaskSlice)))
+
+    run_virtually(sim.run(explorer=restarted(sim, due, pause=0.1)), limit=1000)
+    assert dict(sim.values("eval/held/version/min"))[2] == 1.0
+    assert sim.labels() == [0, 2, 4]
+
+
+def test_a_damaged_state_file_is_one_clear_line(tmp_path: Path) -> None:
+    file = tmp_path / "state" / "explorer.msgpack"
+    file.parent.mkdir()
+    file.write_bytes(b"\x85not a state")
+    sim = Simulation(tmp_path)
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.make_explorer().run(), limit=100)
+    fatal = _leaf(caught.value, FatalError)
+    assert str(file) in str(fatal)
+    assert "Restore the file" in str(fatal)
+    assert "\n" not in str(fatal)
+    assert file.read_bytes() == b"\x85not a state", "it is not written over"
+
+
+@pytest.mark.parametrize("ids", [("explorer-0", "explorer-1"), ("explorer-1", "explorer-0")])
+def test_two_explorers_exclude_each_other_and_the_second_takes_over(tmp_path: Path, ids: tuple[str, str]) -> None:
+    sim = Simulation(tmp_path, batches=5)
+
+    async def both() -> None:
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(sim.make_explorer(ids[0]).run())
+            await asyncio.sleep(1.0)
+            group.create_task(sim.make_explorer(ids[1]).run())
+            await asyncio.sleep(4.0)
+            waiting = sim.explorers[1]
+            assert waiting.exploration is None
+            assert waiting.state == "idle"
+            assert await killed(first)
+
+    run_virtually(sim.run(explorer=both), limit=1000)
+    check_history(sim, 5)
+    given = [piece.task.raw_task["n"] for piece in sim.published(TaskSlice) if piece.lane == "train"]
+    assert sorted(given) == list(range(10)), "it goes on in the taskset where the first one was, not where it began"
+
+
+@pytest.mark.parametrize("ids", [("explorer-0", "explorer-1"), ("explorer-1", "explorer-0")])
+@pytest.mark.parametrize("trainers", [("trainer-0", "trainer-1"), ("trainer-1", "trainer-0")])
+def test_a_run_ends_with_others_standing_by(tmp_path: Path, ids: tuple[str, str], trainers: tuple[str, str]) -> None:
+    """What a waiting agent says of itself must not hide what the acting one says."""
+    sim = Simulation(tmp_path, batches=2)
+
+    async def two(make: Callable[[str], Any], names: tuple[str, str]) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(make(names[0]).run())
+            await asyncio.sleep(0.5)
+            group.create_task(make(names[1]).run())
+
+    run_virtually(
+        sim.run(
+            explorer=lambda: two(sim.make_explorer, ids),
+            trainer=lambda: two(sim.make_trainer, trainers),
+        ),
+        limit=300,
+    )
+    assert sim.labels() == [0, 2]
+    assert sim.trainers[0].progress == 2
+    assert sim.trainers[1].generation == 0
+
+
+def test_an_explorer_whose_lock_was_taken_writes_no_state(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=50)
+
+    async def scene() -> None:
+        first, loop = sim.make_explorer("explorer-0"), asyncio.get_running_loop()
+        task = loop.create_task(first.run())
+        await asyncio.sleep(1.0)
+        sim.broker.drop(first.bus, delay=60.0)  # type: ignore[arg-type]
+        second = sim.make_explorer("explorer-1")
+        other = loop.create_task(second.run())
+        await asyncio.sleep(20.0)
+        assert second.exploration is not None
+        before = sim.state()
+        assert first.exploration is not None
+        with pytest.raises(RestartMe):
+            await first.exploration.save()
+        assert sim.state().incarnations == before.incarnations == 2
+        with pytest.raises(ExceptionGroup) as caught:
+            await task
+        assert _leaf(caught.value, RestartMe)
+        await killed(other)
+        raise _Over
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(explorer=scene), limit=300)
+    assert _leaf(caught.value, _Over)
+
+
+@pytest.mark.parametrize("at", [0.5, 2.0, 3.1, 5.0])
+@pytest.mark.parametrize("who", ["explorer", "trainer", "everybody"])
+def test_a_connection_lost_for_30_seconds_costs_time_only(tmp_path: Path, at: float, who: str) -> None:
+    sim = Simulation(
+        tmp_path,
+        ("explorer.batch_timeout=10", "explorer.eval_timeout=10", "explorer.max_timeout=3"),
+        batches=3,
+        runner_seconds=lambda piece: 1.0,
+    )
+
+    async def cut() -> None:
+        await asyncio.sleep(at)
+        clients = {
+            "explorer": [sim.explorer.bus],
+            "trainer": [sim.trainer.bus],
+            "everybody": list(sim.broker._clients),
+        }[who]
+        for bus in clients:
+            sim.broker.drop(bus, delay=30.0)  # type: ignore[arg-type]
+
+    run_virtually(sim.run(beside=cut), limit=1000)
+    check_history(sim, 3)
+    assert not any(values.get("rollout/slices/cancelled") for _, values in sim.reports)
+    assert sorted(sim.labels()) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("at", [0.5, 2.0, 3.1])
+def test_an_alarm_of_60_seconds_stops_the_clocks(tmp_path: Path, at: float) -> None:
+    sim = Simulation(
+        tmp_path,
+        ("explorer.batch_timeout=10", "explorer.eval_timeout=10", "explorer.max_timeout=3"),
+        batches=3,
+        runner_seconds=lambda piece: 1.0,
+    )
+
+    async def alarm() -> None:
+        await asyncio.sleep(at)
+        sim.broker.block()
+        left = [ticket.time_left for ticket in _tickets(sim.explorer)]
+        await asyncio.sleep(60.0)
+        assert [ticket.time_left for ticket in _tickets(sim.explorer)] == left
+        sim.broker.unblock()
+
+    run_virtually(sim.run(beside=alarm), limit=1000)
+    check_history(sim, 3)
+    assert not any(values.get("rollout/slices/cancelled") for _, values in sim.reports)
+
+
+def test_a_closed_batch_that_nobody_processes_is_published_again_then_given_up(tmp_path: Path) -> None:
+    sim = Simulation(
+        tmp_path,
+        ("explorer.operator_deadline=10", "explorer.batch_tries=3", "explorer.max_consecutive_empty=100"),
+        batches=3,
+        operators=0,
+    )
+    run_virtually(sim.run(), limit=1000)
+    assert (sim.trainer.progress, sim.trainer.step) == (3, 0)
+    closed = collections.Counter(manifest.ticket for manifest in sim.published(BatchClosed))
+    assert sorted(closed.values()) == [3, 3, 3]
+    check_history(sim, 3)
+    assert {one.state for one in sim.published(BatchReady)} == {"failed"}
+    assert {one.outcome for one in sim.published(Progress)} == {"failed"}
+
+
+def test_batches_that_queue_behind_a_slow_operator_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trinity_agents.operator.agent import Operator
+
+    sim = Simulation(
+        tmp_path,
+        ("explorer.operator_deadline=5", "explorer.batch_tries=1", "synchronizer.sync_interval=4"),
+        batches=4,
+    )
+    publish = Operator._publish
+
+    async def later(self: Operator, *what: Any) -> None:
+        await asyncio.sleep(20.0)
+        await publish(self, *what)
+
+    monkeypatch.setattr(Operator, "_publish", later)
+    run_virtually(sim.run(), limit=1000)
+    assert {one.outcome for one in sim.published(Progress)} == {"trained"}
+
+
+def test_nothing_moves_ends_the_run_with_the_reason_and_the_state_saved(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, SHORT)
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(trainer=never), limit=10_000)
+    fatal = _leaf(caught.value, FatalError)
+    assert "explorer.stall_timeout" in str(fatal)
+    assert "an engine to take the weights" in str(fatal)
+    assert sim.state().incarnations == 1
+
+
+def test_a_trainer_that_dies_for_good_before_the_end_is_a_stall_too(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, SHORT, batches=2)
+
+    async def dies() -> None:
+        task = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await until(lambda: bool(sim.published(RunEnd)))
+        await killed(task)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(trainer=dies), limit=10_000)
+    assert "the last batches to be consumed" in str(_leaf(caught.value, FatalError))
+
+
+def test_waiting_for_submissions_is_no_stall(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, SHORT, batches=1, taskset=False)
+
+    async def late() -> None:
+        await asyncio.sleep(300)
+        assert sim.explorer.state == "idle"
+        await sim.submit(1)
+
+    run_virtually(sim.run(beside=late), limit=30_000)
+    assert sim.trainer.progress == 1
+
+
+def test_a_slow_run_that_moves_is_no_stall(tmp_path: Path) -> None:
+    sim = Simulation(
+        tmp_path,
+        SHORT,
+        batches=3,
+        step_seconds=35.0,
+        runner_seconds=lambda piece: 10.0 if piece.lane == "eval" else 40.0,
+    )
+    run_virtually(sim.run(), limit=2000)
+    check_history(sim, 3)
+
+
+def test_unfinished_tasks_are_given_back_once(tmp_path: Path) -> None:
+    sim = Simulation(
+        tmp_path,
+        ("explorer.batch_timeout=30", "explorer.max_timeout=10", "explorer.max_consecutive_empty=100"),
+        batches=4,
+        runner_seconds=lambda piece: 1e4 if piece.task.raw_task.get("n") == 1 else 0.1,
+    )
+    run_virtually(sim.run(), limit=2000)
+    given = [(piece.batch, piece.task.raw_task["n"]) for piece in sim.published(TaskSlice) if piece.lane == "train"]
+    assert [batch for batch, n in given if n == 1] == [1, 2], "a second time, not a third"
+    assert sorted({n for _, n in given}) == list(range(7))
+    assert sim.trainer.progress == 4
+
+
+def test_a_task_all_of_whose_tries_failed_is_given_back_once_too(tmp_path: Path) -> None:
+    sim = Simulation(
+        tmp_path,
+        ("explorer.max_consecutive_empty=100",),
+        batches=4,
+        spoil=lambda piece: "failed" if piece.task.raw_task.get("n") == 0 else None,
+    )
+    run_virtually(sim.run(), limit=2000)
+    given = [(piece.batch, piece.task.raw_task["n"]) for piece in sim.published(TaskSlice) if piece.lane == "train"]
+    assert [batch for batch, n in given if n == 0] == [1, 2]
+    assert sim.trainer.progress == 4
+
+
+def test_over_rollout_closes_batches_without_their_slowest_tasks(tmp_path: Path) -> None:
+    sim = Simulation(
+        tmp_path,
+        ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min=5", "explorer.unfinished=drop"),
+        batches=4,
+        runner_seconds=lambda piece: 1e5 if piece.task.raw_task.get("n", 1) % 2 == 0 else 0.1,
+    )
+    run_virtually(sim.run(), limit=200)
+    manifests = {manifest.ticket: manifest for manifest in sim.published(BatchClosed)}
+    assert [manifest.outcomes for manifest in manifests.values()] == [{"finished": 1, "cancelled": 1}] * 4
+    assert sim.trainer.progress == 4
+    check_history(sim, 4)
+
+
+# -- submissions
+
+
+def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their_batch_closed(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=2, taskset=False, runner_seconds=lambda piece: 3.0)
+
+    async def scene() -> None:
+        client = await sim.client()
+        await client.declare(REPLIES)
+        await until(lambda: bool(sim.explorers) and sim.explorers[0].state == "idle")
+        await sim.submit(1, reply_to=REPLIES.name)
+        await until(lambda: len(sim.explorers) == 2 and sim.explorers[1].exploration is not None)
+        await sim.submit(1, reply_to=REPLIES.name)
+        await asyncio.sleep(0.5)
+        await sim.submit(2, reply_to=REPLIES.name)
+
+    async def opened() -> None:
+        await until(lambda: any(piece.batch == 1 for piece in sim.published(TaskSlice)))
+
+    run_virtually(sim.run(explorer=restarted(sim, opened), beside=scene), limit=1000)
+    told = [one for one in _replies(sim) if isinstance(one, SubmissionOutcome)]
+    assert [(one.submission_id, one.outcome, one.completed_runs, one.total_runs) for one in told] == [
+        ("s1", "finished", 2, 2),
+        ("s2", "finished", 2, 2),
+    ]
+    assert [one.batch for one in told] == [1, 2]
+    kinds = [type(one).__name__ for one in sim.published(BatchClosed)]
+    assert len(kinds) == 2
+    check_history(sim, 2)
+
+
+def test_submitted_evaluations_have_outcomes_and_train_nothing(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=2)
+
+    async def scene() -> None:
+        client = await sim.client()
+        await client.declare(REPLIES)
+        await asyncio.sleep(1.0)
+        await sim.submit(1, reply_to=REPLIES.name, is_eval=True)
+
+    run_virtually(sim.run(beside=scene), limit=1000)
+    (told,) = _replies(sim)
+    assert isinstance(told, SubmissionOutcome)
+    assert (told.submission_id, told.outcome, told.experiences) == ("s1", "finished", 0)
+    assert told.metrics["accuracy"] == 1.0
+    check_history(sim, 2)
+    assert not sim.state().tickets
+
+
+def test_what_no_batch_takes_any_more_is_told_so_also_when_it_comes_late(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=1, step_seconds=30.0)
+    sim.runner_seconds = lambda piece: 60.0 if "submitted" in str(piece.batch) else 0.1
+
+    async def scene() -> None:
+        client = await sim.client()
+        await client.declare(REPLIES)
+        await until(lambda: any(piece.batch == 1 for piece in sim.published(TaskSlice)))
+        await sim.submit(1, reply_to=REPLIES.name)
+        await until(lambda: bool(sim.published(RunEnd)))
+        await asyncio.sleep(5.0)
+        await sim.submit(2, reply_to=REPLIES.name)
+        await sim.submit(3, reply_to=REPLIES.name, is_eval=True)
+
+    run_virtually(sim.run(beside=scene), limit=1000)
+    told = {one.submission_id: one.outcome for one in _replies(sim) if isinstance(one, SubmissionOutcome)}
+    assert told == {"s1": "cancelled", "s2": "cancelled", "s3": "finished"}
+    assert not sim.state().pending
+
+
+# -- drain and end
+
+
+@pytest.mark.parametrize("after", [0.3, 1.5, 2.2, 3.5, 4.4, 5.2, 5.6])
+def test_drained_at_any_moment_it_saves_and_the_next_start_goes_on(tmp_path: Path, after: float) -> None:
+    sim = Simulation(tmp_path, ("runner.drain_timeout=2",), batches=3)
+
+    async def explorer() -> None:
+        first = sim.make_explorer()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(first.run())
+            await asyncio.sleep(after)
+            first.drain()
+        if first.exploration is not None and first.exploration.state.finished:
+            return
+        await sim.make_explorer().run()
+
+    run_virtually(sim.run(explorer=explorer), limit=1000)
+    check_history(sim, 3)
+    assert sorted(sim.labels()) == [0, 2, 3]
+    assert dict(sim.values("eval/held/version/min"))[3] == 3.0, "the last evaluation is of the final weights"
+
+
+def test_drained_while_the_last_batches_are_trained_it_does_not_evaluate_early(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("runner.drain_timeout=2",), batches=2, step_seconds=20.0)
+
+    async def explorer() -> None:
+        first = sim.make_explorer()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(first.run())
+            await until(lambda: bool(sim.published(RunEnd)))
+            await asyncio.sleep(1.0)
+            first.drain()
+        assert sim.state().due == []
+        await sim.make_explorer().run()
+
+    run_virtually(sim.run(explorer=explorer), limit=1000)
+    assert dict(sim.values("eval/held/version/min"))[2] == 2.0
+
+
+@pytest.mark.parametrize("sets", [{}, {"held": []}])
+def test_without_anything_to_evaluate_the_run_ends(tmp_path: Path, sets: dict[str, list[TaskBody]]) -> None:
+    sim = Simulation(tmp_path, batches=2, eval_sets=sets)
+    run_virtually(sim.run(), limit=1000)
+    check_history(sim, 2)
+    assert [end.batches for end in sim.published(RunEnd)] == [2]
+
+
+def test_no_evaluation_at_startup_unless_asked_for(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("explorer.eval_on_startup=false",), batches=2)
+    run_virtually(sim.run(), limit=1000)
+    assert sim.labels() == [2]
+
+
+def test_a_run_that_has_finished_ends_again_at_once(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=2)
+    run_virtually(sim.run(), limit=1000)
+    again = Simulation(tmp_path, batches=2, broker=sim.broker, engine=sim.engine)
+    run_virtually(again.run(), limit=1000)
+    assert again.labels() == []
+    assert again.trainer.progress == 2
+
+
+# -- the engine
+
+
+class MortalEngine(FakeEngine):
+    """Dies when told and comes back empty."""
+
+    async def die(self, seconds: float = 5.0) -> None:
+        self.snapshot = replace(self.snapshot, alive=False, state="loading", version=None)
+        self.on_change()
+        await asyncio.sleep(seconds)
+        self.snapshot = replace(self.snapshot, alive=True, state="empty")
+        self.on_change()
+
+
+def strict(sim: Simulation) -> Callable[[TaskSlice], str | None]:
+    """A slice pinned to a version that the engine does not hold fails, as a real one does."""
+    return lambda piece: "failed" if piece.pinned not in {None, sim.engine.snapshot.version} else None
+
+
+def test_an_engine_that_dies_during_an_evaluation_is_synced_again_and_the_evaluation_pinned_anew(
+    tmp_path: Path,
+) -> None:
+    engine = MortalEngine()
+    sim = Simulation(
+        tmp_path, batches=4, engine=engine, runner_seconds=lambda piece: 10.0 if piece.lane == "eval" else 0.1
+    )
+    sim.spoil = strict(sim)
+
+    async def scene() -> None:
+        await until(lambda: any(piece.batch == "2/held" for piece in sim.published(TaskSlice)))
+        await engine.die()
+
+    run_virtually(sim.run(beside=scene), limit=1000)
+    check_history(sim, 4)
+    assert engine.served == sorted(engine.served)
+    assert engine.served.count((1, 2)) == 1, "the try that was put off is the one that is done"
+    assert sim.labels() == [0, 2, 4]
+    assert not any(value for _, value in sim.values("eval/held/failed_runs"))
+
+
+@pytest.mark.parametrize("at", [0.0, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize("step", [0, 2])
+def test_an_engine_that_dies_during_a_sync(tmp_path: Path, at: float, step: int) -> None:
+    engine = MortalEngine(receive_seconds=1.0)
+    sim = Simulation(tmp_path, ("synchronizer.sync_timeout=5",), batches=3, engine=engine)
+
+    async def scene() -> None:
+        await until(lambda: bool(sim.trainers) and sim.trainer.step == step and sim.trainer.gate.phase == "entering")
+        await asyncio.sleep(at)
+        await engine.die(2.0)
+
+    run_virtually(sim.run(beside=scene), limit=1000)
+    check_history(sim, 3)
+    assert engine.served == sorted(engine.served)
+    assert sim.trainer.gate.aborts >= 1
+    assert sim.labels() == [0, 2, 3]
+
+
+def test_weights_lost_in_the_middle_of_a_try_show_after_it(tmp_path: Path) -> None:
+    """The engine was replaced by an empty one while its host stood in a try that then came to nothing."""
+    engine = MortalEngine()
+    sim = Simulation(tmp_path, ("synchronizer.sync_timeout=5",), batches=3, engine=engine)
+
+    async def refuses(timeout: float) -> None:
+        if len(engine.served) == 2 and engine.snapshot.state == "current":
+            engine.snapshot = replace(engine.snapshot, state="empty", version=None)
+            raise RuntimeError("the engine was started anew")
+
+    engine.pause = refuses  # type: ignore[method-assign]
+    run_virtually(sim.run(), limit=1000)
+    check_history(sim, 3)
+    assert sim.trainer.gate.aborts == 1
+
+
+def _tickets(explorer: Explorer) -> list[Any]:
+    return list(explorer.exploration.state.tickets.values()) if explorer.exploration else []
+
+
+def _replies(sim: Simulation) -> list[Any]:
+    return asyncio.run(sim.replies())
+
+
+class _Over(Exception):
+    """The scene has been seen."""
+
+
+def _leaf(error: BaseException, kind: type[BaseException]) -> BaseException:
+    if isinstance(error, BaseExceptionGroup):
+        found = [_leaf(one, kind) for one in error.exceptions if _has(one, kind)]
+        assert found, error
+        return found[0]
+    assert isinstance(error, kind), error
+    return error
+
+
+def _has(error: BaseException, kind: type[BaseException]) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(_has(one, kind) for one in error.exceptions)
+    return isinstance(error, kind)

@@ -1,0 +1,188 @@
+"""The pure decisions of the rollout side: order, pacing, tickets, closed tickets, intake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_agents.explorer.in_flight import ClosedTickets
+from trinity_agents.explorer.state import ExplorerState, PendingTask
+from trinity_agents.explorer.task_source import Intake
+from trinity_mq.config import Config, SyncConfig, load_config
+from trinity_mq.dispatch.batch_ids import sort_batch_id
+from trinity_mq.dispatch.pacing import Counters, may_open, required_progress
+from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, cut, new_ticket
+from trinity_mq.messages import TaskBody, TaskResult, TaskSubmission
+
+
+def test_order_of_batch_ids() -> None:
+    assert sorted([3, "3/b", 2, "4/a", "x", "10/z", 10], key=sort_batch_id) == [2, 3, "3/b", "4/a", 10, "10/z", "x"]
+
+
+@given(batch=st.integers(1, 1000), interval=st.integers(1, 7), offset=st.integers(0, 7))
+def test_admission_keeps_the_promised_staleness(batch: int, interval: int, offset: int) -> None:
+    config = SyncConfig(sync_interval=interval, sync_offset=offset)
+    wanted = required_progress(batch, config)
+    assert wanted % interval == 0, "only multiples of the interval are ever committed"
+    assert wanted <= batch - 1, "it can come true before the batch is opened"
+    assert batch - 1 - wanted <= config.inherent_staleness
+    assert may_open(batch, Counters(committed_progress=wanted), config)
+    if wanted:
+        assert not may_open(batch, Counters(committed_progress=wanted - 1), config)
+
+
+def ticket(tasks: int = 2, repeat: int = 4, size: int | None = None) -> Ticket:
+    bodies = [TaskBody(workflow="w", repeat_times=repeat) for _ in range(tasks)]
+    return new_ticket(1, bodies, deliver="pipeline", lane="train", time_left=10.0, max_repeat_times=size)
+
+
+def result(
+    of: Ticket, task: int, base: int = 0, attempt: str = "a", outcome: str = "finished", runs: list[int] | None = None
+) -> TaskResult:
+    done = [base, base + 1] if runs is None else runs
+    return TaskResult.model_validate(
+        {
+            "batch": 1,
+            "ticket": of.ticket,
+            "task_id": task,
+            "run_base": base,
+            "repeat_times": 2,
+            "attempt": attempt,
+            "outcome": outcome,
+            "runs": done,
+            "parts": 1 if done else 0,
+        }
+    )
+
+
+def test_slices_cover_the_runs_once() -> None:
+    pieces = cut([TaskBody(repeat_times=7), TaskBody(repeat_times=2)], 3)
+    assert [(p.task_id, p.run_base, p.repeat_times) for p in pieces] == [(0, 0, 3), (0, 3, 3), (0, 6, 1), (1, 0, 2)]
+
+
+def test_the_first_outcome_of_a_slice_decides_and_others_are_counted() -> None:
+    one = ticket(1, 4, 2)
+    assert one.record(result(one, 0, 2, "a"))
+    assert not one.record(result(one, 0, 2, "b"))
+    assert not one.record(result(one, 0, 2, "a")), "the same attempt said twice is no duplicate"
+    assert one.duplicates == 1
+    assert not one.is_complete
+    assert not one.record(result(one, 9, 0)), "no slice of ours"
+    assert one.record(result(one, 0, 0, "c", "failed", []))
+    assert one.is_complete
+    manifest = one.make_manifest()
+    assert [accepted.attempt for accepted in manifest.accepted] == ["a"]
+    assert manifest.outcomes == {"finished": 1, "failed": 1}
+
+
+def test_cancelling_the_rest_completes_a_ticket() -> None:
+    one = ticket(2, 2)
+    one.record(result(one, 0))
+    one.cancel_rest("time is up")
+    assert one.is_complete
+    assert one.make_manifest().outcomes == {"finished": 1, "cancelled": 1}
+
+
+def test_closed_tickets_are_published_again_and_then_buried() -> None:
+    following = ClosedTickets()
+    manifest = ticket().make_manifest()
+    following.add(manifest)
+    ask = {"deadline": 10.0, "max_tries": 2}
+    assert following.tick(9.0, [], **ask) == []
+    assert following.tick(1.0, [manifest.ticket], **ask) == [], "somebody works on it: the clock starts anew"
+    assert following.tick(9.0, [], **ask) == []
+    assert following.tick(1.0, [], **ask) == [("publish again", manifest)]
+    assert following.tick(10.0, [], **ask) == [("tombstone", manifest)]
+    assert following.done(manifest.ticket)
+    assert not following.done(manifest.ticket)
+    assert following.tick(100.0, [], **ask) == []
+
+
+def test_tasks_that_came_out_too_old_are_given_back_in_order_and_no_others() -> None:
+    following = ClosedTickets()
+    one = ticket(tasks=4)
+    following.add(one.make_manifest(), (), {n: task for n, task in enumerate(one.tasks) if n != 1})
+    again = ClosedTickets.model_validate(following.model_dump(mode="python"))
+    returned = again.tickets[one.ticket].returned([3, 0, 1, 3, 77])
+    assert [pending.task for pending in returned] == [one.tasks[0], one.tasks[3]]
+    assert all(pending.given_back for pending in returned)
+
+
+class Endless:
+    def __init__(self, size: int) -> None:
+        self.size, self.given = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def next_batch(self, size: int) -> list[TaskBody]:
+        self.given += size
+        return [TaskBody(raw_task={"n": self.given - size + i}) for i in range(size)]
+
+    def state(self) -> dict[str, object]:
+        return {"epoch": self.given // self.size, "cursor": self.given % self.size}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.given = state["epoch"] * self.size + state["cursor"]
+
+
+def config(**buffer: object) -> Config:
+    return load_config({"model": {"tiny": {}}, "buffer": {"batch_size": 4, **buffer}})
+
+
+def test_epochs_give_every_task_the_last_batch_being_what_is_left() -> None:
+    state, taskset = ExplorerState(), Endless(10)
+    intake = Intake(config(total_epochs=1), state, taskset)
+    assert intake.total_batches == 3
+    sizes = []
+    while not intake.is_over:
+        sizes.append(len(intake.take()))
+        state.opened += 1
+    assert sizes == [4, 4, 2]
+
+
+def test_pending_tasks_come_first() -> None:
+    state, taskset = ExplorerState(), Endless(100)
+    intake = Intake(config(total_steps=5), state, taskset)
+    state.pending.append(PendingTask(task=TaskBody(raw_task={"mine": 1}), given_back=True))
+    batch = intake.take()
+    assert batch[0].task.raw_task == {"mine": 1}
+    assert len(batch) == 4
+    assert taskset.given == 3
+    assert not state.pending
+
+
+def test_under_epochs_what_comes_from_elsewhere_displaces_no_task() -> None:
+    state, taskset = ExplorerState(), Endless(10)
+    intake = Intake(config(total_epochs=1), state, taskset)
+    state.pending += [PendingTask(task=TaskBody(raw_task={"again": n}), given_back=True) for n in range(6)]
+    taken = []
+    while not intake.is_over:
+        taken.append([one.task.raw_task for one in intake.take()])
+        state.opened += 1
+    assert [len(batch) for batch in taken] == [8, 6, 2]
+    assert sorted(one["n"] for batch in taken for one in batch if "n" in one) == list(range(10))
+
+
+def test_a_submission_counts_once_and_is_completed_from_the_taskset() -> None:
+    state = ExplorerState()
+    intake = Intake(config(), state, None)
+    assert not intake.has_tasks
+    one = TaskSubmission(task=TaskBody(raw_task={"question": "1"}))
+    assert intake.submit(one, SubmissionRef(submission_id="s"))
+    assert not intake.submit(one, SubmissionRef(submission_id="s"))
+    assert len(state.pending) == 1
+    task = intake.completed(one.task)
+    assert task.workflow == config().buffer.taskset.workflow
+    assert task.repeat_times == config().algorithm.repeat_times
+
+
+@pytest.mark.parametrize(
+    "state", [ExplorerState(), ExplorerState(tickets={"t": ticket()}, pending=[PendingTask(task=TaskBody())])]
+)
+def test_state_survives_its_own_dump(state: ExplorerState) -> None:
+    assert ExplorerState.model_validate(state.model_dump()) == state

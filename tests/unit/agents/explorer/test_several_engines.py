@@ -1,0 +1,289 @@
+"""Several engines in one run, at one host or at several: whole runs on MemoryBus in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.agents.simulation import Simulation, until
+from trinity_agents.explorer.agent import EngineHosting, Explorer
+from trinity_mq.messages import Beat, SyncEvent
+from trinity_mq.models.engine_selection import EngineChoice
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.testing.fakes import FakeEngine
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+@dataclass
+class Engines(Simulation):
+    """Beside the explorer's own engine another one there, and two at a host of their own."""
+
+    second: FakeEngine = field(default_factory=lambda: FakeEngine("explorer-0-engine-1"))
+    remote: list[FakeEngine] = field(default_factory=lambda: [FakeEngine("far-engine"), FakeEngine("far-engine-1")])
+    hosts: list[EngineHosting] = field(default_factory=list)
+
+    def make_explorer(self, agent_id: str = "explorer-0") -> Explorer:
+        explorer = super().make_explorer(agent_id)
+        explorer.engines = [self.engine, self.second]
+        return explorer
+
+    def make_host(self, name: str = "far") -> EngineHosting:
+        host = EngineHosting(self.config, bus=self.bus(), topology=self.topology, agent_id=name, engines=self.remote)
+        self.hosts.append(host)
+        return host
+
+    @property
+    def all(self) -> list[FakeEngine]:
+        return [self.engine, self.second, *self.remote]
+
+
+def dies(engine: FakeEngine) -> None:
+    engine.snapshot = replace(engine.snapshot, alive=False, state="loading", version=None, url="")
+    engine.on_change()
+
+
+def comes_back(engine: FakeEngine) -> None:
+    engine.snapshot = replace(engine.snapshot, alive=True, state="empty", url="http://127.0.0.1:9")
+    engine.on_change()
+
+
+def test_all_engines_of_all_hosts_get_every_version(tmp_path: Path) -> None:
+    sim = Engines(tmp_path, batches=5)
+    run_virtually(sim.run(beside=lambda: sim.make_host().run()), limit=1000)
+    assert [engine.served for engine in sim.all] == [[(1, step) for step in range(6)]] * 4
+    assert sim.labels() == [0, 2, 4, 5]
+    assert all(not engine.paused for engine in sim.all)
+    last = [event for event in sim.published(SyncEvent) if event.verb == "commit"][-1]
+    assert set(last.members) == {engine.snapshot.id for engine in sim.all}
+    assert {event.sender for event in sim.published(SyncEvent) if event.verb == "leave"} == {
+        engine.snapshot.id for engine in sim.all
+    }
+
+
+def test_an_evaluation_is_not_waited_for_by_the_engines_that_answer_it(tmp_path: Path) -> None:
+    sim = Engines(tmp_path, batches=4, runner_seconds=lambda piece: 20.0 if piece.lane == "eval" else 0.1)
+    still: list[int] = []
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            if sim.explorers and sim.explorer.exploration and sim.explorer.exploration.evaluations.running == 2:
+                still.append(sum(engine.paused for engine in sim.all))
+
+    async def beside() -> None:
+        watching = asyncio.create_task(watch())
+        await sim.make_host().run()
+        watching.cancel()
+
+    run_virtually(sim.run(beside=beside), limit=2000)
+    assert len(still) >= 15
+    assert sum(still) == 0
+    assert sim.labels() == [0, 2, 4]
+    assert [engine.served[-1] for engine in sim.all] == [(1, 4)] * 4
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_one_dies_and_the_others_go_on_until_it_is_back(tmp_path: Path, victim: int) -> None:
+    sim = Engines(tmp_path, batches=12)
+    seen: list[tuple[str, int]] = []
+
+    async def violence() -> None:
+        engine = sim.all[victim]
+        await until(lambda: len(engine.served) >= 3)
+        dies(engine)
+        others = [other for other in sim.all if other is not engine]
+        then = len(others[0].served)
+        await until(lambda: all(len(other.served) >= then + 4 for other in others))
+        seen.append(("progress", sim.trainer.progress))
+        comes_back(engine)
+        await until(lambda: engine.snapshot.version is not None)
+        seen.append(("back", sim.trainer.progress))
+
+    async def beside() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sim.make_host().run())
+            group.create_task(violence())
+
+    sim.runner = _asks_any(sim)  # type: ignore[method-assign]
+    run_virtually(sim.run(beside=beside), limit=2000)
+    assert sim.trainer.progress == 12
+    assert dict(seen)["back"] < 12, "not only at the end"
+    assert [engine.served[-1] for engine in sim.all] == [(1, 12)] * 4
+    aborts = [event for event in sim.published(SyncEvent) if event.verb == "abort"]
+    assert len(aborts) <= 1, "at most the try under way"
+
+
+def _asks_any(sim: Engines) -> Any:
+    """Runners ask whichever engine has weights."""
+    from trinity_mq.testing.fakes import FakeRunner
+
+    async def runner(bus: Any, topology: Any) -> None:
+        def version() -> Any:
+            return max((e.snapshot.version for e in sim.all if e.snapshot.version), default=None)
+
+        await FakeRunner(bus, topology, version, sim.runner_seconds, sim.spoil).run()
+
+    return runner
+
+
+def test_without_an_engine_of_its_own_the_explorer_uses_those_of_others(tmp_path: Path) -> None:
+    sim = Engines(tmp_path, batches=6)
+    sim.runner = _asks_any(sim)  # type: ignore[method-assign]
+
+    async def violence() -> None:
+        await until(lambda: len(sim.remote[0].served) >= 2)
+        dies(sim.engine)
+        dies(sim.second)
+
+    async def beside() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sim.make_host().run())
+            group.create_task(violence())
+
+    run_virtually(sim.run(beside=beside), limit=2000)
+    assert sim.trainer.progress == 6
+    assert sim.remote[0].served[-1] == (1, 6)
+    assert sim.state().finished
+
+
+def test_beats_say_which_engine_is_gone_and_the_host_is_taken_for_no_engine(tmp_path: Path) -> None:
+    sim = Engines(tmp_path, batches=3)
+    heard: dict[str, list[Beat]] = {}
+
+    async def beside() -> None:
+        host = sim.make_host()
+        running = asyncio.create_task(host.run())
+        await until(lambda: len(sim.remote[0].served) >= 2)
+        dies(sim.remote[1])
+        await asyncio.sleep(0.5)
+        choice = EngineChoice(lambda: host.peers.alive("engine"))
+        assert {choice().id for _ in range(50)} == {"engine", "explorer-0-engine-1", "far-engine"}
+        heard["far-engine-1"] = [host.peers.latest("far-engine-1")]  # type: ignore[list-item]
+        heard["far"] = [host.peers.latest("far")]  # type: ignore[list-item]
+        comes_back(sim.remote[1])
+        await running
+
+    run_virtually(sim.run(beside=beside), limit=1000)
+    assert heard["far-engine-1"][0].state == "gone"
+    assert heard["far"][0].detail == {"hosts": ["far-engine", "far-engine-1"]}
+
+
+def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
+    sim = Engines(tmp_path, batches=40)
+    refused: list[BaseException] = []
+
+    async def beside() -> None:
+        first = asyncio.create_task(sim.make_host().run())
+        await until(lambda: len(sim.remote[0].served) >= 1)
+        try:
+            await sim.make_host().run()
+        except* FatalError as group:
+            refused.extend(group.exceptions)
+        await first
+
+    run_virtually(sim.run(beside=beside), limit=2000)
+    assert "start this one with another --id" in str(refused[0])
+
+
+def test_a_host_leaves_when_it_is_drained_and_the_run_goes_on(tmp_path: Path) -> None:
+    sim = Engines(tmp_path, batches=6)
+
+    async def beside() -> None:
+        host = sim.make_host()
+        running = asyncio.create_task(host.run())
+        await until(lambda: len(sim.remote[0].served) >= 2)
+        host.drain()
+        await running
+
+    run_virtually(sim.run(beside=beside), limit=1000)
+    assert sim.trainer.progress == 6
+    assert sim.engine.served[-1] == sim.second.served[-1] == (1, 6)
+    assert len(sim.remote[0].served) < 6
+
+
+def test_setting_up_the_group_by_hand_counts_every_engine(tmp_path: Path) -> None:
+    sim = Engines(tmp_path)
+    explorer = sim.make_explorer()
+    specs: list[dict[str, Any]] = []
+
+    async def receive(spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        specs.append(spec)
+        return {}
+
+    for engine in explorer.engines:
+        engine.receive = receive
+    run_virtually(explorer.setup_weight_sync_group("127.0.0.1", 5, []))
+    assert sorted((spec["rank"], spec["world"]) for spec in specs) == [(1, 3), (2, 3)]
+
+
+class Stale(FakeEngine):
+    """Takes weights in that it does not use, at its third transfer and its fourth."""
+
+    received = 0
+
+    async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        answer = await super().receive(spec, timeout)
+        self.received += 1
+        return {"logprobs": [-1.0] * len(answer["logprobs"])} if self.received in {3, 4} else answer
+
+
+def test_an_engine_that_keeps_its_old_weights_is_quarantined_in_that_round_and_comes_back(tmp_path: Path) -> None:
+    sim = Engines(tmp_path, batches=12)
+    sim.second = Stale("explorer-0-engine-1")
+    run_virtually(sim.run(beside=lambda: sim.make_host().run()), limit=1000)
+    assert sim.engine.served == [(1, step) for step in range(13)]
+    others = [event for event in sim.published(SyncEvent) if event.verb == "commit" and event.version == (1, 2)]
+    assert sim.second.snapshot.id not in others[0].members, "the others have gone on without it"
+    assert others[-1].members == [sim.second.snapshot.id], "and it has got it alone, once it used what it took"
+    assert sim.second.served == sorted(set(sim.second.served))
+    assert sim.second.served[-1] == (1, 12)
+    assert sim.trainer.gate.aborts == 1
+    assert sim.trainer.gate.metrics()["sync/canary_failures"] == 2.0
+    assert sim.trainer.gate.metrics()["sync/quarantined"] == 0.0
+
+
+def test_a_commit_that_one_engine_has_missed_is_in_the_trainers_beat(tmp_path: Path) -> None:
+    sim = Engines(tmp_path, batches=6)
+    missed: list[Any] = []
+
+    async def deaf_once() -> None:
+        await until(lambda: bool(sim.explorers) and len(sim.engine.served) >= 2)
+        room = sim.explorer.exploration.room
+        machine = room._members[0].machine
+        commit = machine.commit
+
+        def lost(event: SyncEvent) -> Any:
+            if not missed and machine.stage.value == "applied":
+                missed.append(event.version)
+                return []
+            return commit(event)
+
+        room._members[0].machine = Deaf(machine, lost)  # type: ignore[assignment]
+
+    async def beside() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sim.make_host().run())
+            group.create_task(deaf_once())
+
+    run_virtually(sim.run(beside=beside), limit=1000)
+    assert missed
+    assert sim.engine.served == [(1, step) for step in range(7)], "once each, and nothing was sent again"
+    assert sim.trainer.gate.metrics()["sync/pulls"] == 0.0
+
+
+class Deaf:
+    """A member's machine with another ear for commits."""
+
+    def __init__(self, machine: Any, commit: Any) -> None:
+        object.__setattr__(self, "_machine", machine)
+        object.__setattr__(self, "commit", commit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._machine, name, value)

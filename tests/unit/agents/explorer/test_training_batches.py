@@ -1,0 +1,104 @@
+"""What the explorer takes from the trainer's counters, and what a batch waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trinity_agents.explorer.state import ExplorerState, PendingTask
+from trinity_agents.explorer.task_source import Intake
+from trinity_agents.explorer.training_batches import NO_TASKS, Batches
+from trinity_mq.bus import Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.config import load_config
+from trinity_mq.messages import Beat, Progress, TaskBody
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.peers import Peers
+from trinity_mq.scheduler.scheduler import Scheduler
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+class Desk:
+    """Batches of a run whose tasks are submitted, and no agents."""
+
+    def __init__(self, *overrides: str) -> None:
+        self.config = load_config({"name": "desk", "model": {"tiny": {}}}, overrides)
+        self.state, self.peers = ExplorerState(), Peers()
+        self.bus = MemoryBus(MemoryBroker(), Topology("desk"), config=self.config.broker)
+        self.scheduler = Scheduler(self.config, bus=self.bus, tickets=self.state.tickets)
+        intake, nobody = Intake(self.config, self.state, None), Any
+        self.batches = Batches(
+            self.config,
+            self.state,
+            self.scheduler,
+            intake,
+            nobody,  # type: ignore[arg-type]
+            self.peers,
+            save=self.scheduler.caught_up,
+            report=lambda step, metrics: None,
+            woken=Notifier(),
+        )
+
+    def follow(self, *batches: int) -> list[str]:
+        """Have batches closed and not yet consumed."""
+        tickets = [
+            self.scheduler.make_ticket([TaskBody()], batch, deliver="pipeline").make_manifest() for batch in batches
+        ]
+        for manifest in tickets:
+            self.state.following.add(manifest)
+        return [manifest.ticket for manifest in tickets]
+
+
+def progress(ticket: str, outcome: Any, number: int = 1, generation: int = 1) -> Progress:
+    return Progress(progress=number, generation=generation, step=0, batch=number, ticket=ticket, outcome=outcome)
+
+
+def test_counters_only_rise_within_a_generation_and_an_older_one_is_not_heard() -> None:
+    batches = Desk().batches
+    batches.heard(2, progress=5, committed=4)
+    batches.heard(2, progress=3, committed=5)
+    assert (batches.counters.progress, batches.counters.committed_progress) == (5, 5)
+    batches.heard(1, progress=9, committed=9)
+    assert batches.counters.progress == 5
+    batches.heard(3, progress=2, committed=0)
+    assert (batches.counters.progress, batches.counters.committed_progress) == (2, 0), "a restart may have gone back"
+
+
+def test_a_progress_said_again_by_a_restarted_trainer_is_no_further_empty_batch() -> None:
+    desk = Desk("explorer.max_consecutive_empty=2")
+    first, second, third = desk.follow(1, 2, 3)
+    desk.batches.on_progress(progress(first, "empty"))
+    for generation in (1, 2, 3):
+        desk.batches.on_progress(progress(first, "empty", generation=generation))
+    desk.batches.check()
+    desk.batches.on_progress(progress(second, "trained", 2))
+    assert desk.state.consecutive_empty == 0
+    desk.batches.on_progress(progress(third, "failed", 3))
+    desk.batches.on_progress(progress(desk.follow(4)[0], "gone", 4))
+    assert desk.batches.needs_attention()
+    with pytest.raises(FatalError, match="max_consecutive_empty"):
+        desk.batches.check()
+
+
+def test_what_the_next_batch_waits_for_in_order() -> None:
+    async def scene() -> None:
+        desk = Desk("explorer.max_open_batches=1")
+        batches = desk.batches
+        assert "connect" in str(batches.obstacle(True))
+        await desk.bus.connect()
+        assert batches.obstacle(False) == "an engine to take the weights"
+        assert batches.obstacle(True) == "a trainer"
+        desk.peers.hear(Beat(role="trainer", id="t", seq=1, incarnation="x", lease=10, state="idle"))
+        desk.state.opened = 1
+        assert batches.obstacle(True) == "weights of progress 1 (committed: 0)"
+        batches.heard(1, progress=1, committed=1)
+        assert batches.obstacle(True) == NO_TASKS
+        desk.state.pending.append(PendingTask(task=TaskBody()))
+        assert batches.obstacle(True) is None
+        desk.follow(1)
+        assert batches.obstacle(True) == "one of 1 open batches to be consumed"
+        await desk.bus.close()
+
+    run_virtually(scene(), limit=10)

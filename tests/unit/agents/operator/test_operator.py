@@ -1,0 +1,816 @@
+"""The operator's side of protocol.md section 4, on MemoryBus in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.unit.agents.world import World, a_slice, experience, kill
+from trinity_agents.operator.agent import Operator
+from trinity_mq.bus import Envelope
+from trinity_mq.experience import Experience
+from trinity_mq.messages import BatchClosed, BatchReady, Mark
+from trinity_mq.messages.batches import Accepted, Wanted
+from trinity_mq.operators import ExperienceOperatorV1
+from trinity_mq.operators.base import Processed
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.transport.experience_parts import part_mail
+
+THIS = __name__
+QUEUE = "batch.t1"
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    Scripted.fails, Scripted.seconds, Scripted.tries, Scripted.grows = 0, 0.0, [], 0
+    with capture_logs():  # rendering a traceback for the console takes a second
+        yield
+
+
+class Scripted(ExperienceOperatorV1):
+    """Fails so often, takes its time."""
+
+    fails = 0
+    seconds = 0.0
+    grows = 0
+    tries: list[float] = []  # noqa: RUF012  reset before each test
+
+    async def process(self, exps: list[Experience]) -> Processed:
+        loop = asyncio.get_running_loop()
+        self.tries.append(loop.time())
+        await asyncio.sleep(self.seconds)
+        if len(self.tries) <= self.fails:
+            raise ArithmeticError("not now")
+        for each in exps if self.grows else ():
+            each.info["blob"] = b"x" * self.grows
+        return exps, {"seen": len(exps)}
+
+
+def make_world(*overrides: str) -> World:
+    chain = f'operator.operators=[{{"name": "{THIS}.Scripted"}}]'
+    return World(chain, "algorithm.min_group_runs=1", "explorer.operator_deadline=60", *overrides)
+
+
+def make(world: World, name: str = "operator-0", **how: Any) -> Operator:
+    return Operator(world.config, bus=world.bus(), topology=world.topology, agent_id=name, **how)
+
+
+def manifest(*accepted: tuple[str, int], **fields: Any) -> BatchClosed:
+    listed = [
+        Accepted(task_id=task, run_base=0, attempt=attempt, runs=[0], parts=parts)
+        for task, (attempt, parts) in enumerate(accepted)
+    ]
+    return BatchClosed(**{"batch": 1, "ticket": "t1", "accepted": listed, "metrics": {"rollout/x": 2.0}, **fields})
+
+
+async def open_batch(world: World) -> None:
+    await world.ready()
+    await world.outside.declare(world.topology.batch_queue(1, "t1"))
+
+
+async def send(
+    world: World, attempt: str, part: int = 0, *, run: int = 0, body: bytes | None = None, length: int = 4
+) -> None:
+    content = Experience.serialize_many([experience(run=run, length=length)]) if body is None else body
+    mail = part_mail(a_slice(), attempt, part, 1, content)
+    key = world.topology.batch_routing_key(1, "t1")
+    assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
+
+
+async def close(world: World, closed: BatchClosed, deliveries: int = 0) -> None:
+    await world.outside.unbind(world.topology.batch_queue(1, "t1"))
+    await world.outside.publish(world.topology.exchange("batches"), "closed", envelope(closed, message_id="closed-t1"))
+    if deliveries:
+        world.held_back("closed", deliveries)
+
+
+async def batch_of(world: World, *attempts: str, deliveries: int = 0, **fields: Any) -> None:
+    """One part an attempt, closed."""
+    await open_batch(world)
+    for run, attempt in enumerate(attempts):
+        await send(world, attempt, run=run)
+    await close(world, manifest(*((attempt, 1) for attempt in attempts), **fields), deliveries)
+
+
+def ready(world: World) -> list[BatchReady]:
+    return [each for each in world.stream("ready") if isinstance(each, BatchReady)]
+
+
+def chunks(world: World, op: str) -> list[Any]:
+    found = {
+        each.headers["n"]: each
+        for each in world.stored("ready")
+        if each.headers.get("op") == op and "n" in each.headers
+    }
+    return [found[n] for n in sorted(found)]
+
+
+def runs_of(world: World, op: str) -> list[int]:
+    return [exp.eid.run for chunk in chunks(world, op) for exp in Experience.deserialize_many(chunk.body)]
+
+
+def complete(world: World, decided: BatchReady) -> bool:
+    """All of a set lies on the stream before its BatchReady."""
+    stored = world.stored("ready")
+    place = next(n for n, each in enumerate(stored) if each.message_id == f"ready-{decided.ticket}-{decided.op}")
+    before = {each.headers["n"] for each in stored[:place] if each.headers.get("op") == decided.op}
+    return before == set(range(decided.chunks))
+
+
+# -- the way it should go
+
+
+def test_chunks_are_confirmed_before_the_ready_and_that_before_the_ack_and_the_queue_lives_a_second_more() -> None:
+    world = make_world("broker.max_message_bytes=65536")
+    Scripted.grows = 40_000
+
+    async def main() -> None:
+        await batch_of(world, "a", "b", "c")
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert (decided.state, decided.chunks, decided.experiences) == ("ready", 3, 3)
+    assert runs_of(world, decided.op) == [0, 1, 2]
+    assert decided.metrics["rollout/x"] == 2.0
+    assert decided.metrics["experience_pipeline/0_Scripted/seen"] == 3.0
+    sent, confirmed = ["sent experience_chunk"] * 3, ["confirmed experience_chunk"] * 3
+    rest = ["sent batch_ready", "confirmed batch_ready", "acked closed", f"deleted {QUEUE}"]
+    assert world.wire == [*sent, *confirmed, *rest]
+    assert world.times[-1] - world.times[-2] >= 1.0
+    assert world.count(QUEUE) is None
+    assert world.reasons() == []
+
+
+def test_a_mark_of_the_queues_owner_is_passed_over() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        key = world.topology.batch_routing_key(1, "t1")
+        assert await world.outside.publish(world.topology.exchange("experiences"), key, envelope(Mark(nonce="x")))
+        await send(world, "a")
+        await close(world, manifest(("a", 1)))
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert (decided.state, decided.experiences) == ("ready", 1)
+    assert world.reasons() == []
+
+
+def test_a_lost_confirm_of_a_chunk_delays_the_ready() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        operator = make(world)
+        publish = operator._publish
+
+        async def lossy(*args: Any) -> None:
+            world.broker.lose_confirm_once()
+            await publish(*args)
+
+        operator._publish = lossy  # type: ignore[method-assign]
+        async with world.living(operator):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    kinds = [each.headers["kind"] for each in world.stored("ready")]
+    assert kinds == ["experience_chunk", "experience_chunk", "batch_ready"]
+
+
+def test_it_waits_for_every_listed_part_and_drops_what_is_not_listed() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        queue = world.topology.batch_queue(1, "t1")
+        await send(world, "loser", 0, run=9)
+        await send(world, "a", 0, run=0)
+        await send(world, "a", 0, run=0)  # its confirm was lost
+        await send(world, "a", 2, run=8)  # over what is listed
+        await close(world, manifest(("a", 2), ("b", 1)))
+        async with world.living(make(world)):
+            await asyncio.sleep(20)
+            await world.outside.declare(queue)
+            await send(world, "b", 0, run=2)
+            await asyncio.sleep(20)
+            assert world.stream("ready") == []
+            await send(world, "a", 1, run=1)
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert decided.experiences == 3
+    assert runs_of(world, decided.op) == [0, 1, 2]  # in the manifest's order, not that of arrival
+
+
+def test_a_batch_without_experiences_is_empty() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        await close(world, manifest(metrics={"rollout/x": 1.0}))
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert (decided.state, decided.chunks, decided.metrics["rollout/x"]) == ("empty", 0, 1.0)
+    assert Scripted.tries == []
+    assert (world.count("closed"), world.count(QUEUE)) == (0, None)
+
+
+def test_submitters_get_the_parts_they_wanted() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        from trinity_mq.bus.topology import Queue
+
+        await world.outside.declare(Queue(name="mine", kind="exclusive"))
+        for part in range(2):
+            await send(world, "a", part, run=part)
+        await send(world, "b", 0, run=5)
+        wanted = [
+            Wanted(task_id=0, reply_to="mine", correlation_id="c7"),
+            Wanted(task_id=1, reply_to="nobody", correlation_id="c8"),
+        ]
+        await close(world, manifest(("a", 2), ("b", 1), wanted=wanted))
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+        feed = await world.outside.consume(Queue(name="mine", kind="exclusive"))
+        got = [feed.get_nowait() for _ in range(2)]
+        assert feed.get_nowait() is None
+        assert [each.correlation_id for each in got] == ["c7", "c7"]
+        assert [each.headers["part"] for each in got] == [0, 1]
+        assert [Experience.deserialize_many(each.body)[0].eid.run for each in got] == [0, 1]
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["ready"]
+
+
+def test_a_part_too_large_to_pass_on_costs_its_submitter_only() -> None:
+    world = make_world("broker.max_message_bytes=65536")
+
+    async def main() -> None:
+        await open_batch(world)
+        world.outside.max_message_bytes = 1 << 20  # somebody with a higher limit
+        body = Experience.serialize_many([experience(run=run, length=4000) for run in range(4)])
+        await send(world, "a", 0, body=body)
+        await close(world, manifest(("a", 1), wanted=[Wanted(task_id=0, reply_to=world.topology.dead.name)]))
+        operator = make(world)
+        async with world.living(operator):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["ready"]
+
+
+def test_a_queue_that_cannot_be_deleted_is_left_to_expire() -> None:
+    world = make_world("broker.connect_timeout=5")
+    operator = make(world)
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        async with world.living(operator):
+            await asyncio.sleep(0.5)
+            assert world.wire[-1] == "acked closed"
+            world.broker.drop(operator.bus, delay=20)
+            await asyncio.sleep(30)
+            await world.outside.declare(world.topology.batch_queue(2, "t2"))
+            again = manifest(ticket="t2", batch=2)
+            mail = envelope(again, message_id="closed-t2")
+            await world.outside.publish(world.topology.exchange("batches"), "closed", mail)
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    assert [decided.ticket for decided in ready(world)] == ["t1", "t2"]
+    assert world.count(QUEUE) == 1
+
+
+def test_metrics_are_written(tmp_path: Path) -> None:
+    world = make_world()
+    writer = MetricsWriter(tmp_path, "operator", "operator-0", tensorboard=False)
+
+    async def main() -> None:
+        await batch_of(world, "a", "b")
+        async with world.living(make(world, metrics=writer)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert (line["step"], line["experience_pipeline/experience_count"], line["role"]) == (1, 2.0, "operator")
+    assert "time/operators" in line
+    assert writer._file < 0  # closed with the operator: what is buffered is written
+
+
+def test_advantages_are_computed_where_the_algorithm_wants_them_here() -> None:
+    world = World("algorithm.min_group_runs=2")
+
+    async def main() -> None:
+        await batch_of(world, "a", "b")
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    found = [exp for chunk in chunks(world, decided.op) for exp in Experience.deserialize_many(chunk.body)]
+    assert all(exp.advantages is not None for exp in found)
+    assert len(found) == 2
+
+
+# -- batches that end otherwise
+
+
+def test_a_queue_that_is_gone_is_told_and_acknowledged() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await world.ready()
+        await close(world, manifest(("a", 1)))
+        async with world.living(make(world)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["gone"]
+    assert world.wire == ["sent batch_ready", "confirmed batch_ready", "acked closed"]
+    assert world.reasons() == []
+
+
+def test_a_queue_that_goes_while_it_waits_is_told() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        await close(world, manifest(("a", 1)))
+        async with world.living(make(world)):
+            await asyncio.sleep(9)
+            await world.outside.delete(world.topology.batch_queue(1, "t1").name)
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["gone"]
+    assert world.count("closed") == 0
+
+
+def test_over_the_limit_a_batch_fails_and_its_queue_is_kept() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await batch_of(world, "a", deliveries=5)
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert (decided.state, decided.chunks) == ("failed", 0)
+    assert Scripted.tries == []
+    assert world.count(QUEUE) == 1
+    assert world.reasons() == [decided.reason]
+    assert world.stored("dead")[0].headers["kind"] == "batch_closed"
+    assert world.wire[-1] == "acked closed"
+    assert "confirmed batch_closed" in world.wire
+
+
+def test_a_chain_that_fails_is_tried_again_after_growing_pauses_and_fails_at_the_limit() -> None:
+    world = make_world("broker.delivery_limit=4")
+    Scripted.fails = 100
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        operator = make(world)
+        async with world.living(operator):
+            await asyncio.sleep(60)
+
+    run_virtually(main())
+    assert len(Scripted.tries) == 4
+    gaps = [after - before for before, after in zip(Scripted.tries, Scripted.tries[1:], strict=False)]
+    assert all(low <= gap < low * 2 + 0.1 for gap, low in zip(gaps, (0.5, 1.0, 2.0), strict=True))
+    (decided,) = ready(world)
+    assert decided.state == "failed"
+    assert "ArithmeticError: not now" in str(decided.reason)
+    assert world.reasons() == [decided.reason]
+    assert world.count(QUEUE) == 1
+    assert world.count("closed") == 0
+
+
+def test_a_chain_that_recovers_makes_one_set() -> None:
+    world = make_world()
+    Scripted.fails = 2
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        async with world.living(make(world)):
+            await asyncio.sleep(30)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["ready"]
+    assert world.reasons() == []
+
+
+def test_a_chain_that_never_ends_is_a_failure() -> None:
+    world = make_world("operator.timeout=100", "broker.delivery_limit=2")
+    Scripted.seconds = 1e6
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        async with world.living(make(world)):
+            await asyncio.sleep(250)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert decided.state == "failed"
+    assert "operator.timeout" in str(decided.reason)
+
+
+def test_what_the_chain_made_too_large_to_send_fails_the_batch_not_the_operator() -> None:
+    world = make_world("broker.max_message_bytes=65536", "broker.delivery_limit=2")
+    Scripted.grows = 100_000
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        async with world.living(make(world)):
+            await asyncio.sleep(30)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert decided.state == "failed"
+    assert "max_message_bytes" in str(decided.reason)
+
+
+def test_parts_that_cannot_be_used_are_parked_once_and_the_rest_is_processed() -> None:
+    world = make_world()
+    Scripted.fails = 1
+
+    async def main() -> None:
+        await open_batch(world)
+        await send(world, "a", 0, run=0)
+        await send(world, "b", 0, body=b"no experiences")
+        anonymous = Envelope(body=b"?", kind="experience_part", headers={"attempt": "a"})
+        key = world.topology.batch_routing_key(1, "t1")
+        await world.outside.publish(world.topology.exchange("experiences"), key, anonymous)
+        await send(world, "c", 0, run=2)
+        await close(world, manifest(("a", 1), ("b", 1), ("c", 1)))
+        async with world.living(make(world)):
+            await asyncio.sleep(30)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert runs_of(world, decided.op) == [0, 2]
+    assert Counter(reason.partition(":")[0] for reason in world.reasons()) == {
+        "does not decode": 1,
+        "an experience part needs the headers attempt and part, or attempts where several share it": 1,
+    }
+    bad = next(each for each in world.stored("dead") if each.headers.get("attempt") == "b")
+    assert bad.body == b"no experiences"
+    assert bad.headers["dead-queue"] == world.topology.batch_queue(1, "t1").name
+    assert bad.routing_key == world.topology.batch_routing_key(1, "t1")
+
+
+def test_a_batch_that_is_too_large_fails_and_is_kept() -> None:
+    world = make_world("broker.max_batch_bytes=1048576")
+
+    async def main() -> None:
+        await open_batch(world)
+        for part in range(3):
+            await send(world, "a", part, body=b"x" * 400_000)
+        await close(world, manifest(("a", 3)))
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert decided.state == "failed"
+    assert "max_batch_bytes" in str(decided.reason)
+    assert (world.count(QUEUE), world.count("closed"), len(world.reasons())) == (3, 0, 1)
+
+
+def test_what_is_not_listed_does_not_make_a_batch_too_large() -> None:
+    world = make_world("broker.max_batch_bytes=1048576")
+
+    async def main() -> None:
+        await open_batch(world)
+        for part in range(3):
+            await send(world, "loser", part, body=b"x" * 400_000)
+        await send(world, "a", 0)
+        await close(world, manifest(("a", 1)))
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["ready"]
+
+
+def test_a_manifest_that_does_not_decode_is_parked_and_the_next_is_done() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await world.ready()
+        await world.put("closed", b"{}")
+        await batch_of(world, "a")
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["ready"]
+    assert len(world.reasons()) == 1
+
+
+def test_nothing_is_acknowledged_or_deleted_when_nobody_keeps_what_is_ready() -> None:
+    world = make_world()
+    Scripted.seconds = 1.0
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        task = asyncio.create_task(make(world).run())
+        await asyncio.sleep(0.5)
+        await world.outside.delete(world.topology.ready.name)
+        await asyncio.wait([task])
+        error = task.exception()
+        assert isinstance(error, ExceptionGroup)
+        assert error.subgroup(RestartMe) is not None
+
+    run_virtually(main())
+    assert (world.count("closed"), world.count(QUEUE)) == (1, 1)
+
+
+# -- parts that do not come
+
+
+def test_parts_that_never_come_fail_the_batch_after_the_deadline() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        await send(world, "a", 0)
+        await close(world, manifest(("a", 1), ("b", 1)))
+        async with world.living(make(world)):
+            await asyncio.sleep(58)
+            assert ready(world) == []
+            await asyncio.sleep(5)
+            assert [decided.state for decided in ready(world)] == ["failed"]
+
+    run_virtually(main())
+    assert "1 of 2 parts did not come in 60 s" in str(ready(world)[0].reason)
+    assert world.count(QUEUE) == 1
+
+
+def test_each_part_starts_the_deadline_anew() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        await close(world, manifest(*((attempt, 1) for attempt in "abcd")))
+        async with world.living(make(world)):
+            for run, attempt in enumerate("abcd"):
+                await asyncio.sleep(40)
+                await world.outside.declare(world.topology.batch_queue(1, "t1"))
+                await send(world, attempt, run=run)
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["ready"]
+
+
+def test_when_nothing_comes_it_asks_whether_the_queue_still_exists() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        await close(world, manifest(("a", 1)))
+        async with world.living(make(world)):
+            del world.broker.queues[world.topology.batch_queue(1, "t1").name]  # its consumer is not told
+            await asyncio.sleep(5)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["gone"]
+
+
+@pytest.mark.parametrize("trouble", ["disconnected", "blocked"])
+def test_the_deadline_stands_still_while_the_bus_is_unusable(trouble: str) -> None:
+    world = make_world()
+    operator = make(world)
+
+    async def main() -> None:
+        await open_batch(world)
+        await close(world, manifest(("a", 1)))
+        async with world.living(operator):
+            await asyncio.sleep(20)
+            if trouble == "blocked":
+                world.broker.block()
+                await asyncio.sleep(200)
+                world.broker.unblock()
+            else:
+                world.broker.drop(operator.bus, delay=200)
+                await asyncio.sleep(201)
+            await asyncio.sleep(30)
+            assert ready(world) == []
+            await world.outside.declare(world.topology.batch_queue(1, "t1"))
+            await send(world, "a", 0)
+            await asyncio.sleep(10)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)][:1] == ["ready"]
+    assert world.reasons() == []
+
+
+def test_the_deadline_stands_still_while_another_operator_receives_the_parts() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        await send(world, "a", 0)
+        queue = world.topology.batch_queue(1, "t1")
+        other = await world.outside.consume(queue)  # the single active consumer
+        await close(world, manifest(("a", 1)))
+        async with world.living(make(world)):
+            for _ in range(50):
+                await world.beat("operator", "operator-1", ticket="t1")
+                await asyncio.sleep(2)
+            assert ready(world) == []
+            await other.close()
+            await asyncio.sleep(2)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["ready"]
+
+
+def test_two_that_wait_for_the_same_missing_part_do_not_wait_for_each_other() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        await send(world, "a", 0)
+        closed = manifest(("a", 1), ("b", 1))
+        await close(world, closed)
+        await close(world, closed)
+        async with world.living(make(world), make(world, "operator-1")):
+            await asyncio.sleep(70)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["failed", "failed"]
+    assert world.count("closed") == 0
+
+
+# -- killed, and more than one
+
+
+@pytest.mark.parametrize("after", [0.205, 0.3, 0.705, *range(1, 11)])
+def test_killed_anywhere_a_second_one_completes(after: float) -> None:
+    """Killed while it gathers or in the chain (seconds), or after so many things went over the wire."""
+    world = make_world("broker.max_message_bytes=65536")
+    Scripted.grows, Scripted.seconds = 40_000, 0.5
+
+    async def main() -> None:
+        await batch_of(world, "a", "b", "c")
+        first = asyncio.create_task(make(world).run())
+        if isinstance(after, int):
+            world.kill_after = (after, first)
+            await asyncio.wait([first], timeout=10)
+        else:
+            await asyncio.sleep(after)
+        await kill(first)
+        assert first.cancelled()
+        async with world.living(make(world, "operator-1")):
+            await asyncio.sleep(5)
+
+    run_virtually(main())
+    decided = ready(world)
+    assert decided
+    assert decided[0].state == "ready"
+    assert all(complete(world, each) and each.experiences == 3 for each in decided)
+    assert all(runs_of(world, each.op) == [0, 1, 2] for each in decided)
+    assert len({each.op for each in decided}) == len(decided)
+    assert world.count("closed") == 0
+    assert world.reasons() == []
+    assert "confirmed batch_ready" in world.wire[: world.wire.index("acked closed")]
+
+
+def test_frozen_in_the_middle_and_thawed_it_changes_nothing() -> None:
+    world = make_world()
+    frozen, other = make(world), make(world, "operator-1")
+
+    async def main() -> None:
+        await open_batch(world)
+        await send(world, "a", 0)
+        await close(world, manifest(("a", 1), ("b", 1)))
+        async with world.living(frozen, other):
+            await asyncio.sleep(5)
+            world.broker.drop(frozen.bus, delay=20)
+            await asyncio.sleep(5)
+            await world.outside.declare(world.topology.batch_queue(1, "t1"))
+            await send(world, "b", 0, run=1)
+            await asyncio.sleep(60)
+
+    run_virtually(main())
+    states = [decided.state for decided in ready(world)]
+    assert states[0] == "ready"
+    assert complete(world, ready(world)[0])
+    assert "failed" not in states
+    assert (world.count("closed"), world.count(QUEUE)) == (0, None)
+
+
+def test_two_at_once_on_the_same_manifest_make_complete_sets_of_their_own() -> None:
+    world = make_world()
+    Scripted.seconds = 5.0
+
+    async def main() -> None:
+        await batch_of(world, "a", "b")
+        await close(world, manifest(("a", 1), ("b", 1)))  # published again: nobody was seen at work
+        async with world.living(make(world), make(world, "operator-1")):
+            await asyncio.sleep(30)
+
+    run_virtually(main())
+    decided = ready(world)
+    assert decided[0].state == "ready"
+    assert all(complete(world, each) and each.experiences == 2 for each in decided if each.state == "ready")
+    assert {each.state for each in decided} <= {"ready", "gone"}
+    assert (world.count("closed"), world.count(QUEUE)) == (0, None)
+
+
+# -- the end
+
+
+def test_draining_finishes_the_batch_at_work_and_its_queue_and_takes_no_other() -> None:
+    world = make_world()
+    Scripted.seconds = 3.0
+    operator = make(world)
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        async with world.living(operator):
+            await asyncio.sleep(1)
+            await world.outside.publish(
+                world.topology.exchange("batches"), "closed", envelope(manifest(ticket="t2"), message_id="closed-t2")
+            )
+            operator.drain()
+
+    run_virtually(main())
+    assert [(each.ticket, each.state) for each in ready(world)] == [("t1", "ready")]
+    assert (world.count("closed"), world.count(QUEUE)) == (1, None)
+
+
+def test_draining_gives_back_what_takes_too_long() -> None:
+    world = make_world("runner.drain_timeout=5")
+    Scripted.seconds = 1000.0
+    operator = make(world)
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        async with world.living(operator):
+            await asyncio.sleep(1)
+        assert asyncio.get_running_loop().time() < 10
+
+    run_virtually(main())
+    assert ready(world) == []
+    assert (world.count("closed"), world.count(QUEUE)) == (1, 1)
+
+
+def test_draining_does_not_wait_for_the_next_try() -> None:
+    world = make_world()
+    Scripted.fails = 100
+    operator = make(world)
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        world.held_back("closed", 3)
+        async with world.living(operator):
+            await asyncio.sleep(1)
+        assert asyncio.get_running_loop().time() < 2
+
+    run_virtually(main())
+    assert (len(Scripted.tries), world.count("closed")) == (1, 1)
+
+
+def test_the_end_of_the_run_ends_it_and_its_beat_names_the_batch_at_work() -> None:
+    world = make_world()
+    Scripted.seconds = 5.0
+    operator = make(world)
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        task = asyncio.create_task(operator.run())
+        await asyncio.sleep(1)
+        assert operator.detail() == {"ticket": "t1"}
+        await asyncio.sleep(6)
+        assert operator.detail() == {"ticket": None}
+        await world.beat("explorer", "explorer-0", finished=True)
+        await asyncio.sleep(2)
+        assert task.done()
+
+    run_virtually(main())
+    assert operator.state == "finished"

@@ -1,0 +1,331 @@
+import asyncio
+import os
+import signal
+import socket
+import sys
+
+import pytest
+
+from tests.unit.rollout.scripted_engine import completion, scripted_engine
+from trinity_agents.runner import process_pool as isolated
+from trinity_agents.runner.process_pool import ChildDied, IsolatedPool
+from trinity_mq.config import Config
+from trinity_mq.messages import TaskBody, TaskSlice, encode
+from trinity_mq.models import InferenceModel
+from trinity_mq.models.errors import EngineLost, EngineNotReady
+from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.workflow_runner import WorkflowRunner
+
+WORKFLOWS = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from trinity_mq.workflows import Workflow
+
+HERE = Path(__file__).parent
+
+class Asks(Workflow):
+    is_async = True
+    async def run_async(self):
+        self.before()
+        experiences = await self.model.chat_async([{"role": "user", "content": "q"}])
+        for experience in experiences:
+            experience.reward = 0.5
+        return experiences
+    def before(self):
+        pass
+
+class Exits(Asks):
+    def before(self):
+        os._exit(3)
+
+class Segfaults(Asks):
+    def before(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+class Hangs(Asks):
+    def before(self):
+        (HERE / "pid").write_text(str(os.getpid()))
+        while True:  # on the loop: nothing in this process can stop it
+            time.sleep(0.01)
+
+class Spawns(Asks):
+    def before(self):
+        (HERE / "pid").write_text(str(subprocess.Popen(["sleep", "300"]).pid))
+        os._exit(0)
+
+class HoldsOn(Workflow):
+    def run(self):
+        experiences = self.model.chat([{"role": "user", "content": "q"}])
+        while experiences[0].response_text == "hang":
+            try:
+                time.sleep(0.01)
+            except BaseException:
+                continue
+        return experiences
+
+class HoldsOnToTheLoop(HoldsOn):
+    is_async = True
+    async def run_async(self):
+        return self.run()
+
+class Eats(Asks):
+    def before(self):
+        eaten = []
+        while True:
+            eaten.append(bytearray(16 * 2**20))
+
+class PointsNowhere(Asks):
+    def before(self):
+        import ctypes
+        ctypes.string_at(0)
+
+class Unsendable(Asks):
+    async def run_async(self):
+        experiences = await super().run_async()
+        experiences[0].info["lock"] = object()
+        return experiences
+
+class Raises(Asks):
+    def before(self):
+        sys.exit("no")
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with the module of the workflows, which processes find by sys.path."""
+    (tmp_path / "isolated_workflows.py").write_text(WORKFLOWS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config.model_validate({"model": {"tiny": {}}, "run_dir": str(tmp_path / "run")})
+
+
+def changed(tmp_path, **runner):
+    return Config.model_validate({"model": {"tiny": {}}, "run_dir": str(tmp_path / "run"), "runner": runner})
+
+
+@pytest.fixture
+async def pool():
+    made = IsolatedPool(2)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def engine():
+    async with scripted_engine() as served:
+        yield served
+
+
+def piece(kind, runs=2, **limits):
+    limits = {"max_timeout": 30.0, "max_retry_times": 0, "slice_timeout": 30.0, **limits}
+    task = TaskBody(workflow=f"isolated_workflows.{kind}", index={"taskset": "t", "index": 1})
+    return TaskSlice(batch="3/e", ticket="t", task_id=4, run_base=6, repeat_times=runs, task=task, seed=5, **limits)
+
+
+@pytest.fixture
+async def pid(here):
+    """The number that a workflow writes to the pipe ``pid``, awaited."""
+    os.mkfifo(here / "pid")
+
+    async def read():
+        return int(await asyncio.to_thread((here / "pid").read_text))
+
+    return asyncio.ensure_future(read())
+
+
+async def ends(number):
+    """Wait until the process ``number`` has ended, whether or not its parent has noticed."""
+    over = asyncio.Event()
+    try:
+        watched = os.pidfd_open(number)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_reader(watched, over.set)
+    try:
+        async with asyncio.timeout(10):
+            await over.wait()
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)
+
+
+async def test_a_slice_comes_out_as_it_does_in_the_runner(here, pool, config, engine):
+    outcome = await pool.run(piece("Asks"), config, lambda: engine.model)
+    runner = WorkflowRunner(config)
+    wanted = await runner.run_slice(piece("Asks"), lambda: engine.model)
+    await runner.close()
+    assert (outcome.runs, outcome.message) == ([6, 7], None)
+    assert (outcome.version_min, outcome.version_max) == (wanted.version_min, wanted.version_max) == ((1, 3), (1, 3))
+    assert [metrics.keys() for metrics in outcome.metrics] == [metrics.keys() for metrics in wanted.metrics]
+    for one, other in zip(outcome.experiences, wanted.experiences, strict=True):
+        other.eid.suffix = one.eid.suffix
+        assert one == other
+    seeds = [request["seed"] for request in engine.requests]
+    assert sorted(seeds[:2]) == sorted(seeds[2:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "exitcode"),
+    [
+        ("Exits", "ended with exit code 3 before it had an outcome", 3),
+        ("Segfaults", "was killed by SIGSEGV before it had an outcome", -signal.SIGSEGV),
+        ("PointsNowhere", "was killed by SIGSEGV before it had an outcome", -signal.SIGSEGV),
+    ],
+)
+async def test_what_a_slice_kills_is_its_own_process_only(here, pool, config, engine, kind, said, exitcode):
+    neighbour = asyncio.ensure_future(pool.run(piece("Asks"), config, lambda: engine.model))
+    with pytest.raises(ChildDied, match=said) as caught:
+        await pool.run(piece(kind), config, lambda: engine.model)
+    assert caught.value.exitcode == exitcode
+    assert (await neighbour).runs == [6, 7]
+
+
+async def test_a_slice_that_hangs_is_killed_when_its_time_is_over(here, pool, config, engine, pid, monkeypatch):
+    monkeypatch.setattr(isolated, "GRACE", 0.5)
+    with pytest.raises(ChildDied, match="did not end within 1 s and was killed") as caught:
+        await pool.run(piece("Hangs", slice_timeout=0.5), config, lambda: engine.model)
+    assert caught.value.overdue
+    await ends(await pid)
+
+
+@pytest.mark.parametrize("kind", ["HoldsOn", "HoldsOnToTheLoop"])
+async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, engine, monkeypatch, kind):
+    monkeypatch.setattr(isolated, "GRACE", 0.5)
+    config = changed(tmp_path, concurrent_mode="sequential")
+    answers = [completion("hang"), completion("8"), completion("7")]
+    engine.script = lambda body: answers.pop() if answers else completion("hang")
+    tally = Tally()
+    running = pool.run(piece(kind, runs=3, slice_timeout=1.5), config, lambda: engine.model, tally)
+    if kind == "HoldsOn":
+        await running  # its thread is left behind in the process
+    else:
+        with pytest.raises(ChildDied, match="was killed"):
+            await running
+    outcome = tally.outcome(2.0)
+    assert outcome.runs == [6, 7]
+    assert len(outcome.runs) == len(outcome.experiences) == len(outcome.metrics) == 2
+    assert {each.response_text for each in outcome.experiences} == {"7", "8"}
+    assert outcome.version_min == (1, 3)
+
+
+async def test_memory_has_a_limit_that_costs_the_run_only(here, pool, tmp_path, engine):
+    config = changed(tmp_path, memory_limit=200 * 2**20)
+    outcome = await pool.run(piece("Eats", runs=1), config, lambda: engine.model)
+    assert outcome.runs == []
+    assert "MemoryError" in outcome.message
+    outcome = await pool.run(piece("Asks", runs=1), config, lambda: engine.model)
+    assert (outcome.runs, outcome.message) == ([6], None)
+
+
+async def test_the_process_tells_which_engine_did_not_answer(here, pool, config, engine):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        gone = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
+
+    class Models:
+        def __init__(self):
+            self.left, self.told = [engine.model, gone], []
+
+        def __call__(self):
+            return self.left.pop() if len(self.left) > 1 else self.left[0]
+
+        def lost(self, model):
+            self.told.append(model)
+
+    models = Models()
+    outcome = await pool.run(piece("Asks", runs=1), config, models)
+    assert (outcome.runs, models.told) == ([6], [gone])
+
+
+async def test_cancelling_kills_the_process(here, pool, config, engine, pid):
+    task = asyncio.ensure_future(pool.run(piece("Hangs"), config, lambda: engine.model))
+    await pid
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await ends(await pid)
+
+
+async def test_closing_kills_what_runs(here, pool, config, engine, pid):
+    task = asyncio.ensure_future(pool.run(piece("Hangs"), config, lambda: engine.model))
+    await pid
+    await pool.close()
+    with pytest.raises(ChildDied, match="SIGKILL"):
+        await task
+    await ends(await pid)
+
+
+async def test_what_a_slice_has_started_dies_with_it(here, pool, config, engine, pid):
+    with pytest.raises(ChildDied, match="exit code 0"):
+        await pool.run(piece("Spawns", runs=1), config, lambda: engine.model)
+    await ends(await pid)
+
+
+async def test_the_process_asks_which_engine_to_use(here, pool, config, engine):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        lost = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
+    answers = [engine.model, lost, EngineNotReady("waits", 0.01), EngineLost("none")]
+
+    def models():
+        answer = answers.pop() if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    outcome = await pool.run(piece("Asks", runs=1), config, models)
+    assert (outcome.runs, outcome.message) == ([6], None)
+    assert answers == [engine.model]
+
+
+async def test_failures_come_back_as_outcomes(here, pool, config, engine):
+    outcome = await pool.run(piece("Raises"), config, lambda: engine.model)
+    assert outcome.runs == []
+    assert "called sys.exit('no')" in outcome.message
+    outcome = await pool.run(piece("Unsendable"), config, lambda: engine.model)
+    assert outcome.runs == []
+    assert "do not encode" in outcome.message
+
+
+async def test_no_more_processes_at_a_time_than_allowed(here, config, engine, pid):
+    pool = IsolatedPool(1)
+    first = asyncio.ensure_future(pool.run(piece("Hangs"), config, lambda: engine.model))
+    await pid
+    second = asyncio.ensure_future(pool.run(piece("Asks"), config, lambda: engine.model))
+    done, _ = await asyncio.wait([second], timeout=0.3)
+    assert not done
+    first.cancel()
+    assert (await second).runs == [6, 7]
+    await pool.close()
+
+
+RUNNER = """
+import asyncio, sys
+from trinity_mq.config import Config
+from trinity_mq.messages import TaskSlice, decode
+from trinity_mq.models import InferenceModel
+from trinity_agents.runner.process_pool import IsolatedPool
+
+async def main():
+    config = Config.model_validate({"model": {"tiny": {}}, "run_dir": sys.argv[2]})
+    engine = InferenceModel(id="e", url="http://127.0.0.1:1", name="m")
+    await IsolatedPool(1).run(decode(bytes.fromhex(sys.argv[1]), TaskSlice), config, lambda: engine)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+async def test_the_process_does_not_outlive_its_runner(here, config, pid):
+    (here / "runner.py").write_text(RUNNER)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
+    arguments = [str(here / "runner.py"), encode(piece("Hangs")).hex(), config.run_dir]
+    runner = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environ)
+    await pid
+    runner.kill()
+    await runner.wait()
+    await ends(await pid)

@@ -1,0 +1,850 @@
+"""The runner's side of protocol.md section 4, on MemoryBus in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
+from trinity_agents.runner.agent import Runner
+from trinity_agents.runner.process_pool import ChildDied
+from trinity_agents.runner.result_publisher import RETURNED_PAUSE
+from trinity_mq.experience import Experience
+from trinity_mq.messages import TaskBody, TaskResult, TaskSlice
+from trinity_mq.models import InferenceModel
+from trinity_mq.models.errors import EngineLost
+from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.status import SliceOutcome
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.workflows import Workflow
+
+Does = Callable[[TaskSlice], Awaitable[SliceOutcome]]
+Models = Callable[[], InferenceModel]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with capture_logs():  # rendering a traceback for the console takes a second
+        yield
+
+
+async def at_once(piece: TaskSlice) -> SliceOutcome:
+    return an_outcome(piece)
+
+
+class Scripted:
+    """In place of WorkflowRunner and IsolatedPool."""
+
+    def __init__(self, does: Does = at_once) -> None:
+        self.does, self.ran, self.models = does, [], None
+
+    async def run_slice(self, piece: TaskSlice, models: Models, tally: Tally | None = None) -> SliceOutcome:
+        self.ran.append((piece.ticket, piece.task_id))
+        self.models = models
+        return await self.does(piece)
+
+    async def run(self, piece: TaskSlice, config: object, models: Models, tally: Tally) -> SliceOutcome:
+        return await self.run_slice(piece, models)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+
+def make(world: World, does: Does = at_once, isolated: Does = at_once, name: str = "runner-0") -> Any:
+    return Runner(
+        world.config,
+        bus=world.bus(),
+        topology=world.topology,
+        agent_id=name,
+        workflows=Scripted(does),
+        isolated=Scripted(isolated),
+    )
+
+
+def results(world: World) -> list[TaskResult]:
+    return [each for each in world.stream("results") if isinstance(each, TaskResult)]
+
+
+def unanswered(world: World) -> int:
+    """Slices that are in the queue once nobody consumes."""
+    return world.count("tasks.train") + world.count("tasks.eval")
+
+
+def parts(world: World, ticket: str = "t1") -> list[Any]:
+    return world.stored(f"batch.{ticket}")
+
+
+# -- what comes
+
+
+def test_a_body_that_does_not_decode_is_parked_and_the_others_go_on() -> None:
+    world = World()
+
+    async def main() -> None:
+        await world.ready()
+        await world.put("tasks.train", b"\xc1 no msgpack")
+        await world.put("tasks.train", b"{}", content_type="application/json")
+        await world.put("tasks.train", b"x" * (world.config.broker.max_message_bytes - 1))
+        await send_slice(world, a_slice())
+        async with world.living(make(world)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert [result.outcome for result in results(world)] == ["finished"]
+    assert len(world.reasons()) == 3
+    assert all(reason.startswith("does not decode: ") for reason in world.reasons())
+    assert len({each.message_id for each in world.stored("dead")}) == 3
+    assert unanswered(world) == 0
+    assert world.wire[:3] == ["sent unknown"] * 3  # each copy is out before its original is acknowledged
+    first_ack, last_copy = world.wire.index("acked tasks.train"), world.wire.index("confirmed unknown")
+    assert last_copy < first_ack
+
+
+def test_a_body_too_large_for_a_copy_is_moved_by_the_broker() -> None:
+    world = World("broker.max_message_bytes=65536")
+
+    async def main() -> None:
+        await world.ready()
+        world.outside.max_message_bytes = 1 << 20
+        await world.put("tasks.train", b"x" * 100_000)
+        await send_slice(world, a_slice())
+        async with world.living(make(world)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert [len(each.body) for each in world.stored("dead")] == [100_000]
+    assert [result.outcome for result in results(world)] == ["finished"]
+    assert unanswered(world) == 0
+
+
+def test_a_copy_is_not_lost_with_the_dead_queue() -> None:
+    world = World()
+
+    async def main() -> None:
+        async with world.living(make(world)):
+            await world.outside.delete(world.topology.dead.name)
+            await world.put("tasks.train", b"nothing")
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert len(world.reasons()) == 1
+
+
+# -- slices that kill
+
+
+def test_over_the_limit_a_slice_is_poisoned_and_not_run() -> None:
+    world = World()
+    runner = make(world)
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        world.held_back("tasks.train", 5)
+        async with world.living(runner):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.runs, result.parts) == ("poisoned", [], 0)
+    assert runner._turns._workflows.ran == runner._turns._isolated.ran == []
+    assert world.reasons() == ["5 runners did not survive this slice (limit 5)"]
+    assert world.stored("dead")[0].headers["ticket"] == "t1"
+    assert unanswered(world) == 0
+    assert world.wire[-1] == "acked tasks.train"
+    assert {"confirmed task_result", "confirmed task_slice"} < set(world.wire)
+
+
+def test_what_has_come_back_before_runs_in_a_process_of_its_own() -> None:
+    world = World()
+    runner = make(world)
+
+    async def main() -> None:
+        await send_slice(world, a_slice(task=0))
+        world.held_back("tasks.train", 1)
+        await send_slice(world, a_slice(task=1))
+        async with world.living(runner):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert runner._turns._isolated.ran == [("t1", 0)]
+    assert runner._turns._workflows.ran == [("t1", 1)]
+
+
+def test_what_kills_its_process_comes_back_until_the_limit() -> None:
+    world = World("broker.delivery_limit=3")
+
+    async def dies(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(0.1)
+        raise ChildDied("its process was killed by SIGSEGV", -11)
+
+    runner = make(world, isolated=dies)
+
+    async def main() -> None:
+        await send_slice(world, a_slice(task=0))
+        world.held_back("tasks.train", 1)
+        await send_slice(world, a_slice(task=1))
+        async with world.living(runner):
+            await asyncio.sleep(5)
+
+    run_virtually(main())
+    assert runner._turns._isolated.ran == [("t1", 0)] * 2
+    poisoned = next(result for result in results(world) if result.task_id == 0)
+    assert poisoned.outcome == "poisoned"
+    assert "SIGSEGV" in str(poisoned.message)
+    assert [result.outcome for result in results(world) if result.task_id == 1] == ["finished"]
+    assert world.reasons() == ["it killed its process 3 times, last: its process was killed by SIGSEGV"]
+    assert unanswered(world) == 0
+
+
+def test_a_child_that_dies_under_a_void_delivery_does_not_take_the_runner_with_it() -> None:
+    world = World()
+    tries: list[int] = []
+
+    async def dies_once(piece: TaskSlice) -> SliceOutcome:
+        tries.append(1)
+        await asyncio.sleep(10)
+        if len(tries) == 1:
+            raise ChildDied("killed", -9)
+        return an_outcome(piece)
+
+    runner = make(world, isolated=dies_once)
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        world.held_back("tasks.train", 1)
+        async with world.living(runner):
+            await asyncio.sleep(1)
+            world.broker.drop(runner.bus)
+            await asyncio.sleep(30)
+
+    run_virtually(main())
+    assert len(tries) == 2
+    assert [result.outcome for result in results(world)] == ["finished"]
+
+
+def test_the_wait_for_a_free_process_ends() -> None:
+    world = World()
+
+    async def full(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def main() -> None:
+        await send_slice(world, a_slice(slice_timeout=50.0))
+        world.held_back("tasks.train", 1)
+        async with world.living(make(world, isolated=full)):
+            await asyncio.sleep(300)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert result.outcome == "failed"
+    assert "runner.max_isolated" in str(result.message)
+
+
+# -- tickets nobody waits for
+
+
+@pytest.mark.parametrize(
+    ("seq", "listed", "runs"),
+    [(10, False, False), (11, False, False), (9, False, True), (10, True, True), (11, True, True)],
+)
+def test_only_a_beat_that_must_know_the_ticket_can_forget_it(seq: int, listed: bool, runs: bool) -> None:
+    world = World()
+    runner = make(world)
+
+    async def main() -> None:
+        async with world.living(runner):
+            await world.beat("explorer", "explorer-0", seq, open=["t1"] if listed else ["other"])
+            await send_slice(world, a_slice(opened_beat=10))
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert runner._turns._workflows.ran == ([("t1", 0)] if runs else [])
+    assert len(results(world)) == int(runs)
+    assert world.wire[-1] == "acked tasks.train"
+    assert unanswered(world) == 0
+
+
+def test_another_explorers_beat_forgets_nothing() -> None:
+    world = World()
+    runner = make(world)
+
+    async def main() -> None:
+        async with world.living(runner):
+            await world.beat("explorer", "explorer-1", 500, open=[])
+            await send_slice(world, a_slice(opened_beat=10))
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert len(results(world)) == 1
+
+
+# -- the order that matters
+
+
+def test_parts_are_confirmed_before_the_result_and_the_result_before_the_ack() -> None:
+    world = World("broker.max_message_bytes=65536")
+
+    async def large(piece: TaskSlice) -> SliceOutcome:
+        world.broker.lose_confirm_once()
+        return an_outcome(piece, experiences=[experience(run=run, length=6000) for run in range(4)])
+
+    async def main() -> None:
+        await send_slice(world, a_slice(runs=4))
+        async with world.living(make(world, large)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.runs, result.parts, result.version_min) == ("finished", [0, 1, 2, 3], 4, (1, 3))
+    part = ["sent experience_part", "confirmed experience_part"]
+    assert world.wire == [*part * 4, "sent task_result", "confirmed task_result", "acked tasks.train"]
+    held = {each.message_id: each for each in parts(world)}  # one is there twice: its confirm was lost
+    assert len(parts(world)) == 5
+    assert sorted(held) == [f"{result.attempt}-{n}" for n in range(4)]
+    assert all(len(each.body) <= 65536 for each in held.values())
+    assert [each.headers["part"] for each in held.values()] == [0, 1, 2, 3]
+    assert {(each.headers["parts"], each.headers["policy_version"]) for each in held.values()} == {(4, "1.3")}
+    runs = [exp.eid.run for each in held.values() for exp in Experience.deserialize_many(each.body)]
+    assert runs == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"experiences": [experience(), experience(run=1, info={"what": object()})]},
+        {"experiences": [experience(), experience(run=1, length=100_000)]},
+        {"metrics": [{"reward": "high"}, {}]},
+    ],
+    ids=["info", "size", "metrics"],
+)
+def test_what_cannot_travel_fails_its_slice_and_leaves_no_part(fields: dict[str, Any]) -> None:
+    world = World("broker.max_message_bytes=65536")
+
+    async def unfit(piece: TaskSlice) -> SliceOutcome:
+        return an_outcome(piece, **fields)
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        async with world.living(make(world, unfit)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.runs, result.parts) == ("failed", [], 0)
+    assert result.message
+    assert parts(world) == []
+    assert unanswered(world) == 0
+
+
+def test_a_message_of_any_length_and_any_characters_travels() -> None:
+    world = World()
+
+    async def strange(piece: TaskSlice) -> SliceOutcome:
+        return SliceOutcome.failure("\udcff" + "x" * 20_000_000)
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        async with world.living(make(world, strange)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert result.outcome == "failed"
+    assert len(str(result.message)) == 2000
+
+
+def test_some_of_the_runs_are_a_partial_outcome() -> None:
+    world = World()
+
+    async def half(piece: TaskSlice) -> SliceOutcome:
+        return an_outcome(piece, experiences=[experience()], runs=[0], metrics=[{}], message="one failed")
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        async with world.living(make(world, half)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.runs, result.parts, result.message) == ("partial", [0], 1, "one failed")
+
+
+def test_evaluation_sends_no_parts() -> None:
+    world = World()
+
+    async def main() -> None:
+        await send_slice(world, a_slice(lane="eval", deliver="none"))
+        async with world.living(make(world)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.runs, result.parts) == ("finished", [0, 1], 0)
+    assert (result.version_min, result.version_max) == ((1, 3), (1, 3))
+    assert world.wire == ["sent task_result", "confirmed task_result", "acked tasks.eval"]
+
+
+def test_nothing_is_acknowledged_when_nobody_keeps_results() -> None:
+    world = World()
+    runner = make(world)
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        task = asyncio.create_task(runner.run())
+        await asyncio.sleep(0)
+        runner._turns._workflows.does = gone
+        await asyncio.wait([task])
+        assert isinstance(task.exception(), ExceptionGroup)
+        assert task.exception().subgroup(RestartMe) is not None
+
+    async def gone(piece: TaskSlice) -> SliceOutcome:
+        await world.outside.delete(world.topology.results.name)
+        return an_outcome(piece)
+
+    run_virtually(main())
+    assert unanswered(world) == 1
+
+
+# -- returned parts
+
+
+def test_a_returned_part_is_published_again_while_its_queue_exists() -> None:
+    world = World()
+    queue = world.topology.batch_queue(1, "t1")
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        await world.outside.unbind(queue)
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+            assert world.wire.count("returned experience_part") > 5
+            assert results(world) == []
+            await world.outside.declare(queue)
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.parts) == ("finished", 1)
+    assert len(parts(world)) == 1
+
+
+def test_a_part_whose_queue_is_gone_is_late() -> None:
+    world = World()
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        await world.outside.delete(world.topology.batch_queue(1, "t1").name)
+        async with world.living(make(world)):
+            await asyncio.sleep(2)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.parts, result.runs) == ("late", 0, [])
+    assert world.wire[-2:] == ["confirmed task_result", "acked tasks.train"]
+    assert world.count("batch.t1") is None
+
+
+def test_a_part_whose_queue_is_replaced_is_taken_by_the_new_one() -> None:
+    """Its owner deletes a queue that confirms nothing, and declares it anew."""
+    world = World()
+
+    async def main() -> None:
+        await send_slice(world, a_slice(opened_beat=10))
+        queue = world.topology.batch_queue(1, "t1")
+        await world.outside.delete(queue.name)
+        async with world.living(make(world)):
+            await world.beat("explorer", "explorer-0", 11, open=["t1"])
+            await asyncio.sleep(0.5)
+            await world.outside.declare(queue)
+            await asyncio.sleep(2)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.parts) == ("finished", 1)
+    assert len(parts(world)) == 1
+
+
+def test_a_part_of_a_ticket_that_is_no_longer_open_is_late() -> None:
+    world = World()
+
+    async def main() -> None:
+        await send_slice(world, a_slice(opened_beat=10))
+        await world.outside.unbind(world.topology.batch_queue(1, "t1"))
+        async with world.living(make(world)):
+            await world.beat("explorer", "explorer-0", 11, open=["t1"])
+            await asyncio.sleep(2)
+            assert results(world) == []
+            await world.beat("explorer", "explorer-0", 12, open=[])
+            await asyncio.sleep(2 * RETURNED_PAUSE)
+            assert [result.outcome for result in results(world)] == ["late"]
+
+    run_virtually(main())
+    assert unanswered(world) == 0
+
+
+def test_a_part_is_not_tried_for_longer_than_its_slice_may_take() -> None:
+    world = World()
+
+    async def main() -> None:
+        await send_slice(world, a_slice(slice_timeout=20.0))
+        await world.outside.unbind(world.topology.batch_queue(1, "t1"))
+        async with world.living(make(world)):
+            await asyncio.sleep(19)
+            assert results(world) == []
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    assert [result.outcome for result in results(world)] == ["late"]
+
+
+# -- connections
+
+
+def test_a_connection_lost_mid_slice_costs_no_second_run() -> None:
+    world = World()
+
+    async def slow(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(10)
+        return an_outcome(piece)
+
+    runner = make(world, slow)
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        async with world.living(runner):
+            await asyncio.sleep(1)
+            world.broker.drop(runner.bus, delay=20)  # done in between
+            await asyncio.sleep(15)
+            assert results(world) == []
+            await asyncio.sleep(30)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert {each.headers["attempt"] for each in parts(world)} == {result.attempt}
+    assert runner._turns._workflows.ran == [("t1", 0)]
+    assert runner._turns._isolated.ran == []
+    assert world.wire.index("void tasks.train") < world.wire.index("acked tasks.train")
+    assert unanswered(world) == 0
+
+
+def test_duplicates_that_come_while_it_runs_wait_for_it() -> None:
+    world = World()
+
+    async def slow(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(10)
+        return an_outcome(piece)
+
+    runner = make(world, slow)
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        async with world.living(runner):
+            for _ in range(3):
+                await asyncio.sleep(1)
+                await send_slice(world, a_slice())
+            world.broker.drop(runner.bus)  # four come back
+            await asyncio.sleep(60)
+
+    run_virtually(main())
+    assert len(results(world)) == 1
+    assert runner._turns._workflows.ran == [("t1", 0)]
+    assert runner._turns._isolated.ran == []
+    assert world.wire.count("acked tasks.train") == 4
+
+
+def test_duplicates_of_one_that_failed_with_its_process_run_one_after_the_other() -> None:
+    world = World()
+    at_work, most = 0, 0
+
+    async def dies(piece: TaskSlice) -> SliceOutcome:
+        nonlocal at_work, most
+        at_work, most = at_work + 1, max(most, at_work + 1)
+        await asyncio.sleep(5)
+        at_work -= 1
+        raise ChildDied("killed", -9)
+
+    async def main() -> None:
+        for _ in range(3):
+            await send_slice(world, a_slice())
+        world.held_back("tasks.train", 2)
+        async with world.living(make(world, isolated=dies)):
+            await asyncio.sleep(200)
+
+    run_virtually(main())
+    assert most == 1
+    assert [result.outcome for result in results(world)] == ["poisoned"]
+
+
+def test_an_acknowledgement_lost_on_its_way_costs_no_second_run() -> None:
+    world = World()
+    runner = make(world)
+
+    async def main() -> None:
+        async with world.living(runner):
+            await send_slice(world, a_slice())
+            await asyncio.sleep(1)
+            await send_slice(world, a_slice())  # what the broker does when it never saw the ack
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert runner._turns._workflows.ran == [("t1", 0)]
+    assert len(results(world)) == 1
+    assert unanswered(world) == 0
+
+
+def test_it_does_not_remember_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    runner = make(world)
+    monkeypatch.setattr("trinity_agents.runner.agent.REMEMBERED", 2)
+
+    async def main() -> None:
+        async with world.living(runner):
+            for task in (0, 1, 2, 2, 0):
+                await send_slice(world, a_slice(task=task))
+                await asyncio.sleep(0.1)
+
+    run_virtually(main())
+    assert [task for _, task in runner._turns._workflows.ran] == [0, 1, 2, 0]
+
+
+def test_while_the_broker_blocks_nothing_is_reported_and_nothing_lost() -> None:
+    world = World()
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        world.broker.block()
+        runner = make(world)
+        async with world.living(runner):
+            await asyncio.sleep(100)
+            assert results(world) == []
+            world.broker.unblock()
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert [result.outcome for result in results(world)] == ["finished"]
+
+
+def test_another_runner_does_what_a_killed_one_held() -> None:
+    world = World()
+
+    async def forever(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    second = make(world, name="runner-1")
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        first = asyncio.create_task(make(world, forever).run())
+        await asyncio.sleep(1)
+        await kill(first)
+        async with world.living(second):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert [result.runner for result in results(world)] == ["runner-1"]
+    assert second._turns._isolated.ran == [("t1", 0)]  # it has come back once
+
+
+@pytest.mark.parametrize("after", range(1, 6))
+def test_killed_after_any_step_what_counts_is_complete(after: int) -> None:
+    """Part sent, part confirmed, result sent, result confirmed, acknowledged."""
+    world = World()
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        first = asyncio.create_task(make(world).run())
+        world.kill_after = (after, first)
+        await asyncio.wait([first], timeout=10)
+        assert first.cancelled()
+        async with world.living(make(world, name="runner-1")):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    decisive = results(world)[0]
+    assert (decisive.outcome, decisive.parts) == ("finished", 1)
+    assert decisive.attempt in {each.headers["attempt"] for each in parts(world)}
+    assert len({result.attempt for result in results(world)}) == len(results(world)) <= 2
+    assert unanswered(world) == 0
+
+
+# -- the end
+
+
+def test_draining_finishes_what_it_holds_and_takes_nothing_new() -> None:
+    world = World()
+
+    async def slow(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(10)
+        return an_outcome(piece)
+
+    runner = make(world, slow)
+
+    async def main() -> None:
+        await send_slice(world, a_slice(task=0))
+        async with world.living(runner):
+            await asyncio.sleep(1)
+            runner.drain()
+            await asyncio.sleep(1)
+            await send_slice(world, a_slice(task=1))
+        assert 10 < asyncio.get_running_loop().time() < 12
+
+    run_virtually(main())
+    assert [result.task_id for result in results(world)] == [0]
+    assert unanswered(world) == 1
+
+
+def test_draining_gives_back_what_takes_too_long() -> None:
+    world = World("runner.drain_timeout=5")
+
+    async def forever(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        async with world.living(make(world, forever)):
+            await asyncio.sleep(1)
+        assert 5 < asyncio.get_running_loop().time() < 8
+        assert unanswered(world) == 1
+        async with world.living(make(world, name="runner-1")):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert [result.runner for result in results(world)] == ["runner-1"]
+
+
+def test_the_end_of_the_run_ends_it() -> None:
+    world = World()
+    runner = make(world)
+
+    async def main() -> None:
+        await world.ready()
+        task = asyncio.create_task(runner.run())
+        await asyncio.sleep(1)
+        await world.beat("explorer", "explorer-0", open=[], finished=False)
+        await asyncio.sleep(60)
+        assert not task.done()
+        await world.beat("explorer", "explorer-0", open=[], finished=True)
+        await asyncio.sleep(1)
+        assert task.done()
+
+    run_virtually(main())
+    assert runner.state == "finished"
+
+
+# -- engines
+
+
+class OneExperience(Workflow):
+    """Asks nobody."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        return [experience()]
+
+
+def test_without_an_engine_it_waits_and_that_is_no_failure() -> None:
+    world = World()
+    runner = Runner(world.config, bus=world.bus(), topology=world.topology, agent_id="runner-0")
+    engine = {"id": "e", "url": "http://127.0.0.1:9", "name": "m", "role": "rollout", "version": [1, 0]}
+
+    async def main() -> None:
+        body = TaskBody(workflow=f"{__name__}.OneExperience")
+        await send_slice(world, a_slice().model_copy(update={"task": body, "max_retry_times": 0}))
+        async with world.living(runner):
+            await asyncio.sleep(200)
+            assert results(world) == []
+            await world.beat("engine", "e", lease=30.0, **engine)
+            await asyncio.sleep(10)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.runs) == ("finished", [0, 1])
+
+
+def test_it_asks_the_least_loaded_living_engine() -> None:
+    world = World()
+    runner = make(world)
+
+    def engine(name: str, **more: Any) -> dict[str, Any]:
+        return {"id": name, "url": "u", "name": "m", "role": "rollout", "version": [1, 0], **more}
+
+    async def main() -> None:
+        async with world.living(runner):
+            with pytest.raises(EngineLost):
+                runner._engines()
+            await world.beat("engine", "empty", **engine("empty", load=0, version=None))
+            assert runner._engines().id == "empty"
+            await world.beat("engine", "busy", **engine("busy", load=9))
+            await world.beat("engine", "judge", **engine("judge", load=0, role="auxiliary"))
+            await world.beat("engine", "odd", load=0, role="rollout")
+            assert runner._engines().id == "busy"
+            await world.beat("engine", "short", lease=5.0, **engine("short", load=1))
+            assert {runner._engines().id for _ in range(5)} == {"short"}
+            await world.beat("engine", "twin", lease=5.0, **engine("twin", load=6))
+            assert sorted(runner._engines().id for _ in range(4)) == ["short", "short", "twin", "twin"]
+            await asyncio.sleep(6)
+            assert runner._engines().id == "busy"
+            await world.beat("engine", "busy", state="gone", **engine("busy", load=9))
+            assert runner._engines().id == "empty"
+
+    run_virtually(main())
+
+
+def test_its_beat_says_what_it_does() -> None:
+    world = World()
+
+    async def slow(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(10)
+        return an_outcome(piece)
+
+    runner = make(world, slow)
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        async with world.living(runner):
+            seconds = pytest.approx(0.2, abs=0.2)
+            assert runner.detail() == {"running": 1, "slices": [["t1", 0, 0, seconds]], "done": 0}
+            assert runner.state == "working"
+            await asyncio.sleep(11)
+            assert (runner.state, runner.detail()) == ("idle", {"running": 0, "slices": [], "done": 1})
+            await world.outside.publish("", world.topology.tasks_train.name, envelope(a_slice(task=1)))
+            await asyncio.sleep(1)
+            runner.drain()
+            await asyncio.sleep(1)
+            assert runner.state == "draining"
+
+    run_virtually(main())
+    assert runner.state == "gone"
+
+
+def test_the_beat_names_the_oldest_slices_in_hand() -> None:
+    world = World("runner.concurrency=20")
+
+    async def slow(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(10)
+        return an_outcome(piece)
+
+    runner = make(world, slow)
+
+    async def main() -> None:
+        for task in range(18):
+            await send_slice(world, a_slice(task=task, run_base=4))
+        async with world.living(runner):
+            await asyncio.sleep(5)
+            detail = runner.detail()
+            assert (detail["running"], len(detail["slices"])) == (18, 16)
+            assert [entry[:3] for entry in detail["slices"]] == [["t1", task, 4] for task in range(16)]
+            assert all(5.0 <= entry[3] < 6.0 for entry in detail["slices"])
+
+    run_virtually(main())
+    assert runner.detail()["slices"] == []

@@ -1,0 +1,437 @@
+"""How a slice is ended that nobody waits for, whose runner has to end, or that does not end; on MemoryBus, in virtual
+time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.unit.agents.runner.test_runner import Models, parts, results, unanswered
+from tests.unit.agents.world import World, a_slice, experience, kill, send_slice
+from trinity_agents.runner.agent import STUCK_AFTER, Runner
+from trinity_agents.runner.agent import main as runner_main
+from trinity_agents.runner.process_pool import ChildDied
+from trinity_agents.runner.slice_executor import STOP_PATIENCE
+from trinity_mq.experience import Experience
+from trinity_mq.messages import Beat, TaskBody, TaskSlice
+from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.status import SliceOutcome
+from trinity_mq.runtime.errors import RecycleMe, RestartMe
+from trinity_mq.runtime.serve import first_leaf
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.workflows import Workflow
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+class Stepwise:
+    """In place of WorkflowRunner and IsolatedPool: finishes ``done`` runs at once and hangs in the next.
+
+    ``deaf``: not even cancelling ends it, for so many seconds.
+    """
+
+    def __init__(self, done: int = 1, deaf: float = 0.0) -> None:
+        self.done, self.deaf, self.began, self.cancelled = done, deaf, 0, 0
+
+    async def run_slice(self, piece: TaskSlice, models: Models, tally: Tally) -> SliceOutcome:
+        self.began += 1
+        for run in range(self.done):
+            tally.keep(run, [experience(piece.task_id, run)], {"reward": 1.0})
+        until = asyncio.get_running_loop().time() + self.deaf
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            while (left := until - asyncio.get_running_loop().time()) > 0:
+                try:
+                    await asyncio.sleep(left)
+                except asyncio.CancelledError:
+                    continue
+            raise
+        raise AssertionError
+
+    async def run(self, piece: TaskSlice, config: object, models: Models, tally: Tally) -> SliceOutcome:
+        return await self.run_slice(piece, models, tally)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    @staticmethod
+    def blocks(piece: TaskSlice) -> bool:
+        return True
+
+
+def make(world: World, does: Any, name: str = "runner-0", **how: Any) -> Runner:
+    return Runner(
+        world.config, bus=world.bus(), topology=world.topology, agent_id=name, workflows=does, isolated=does, **how
+    )
+
+
+def cause(task: asyncio.Task[None]) -> BaseException:
+    error = task.exception()
+    assert error is not None
+    return first_leaf(error)
+
+
+# -- nobody waits any more
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize(
+    ("keep", "done", "outcome"), [(False, 1, None), (True, 1, "partial"), (True, 0, "cancelled")], ids=str
+)
+def test_a_running_slice_whose_ticket_is_no_longer_listed_is_cancelled_within_a_second(
+    keep: bool, done: int, outcome: str | None, isolated: bool
+) -> None:
+    world = World()
+    does = Stepwise(done)
+    runner = make(world, does)
+
+    async def main() -> None:
+        await send_slice(world, a_slice(opened_beat=10, keep_partial=keep))
+        if isolated:
+            world.held_back("tasks.train", 1)
+        async with world.living(runner):
+            await world.beat("explorer", "explorer-0", 11, open=["t1", "t2"])
+            await asyncio.sleep(5)
+            assert (does.began, does.cancelled) == (1, 0)
+            await world.beat("explorer", "explorer-0", 12, open=["t2"])
+            await asyncio.sleep(0.5)
+            assert does.cancelled == 1
+            assert world.wire[-1] == "acked tasks.train"
+            assert runner.detail()["cancelled"] == 1
+            assert runner.detail()["running"] == 0
+
+    run_virtually(main())
+    assert [(result.outcome, result.runs, result.parts) for result in results(world)] == (
+        [] if outcome is None else [(outcome, [0][:done], done)]
+    )
+    assert [each.eid.run for mail in parts(world) for each in Experience.deserialize_many(mail.body)] == (
+        [0] if keep and done else []
+    )
+    assert unanswered(world) == 0
+
+
+def test_what_was_cut_off_is_published_also_while_its_queue_is_unbound() -> None:
+    """The ticket is not listed any more, and still waited for: a returned part is no reason to drop it."""
+    world = World()
+
+    async def main() -> None:
+        await send_slice(world, a_slice(opened_beat=10, keep_partial=True))
+        async with world.living(make(world, Stepwise())):
+            queue = world.topology.batch_queue(1, "t1")
+            await world.outside.unbind(queue)
+            await world.beat("explorer", "explorer-0", 12, open=[])
+            await asyncio.sleep(1)
+            assert results(world) == []
+            await world.outside.declare(queue)
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert [result.outcome for result in results(world)] == ["partial"]
+
+
+def test_a_ticket_that_is_closed_is_late_and_counted() -> None:
+    world = World()
+    runner = make(world, Stepwise())
+
+    async def main() -> None:
+        await send_slice(world, a_slice(opened_beat=10, keep_partial=True))
+        async with world.living(runner):
+            await world.outside.delete(world.topology.batch_queue(1, "t1").name)
+            await world.beat("explorer", "explorer-0", 12, open=[])
+            await asyncio.sleep(1)
+            assert runner.detail()["late"] == 1
+
+    run_virtually(main())
+    assert [result.outcome for result in results(world)] == ["late"]
+
+
+# -- what does not end
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_workflow_that_ignores_its_cancellation_is_left_behind(keep: bool) -> None:
+    world = World("runner.concurrency=1")
+    does = Stepwise(deaf=30)
+    runner = make(world, does)
+
+    async def main() -> None:
+        await send_slice(world, a_slice(opened_beat=10, keep_partial=keep))
+        async with world.living(runner):
+            await world.beat("explorer", "explorer-0", 12, open=["t2"])
+            await asyncio.sleep(STOP_PATIENCE + 0.2)
+            assert len(results(world)) == int(keep)
+            assert world.wire[-1] == "acked tasks.train"
+            await send_slice(world, a_slice("t2", opened_beat=10))
+            await asyncio.sleep(1)
+            assert does.began == 2  # its slot is free
+            await world.beat("explorer", "explorer-0", 13, open=["t2"])
+            assert runner.detail()["stuck"] == 1
+            await asyncio.sleep(30)
+            await world.beat("explorer", "explorer-0", 14, open=[])
+            assert "stuck" not in runner.detail()
+            await asyncio.sleep(1)
+        assert len(results(world)) == int(keep)
+
+    run_virtually(main())
+
+
+def test_a_slice_that_goes_on_after_its_time_is_ended_with_what_it_has() -> None:
+    world = World()
+
+    async def main() -> None:
+        await send_slice(world, a_slice(slice_timeout=20.0))
+        async with world.living(make(world, Stepwise(deaf=40))):
+            await asyncio.sleep(20 + 3 * STOP_PATIENCE)
+            (result,) = results(world)
+            assert (result.outcome, result.runs, result.parts) == ("partial", [0], 1)
+            assert "after its time" in str(result.message)
+            await asyncio.sleep(50)
+
+    run_virtually(main())
+    assert len(results(world)) == 1
+
+
+def test_too_many_stuck_workflows_end_the_runner_which_gives_back_what_it_holds() -> None:
+    world = World("runner.max_stuck=1", "runner.drain_timeout=5")
+    ended: list[int] = []
+    runner = make(world, Stepwise(done=0, deaf=60), end_process=ended.append)
+
+    async def main() -> None:
+        for task in range(2):
+            await send_slice(world, a_slice(task=task, slice_timeout=20.0))
+        await send_slice(world, a_slice(task=2))
+        task = asyncio.create_task(runner.run())
+        await asyncio.wait([task], timeout=20 + 4 * STOP_PATIENCE + STUCK_AFTER + 10)
+        error = cause(task)
+        assert type(error) is RestartMe
+        assert "2 workflows that were given up run on (runner.max_stuck 1)" in str(error)
+        assert ended == [75]
+        assert unanswered(world) == 1
+        await kill(*(other for other in asyncio.all_tasks() if other is not asyncio.current_task()))
+
+    run_virtually(main())
+    assert [result.outcome for result in results(world)] == ["failed", "failed"]
+
+
+# -- the runner ends
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_preempted_runner_leaves_the_runs_it_has_where_they_are_wanted(keep: bool) -> None:
+    world = World("runner.drain_timeout=5")
+    runner = make(world, Stepwise())
+
+    async def main() -> None:
+        await send_slice(world, a_slice(keep_partial=keep))
+        async with world.living(runner):
+            await asyncio.sleep(1)
+        assert 5 < asyncio.get_running_loop().time() < 8
+
+    run_virtually(main())
+    assert [(result.outcome, result.runs) for result in results(world)] == ([("partial", [0])] if keep else [])
+    assert unanswered(world) == int(not keep)
+
+
+def test_after_so_many_slices_it_is_started_again() -> None:
+    world = World("runner.recycle_after=3", "runner.concurrency=1", "runner.drain_timeout=5")
+
+    class AtOnce(Stepwise):
+        async def run_slice(self, piece: TaskSlice, models: Models, tally: Tally) -> SliceOutcome:
+            await asyncio.sleep(1)
+            return SliceOutcome(runs=[0, 1], metrics=[{}, {}])
+
+    runner = make(world, AtOnce())
+
+    async def main() -> None:
+        for task in range(5):
+            await send_slice(world, a_slice(task=task, deliver="none"))
+        task = asyncio.create_task(runner.run())
+        await asyncio.wait([task], timeout=60)
+        assert isinstance(cause(task), RecycleMe)
+        assert "runner.recycle_after" in str(cause(task))
+
+    run_virtually(main())
+    # what had been delivered by then was finished
+    assert [result.outcome for result in results(world)] == ["finished"] * len(results(world))
+    assert 3 <= len(results(world)) <= 4
+    assert len(results(world)) + unanswered(world) == 5
+
+
+# -- lanes
+
+
+def test_evaluation_has_slots_of_its_own() -> None:
+    world = World("runner.concurrency=2", "runner.eval_concurrency=3")
+    does = Stepwise()
+
+    async def main() -> None:
+        for task in range(6):
+            await send_slice(world, a_slice(task=task))
+        task = asyncio.create_task(make(world, does).run())
+        await asyncio.sleep(1)
+        assert does.began == 2
+        for number in range(6):
+            await send_slice(world, a_slice("t2", task=number, lane="eval", deliver="none"))
+        await asyncio.sleep(1)
+        assert does.began == 5
+        await kill(task)
+
+    run_virtually(main())
+
+
+def test_a_runner_that_is_started_later_takes_work_at_once() -> None:
+    world = World("runner.concurrency=1")
+    first, second = Stepwise(), Stepwise()
+
+    async def main() -> None:
+        for task in range(3):
+            await send_slice(world, a_slice(task=task))
+        tasks = [asyncio.create_task(make(world, first).run())]
+        await asyncio.sleep(5)
+        tasks.append(asyncio.create_task(make(world, second, "runner-1").run()))
+        await asyncio.sleep(0.5)
+        assert (first.began, second.began) == (1, 1)
+        assert world.count("tasks.train") == 1
+        await kill(*tasks)
+
+    run_virtually(main())
+
+
+# -- what is known of deaths
+
+
+def test_the_dead_letter_tells_the_history_by_all_runners() -> None:
+    world = World("broker.delivery_limit=4")
+
+    class Dies(Stepwise):
+        async def run(self, piece: TaskSlice, config: object, models: Models, tally: Tally) -> SliceOutcome:
+            await asyncio.sleep(1)
+            raise ChildDied(f"its process was killed by SIG{self.began}")
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        world.held_back("tasks.train", 1)
+        lives = [make(world, Dies(), name) for name in ("runner-0", "runner-1")]
+        async with world.living(*lives):
+            await asyncio.sleep(20)
+
+    run_virtually(main())
+    (dead,) = world.stored("dead")
+    lines = dead.headers["dead-history"].split("\n")
+    assert len(lines) == 4
+    assert lines[0].startswith("0: of 1 earlier deliveries no runner says anything")
+    assert [line.split(":")[0] for line in lines[1:]] == ["delivery 2", "delivery 3", "delivery 4"]
+    assert {"runner-0", "runner-1"} == {line.split(" of ")[1].split(":")[0] for line in lines[1:]}
+    assert all("it killed its process: its process was killed by SIG0" in line for line in lines[1:])
+    (result,) = results(world)
+    assert (result.outcome, result.returned) == ("poisoned", 3)
+
+
+@pytest.mark.parametrize("died", [None, 5, {"t1/0/0": 5}, {"t1/0/0": [5, None]}], ids=repr)
+def test_what_others_say_of_deaths_may_be_anything(died: object) -> None:
+    world = World("broker.delivery_limit=2")
+
+    class Dies(Stepwise):
+        async def run(self, piece: TaskSlice, config: object, models: Models, tally: Tally) -> SliceOutcome:
+            raise ChildDied("killed")
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        world.held_back("tasks.train", 1)
+        runner = make(world, Dies())
+        runner.peers.hear(
+            Beat(role="runner", id="r", seq=1, incarnation="x", lease=100.0, state="idle", detail={"died": died})
+        )
+        async with world.living(runner):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    assert [result.outcome for result in results(world)] == ["poisoned"]
+
+
+# -- where it runs
+
+
+@pytest.mark.parametrize(("where", "in_process"), [("thread", 0), ("process", 1)])
+def test_what_blocks_runs_in_a_process_where_that_is_asked_for(where: str, in_process: int) -> None:
+    world = World(f"runner.blocking={where}")
+    here, there = Stepwise(), Stepwise()
+    runner = Runner(
+        world.config, bus=world.bus(), topology=world.topology, agent_id="r", workflows=here, isolated=there
+    )  # type: ignore[arg-type]
+
+    async def main() -> None:
+        await send_slice(world, a_slice())
+        task = asyncio.create_task(runner.run())
+        await asyncio.sleep(1)
+        assert (here.began, there.began) == (1 - in_process, in_process)
+        await kill(task)
+
+    run_virtually(main())
+
+
+def test_environment_variables_are_set_before_anything_of_a_workflow_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World('runner.env={"TMQ_TEST_VARIABLE": "set"}')
+    seen: list[str | None] = []
+    monkeypatch.setenv("TMQ_TEST_VARIABLE", "not yet")
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+
+    def daemon(*arguments: object) -> int:
+        seen.append(os.environ.get("TMQ_TEST_VARIABLE"))
+        return 0
+
+    monkeypatch.setattr("trinity_agents.runner.agent.run_daemon", daemon)
+    assert runner_main(world.config) == 0
+    assert seen == ["set"]
+
+
+class HoldsItsThread(Workflow):
+    """Synchronous; ends when it is interrupted, and only then."""
+
+    threads: ClassVar[list[threading.Thread]] = []
+
+    def run(self) -> list[Experience]:
+        self.threads.append(threading.current_thread())
+        while True:
+            time.sleep(0.002)
+
+
+async def test_a_synchronous_workflow_that_nobody_waits_for_frees_its_slot_and_its_thread() -> None:
+    world = World("runner.concurrency=1")
+    HoldsItsThread.threads.clear()
+    runner = Runner(world.config, bus=world.bus(), topology=world.topology, agent_id="runner-0")
+    body = TaskBody(workflow=f"{__name__}.HoldsItsThread")
+    engine = {"id": "e", "url": "http://127.0.0.1:9", "name": "m", "role": "rollout", "version": [1, 0]}
+    async with world.living(runner):
+        await world.beat("engine", "e", **engine)
+        await send_slice(world, a_slice(opened_beat=10, runs=3).model_copy(update={"task": body}))
+        async with asyncio.timeout(10):
+            while len(HoldsItsThread.threads) < 3:
+                await runner.woken.wait(0.02)
+        asked = time.monotonic()
+        await world.beat("explorer", "explorer-0", 11, open=[])
+        async with asyncio.timeout(1):
+            while runner.detail()["running"]:
+                await runner.woken.wait(0.02)
+        for thread in HoldsItsThread.threads:
+            await asyncio.to_thread(thread.join, 1)
+            assert not thread.is_alive()
+        assert time.monotonic() - asked < 1
+    assert results(world) == []
+    assert unanswered(world) == 0

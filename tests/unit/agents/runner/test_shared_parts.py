@@ -1,0 +1,190 @@
+"""Slices that end at the same time: their experiences and results travel together, and count one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.unit.agents.operator.test_operator import close, make_world, manifest, open_batch, ready, runs_of
+from tests.unit.agents.operator.test_operator import make as make_operator
+from tests.unit.agents.runner.test_runner import make, parts, results, unanswered
+from tests.unit.agents.world import World, a_slice, an_outcome, experience, send_slice
+from trinity_mq.dispatch.collector import Collector
+from trinity_mq.dispatch.tickets import new_ticket
+from trinity_mq.experience import Experience
+from trinity_mq.messages import TaskBody, TaskResult, TaskResults, TaskSlice, decode_any
+from trinity_mq.rollout.status import SliceOutcome
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.transport.co_batched_parts import Member, share_mail, shares_of
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with capture_logs():
+        yield
+
+
+def counted(world: World) -> dict[tuple[str, int], list[int]]:
+    """The runs in the batch queue by attempt and part."""
+    found: dict[tuple[str, int], list[int]] = {}
+    for stored in parts(world):
+        runs = [each.eid.run for each in Experience.deserialize_many(stored.body)]
+        for share in shares_of(stored):
+            assert share.key not in found
+            found[share.key] = runs if share.rows is None else runs[share.rows]
+    return found
+
+
+async def together(piece: TaskSlice) -> SliceOutcome:
+    await asyncio.sleep(1.0)
+    return an_outcome(piece)
+
+
+async def done(world: World, runner: Any, slices: int, **fields: Any) -> None:
+    for task in range(slices):
+        await send_slice(world, a_slice(task=task, runs=2, run_base=10 * task, **fields))
+    async with world.living(runner):
+        await asyncio.sleep(4)
+
+
+def test_what_ends_together_travels_together_and_counts_one_by_one() -> None:
+    world = World()
+    run_virtually(done(world, make(world, together), 12))
+    assert len(parts(world)) < 6
+    found = {result.attempt: result for result in results(world)}
+    assert len(found) == 12
+    assert counted(world) == {(attempt, 0): [result.run_base, result.run_base + 1] for attempt, result in found.items()}
+    assert all((result.outcome, result.parts) == ("finished", 1) for result in found.values())
+    assert "sent task_results" in world.wire
+    assert unanswered(world) == 0
+
+
+def test_parts_are_confirmed_before_their_results_and_those_before_the_acknowledgements() -> None:
+    world = World()
+    run_virtually(done(world, make(world, together), 12))
+    last = {what: max(n for n, entry in enumerate(world.wire) if entry == what) for what in set(world.wire)}
+    first = {what: world.wire.index(what) for what in set(world.wire)}
+    # all twelve end in the same instant, so that each kind is out before the next begins
+    assert last["confirmed experience_part"] < first["sent task_results"]
+    assert first["confirmed task_results"] < first["acked tasks.train"]
+
+
+def test_one_unfit_to_travel_keeps_nobody_else_from_it() -> None:
+    world = World()
+
+    async def does(piece: TaskSlice) -> SliceOutcome:
+        outcome = await together(piece)
+        if piece.task_id == 3:
+            outcome.experiences[0].reward = "much"  # type: ignore[assignment]
+        return outcome
+
+    run_virtually(done(world, make(world, does), 6))
+    ends = {result.task_id: result for result in results(world)}
+    assert {task: result.outcome for task, result in ends.items()} == {
+        task: "failed" if task == 3 else "finished" for task in range(6)
+    }
+    assert "reward" in str(ends[3].message)
+    assert sorted(run for runs in counted(world).values() for run in runs) == sorted(
+        run for task in (0, 1, 2, 4, 5) for run in (10 * task, 10 * task + 1)
+    )
+
+
+def test_a_closed_batch_makes_each_of_them_late() -> None:
+    world = World()
+
+    async def main() -> None:
+        for task in range(4):
+            await send_slice(world, a_slice(task=task))
+        async with world.living(make(world, together)):
+            queue = world.topology.batch_queue(1, "t1")
+            await world.outside.unbind(queue)
+            await world.outside.delete(queue.name)
+            await asyncio.sleep(4)
+
+    run_virtually(main())
+    assert sorted(result.task_id for result in results(world)) == [0, 1, 2, 3]
+    assert {result.outcome for result in results(world)} == {"late"}
+    assert unanswered(world) == 0
+
+
+def test_long_ones_travel_alone() -> None:
+    world = World()
+
+    async def does(piece: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(1.0)
+        return an_outcome(piece, experiences=[experience(piece.task_id, piece.run_base, length=4000)])
+
+    run_virtually(done(world, make(world, does), 4))
+    assert len(parts(world)) == 4
+    assert all("attempt" in stored.headers for stored in parts(world))
+
+
+def test_several_results_in_one_message_say_what_each_says_alone() -> None:
+    listed = [TaskResult(batch=1, ticket=f"t{n}", task_id=n, attempt=f"a{n}", outcome="finished") for n in range(3)]
+    mail = envelope(TaskResults(results=listed), message_id="m")
+    again = decode_any(mail.body)
+    assert isinstance(again, TaskResults)
+    assert again.results == listed
+
+
+# -- the readers
+
+
+def shared(*members: tuple[str, int]) -> Any:
+    listed = [Member(a_slice(task=task), name, [experience(task, 0)], 10, (1, 3)) for name, task in members]
+    body = Experience.serialize_many([each for one in listed for each in one.experiences])
+    return share_mail(listed, body)
+
+
+async def send(world: World, mail: Any, ticket: str = "t1") -> None:
+    key = world.topology.batch_routing_key(1, ticket)
+    assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
+
+
+def test_the_operator_takes_from_a_shared_part_what_the_manifest_lists_once() -> None:
+    world = make_world()
+
+    async def main() -> None:
+        await open_batch(world)
+        await send(world, shared(("late", 0), ("a", 1), ("b", 2)))
+        await send(world, shared(("b", 2), ("c", 3)))  # b came twice: its confirm was lost
+        await close(world, manifest(("c", 1), ("a", 1), ("b", 1)))
+        async with world.living(make_operator(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    (decided,) = ready(world)
+    assert (decided.state, decided.experiences) == ("ready", 3)
+    assert len(runs_of(world, decided.op)) == 3
+    assert world.reasons() == []
+
+
+def test_the_caller_gets_each_share_when_its_result_is_asked_for() -> None:
+    world = World()
+    ticket = new_ticket(1, [TaskBody(workflow="x")] * 4, deliver="caller", lane="train", time_left=1.0)
+
+    def result(attempt: str, task: int) -> TaskResult:
+        return TaskResult(
+            batch=1, ticket=ticket.ticket, task_id=task, attempt=attempt, outcome="finished", runs=[0], parts=1
+        )
+
+    async def main() -> None:
+        await world.ready()
+        bus = world.bus()
+        await bus.connect()
+        await world.outside.declare(world.topology.batch_queue(1, ticket.ticket))
+        await send(world, shared(("a", 0), ("b", 1), ("c", 2)), ticket.ticket)
+        await send(world, shared(("d", 3)), ticket.ticket)
+        collector = Collector(bus, world.topology, world.config, "caller")
+        # more parts are asked for than messages hold them
+        taken = await collector.take(ticket, [result("c", 2), result("a", 0), result("d", 3)])
+        assert [each.eid.task for each in taken] == [2, 0, 3]
+        assert [each.eid.task for each in await collector.take(ticket, [result("b", 1)])] == [1]
+        await collector.close()
+
+    run_virtually(main())

@@ -1,0 +1,85 @@
+"""What becomes of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from trinity_agents.trainer.batch_result import MAX_STARTS, Verdict, work_off
+from trinity_agents.trainer.source import TrainBatch
+from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.training.checkpoint import StepAttempts
+
+
+class Learner:
+    """Keeps what it was given."""
+
+    def __init__(self, attempts: StepAttempts, optimizer_steps: float = 1.0) -> None:
+        self.attempts, self.optimizer_steps = attempts, optimizer_steps
+        self.given: list[list[tuple[int | str, int]]] = []
+        self.noted: list[int] = []
+
+    async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
+        self.given.append([(one.eid.task, step_number) for one in experiences])
+        self.noted.append(self.attempts.starts("t"))
+        return {"actor/optimizer_steps": self.optimizer_steps}
+
+
+def batch(*steps: int, state: str = "ready") -> TrainBatch:
+    """A batch of one experience a task, each sampled by the weights of one of these steps."""
+    experiences = [
+        Experience(
+            eid=EID(batch=1, task=task, run=0),
+            tokens=torch.tensor([3, 4], dtype=torch.int32),
+            prompt_length=1,
+            logprobs=torch.zeros(1),
+            versions=[(0, 1, step)],
+        )
+        for task, step in enumerate(steps)
+    ]
+    return TrainBatch(1, "t", "o", state, ExperienceBatch.of(experiences), reason="why")  # type: ignore[arg-type]
+
+
+async def judged(folder: Path, one: TrainBatch, learner: Learner | None = None) -> tuple[Verdict, Learner]:
+    folder.mkdir(exist_ok=True)
+    attempts = StepAttempts(folder) if learner is None else learner.attempts
+    learner = learner or Learner(attempts)
+    return await work_off(one, 5, learner=learner, attempts=attempts, max_staleness=2), learner  # type: ignore[arg-type]
+
+
+async def test_what_is_fit_is_trained_on_and_the_rest_told(tmp_path: Path) -> None:
+    one = batch(5, 2, 3)
+    verdict, learner = await judged(tmp_path, one)
+    assert (verdict.outcome, verdict.reason, verdict.stale_tasks, verdict.kills) == ("trained", None, [1], False)
+    assert learner.given == [[(0, 6), (2, 6)]]
+    assert [e.eid.task for e in one.experiences] == [0, 2], "what was trained on is what is left"
+    assert verdict.metrics["sample/dropped_stale_groups"] == 1.0
+    assert learner.noted == [1], "noted before the step"
+    assert learner.attempts.starts("t") == 0, "and forgotten after it"
+
+
+async def test_nothing_fit_is_no_step(tmp_path: Path) -> None:
+    verdict, learner = await judged(tmp_path, batch(2, 1))
+    assert (verdict.outcome, verdict.stale_tasks, learner.given) == ("dropped", [0, 1], [])
+
+
+async def test_what_is_not_ready_keeps_its_state_and_reason(tmp_path: Path) -> None:
+    for state in ("empty", "failed", "gone"):
+        verdict, learner = await judged(tmp_path, batch(state=state))
+        assert (verdict.outcome, verdict.reason, learner.given) == (state, "why", [])
+
+
+async def test_a_step_that_could_not_be_made_is_skipped(tmp_path: Path) -> None:
+    verdict, _ = await judged(tmp_path, batch(5), Learner(StepAttempts(tmp_path), 0.0))
+    assert (verdict.outcome, verdict.reason) == ("skipped", "no optimizer step was possible")
+
+
+async def test_what_trainers_did_not_survive_is_left_alone_and_stays_on_record(tmp_path: Path) -> None:
+    attempts = StepAttempts(tmp_path)
+    for _ in range(MAX_STARTS):
+        attempts.begin(["t"])
+    verdict, learner = await judged(tmp_path, batch(5), Learner(attempts))
+    assert (verdict.outcome, verdict.kills, learner.given) == ("skipped", True, [])
+    assert attempts.starts("t") == MAX_STARTS

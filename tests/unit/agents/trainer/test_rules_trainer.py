@@ -1,0 +1,235 @@
+"""The trainer's and operator's sentences of protocol.md sections 2 and 4 that no other test holds (tests/RULES.md)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.agents.explorer.test_explorer import check_history
+from tests.unit.agents.simulation import killed, until
+from tests.unit.agents.watched import WatchedSimulation
+from trinity_agents.trainer.history import lineage
+from trinity_agents.trainer.source import StreamSource
+from trinity_mq.messages import BatchReady, Progress, SyncEvent
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+def test_whatever_became_of_a_batch_it_is_one_unit_of_progress_and_recorded(tmp_path: Path) -> None:
+    sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=50",))
+
+    async def scene() -> None:
+        await sim.tap()
+        trainer = sim.make_trainer()
+        task = asyncio.get_running_loop().create_task(trainer.run())
+        client = await sim.client()
+        for batch, state in enumerate(("failed", "gone", "empty"), start=1):
+            ready: Any = BatchReady(batch=batch, ticket=f"t{batch}", op="o", state=state, reason=f"why {batch}")  # type: ignore[arg-type]
+            await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
+        await until(lambda: trainer.progress == 3)
+        trainer.drain()
+        await task
+
+    run_virtually(scene(), limit=300)
+    assert (sim.trainer.progress, sim.trainer.step, sim.learners[0].steps) == (3, 0, [])
+    told = sim.published(Progress)
+    assert [(one.progress, one.ticket, one.outcome) for one in told] == [
+        (1, "t1", "failed"),
+        (2, "t2", "gone"),
+        (3, "t3", "empty"),
+    ]
+    assert told[0].reason == "why 1"
+    history = lineage(tmp_path / "history", 1, 3)
+    assert [(entry["ticket"], entry["outcome"], entry["uids"]) for entry in history] == [
+        ("t1", "failed", []),
+        ("t2", "gone", []),
+        ("t3", "empty", []),
+    ]
+
+
+def test_the_first_set_decides_and_a_second_one_of_its_ticket_is_no_further_batch(tmp_path: Path) -> None:
+    sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=50",))
+
+    async def scene() -> None:
+        await sim.tap()
+        trainer = sim.make_trainer()
+        task = asyncio.get_running_loop().create_task(trainer.run())
+        client = await sim.client()
+        for batch, ticket, op, state in ((1, "a", "1", "failed"), (1, "a", "2", "empty"), (2, "b", "3", "empty")):
+            ready = BatchReady(batch=batch, ticket=ticket, op=op, state=state)  # type: ignore[arg-type]
+            await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
+        await until(lambda: trainer.progress == 2)
+        await asyncio.sleep(5.0)
+        trainer.drain()
+        await task
+
+    run_virtually(scene(), limit=300)
+    assert [(one.ticket, one.outcome) for one in sim.published(Progress)] == [("a", "failed"), ("b", "empty")]
+
+
+def test_resumed_it_gives_the_checkpoints_weights_out_before_it_reads_on(tmp_path: Path) -> None:
+    """New generation, sync, then the stream: what is sampled meanwhile is of weights that somebody holds."""
+    sim = WatchedSimulation(tmp_path, ("trainer.save_interval=1", "synchronizer.sync_interval=3"), batches=6)
+
+    async def trainer() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await until(lambda: any((tmp_path / "checkpoints").glob("*2/state.json")) or sim.trainer.progress == 3)
+        await killed(first)
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=trainer), limit=1000)
+    check_history(sim, 6)
+    events = [one for one in _in_order(sim) if getattr(one, "generation", 2) == 2]
+    commits = [n for n, one in enumerate(events) if isinstance(one, SyncEvent) and one.version and one.version[0] == 2]
+    steps = [n for n, one in enumerate(events) if isinstance(one, Progress)]
+    assert commits[0] < steps[0]
+    first = events[commits[0]]
+    assert isinstance(first, SyncEvent)
+    assert first.version is not None
+    assert first.version[1] >= 2, "the weights of the checkpoint, not those of the beginning"
+
+
+def _in_order(sim: WatchedSimulation) -> list[Progress | SyncEvent]:
+    """What was published of both kinds, as it came."""
+    from tests.unit.agents.simulation import _is_ours
+    from trinity_mq.messages import decode_any
+    from trinity_mq.runtime.deliveries import EXPERIENCES
+
+    queue: Any = sim.broker.queues[sim.topology.prefix + "tap"]
+    ours = [one for one in queue._ready if one.content_type != EXPERIENCES and _is_ours(one.headers)]
+    found = [decode_any(one.body, one.content_type) for one in ours]
+    return [one for one in found if isinstance(one, Progress) or (isinstance(one, SyncEvent) and one.verb == "commit")]
+
+
+def test_a_trainer_that_lost_its_lock_stops_acting(tmp_path: Path) -> None:
+    sim = WatchedSimulation(tmp_path, ("trainer.save_interval=200",), batches=500, step_seconds=0.5)
+
+    async def trainers() -> None:
+        loop = asyncio.get_running_loop()
+        first = loop.create_task(sim.make_trainer("trainer-0").run())
+        await until(lambda: sim.trainers[0].progress == 2)
+        sim.broker.drop(sim.trainers[0].bus, delay=30.0)  # type: ignore[arg-type]
+        second = loop.create_task(sim.make_trainer("trainer-1").run())
+        dropped = loop.time()
+        await asyncio.wait([first])
+        assert loop.time() - dropped == pytest.approx(30.0, abs=0.1), "at once, not at its next save"
+        back = len(sim.acts)
+        with pytest.raises(ExceptionGroup) as caught:
+            first.result()
+        assert caught.value.subgroup(RestartMe) is not None
+        await asyncio.sleep(30.0)
+        assert [act for act in sim.acts[back:] if act.who == "trainer-0"] == []
+        assert sim.where("publish", "progress", who="trainer-1")
+        await killed(second)
+        raise _Over
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(trainer=trainers), limit=500)
+    assert caught.value.subgroup(_Over) is not None
+
+
+def test_a_trainer_without_the_lock_reads_and_says_nothing(tmp_path: Path) -> None:
+    sim = WatchedSimulation(tmp_path, batches=3)
+
+    async def both() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sim.make_trainer("trainer-0").run())
+            await asyncio.sleep(0.5)
+            group.create_task(sim.make_trainer("trainer-1").run())
+
+    run_virtually(sim.run(trainer=both), limit=300)
+    assert [trainer.progress for trainer in sim.trainers] == [3, 0]
+    assert [act for act in sim.acts if act.who == "trainer-1" and act.what == "publish"] == []
+    assert sim.learners[1].steps == []
+
+
+def test_an_operator_acknowledges_no_part(tmp_path: Path) -> None:
+    """What it holds comes back if it dies; the parts go with their queue."""
+    sim = WatchedSimulation(tmp_path, batches=3)
+    run_virtually(sim.run(), limit=300)
+    check_history(sim, 3)
+    acked = [act.subject for act in sim.acts if act.what == "acked" and act.who.startswith("operator")]
+    assert acked == ["closed"] * 3
+
+
+def test_an_operator_takes_one_manifest_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trinity_agents.operator.agent import Operator
+
+    sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=4",), batches=4)
+    publish, most = Operator._publish, []
+
+    async def later(self: Operator, *what: Any) -> None:
+        await asyncio.sleep(20.0)
+        most.append(sim.broker.queues[sim.topology.closed.name].depth)
+        await publish(self, *what)
+
+    monkeypatch.setattr(Operator, "_publish", later)
+    run_virtually(sim.run(), limit=1000)
+    assert most[0] == 3, "the others wait where another operator can have them"
+
+
+def test_a_trainer_decides_nothing_before_it_has_read_its_mark(tmp_path: Path) -> None:
+    """Whether a stream is the one that the checkpoint knows is certain only then."""
+    sim = WatchedSimulation(tmp_path)
+
+    async def scene() -> None:
+        bus, client = sim.bus(), await sim.client()
+        await bus.connect()
+        await bus.declare(*sim.topology.durable)
+        ready = envelope(BatchReady(batch=1, ticket="a", op="o", state="empty"))
+        await client.publish(sim.topology.exchange("ready"), "1", ready)
+        reads_mark, consume, read = asyncio.Event(), bus.consume, []
+
+        async def holds_back(queue: Any, **how: Any) -> Any:
+            feed = await consume(queue, **how)
+            following = feed.__anext__
+
+            class Held:
+                async def __aenter__(self) -> Any:
+                    return self
+
+                async def __aexit__(self, *what: Any) -> None:
+                    await feed.close()
+
+                async def __anext__(self) -> Any:
+                    if len(read) == 1:  # the mark is next
+                        await reads_mark.wait()
+                    delivery = await following()
+                    read.append(delivery)
+                    return delivery
+
+            return Held()
+
+        bus.consume = holds_back  # type: ignore[method-assign]
+        source = StreamSource(bus, sim.topology, "trainer-0")
+        reading = asyncio.create_task(source.run())
+        await asyncio.sleep(5.0)
+        assert not source.available()
+        reads_mark.set()
+        await asyncio.sleep(1.0)
+        assert source.available()
+        await killed(reading)
+
+    run_virtually(scene(), limit=100)
+
+
+def test_a_trainers_beat_carries_generation_committed_version_epoch_and_phase(tmp_path: Path) -> None:
+    sim = WatchedSimulation(tmp_path, batches=2)
+    told: list[dict[str, Any]] = []
+
+    async def scene() -> None:
+        await until(lambda: sim.explorer.peers.detail("trainer").get("committed") == [1, 1])
+        told.append(sim.explorer.peers.detail("trainer"))
+
+    run_virtually(sim.run(beside=scene), limit=300)
+    (level,) = told
+    assert (level["generation"], level["committed"], level["epoch"]) == (1, [1, 1], sim.trainer.gate.machine.epoch)
+    assert level["phase"] in {"idle", "applying"}
+
+
+class _Over(Exception):
+    """The scene has been seen."""

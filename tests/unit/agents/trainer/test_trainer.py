@@ -1,0 +1,489 @@
+"""The trainer's promises (protocol.md sections 4 and 5, learning.md section 1) on MemoryBus in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.agents.simulation import Simulation, killed, until
+from trinity_agents.trainer.history import lineage
+from trinity_mq.bus import Bus
+from trinity_mq.bus.memory.bus import MemoryBus
+from trinity_mq.messages import BatchReady, Progress, RunEnd, SyncEvent
+from trinity_mq.models.engines.host.admin_client import ReceiveFailed
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.testing.fakes import FakeEngine, FakeLearner, FakeRunner
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+def outcomes(sim: Simulation) -> dict[Any, str]:
+    return {one.batch: one.outcome for one in sim.published(Progress)}
+
+
+def leaf(error: BaseException, kind: type[BaseException]) -> BaseException:
+    """The first ``kind`` in a group."""
+    if isinstance(error, BaseExceptionGroup):
+        group = error.subgroup(kind)
+        assert group is not None, error
+        return leaf(group.exceptions[0], kind)
+    return error
+
+
+async def restarting(sim: Simulation, learner: Callable[[], FakeLearner], lives: int) -> None:
+    """A trainer that a supervisor starts again after each failure."""
+    for life in range(lives):
+        try:
+            await sim.make_trainer(learner=learner()).run()
+        except ExceptionGroup as group:
+            if life == lives - 1:
+                raise group from None
+            await asyncio.sleep(0.5)
+        else:
+            return
+
+
+class Deadly(FakeLearner):
+    """Does not survive the steps whose number is listed."""
+
+    def __init__(self, numbers: set[int], tried: list[int]) -> None:
+        super().__init__(0.1)
+        self.numbers, self.tried = numbers, tried
+
+    async def step(self, experiences: Any, step_number: int) -> dict[str, float]:
+        self.tried.append(step_number)
+        if step_number in self.numbers:
+            raise RuntimeError("killed by this batch")
+        return await super().step(experiences, step_number)
+
+
+def test_the_third_start_on_a_batch_skips_it_and_parks_a_letter(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=1",), batches=4)
+    tried: list[int] = []
+    lives: list[set[int]] = [{2}, {2}, set(), set()]
+    run_virtually(
+        sim.run(trainer=lambda: restarting(sim, lambda: Deadly(lives[len(sim.trainers)], tried), 3)), limit=1000
+    )
+    assert tried == [1, 2, 2, 2, 3], "batch 2 killed two lives; what is step 2 in the third is batch 3"
+    assert outcomes(sim) == {1: "trained", 2: "skipped", 3: "trained", 4: "trained"}
+    (letter,) = sim.letters()
+    assert "did not survive 2 starts" in str(letter["dead-reason"])
+    skipped = [one for one in sim.published(Progress) if one.outcome == "skipped"]
+    assert letter["ticket"] == skipped[0].ticket
+
+
+def test_a_skipped_batch_is_skipped_again_after_a_restart_from_before_it(tmp_path: Path) -> None:
+    """The checkpoint lies before the batch that kills: trying it again would cost two more lives each time."""
+    sim = Simulation(tmp_path, ("trainer.save_interval=50",), batches=4)
+    tried: list[int] = []
+
+    async def trainer() -> None:
+        for number in ({2}, {2}):
+            with pytest.raises(ExceptionGroup):
+                await sim.make_trainer(learner=Deadly(number, tried)).run()
+        third = asyncio.get_running_loop().create_task(sim.make_trainer(learner=Deadly(set(), tried)).run())
+        await until(lambda: sim.trainer.progress == 3)
+        await killed(third)
+        await sim.make_trainer(learner=Deadly(set(), tried)).run()
+
+    run_virtually(sim.run(trainer=trainer), limit=1000)
+    fourth = lineage(tmp_path / "history", 4, 4)
+    assert [entry["outcome"] for entry in fourth] == ["trained", "skipped", "trained", "trained"]
+    assert {letter["ticket"] for letter in sim.letters()} == {fourth[1]["ticket"]}
+
+
+def test_batches_from_too_old_weights_are_dropped_whole_and_are_progress(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("explorer.max_consecutive_empty=100",), batches=5)
+
+    async def runner(bus: Any, topology: Any) -> None:
+        def version() -> tuple[int, int] | None:
+            now = sim.engine.snapshot.version
+            return (1, 0) if now == (1, 2) else now
+
+        await FakeRunner(bus, topology, version, sim.runner_seconds, sim.spoil).run()
+
+    sim.runner = runner  # type: ignore[method-assign]
+    run_virtually(sim.run(), limit=1000)
+    told = sim.published(Progress)
+    assert [one.outcome for one in told] == ["trained", "trained", "dropped", "dropped", "dropped"]
+    assert [one.dropped for one in told] == [0, 0, 4, 4, 4]
+    assert sim.trainer.step == 2
+    assert dict(sim.values("sample/dropped_stale_groups"))[3] == 2.0
+    assert dict(sim.values("sample/skipped_step"))[3] == 1.0
+
+
+def test_a_chunk_that_does_not_decode_fails_its_batch_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sim = Simulation(tmp_path, batches=3)
+    publish = MemoryBus.publish
+
+    async def spoils(self: MemoryBus, exchange: str, key: str, mail: Any, **how: Any) -> bool:
+        if exchange.endswith("ready") and key == "2" and "op" in mail.headers and "n" in mail.headers:
+            mail = replace(mail, body=mail.body[:-1])
+        return await publish(self, exchange, key, mail, **how)
+
+    monkeypatch.setattr(MemoryBus, "publish", spoils)
+    run_virtually(sim.run(), limit=1000)
+    assert outcomes(sim) == {1: "trained", 2: "failed", 3: "trained"}
+    (failed,) = (one for one in sim.published(Progress) if one.outcome == "failed")
+    assert "does not decode" in str(failed.reason)
+
+
+def test_a_body_that_does_not_decode_on_the_stream_is_parked_and_nothing_stops(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=3)
+
+    async def intruder() -> None:
+        bus = await sim.client()
+        await asyncio.sleep(2.0)
+        for name in ("ready", "results"):
+            mail = replace(envelope(RunEnd(batches=3)), body=b"\xc1", kind="unknown")
+            await bus.publish(sim.topology.exchange(name), "x", mail)
+
+    run_virtually(sim.run(beside=intruder), limit=1000)
+    assert sim.trainer.progress == 3
+    assert {letter["dead-queue"] for letter in sim.letters()} == {"tmq.sim.ready", "tmq.sim.results"}
+
+
+def test_a_stream_cut_behind_the_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=1", "synchronizer.sync_offset=3"), batches=4)
+
+    async def trainer() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await until(lambda: _checkpoints(tmp_path) == [1])
+        await killed(first)
+        await asyncio.sleep(5.0)
+        stream = sim.stream()
+        while len(stream._messages) > 1:
+            stream._messages.popleft()
+            stream._first += 1
+        await sim.make_trainer().run()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(trainer=trainer), limit=1000)
+    text = str(leaf(caught.value, FatalError))
+    assert "retention has cut" in text
+    assert "broker.ready_max_bytes" in text
+
+
+def test_a_stream_shorter_than_the_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=2)
+    run_virtually(sim.run(), limit=1000)
+    other = Simulation(tmp_path, batches=2)
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(other.make_trainer().run(), limit=1000)
+    assert "shorter than the checkpoint says" in str(leaf(caught.value, FatalError))
+
+
+def test_checkpoints_come_every_save_interval(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=3", "trainer.max_checkpoints_to_keep=9"), batches=7)
+    run_virtually(sim.run(), limit=1000)
+    assert _checkpoints(tmp_path) == [3, 6, 7]
+
+
+def test_checkpoints_come_also_by_what_was_read(tmp_path: Path) -> None:
+    """So that a restart never needs more of the stream than retention keeps."""
+    sim = Simulation(tmp_path, ("trainer.max_checkpoints_to_keep=9",), batches=4)
+    broker = sim.config.broker.model_copy(update={"ready_max_bytes": 4})
+    sim.config = sim.config.model_copy(update={"broker": broker})
+    run_virtually(sim.run(), limit=1000)
+    assert _checkpoints(tmp_path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("after", [1.5, 2.0, 3.3])
+def test_a_resumed_trainer_decides_the_same(tmp_path: Path, after: float) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=3",), batches=5, step_seconds=0.6, operators=2)
+
+    async def killed_once() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await asyncio.sleep(after)
+        await killed(first)
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=killed_once), limit=1000)
+    by_generation = [_entries(tmp_path / "history" / f"{n}.jsonl") for n in (1, 2)]
+    again = by_generation[0].keys() & by_generation[1].keys()
+    assert again, "something was done twice"
+    for progress in again:
+        one, two = (entries[progress] for entries in by_generation)
+        assert [one[key] for key in ("batch", "ticket", "op", "outcome", "uids", "step")] == [
+            two[key] for key in ("batch", "ticket", "op", "outcome", "uids", "step")
+        ]
+
+
+class SlowToSave(FakeLearner):
+    """Writes in two halves."""
+
+    async def save(self, folder: Path) -> None:
+        await super().save(folder)
+        await asyncio.sleep(20.0)
+        (folder / "more").write_text("the rest")
+
+
+def test_a_trainer_that_waits_touches_nothing_of_the_other_and_takes_over(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=1",), batches=3)
+
+    async def trainers() -> None:
+        loop = asyncio.get_running_loop()
+        first = loop.create_task(sim.make_trainer("trainer-0", learner=SlowToSave(0.1)).run())
+        await until(lambda: any((tmp_path / "checkpoints").glob(".partial-*/weights")))
+        second = loop.create_task(sim.make_trainer("trainer-1").run())
+        await until(lambda: _checkpoints(tmp_path) == [1])
+        assert sim.trainer.generation == 0
+        assert sim.trainer.state == "idle"
+        await asyncio.sleep(3.0)
+        await killed(first)
+        await second
+
+    run_virtually(sim.run(trainer=trainers), limit=1000)
+    assert sim.trainer.progress == 3
+    assert sim.trainer.generation == 2
+
+
+def test_a_trainer_whose_lock_was_taken_saves_nothing(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=200",), batches=500)
+
+    async def trainers() -> None:
+        loop = asyncio.get_running_loop()
+        first = sim.make_trainer("trainer-0")
+        task = loop.create_task(first.run())
+        await until(lambda: first.progress == 2)
+        sim.broker.drop(first.bus, delay=60.0)  # type: ignore[arg-type]
+        other = loop.create_task(sim.make_trainer("trainer-1").run())
+        with pytest.raises(RestartMe):
+            await first._save()
+        assert _checkpoints(tmp_path) == []
+        with pytest.raises(ExceptionGroup) as caught:
+            await task
+        leaf(caught.value, RestartMe)
+        await killed(other)
+        raise _Over
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(trainer=trainers), limit=300)
+    leaf(caught.value, _Over)
+
+
+def test_a_trainer_that_gets_its_lock_back_after_another_had_it_saves_nothing(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=200",), batches=500)
+
+    async def trainers() -> None:
+        loop = asyncio.get_running_loop()
+        first = sim.make_trainer("trainer-0")
+        task = loop.create_task(first.run())
+        await until(lambda: first.progress == 2)
+        sim.broker.drop(first.bus, delay=10.0)  # type: ignore[arg-type]
+        other = loop.create_task(sim.make_trainer("trainer-1").run())
+        await until(lambda: sim.trainer.progress == 3)
+        await killed(other)
+        await until(lambda: first.bus.usable)
+        with pytest.raises(RestartMe, match="another trainer has gone on"):
+            await first._save()
+        await killed(task)
+        raise _Over
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(trainer=trainers), limit=300)
+    leaf(caught.value, _Over)
+
+
+# -- the gate
+
+
+async def feed(bus: Bus, sim: Simulation, batches: int) -> None:
+    """Say of batches that they are empty."""
+    for batch in range(1, batches + 1):
+        ready = BatchReady(batch=batch, ticket=f"t{batch}", op="o", state="empty")
+        await bus.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
+
+
+def test_a_sync_without_members_waits_and_drains(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path)
+
+    async def scene() -> float:
+        await sim.tap()
+        trainer = sim.make_trainer()
+        task = asyncio.get_running_loop().create_task(trainer.run())
+        await feed(await sim.client(), sim, 1)
+        await asyncio.sleep(500.0)
+        assert trainer.state == "holding"
+        started = asyncio.get_running_loop().time()
+        trainer.drain()
+        await task
+        return asyncio.get_running_loop().time() - started
+
+    assert run_virtually(scene(), limit=1000) < 1.0
+    assert _checkpoints(tmp_path) == [1]
+
+
+def test_a_drained_trainer_calls_its_try_off(tmp_path: Path) -> None:
+    """Else the engine stands still until the lease of the try ends, twice the deadline."""
+    engine = FakeEngine(receive_seconds=30.0)
+    resumed: list[float] = []
+
+    async def resume() -> None:
+        resumed.append(asyncio.get_running_loop().time())
+
+    engine.resume = resume  # type: ignore[method-assign]
+    sim = Simulation(tmp_path, engine=engine)
+    pause = engine.pause
+
+    async def slow_pause(timeout: float) -> None:
+        await asyncio.sleep(5.0)
+        await pause(timeout)
+
+    engine.pause = slow_pause  # type: ignore[method-assign]
+
+    async def scene() -> float:
+        await sim.tap()
+        loop = asyncio.get_running_loop()
+        explorer = loop.create_task(sim.make_explorer().run())
+        trainer = loop.create_task(sim.make_trainer().run())
+        await until(lambda: sim.trainer.gate.phase == "preparing")
+        await asyncio.sleep(1.0)
+        drained = loop.time()
+        sim.trainer.drain()
+        await trainer
+        await until(lambda: bool(resumed))
+        await killed(explorer)
+        return resumed[0] - drained
+
+    assert run_virtually(scene(), limit=1000) < 1.0
+
+
+@dataclass
+class Trouble:
+    """What goes wrong once, at the receive with this number."""
+
+    at: int
+    kind: str
+    seen: int = 0
+
+
+class TroubledEngine(FakeEngine):
+    """Fails one receive."""
+
+    def __init__(self, trouble: Trouble) -> None:
+        super().__init__()
+        self.trouble = trouble
+
+    async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        self.trouble.seen += 1
+        if self.trouble.seen != self.trouble.at:
+            return await super().receive(spec, timeout)
+        if self.trouble.kind == "hangs":
+            await asyncio.Event().wait()
+        if self.trouble.kind == "canary":
+            return {"logprobs": [-9.0] * (len(spec["canary"]["tokens"]) - 1)}
+        raise ReceiveFailed("no weights came", 500, "receive", touched=self.trouble.kind == "touched")
+
+
+@pytest.mark.parametrize("kind", ["hangs", "touched", "untouched", "canary"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_member_that_fails_costs_its_try_only(tmp_path: Path, kind: str, at: int) -> None:
+    engine = TroubledEngine(Trouble(at, kind))
+    sim = Simulation(tmp_path, ("synchronizer.sync_timeout=5",), batches=4, engine=engine)
+    run_virtually(sim.run(), limit=200)
+    assert sim.trainer.gate.aborts == 1
+    assert engine.served == [(1, step) for step in range(5)]
+    aborts = [event.reason for event in sim.published(SyncEvent) if event.verb == "abort"]
+    assert len(aborts) == 1
+    if kind == "canary":
+        assert "canary" in str(aborts[0])
+
+
+def test_an_engine_that_always_fails_the_canary_makes_no_busy_loop(tmp_path: Path) -> None:
+    class Wrong(FakeEngine):
+        async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+            return {"logprobs": [-9.0] * (len(spec["canary"]["tokens"]) - 1)}
+
+    sim = Simulation(tmp_path, engine=Wrong())
+
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(agent.run()) for agent in (sim.make_explorer(), sim.make_trainer())]
+        await asyncio.sleep(100.0)
+        assert sim.explorer.state == "holding"
+        for task in tasks:
+            await killed(task)
+
+    run_virtually(scene(), limit=1000)
+    assert 5 <= sim.trainer.gate.aborts <= 20
+    assert sim.engine.served == []
+
+
+def test_a_restarted_trainer_and_a_member_of_its_predecessors_try_understand_each_other(tmp_path: Path) -> None:
+    """Both lives count epochs and attempts from one under one name; the version tells them apart."""
+    engine = FakeEngine(receive_seconds=4.0)
+    sim = Simulation(tmp_path, ("synchronizer.sync_timeout=30",), batches=2, engine=engine)
+
+    async def killed_in_its_first_try() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await until(lambda: sim.trainer.gate.phase == "entering")
+        await asyncio.sleep(2.0)
+        sim.broker.drop(sim.trainer.bus, delay=None)  # type: ignore[arg-type]  # no last words
+        await killed(first)
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=killed_in_its_first_try), limit=1000)
+    assert sim.trainer.gate.aborts == 0
+    assert engine.served == [(2, 0), (2, 1), (2, 2)]
+
+
+def test_a_finished_trainer_stays_and_serves_an_engine_that_comes_back_empty(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda piece: 10.0 if piece.batch == "2/held" else 0.1)
+    sim.spoil = lambda piece: "failed" if piece.pinned not in {None, sim.engine.snapshot.version} else None
+
+    async def scene() -> None:
+        await until(lambda: any(label == 2 for label in sim.explorer.exploration.state.due) if _up(sim) else False)
+        await asyncio.sleep(1.0)
+        assert sim.trainer.finished
+        sim.engine.snapshot = replace(sim.engine.snapshot, alive=False, version=None)
+        sim.engine.on_change()
+        await asyncio.sleep(3.0)
+        sim.engine.snapshot = replace(sim.engine.snapshot, alive=True, state="empty")
+        sim.engine.on_change()
+
+    run_virtually(sim.run(beside=scene), limit=1000)
+    assert sim.engine.served == [(1, 0), (1, 1), (1, 2), (1, 2)]
+    assert sim.labels() == [0, 2]
+
+
+@pytest.mark.parametrize("after", [0.0, 0.15, 0.3, 1.2, 1.4, 2.0, 3.0])
+def test_killed_during_its_end(tmp_path: Path, after: float) -> None:
+    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda piece: 4.0 if piece.batch == "2/held" else 0.1)
+
+    async def killed_at_the_end() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await until(lambda: bool(sim.published(RunEnd)))
+        await asyncio.sleep(after)
+        if await killed(first):
+            await asyncio.sleep(2.0)
+            await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=killed_at_the_end), limit=1000)
+    assert sim.trainer.progress == 2
+    assert sim.labels() == [0, 2]
+    assert _checkpoints(tmp_path)[-1] == 2
+    assert len(lineage(tmp_path / "history", sim.trainer.generation, 2)) == 2
+
+
+def _up(sim: Simulation) -> bool:
+    return bool(sim.explorers) and sim.explorer.exploration is not None
+
+
+def _checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("progress-")) for path in (folder / "checkpoints").glob("progress-*"))
+
+
+def _entries(file: Path) -> dict[int, dict[str, Any]]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return {line["progress"]: line for line in lines if "progress" in line}
+
+
+class _Over(Exception):
+    """The scene has been seen."""

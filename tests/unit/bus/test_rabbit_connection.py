@@ -1,0 +1,71 @@
+"""What an AMQP client's errors come to, and that nobody waits for a place in the queue of a dead connection."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from aiormq.exceptions import (
+    ChannelAccessRefused,
+    ChannelInvalidStateError,
+    ChannelLockedResource,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+    ConnectionClosed,
+)
+
+from trinity_mq.bus.base import BusRefused, QueueGone
+from trinity_mq.bus.rabbit.connection import InequivalentError, LinkError, Locked, _drain, address, amqp_errors
+
+
+@pytest.mark.parametrize(
+    ("raised", "wanted"),
+    [
+        (ChannelNotFoundEntity("NOT_FOUND - no queue 'q' in vhost '/'"), QueueGone),
+        (ChannelNotFoundEntity("NOT_FOUND - home node 'n' of durable queue 'q' is down or inaccessible"), LinkError),
+        (ChannelNotFoundEntity("NOT_FOUND - no exchange 'e' in vhost '/'"), LinkError),
+        (ChannelPreconditionFailed("inequivalent arg"), InequivalentError),
+        (ChannelLockedResource("cannot obtain exclusive access"), Locked),
+        (ChannelAccessRefused("no permission"), BusRefused),
+        (ChannelInvalidStateError("closed"), LinkError),
+        (ConnectionClosed(320, "CONNECTION_FORCED"), LinkError),
+        (ConnectionResetError("reset"), LinkError),
+        (asyncio.CancelledError(), LinkError),  # nobody cancelled us: the client did it to a dead connection's futures
+        (Exception(), LinkError),
+        (ValueError("routing key too long"), ValueError),
+    ],
+)
+async def test_errors_are_sorted_by_what_to_do_about_them(raised: BaseException, wanted: type[BaseException]) -> None:
+    with pytest.raises(wanted) as caught, amqp_errors():
+        raise raised
+    assert caught.type is wanted
+
+
+async def test_our_own_cancellation_stays_one() -> None:
+    async def wait() -> None:
+        with amqp_errors():
+            await asyncio.Event().wait()
+
+    waiting = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_dead_connections_write_queue_lets_everybody_go() -> None:
+    transport = SimpleNamespace(write_queue=asyncio.Queue(maxsize=10))
+    async with asyncio.timeout(1), asyncio.TaskGroup() as group:
+        for number in range(35):
+            group.create_task(transport.write_queue.put(number))
+        await asyncio.sleep(0)
+        assert transport.write_queue.full()
+        _drain(transport)
+    assert transport.write_queue.empty()
+
+
+def test_addresses_are_told_without_credentials() -> None:
+    assert address("amqp://user:secret@host:1234/%2F") == "host:1234"
+    assert address("amqp://host/") == "host:5672"
+    assert address("amqps://host/") == "host:5671"

@@ -1,0 +1,261 @@
+"""When a batch queue is looked at, and when it is replaced: on a MemoryBus whose queues go silent, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.unit.agents.world import NotingBus, World
+from trinity_mq.bus import BusUnavailable, Envelope, Queue
+from trinity_mq.dispatch.batch_queues import NEW_PATIENCE, PATIENCE, BatchQueues
+from trinity_mq.dispatch.tickets import Ticket, new_ticket
+from trinity_mq.messages import BatchClosed, TaskBody, TaskResult
+from trinity_mq.testing.virtual_time import run_virtually
+
+SENT = "sent mark"
+DELETING = 5.0
+"""Seconds that RabbitMQ takes over a queue that nobody leads."""
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[list[Any]]:
+    with capture_logs() as found:
+        yield found
+
+
+class SilentBus(NotingBus):
+    """Publishes to a silent queue are not confirmed; that lasts until it is deleted, or for some tries."""
+
+    silent: str | None = None
+    missed_tries = 0
+    breaks_at_declare = False
+
+    async def publish(self, exchange: str, routing_key: str, envelope: Envelope, **how: Any) -> bool:
+        if self.silent is not None and routing_key.endswith(self.silent):
+            self.world.note(f"sent {envelope.kind}")
+            await asyncio.sleep(how["timeout"])
+            self.missed_tries -= 1
+            if not self.missed_tries:
+                self.silent = None
+            raise BusUnavailable("not confirmed")
+        return await super().publish(exchange, routing_key, envelope, **how)
+
+    async def declare(self, *queues: Queue) -> None:
+        if self.breaks_at_declare:
+            self.breaks_at_declare = False
+            self.broker.drop(self, delay=0.5)
+        await super().declare(*queues)
+
+    async def delete(self, name: str) -> None:
+        await asyncio.sleep(DELETING)
+        self.silent = None
+        await super().delete(name)
+
+    @property
+    def broker(self) -> Any:
+        return self.world.broker
+
+
+class Scene:
+    """A ticket, and the bus of its owner."""
+
+    def __init__(self, *, published: bool = True, deliver: Any = "pipeline") -> None:
+        self.world = World()
+        self.bus = SilentBus(self.world)
+        self.ticket: Ticket = new_ticket(1, [TaskBody(workflow="x")], deliver=deliver, lane="train", time_left=1.0)
+        self.ticket.published = published
+        self.queues = BatchQueues(self.bus, self.world.topology, lambda: [self.ticket])
+        self.name = f"batch.{self.ticket.ticket}"
+
+    async def begin(self) -> None:
+        await self.world.ready()
+        await self.bus.connect()
+        if self.ticket.published:
+            await self.bus.declare(self.world.topology.batch_queue(1, self.ticket.ticket))
+
+    def fall_silent(self) -> None:
+        """What was in it, such as the mark of the first look, is gone with its leader."""
+        self.bus.silent = self.ticket.ticket
+        if self.world.count(self.name):
+            self.world.emptied(self.name)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """The first look, that of a start, is over."""
+        watching = asyncio.create_task(self.queues.watch())
+        await asyncio.sleep(0.1)
+        self.world.wire.clear()
+        try:
+            yield
+        finally:
+            assert not watching.done()
+            watching.cancel()
+
+    @property
+    def was_replaced(self) -> bool:
+        assert self.world.count(self.name) is not None, "there is no queue"
+        return f"deleted {self.name}" in self.world.wire
+
+    def report(self, parts: int) -> None:
+        piece = self.ticket.slices[0]
+        self.ticket.record(
+            TaskResult(
+                batch=1,
+                ticket=self.ticket.ticket,
+                task_id=piece.task_id,
+                run_base=piece.run_base,
+                repeat_times=piece.repeat_times,
+                attempt="a",
+                outcome="finished",
+                runs=[0],
+                parts=parts,
+            )
+        )
+
+
+def test_a_new_queue_is_not_looked_at() -> None:
+    scene = Scene(published=False)
+
+    async def main() -> None:
+        await scene.begin()
+        await scene.queues.make(scene.ticket, again=False)
+
+    run_virtually(main())
+    assert SENT not in scene.world.wire
+    assert scene.world.count(scene.name) == 0
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_one_whose_making_was_cut_off_is_replaced_if_it_takes_nothing(again: bool) -> None:
+    scene = Scene(published=False)
+    spent: list[float] = []
+
+    async def main() -> None:
+        await scene.begin()
+        scene.fall_silent()
+        scene.bus.breaks_at_declare = not again
+        started = asyncio.get_running_loop().time()
+        await scene.queues.make(scene.ticket, again=again)
+        spent.append(asyncio.get_running_loop().time() - started)
+
+    run_virtually(main())
+    assert scene.was_replaced
+    assert scene.world.count(scene.name) == 1, "the mark that was taken"
+    # what slices went out for is given longer
+    assert spent[0] == pytest.approx(DELETING + (PATIENCE if again else NEW_PATIENCE + 0.5), abs=0.2)
+
+
+def test_after_a_break_one_that_takes_nothing_is_replaced(logs: list[Any]) -> None:
+    scene = Scene()
+
+    async def main() -> None:
+        await scene.begin()
+        async with scene.watched():
+            scene.fall_silent()
+            await asyncio.sleep(60)
+            assert not scene.world.wire, "nothing was lost, so nothing is looked at"
+            scene.world.broker.drop(scene.bus, delay=100.0)
+            await asyncio.sleep(100 + PATIENCE - 1)
+            assert not scene.was_replaced, "while the broker is away nobody is silent"
+            await asyncio.sleep(2 + DELETING)
+            assert scene.was_replaced
+
+    run_virtually(main())
+    assert [entry["event"] for entry in logs if "queue" in entry["event"]] == ["batch_queue_replaced"]
+
+
+@pytest.mark.parametrize("missed", [0, 3])
+def test_one_that_answers_stays(missed: int) -> None:
+    scene = Scene()
+
+    async def main() -> None:
+        await scene.begin()
+        async with scene.watched():
+            if missed:
+                scene.fall_silent()
+                scene.bus.missed_tries = missed
+            scene.world.broker.drop(scene.bus)
+            await asyncio.sleep(3 * PATIENCE)
+            assert scene.world.wire == [SENT] * missed + [SENT, "confirmed mark"]
+
+    run_virtually(main())
+    assert not scene.was_replaced
+
+
+@pytest.mark.parametrize("holds", ["a reported part", "a message"])
+def test_one_with_something_in_it_is_left_alone(logs: list[Any], holds: str) -> None:
+    scene = Scene()
+
+    async def main() -> None:
+        await scene.begin()
+        async with scene.watched():
+            scene.fall_silent()
+            if holds == "a message":
+                await scene.world.put(scene.name, b"x")
+            else:
+                scene.report(parts=1)
+            scene.world.broker.drop(scene.bus)
+            await asyncio.sleep(3 * PATIENCE)
+
+    run_virtually(main())
+    assert not scene.was_replaced
+    (told,) = (entry for entry in logs if entry["event"] == "batch_queue_silent")
+    assert told["queue"].endswith(scene.name)
+
+
+def test_a_result_without_parts_holds_nothing() -> None:
+    scene = Scene()
+
+    async def main() -> None:
+        await scene.begin()
+        async with scene.watched():
+            scene.fall_silent()
+            scene.report(parts=0)
+            scene.world.broker.drop(scene.bus)
+            await asyncio.sleep(3 * PATIENCE)
+
+    run_virtually(main())
+    assert scene.was_replaced
+
+
+@pytest.mark.parametrize("why", ["closed", "read by its owner", "not opened yet"])
+def test_who_needs_no_look_gets_none(why: str) -> None:
+    scene = Scene(published=True, deliver="caller" if why == "read by its owner" else "pipeline")
+
+    async def main() -> None:
+        await scene.begin()
+        async with scene.watched():
+            scene.fall_silent()
+            if why == "closed":
+                scene.ticket.manifest = BatchClosed(batch=1, ticket=scene.ticket.ticket, accepted=[])
+            scene.ticket.published = why != "not opened yet"
+            scene.world.broker.drop(scene.bus)
+            await asyncio.sleep(3 * PATIENCE)
+
+    run_virtually(main())
+    assert not scene.was_replaced
+    assert SENT not in scene.world.wire
+
+
+@pytest.mark.parametrize("after", [PATIENCE / 2, PATIENCE + DELETING / 2])
+def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> None:
+    scene = Scene()
+
+    async def main() -> None:
+        await scene.begin()
+        async with scene.watched():
+            scene.fall_silent()
+            scene.world.broker.drop(scene.bus, delay=0.0)
+            await asyncio.sleep(after)
+            scene.ticket.manifest = BatchClosed(batch=1, ticket=scene.ticket.ticket, accepted=[])
+            await asyncio.sleep(3 * PATIENCE)
+
+    run_virtually(main())
+    assert SENT in scene.world.wire
+    left_alone = after < PATIENCE
+    assert scene.world.count(scene.name) == (0 if left_alone else None)

@@ -1,0 +1,148 @@
+"""What a node keeps in its folder."""
+
+from __future__ import annotations
+
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.local_broker.node_files import (
+    FolderLock,
+    NodeError,
+    NodeState,
+    failure_excerpt,
+    server_config,
+    server_environment,
+    server_user,
+    write_private,
+)
+from trinity_mq.local_broker.ports import LOOPBACK, free_ports, is_free
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind((LOOPBACK, 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+class TestState:
+    def test_survives_and_stays_private(self, tmp_path: Path) -> None:
+        file = tmp_path / "node.json"
+        first = NodeState.load(file, "tmq", None)
+        first.choose_ports(("amqp", "dist"), {})
+        first.save(file)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        again = NodeState.load(file, "tmq", None)
+        assert again == first
+        again.choose_ports(("amqp", "dist", "epmd"), {})
+        assert {name: again.ports[name] for name in ("amqp", "dist")} == first.ports
+
+    def test_each_folder_has_its_own_password(self, tmp_path: Path) -> None:
+        passwords = {NodeState.load(tmp_path / name, "tmq", None).password for name in "abc"}
+        assert len(passwords) == 3
+        assert all(len(password) >= 32 for password in passwords)
+
+    def test_another_password_than_the_brokers_is_refused(self, tmp_path: Path) -> None:
+        file = tmp_path / "node.json"
+        NodeState.load(file, "tmq", "first").save(file)
+        with pytest.raises(NodeError, match="own password") as error:
+            NodeState.load(file, "tmq", "second")
+        assert "first" not in str(error.value)
+
+    def test_a_damaged_file_says_what_to_do(self, tmp_path: Path) -> None:
+        file = tmp_path / "node.json"
+        file.write_text("{")
+        with pytest.raises(NodeError, match="to start afresh"):
+            NodeState.load(file, "tmq", None)
+
+    def test_a_remembered_port_that_is_taken_is_replaced(self, taken_port: int) -> None:
+        state = NodeState(user="u", password="p", ports={"amqp": taken_port})
+        state.choose_ports(("amqp", "dist"), {})
+        assert state.ports["amqp"] != taken_port
+        assert len(set(state.ports.values())) == 2
+
+    def test_a_fixed_port_that_is_taken_is_named(self, taken_port: int) -> None:
+        with pytest.raises(NodeError, match=f"port {taken_port} is in use"):
+            NodeState(user="u", password="p").choose_ports(("amqp",), {"amqp": taken_port})
+
+
+class TestPorts:
+    def test_are_free_and_below_the_ephemeral_range(self) -> None:
+        found = free_ports(5)
+        assert len(set(found)) == 5
+        assert all(20_000 < port < 61_000 and is_free(port) for port in found)
+
+    def test_a_taken_one_is_not_free(self, taken_port: int) -> None:
+        assert not is_free(taken_port)
+
+
+class TestLock:
+    async def test_excludes_and_names_the_holder(self, tmp_path: Path) -> None:
+        first, second = FolderLock(tmp_path / "lock"), FolderLock(tmp_path / "lock")
+        await first.take()
+        first.note(None)
+        with pytest.raises(NodeError, match=r"already runs in .* \(process \d+\)"):
+            await second.take()
+        with pytest.raises(NodeError, match="already started by this process"):
+            await first.take()
+        first.free()
+        await second.take()
+        second.free()
+
+
+def test_configuration_listens_on_loopback_only() -> None:
+    state = NodeState(user="tmq", password="secret", ports={"amqp": 1, "rabbitmq_management": 2})
+    text = server_config(state, ("rabbitmq_management", "rabbitmq_shovel"), "channel_max = 99")
+    lines = text.splitlines()
+    assert "listeners.tcp.1 = 127.0.0.1:1" in lines
+    assert "management.tcp.ip = 127.0.0.1" in lines
+    assert "management.tcp.port = 2" in lines
+    assert lines[-1] == "channel_max = 99"
+
+
+def test_user_and_password_are_written_byte_by_byte() -> None:
+    text = server_user(NodeState(user="tmq", password='a:"é'))
+    assert text == "[{rabbit,[{default_user,<<116,109,113>>},{default_pass,<<97,58,34,195,169>>}]}].\n"
+
+
+def test_environment_leaves_no_path_of_a_system_wide_broker(tmp_path: Path) -> None:
+    state = NodeState(user="u", password="p", ports={"amqp": 1, "dist": 2, "epmd": 3})
+    environment = server_environment(tmp_path, "tmq@localhost", state)
+    paths = {name: value for name, value in environment.items() if value.startswith("/") and name != "PATH"}
+    assert len(paths) > 10
+    assert all(Path(value).is_relative_to(tmp_path) for value in paths.values())
+    assert "p" not in environment.values()
+
+
+def test_a_private_file_replaces_what_was_there(tmp_path: Path) -> None:
+    file = tmp_path / "cookie"
+    write_private(file, "one", 0o400)
+    write_private(file, "two", 0o400)
+    assert file.read_text() == "two"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o400
+    assert [path.name for path in tmp_path.iterdir()] == ["cookie"]
+
+
+class TestExcerpt:
+    def test_shows_what_led_to_a_failed_boot(self, tmp_path: Path) -> None:
+        noise = [f"2026-01-01 00:00:00.0+00:00 [info] <0.1.0> step {n}" for n in range(50)]
+        cause = "2026-01-01 00:00:00.0+00:00 [error] <0.132.0> no setting with that name"
+        crash = [f"crash line {n}" for n in range(100)]
+        (tmp_path / "console.log").write_text("\n".join([*noise, cause, "", "BOOT FAILED", "====", "reason", *crash]))
+        said = failure_excerpt(tmp_path).splitlines()
+        assert "no setting with that name" in said
+        assert "reason" in said
+        assert len(said) < 30
+
+    def test_shows_the_ends_of_everything_else(self, tmp_path: Path) -> None:
+        (tmp_path / "log").mkdir()
+        (tmp_path / "log" / "tmq.log").write_text("\n".join(f"log {n}" for n in range(100)))
+        said = failure_excerpt(tmp_path)
+        assert "log 99" in said
+        assert "log 50" not in said
+        assert str(tmp_path / "log") in said

@@ -1,0 +1,206 @@
+"""The queue in front of the model, with a generator that records what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from trinity_mq.models.engines.generation.batch_step import Rounds
+from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Watch
+from trinity_mq.models.engines.server.errors import ApiError
+from trinity_mq.models.engines.server.state import EngineState
+
+
+class Recorder:
+    """Answers at once, or when told to."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+        self.threads: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.started = threading.Event()
+        self.cancelled = False
+        self.fail = False
+
+    def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
+        self.rounds.append(len(requests))
+        self.threads.add(threading.current_thread().name)
+        self.started.set()
+        assert self.gate.wait(10)
+        if self.fail or self.cancelled:
+            raise RuntimeError("out of memory")
+        return [[Completion([1], [0.0], "", "stop")] * request.n for request in requests]
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
+        return [[-1.0] * (len(request.token_ids) - 1) for request in requests]
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.gate.set()
+
+
+ASK = GenerationRequest(prompt=[3], max_tokens=1, n=4)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    recorder: Recorder, *, max_sequences: int = 1000, max_delay: float = 0.005, hold: float = 60.0, grace: float = 5.0
+) -> AsyncIterator[tuple[Rounds, EngineState]]:
+    state = EngineState()
+    state.phase, state.version = "current", (1, 2)
+    rounds = Rounds(recorder, state, max_sequences=max_sequences, max_delay=max_delay, hold=hold)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(rounds.run())
+        try:
+            yield rounds, state
+        finally:
+            state.resume()
+            recorder.gate.set()
+            await rounds.close(grace)
+
+
+async def test_requests_that_come_together_share_a_round_off_the_loop() -> None:
+    recorder = Recorder()
+    async with running(recorder) as (rounds, _):
+        answers = await asyncio.gather(
+            *(rounds.generate([ASK], None) for _ in range(5)), rounds.score([ScoreRequest([1, 2])], None)
+        )
+    assert recorder.rounds == [5]
+    assert recorder.threads != {threading.current_thread().name}
+    assert [version for [(_, version)] in answers] == [(1, 2)] * 6
+    assert rounds.counters.sequences == 21
+    assert rounds.counters.tokens == 20
+    assert rounds.load == 0
+
+
+async def test_a_round_takes_no_more_than_max_batch_sequences() -> None:
+    recorder = Recorder()
+    async with running(recorder, max_sequences=10) as (rounds, _):
+        await asyncio.gather(*(rounds.generate([ASK], None) for _ in range(5)))
+        big = GenerationRequest(prompt=[3], max_tokens=1, n=20)
+        await rounds.generate([big], None)
+    assert recorder.rounds == [2, 2, 1, 1]
+
+
+async def test_who_goes_away_before_the_round_is_dropped() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    async with running(recorder) as (rounds, _):
+        first = asyncio.create_task(rounds.generate([ASK], None))
+        await asyncio.to_thread(recorder.started.wait)
+        waiting = [asyncio.create_task(rounds.generate([ASK], None)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert rounds.load == 16
+        waiting[1].cancel()
+        recorder.gate.set()
+        await asyncio.gather(first, waiting[0], waiting[2])
+        assert waiting[1].cancelled()
+    assert recorder.rounds == [1, 2]
+
+
+async def test_while_paused_requests_wait_and_then_go_on() -> None:
+    recorder = Recorder()
+    async with running(recorder) as (rounds, state):
+        state.pause(60.0)
+        asked = [asyncio.create_task(rounds.generate([ASK], None)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        assert recorder.rounds == []
+        state.touch()
+        state.applied = True
+        state.commit((1, 3), 9)
+        assert [version for [(_, version)] in await asyncio.gather(*asked)] == [(1, 3), (1, 3)]
+    assert recorder.rounds == [2]
+
+
+async def test_a_pin_is_checked_when_the_round_starts() -> None:
+    recorder = Recorder()
+    async with running(recorder) as (rounds, state):
+        state.pause(60.0)
+        asked = asyncio.create_task(rounds.generate([ASK], (1, 2)))
+        await asyncio.sleep(0.02)
+        state.touch()
+        state.applied = True
+        state.commit((1, 3), 9)
+        with pytest.raises(ApiError, match=r"pinned to version 1\.2, the engine holds 1\.3"):
+            await asked
+
+
+async def test_a_pause_without_end_is_not_waited_for() -> None:
+    async with running(Recorder(), hold=0.05) as (rounds, state):
+        state.pause(60.0)
+        with pytest.raises(ApiError, match="has been paused") as caught:
+            await rounds.generate([ASK], None)
+        assert caught.value.status == 503
+
+
+async def test_a_pause_ends_by_itself_with_its_lease() -> None:
+    async with running(Recorder()) as (rounds, state):
+        state.pause(0.05)
+        [(_, version)] = await rounds.generate([ASK], None)
+        assert version == (1, 2)
+        assert not state.paused
+
+
+async def test_idle_waits_for_the_running_round_only() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    async with running(recorder) as (rounds, state):
+        asked = asyncio.create_task(rounds.generate([ASK], None))
+        await asyncio.to_thread(recorder.started.wait)
+        state.pause(60.0)
+        idle = asyncio.create_task(rounds.idle())
+        late = asyncio.create_task(rounds.generate([ASK], None))
+        await asyncio.sleep(0.02)
+        assert not idle.done()
+        recorder.gate.set()
+        await idle
+        await asked
+        assert not late.done()
+        state.resume()
+        await late
+
+
+async def test_a_failed_round_is_answered_and_the_next_one_runs() -> None:
+    recorder = Recorder()
+    recorder.fail = True
+    async with running(recorder) as (rounds, _):
+        with pytest.raises(ApiError, match="generation failed: RuntimeError: out of memory") as caught:
+            await rounds.generate([ASK], None)
+        assert caught.value.status == 500
+        recorder.fail = False
+        assert await rounds.generate([ASK], None)
+
+
+async def test_closing_finishes_the_round_and_refuses_what_waits() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    async with running(recorder) as (rounds, _):
+        asked = asyncio.create_task(rounds.generate([ASK], None))
+        await asyncio.to_thread(recorder.started.wait)
+        late = asyncio.create_task(rounds.generate([ASK], None))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(rounds.close(5.0))
+        await asyncio.sleep(0.02)
+        recorder.gate.set()
+        assert await asked
+        await closing
+        with pytest.raises(ApiError, match="shutting down"):
+            await late
+    assert recorder.rounds == [1]
+
+
+async def test_closing_cuts_off_a_round_that_takes_too_long() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    async with running(recorder) as (rounds, _):
+        asked = asyncio.create_task(rounds.generate([ASK], None))
+        await asyncio.to_thread(recorder.started.wait)
+        await rounds.close(0.05)
+        assert recorder.cancelled
+        with pytest.raises(ApiError, match="shutting down"):
+            await asked

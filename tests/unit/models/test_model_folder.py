@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from trinity_mq.config import ModelConfig, TinyModelConfig
+from trinity_mq.models.engines.generation.text import TextCodec, TextError, fingerprint
+from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import ensure_model_folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def test_same_seed_same_bytes_other_seed_other_weights(model_config: ModelConfig, folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(99)
+    before = torch.random.get_rng_state()
+    again = ensure_model_folder(model_config, tmp_path / "deep" / "again", 0)
+    assert torch.equal(torch.random.get_rng_state(), before), (
+        "making a model must not disturb the caller's random state"
+    )
+    assert content(again) == content(folder)
+    other = ensure_model_folder(model_config, tmp_path / "other", 1)
+    assert content(other)["model.safetensors"] != content(folder)["model.safetensors"]
+    assert content(other)["tokenizer.json"] == content(folder)["tokenizer.json"]
+
+
+def test_existing_folder_is_kept_and_one_of_other_settings_refused(model_config: ModelConfig, tmp_path: Path) -> None:
+    folder = ensure_model_folder(model_config, tmp_path / "model", 0)
+    stamp = (folder / "model.safetensors").stat().st_mtime_ns
+    assert ensure_model_folder(model_config, folder, 0) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
+    with pytest.raises(ModelError, match=r"seed 0 there, 5 now"):
+        ensure_model_folder(model_config, folder, 5)
+    wider = ModelConfig(tiny=TinyModelConfig(hidden_size=96))
+    with pytest.raises(ModelError, match=r"hidden_size 64 there, 96 now"):
+        ensure_model_folder(wider, folder, 0)
+
+
+def test_many_makers_at_once_leave_one_whole_folder(model_config: ModelConfig, folder: Path, tmp_path: Path) -> None:
+    results: list[Path | BaseException] = []
+
+    def make() -> None:
+        try:
+            results.append(ensure_model_folder(model_config, tmp_path / "model", 0))
+        except BaseException as error:
+            results.append(error)
+
+    makers = [threading.Thread(target=make) for _ in range(3)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    assert results == [tmp_path / "model"] * 3
+    assert content(tmp_path / "model") == content(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_weights_follow_initializer_range_and_load_untied(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.model_type == "qwen3"
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (1, 0)
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+    assert model.dtype == torch.float32
+    spread = model.model.layers[0].mlp.up_proj.weight.std().item()
+    assert spread == pytest.approx(0.05, rel=0.05)
+
+
+def test_tokenizer_round_trip_and_unknown_text(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "+372=7,-0123456789"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text)
+    assert min(ids) >= 2
+    assert tokenizer.decode(ids) == text
+    with pytest.raises(Exception, match="vocabulary"):
+        tokenizer("a b")
+    codec = TextCodec.load(folder)
+    assert codec.encode(text) == ids
+    assert codec.stop_ids == {1}
+    with pytest.raises(TextError, match=r"holds '\\n a', which the vocabulary of 16 tokens does not cover"):
+        codec.encode("+3 a\n7")
+
+
+def test_whitespace_characters_survive(tmp_path: Path) -> None:
+    config = ModelConfig(tiny=TinyModelConfig(characters="ab \n\t"))
+    codec = TextCodec.load(ensure_model_folder(config, tmp_path / "model", 0))
+    assert codec.decode([codec.encode("a b\n\tb ")]) == ["a b\n\tb "]
+
+
+def test_doubled_characters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="'1' more than once"):
+        ensure_model_folder(ModelConfig(tiny=TinyModelConfig(characters="0121")), tmp_path / "model", 0)
+    assert not (tmp_path / "model").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_local_folder_is_taken_as_it_is(folder: Path) -> None:
+    assert ensure_model_folder(ModelConfig(model_path=str(folder)), Path("unused"), 0) == folder
+
+
+@pytest.mark.parametrize(
+    ("model_path", "says"),
+    [
+        ("/no/such/folder", "no such folder"),
+        ("./nor/this", "no such folder"),
+        ("not a hub id", "neither a folder nor a valid hub id"),
+    ],
+)
+def test_what_is_not_there_is_one_clear_line(model_path: str, says: str) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        ensure_model_folder(ModelConfig(model_path=model_path), Path("unused"), 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreachable_hub_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match="the hub cannot be reached") as caught:
+        ensure_model_folder(ModelConfig(model_path="some/model"), Path("unused"), 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_without_a_model_in_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        ensure_model_folder(ModelConfig(model_path=str(tmp_path)), Path("unused"), 0)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="is not JSON"):
+        ensure_model_folder(ModelConfig(model_path=str(tmp_path)), Path("unused"), 0)
+
+
+def test_fingerprint_tells_vocabularies_and_templates_apart(folder: Path, tmp_path: Path) -> None:
+    same = ensure_model_folder(ModelConfig(tiny=TinyModelConfig(hidden_size=32)), tmp_path / "same", 9)
+    vocabulary = ensure_model_folder(ModelConfig(tiny=TinyModelConfig(characters="0123")), tmp_path / "vocabulary", 0)
+    template = ModelConfig(tiny=TinyModelConfig(chat_template="{{ messages[0]['content'] }}="))
+    templated = ensure_model_folder(template, tmp_path / "template", 0)
+    prints = [fingerprint(path) for path in (folder, same, vocabulary, templated)]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3

@@ -1,0 +1,403 @@
+import asyncio
+import socket
+import sys
+import threading
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.unit.rollout.scripted_engine import completion, refused, scripted_engine
+from trinity_mq.config import Config
+from trinity_mq.messages import TaskBody, TaskSlice
+from trinity_mq.models import InferenceModel
+from trinity_mq.models.errors import EngineLost, EngineNotReady
+from trinity_mq.rollout import attempts
+from trinity_mq.rollout.attempts import consecutive
+from trinity_mq.rollout.seeds import stable_seed
+from trinity_mq.rollout.workflow_runner import WorkflowRunner
+from trinity_mq.workflows import AsyncSimpleWorkflow, StepWiseRewardWorkflow, Task, Workflow
+
+THIS = __name__
+
+
+@pytest.fixture
+async def engine():
+    async with scripted_engine() as served:
+        yield served
+
+
+@pytest.fixture
+def config():
+    return Config.model_validate(
+        {
+            "model": {"tiny": {}, "max_prompt_tokens": 30, "max_response_tokens": 8, "max_model_len": 64},
+            "explorer": {"max_timeout": 20, "rollout_model": {"enable_history": True, "temperature": 0.9}},
+        }
+    )
+
+
+@pytest.fixture
+async def runner(config, monkeypatch):
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+    made = WorkflowRunner(config, runner_id="runner-0")
+    with capture_logs():  # rendering a traceback for the console takes a second
+        yield made
+    await made.close()
+
+
+def piece(workflow, runs=4, base=0, **keys):
+    body = {
+        "workflow": workflow if "_" in workflow else f"{THIS}.{workflow}",
+        "raw_task": {"question": "3+4=", "answer": "7"},
+        "index": {"taskset": "sums", "index": 11},
+        **keys.pop("task", {}),
+    }
+    limits = {"max_timeout": 20.0, "max_retry_times": 2, "slice_timeout": 50.0, **keys}
+    return TaskSlice(
+        batch=5, ticket="t", task_id=2, run_base=base, repeat_times=runs, task=TaskBody(**body), seed=77, **limits
+    )
+
+
+class Asks(Workflow):
+    """One request; not repeatable."""
+
+    is_async = True
+
+    async def run_async(self):
+        return await self.model.chat_async([{"role": "user", "content": "q"}])
+
+
+class Blocking(Workflow):
+    threads: ClassVar = set()
+
+    def run(self):
+        self.threads.add(threading.current_thread().name)
+        return self.model.chat([{"role": "user", "content": "q"}])
+
+
+class FailsOnce(Asks):
+    """The second and the fourth instance fail."""
+
+    made: ClassVar = Counter()
+
+    async def run_async(self):
+        self.made["instances"] += 1
+        if self.made["instances"] in {2, 4}:
+            raise ArithmeticError("not  this\ntime")
+        return await super().run_async()
+
+
+class Never(Workflow):
+    is_async = True
+
+    async def run_async(self):
+        await asyncio.Event().wait()
+
+
+class NeverReturns(Workflow):
+    release = threading.Event()
+
+    def run(self):
+        self.release.wait()
+
+
+class Skips(AsyncSimpleWorkflow):
+    """Repeatable; returns nothing for the first run it is asked for, the first time."""
+
+    blocks: ClassVar = []
+
+    async def run_async(self):
+        self.blocks.append((self.run_id_base, self.repeat_times))
+        return (await super().run_async())[1 if len(self.blocks) == 1 else 0 :]
+
+
+class Numberless(AsyncSimpleWorkflow):
+    async def run_async(self):
+        experiences = await super().run_async()
+        for experience in experiences:
+            experience.eid.run = 99
+        return experiences
+
+
+class Empty(Workflow):
+    is_async = True
+
+    async def run_async(self):
+        return []
+
+
+class Exits(Workflow):
+    is_async = True
+
+    async def run_async(self):
+        sys.exit(9)
+
+
+class Steps(StepWiseRewardWorkflow):
+    max_step_num = 2
+
+    def step(self, step_num):
+        self.client.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}])
+        return True
+
+    def reward(self, exps, step_num):
+        return float(step_num)
+
+
+class Spoils(Asks):
+    async def run_async(self):
+        assert self.task.raw_task["question"] == "3+4="
+        self.task.raw_task["question"] = "spoilt"
+        return await super().run_async()
+
+
+async def test_a_repeatable_workflow_makes_one_request_and_all_is_stamped(runner, engine):
+    outcome = await runner.run_slice(piece("async_simple_workflow", runs=3, base=4), lambda: engine.model)
+    assert outcome.message is None
+    (request,) = engine.requests
+    assert (request["n"], request["temperature"], request["max_tokens"]) == (3, 0.9, 8)
+    assert outcome.runs == [4, 5, 6]
+    assert [exp.eid.rid for exp in outcome.experiences] == ["5/2/4", "5/2/5", "5/2/6"]
+    exp = outcome.experiences[0]
+    assert (exp.taskset, exp.index, exp.info["model_version"], exp.reward) == ("sums", 11, 3, 1.0)
+    assert outcome.version_min == outcome.version_max == (1, 3)
+    assert outcome.seconds > 0
+    assert len(outcome.metrics) == 3
+    assert outcome.metrics[0].pop("time/run_execution") > 0
+    assert outcome.metrics[0] == {"accuracy": 1.0, "reward": 1.0, "response_tokens:sum": 2.0}
+
+
+async def test_other_workflows_run_all_at_once_each_by_itself(runner, engine):
+    together = asyncio.Barrier(4)
+
+    async def script(body):
+        await together.wait()
+        return completion()
+
+    engine.script = script
+    outcome = await runner.run_slice(piece("Asks"), lambda: engine.model)
+    assert outcome.runs == [0, 1, 2, 3]
+    assert len({exp.eid.rid for exp in outcome.experiences}) == 4
+    assert len({request["seed"] for request in engine.requests}) == 4
+
+
+async def test_blocking_workflows_run_in_threads_of_their_own(runner, engine):
+    together = asyncio.Barrier(3)
+
+    async def script(body):
+        await together.wait()
+        return completion()
+
+    engine.script = script
+    outcome = await runner.run_slice(piece("Blocking", runs=3), lambda: engine.model)
+    assert outcome.runs == [0, 1, 2]
+    assert threading.current_thread().name not in Blocking.threads
+
+
+async def test_step_wise_workflows_have_histories_of_their_own(runner, engine):
+    outcome = await runner.run_slice(piece("Steps", runs=3), lambda: engine.model)
+    assert outcome.message is None
+    assert [(exp.eid.run, exp.eid.step) for exp in outcome.experiences] == [
+        (run, step) for run in range(3) for step in range(2)
+    ]
+    assert [metrics["reward"] for metrics in outcome.metrics] == [1.0] * 3
+    assert [metrics["response_tokens:sum"] for metrics in outcome.metrics] == [4.0] * 3
+
+
+async def test_only_failed_runs_are_tried_again(runner, engine):
+    FailsOnce.made.clear()
+    outcome = await runner.run_slice(piece("FailsOnce"), lambda: engine.model)
+    assert outcome.runs == [0, 1, 2, 3]
+    assert FailsOnce.made["instances"] == 6
+    assert len(engine.requests) == 4
+    assert outcome.message.startswith("ArithmeticError: not this time (test_workflow_runner.py:")
+
+
+async def test_missing_runs_of_a_repeatable_workflow_are_asked_for_again(runner, engine):
+    Skips.blocks.clear()
+    outcome = await runner.run_slice(piece("Skips", base=8), lambda: engine.model)
+    # The first go answers for runs 8 to 11 with the first response left out.
+    assert Skips.blocks == [(8, 4), (8, 1)]
+    assert outcome.runs == [8, 9, 10, 11]
+    assert "returned no experience for runs [8] of [8, 9, 10, 11]" in outcome.message
+    assert len({exp.eid.rid for exp in outcome.experiences}) == 4
+
+
+async def test_runs_that_were_not_asked_for_are_refused(runner, engine):
+    outcome = await runner.run_slice(piece("Numberless", max_retry_times=0), lambda: engine.model)
+    assert (outcome.runs, outcome.experiences) == ([], [])
+    assert "returned experiences with eid.run [99], was asked for [0, 1, 2, 3]" in outcome.message
+
+
+@pytest.mark.parametrize("kind", ["Never", "NeverReturns"])
+async def test_an_attempt_has_its_time_and_retries_have_an_end(runner, engine, kind):
+    NeverReturns.release.clear()
+    limits = {"max_timeout": 0.1, "max_retry_times": 1, "slice_timeout": 30.0}
+    async with asyncio.timeout(10):
+        outcome = await runner.run_slice(piece(kind, runs=2, **limits), lambda: engine.model)
+    NeverReturns.release.set()
+    assert outcome.runs == []
+    assert outcome.message == f"{kind} took longer than max_timeout, 0.1 s"
+
+
+async def test_the_time_of_the_slice_ends_everything_but_keeps_what_is_done(runner, engine):
+    served = iter([completion()])
+
+    async def script(body):
+        return next(served, None) or await asyncio.Event().wait()
+
+    engine.script = script
+    outcome = await runner.run_slice(piece("Asks", runs=2, slice_timeout=2.0), lambda: engine.model)
+    assert len(outcome.runs) == len(outcome.experiences) == 1
+    assert outcome.message == "not done within the 2 s of the slice"
+
+
+async def test_waiting_for_weights_is_no_attempt(runner, engine):
+    answers = [refused(503, "engine_not_current", 0.01) for _ in range(5)]
+    engine.script = lambda body: answers.pop() if answers else None
+    outcome = await runner.run_slice(piece("async_simple_workflow", max_retry_times=0), lambda: engine.model)
+    assert len(outcome.runs) == 4
+    assert outcome.message is None
+
+
+async def test_having_no_engine_is_no_attempt(runner, engine):
+    troubles = [EngineNotReady("waits for weights", 0.01), EngineLost("no living engine"), EngineLost("none yet")]
+
+    def models():
+        if troubles:
+            raise troubles.pop()
+        return engine.model
+
+    outcome = await runner.run_slice(piece("async_simple_workflow", max_retry_times=0), models)
+    assert len(outcome.runs) == 4
+    assert outcome.message is None
+
+
+async def test_no_engine_at_all_ends_with_the_slice_and_says_so(runner):
+    def models():
+        raise EngineLost("no living engine is known")
+
+    outcome = await runner.run_slice(piece("Asks", slice_timeout=0.2), models)
+    assert outcome.runs == []
+    assert outcome.message == (
+        "not done within the 0.2 s of the slice, waiting for an engine: no living engine is known"
+    )
+
+
+@pytest.mark.parametrize("kind", ["async_simple_workflow", "simple_workflow", "Steps"])
+async def test_a_lost_engine_is_replaced_by_another(runner, engine, kind):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        gone = InferenceModel(id="gone", url=f"http://127.0.0.1:{server.getsockname()[1]}", name="m")
+    engines = [engine.model, gone]
+    asked = []
+
+    def models():
+        asked.append(engines.pop() if len(engines) > 1 else engines[0])
+        return asked[-1]
+
+    outcome = await runner.run_slice(piece(kind, runs=1, max_retry_times=0), models)
+    assert (outcome.runs, outcome.message) == ([0], None)
+    assert [model.id for model in asked] == ["gone", "engine-0"]
+
+
+async def test_what_an_engine_refuses_is_not_asked_again(runner, engine):
+    engine.script = lambda body: refused(400, "bad_request")
+    outcome = await runner.run_slice(piece("async_simple_workflow"), lambda: engine.model)
+    assert outcome.runs == []
+    assert "EngineRefused" in outcome.message
+    assert len(engine.requests) == 1
+
+
+async def test_a_pinned_slice_waits_for_newer_weights_but_not_for_older(runner, engine):
+    held = [[1, 2]]
+    engine.script = lambda body: refused(409, "version_mismatch", wanted=[1, 3], held=held.pop()) if held else None
+    outcome = await runner.run_slice(piece("Asks", runs=1, pinned=(1, 3), max_retry_times=0), lambda: engine.model)
+    assert (outcome.runs, outcome.message) == ([0], None)
+    assert engine.headers[0]["X-TMQ-Version"] == "1.3"
+    held = [[1, 4]]
+    outcome = await runner.run_slice(piece("Asks", runs=1, pinned=(1, 3)), lambda: engine.model)
+    assert outcome.runs == []
+    assert "VersionMismatch" in outcome.message
+    assert held == []
+
+
+async def test_work_done_again_draws_the_same_and_a_retry_draws_anew(runner, engine):
+    async def seeds(part):
+        engine.requests.clear()
+        await runner.run_slice(part, lambda: engine.model)
+        return sorted(request["seed"] for request in engine.requests)
+
+    first = await seeds(piece("Asks"))
+    assert first == await seeds(piece("Asks"))
+    assert len(set(first)) == 4
+    assert not set(first) & set(await seeds(piece("Asks", base=4)))
+    assert set(await seeds(piece("Asks", runs=2))) < set(first)
+
+    FailsOnce.made.clear()
+    retried = await seeds(piece("FailsOnce"))
+    assert len(set(retried) - set(first)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("Empty", "Empty returned no experience; a run gives at least one"),
+        ("Exits", "Exits called sys.exit(9)"),
+    ],
+)
+async def test_what_gives_nothing_has_failed(runner, engine, kind, said):
+    outcome = await runner.run_slice(piece(kind, runs=2, max_retry_times=0), lambda: engine.model)
+    assert outcome.runs == []
+    assert outcome.message.startswith(said)
+
+
+async def test_a_task_nobody_knows_fails_at_once(runner, engine):
+    outcome = await runner.run_slice(piece("async_simple_workflw"), lambda: engine.model)
+    assert "did you mean 'async_simple_workflow'" in outcome.message
+    outcome = await runner.run_slice(piece("async_simple_workflow", task={"raw_task": {}}), lambda: engine.model)
+    assert outcome.message.startswith("TaskError: raw_task['question']")
+    assert engine.requests == []
+
+
+async def test_a_run_sees_nothing_of_what_another_did_to_the_task(runner, engine):
+    outcome = await runner.run_slice(piece("Spoils", max_retry_times=0), lambda: engine.model)
+    assert (len(outcome.runs), outcome.message) == (4, None)
+
+
+async def test_cancelling_reaches_the_workflow(runner, engine):
+    task = asyncio.ensure_future(runner.run_slice(piece("Never"), lambda: engine.model))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    async with asyncio.timeout(1):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_run_task_gives_status_and_experiences(config, engine):
+    runner = WorkflowRunner(config, engine.model)
+    task = Task(workflow=AsyncSimpleWorkflow, raw_task={"question": "q", "answer": "7"}, batch_id=1, task_id=0)
+    status, experiences = await asyncio.to_thread(runner.run_task, task, repeat_times=2, run_id_base=3)
+    assert (status.ok, status.completed_runs, status.total_runs, status.message) == (True, 2, 2, None)
+    assert (status.metric["accuracy"], len(status.metrics)) == (1.0, 2)
+    assert [exp.eid.rid for exp in experiences] == ["1/0/3", "1/0/4"]
+    again, _ = await asyncio.to_thread(runner.run_task, task)
+    assert again.ok
+    with pytest.raises(RuntimeError, match=r"await run_task_async\(\)"):
+        runner.run_task(task)
+    with pytest.raises(RuntimeError, match="without a model"):
+        await WorkflowRunner(config).run_task_async(task)
+    status, _ = await runner.run_task_async(Task(raw_task={}))
+    assert "no workflow" in status.message
+    await runner.close()
+
+
+def test_consecutive():
+    assert consecutive([]) == []
+    assert consecutive([0, 1, 4, 5, 7]) == [[0, 1], [4, 5], [7]]
+
+
+def test_seeds_are_stable():
+    assert stable_seed(1, "2/x", 3) == 1347747480926742596
+    assert len({stable_seed(a, b) for a in range(10) for b in (0, 1, "0", "1")}) == 40

@@ -1,0 +1,377 @@
+"""The blob store: what is written is whole, what is read is ours, and a store that is away has lost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from structlog.testing import capture_logs
+
+from trinity_mq.config import BrokerConfig
+from trinity_mq.messages import DecodeError, ExperienceReference, encode
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.transport.blobs import (
+    MARK,
+    BlobDamaged,
+    BlobGone,
+    BlobRefused,
+    BlobStore,
+    StoreUnavailable,
+    open_store,
+    patiently,
+)
+from trinity_mq.transport.references import carried_bytes, resolve
+
+NAME = "batch/t1/a-0.tmqx"
+BODY = bytes(range(256)) * 300
+LIMIT = 1 << 20
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> BlobStore:
+    root = f"file://{tmp_path}/blobs" if request.param == "file" else f"memory://{tmp_path.name}/blobs"
+    return BlobStore(root, "run-1", LIMIT)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> BlobStore:
+    return BlobStore(f"file://{tmp_path}/blobs", "run-1", LIMIT)
+
+
+def changed(reference: ExperienceReference, **fields: Any) -> ExperienceReference:
+    return reference.model_copy(update=fields)
+
+
+# -- what is written is read
+
+
+def test_what_is_put_is_got(store: BlobStore) -> None:
+    with capture_logs() as lines:
+        reference = store.put(NAME, BODY)
+    assert reference.url == f"{store.url}/{NAME}"
+    assert (reference.bytes, reference.sha256) == (len(BODY), hashlib.sha256(BODY).hexdigest())
+    assert reference.experiences == 1
+    assert [(line["event"], line["blob"], line["bytes"]) for line in lines] == [("blob_written", NAME, len(BODY))]
+    assert store.get(reference) == BODY
+    assert BlobStore(store.url.removesuffix("/run-1"), "run-1", LIMIT).get(reference) == BODY
+
+
+def test_folders_and_their_removal(store: BlobStore) -> None:
+    assert store.folders("batch") == []
+    for ticket in ("t1", "t2", "t3"):
+        store.put(f"batch/{ticket}/a-0.tmqx", BODY)
+        store.put(f"batch/{ticket}/a-1.tmqx", BODY)
+    kept = store.put("ready/t1/o-0.tmqx", BODY)
+    assert store.folders("batch") == ["t1", "t2", "t3"]
+    store.delete("batch/t1", "batch/none", "batch/t2/a-0.tmqx")
+    assert store.folders("batch") == ["t2", "t3"]
+    store.delete("batch/t3")
+    assert store.folders("batch") == ["t2"]
+    assert store.get(kept) == BODY
+    store.delete_run()
+    assert store.folders("ready") == []
+    store.delete_run()  # nothing is there: fine
+    assert store.get(store.put(NAME, BODY)) == BODY  # and it is a store again
+
+
+def test_runs_do_not_see_each_other(store: BlobStore) -> None:
+    other = BlobStore(store.url.removesuffix("/run-1"), "run-12", LIMIT)
+    reference = store.put(NAME, BODY)
+    with pytest.raises(BlobRefused, match="wanted a blob under"):
+        other.get(reference)
+    other.delete_run()
+    assert store.get(reference) == BODY
+
+
+def test_a_blob_appears_at_once_and_whole(local: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    local.put("batch/t1/first.tmqx", BODY)
+    folder = tmp_path / "blobs/run-1/batch/t1"
+    seen: list[list[str]] = []
+    replace = Path.replace
+
+    def watched(self: Path, target: Path) -> Path:
+        seen.append(sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")))
+        assert self.read_bytes() == BODY
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    local.put(NAME, BODY)
+    assert seen == [["first.tmqx"]]
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(StoreUnavailable, match="No space left"):
+        local.put("batch/t1/second.tmqx", BODY)
+    assert sorted(path.name for path in folder.iterdir()) == ["a-0.tmqx", "first.tmqx"]
+
+
+# -- what is read is ours
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "/../../../../etc/passwd",
+        "/batch/../../other/x",
+        "/batch/t1/..%2f..%2fx",
+        "//etc/passwd",
+        "/",
+        "",
+        "-2/batch/t1/a-0.tmqx",
+        "/batch/t1/.hidden",
+        "/batch/t1/a\n-0.tmqx",
+        "/batch/t1/a-0.tmqx\n",
+        "/batch\\t1",
+        "/batch/t1/a-0.tmqx?versionId=1",
+        "/batch/*",
+    ],
+)
+def test_a_reference_that_leads_elsewhere_is_refused_unopened(
+    store: BlobStore, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = store.put(NAME, BODY)
+    monkeypatch.setattr(type(store._fs), "info", lambda *_: pytest.fail("opened"))
+    with pytest.raises(DecodeError, match=r"broker\.blob_store"):
+        store.get(changed(reference, url=store.url + end))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:9/run-1/batch/t1/a-0.tmqx",
+        "file:///etc/passwd",
+        "/etc/passwd",
+        "simplecache::file:///etc/passwd",
+        "",
+        "x" * 100_000,
+    ],
+)
+def test_another_place_is_refused(local: BlobStore, url: str) -> None:
+    reference = local.put(NAME, BODY)
+    with pytest.raises(BlobRefused) as caught:
+        local.get(changed(reference, url=url))
+    assert len(str(caught.value)) < 1000
+
+
+def test_links_are_not_followed(local: BlobStore, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    (tmp_path / "outside").mkdir()
+    for path in (secret, tmp_path / "outside" / "a-0.tmqx"):
+        path.write_bytes(BODY)
+    reference = local.put("batch/t0/a-0.tmqx", BODY)
+    root = tmp_path / "blobs/run-1/batch"
+    (root / "t0" / "link.tmqx").symlink_to(secret)
+    (root / "t1").symlink_to(tmp_path / "outside")
+    for name in ("batch/t0/link.tmqx", NAME):
+        with pytest.raises(BlobRefused, match="is a link"):
+            local.get(changed(reference, url=f"{local.url}/{name}"))
+    with pytest.raises(BlobRefused, match="is a link"):
+        local.put("batch/t1/b-0.tmqx", BODY)
+    with pytest.raises(BlobRefused, match="is a link"):
+        local.delete("batch/t1")
+    assert sorted(path.name for path in (tmp_path / "outside").iterdir()) == ["a-0.tmqx"]
+
+
+def test_the_store_itself_may_lie_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "blobs").symlink_to(tmp_path / "disk")
+    store = BlobStore(f"file://{tmp_path}/blobs", "run-1", LIMIT)
+    assert store.get(store.put(NAME, BODY)) == BODY
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "", "batch//x", "batch/.x", "batch/t 1", "batch/t1/", "a" + "\0"])
+def test_names_that_are_none_of_a_blob(store: BlobStore, name: str) -> None:
+    with pytest.raises(BlobRefused, match="no name of a blob"):
+        store.put(name, BODY)
+    with pytest.raises(BlobRefused, match="no name of a blob"):
+        store.delete(name)
+
+
+# -- what is read is whole
+
+
+def overwrite(store: BlobStore, body: bytes) -> None:
+    filesystem, path = fsspec.core.url_to_fs(f"{store.url}/{NAME}")
+    filesystem.pipe_file(path, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (BODY[:-1], f"has {len(BODY) - 1} bytes, its reference says {len(BODY)}"),
+        (BODY + b"x", f"has {len(BODY) + 1} bytes, its reference says {len(BODY)}"),
+        (b"", "has 0 bytes"),
+        (BODY[:-1] + b"\0", "another SHA-256"),
+    ],
+)
+def test_a_damaged_blob_is_told_by_size_and_checksum(store: BlobStore, body: bytes, words: str) -> None:
+    reference = store.put(NAME, BODY)
+    overwrite(store, body)
+    with pytest.raises(BlobDamaged, match=words):
+        store.get(reference)
+
+
+def test_a_wrong_size_is_seen_before_it_is_read(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = store.put(NAME, BODY)
+    overwrite(store, BODY * 2)
+    monkeypatch.setattr(type(store._fs), "cat_file", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(BlobDamaged):
+        store.get(reference)
+    with pytest.raises(BlobRefused, match=rf"over broker\.max_batch_bytes {LIMIT}"):
+        store.get(changed(reference, bytes=LIMIT + 1))
+
+
+def test_a_folder_or_pipe_in_its_place_is_damage(local: BlobStore, tmp_path: Path) -> None:
+    reference = local.put("batch/t1/x.tmqx", BODY)
+    (tmp_path / "blobs/run-1" / NAME).mkdir()
+    os.mkfifo(tmp_path / "blobs/run-1/batch/t1/pipe.tmqx")
+    for name in (NAME, "batch/t1/pipe.tmqx"):
+        started = time.monotonic()
+        with pytest.raises(BlobDamaged):
+            local.get(changed(reference, url=f"{local.url}/{name}"))
+        assert time.monotonic() - started < 5
+
+
+# -- gone, or only not there now
+
+
+def test_a_missing_blob_is_gone_only_where_the_store_is_there(store: BlobStore) -> None:
+    reference = store.put(NAME, BODY)
+    store.delete(NAME)
+    with pytest.raises(BlobGone, match="does not exist"):
+        store.get(reference)
+    store.delete(MARK)
+    with pytest.raises(StoreUnavailable, match="is it mounted"):
+        store.get(reference)
+
+
+def test_a_disk_that_comes_back_has_lost_nothing(local: BlobStore, tmp_path: Path) -> None:
+    reference = local.put(NAME, BODY)
+    (tmp_path / "blobs").rename(tmp_path / "aside")
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable):
+            local.get(reference)
+        (tmp_path / "blobs").mkdir(exist_ok=True)  # an empty mount point
+    (tmp_path / "blobs").rmdir()
+    (tmp_path / "aside").rename(tmp_path / "blobs")
+    assert local.get(reference) == BODY
+
+
+def test_whatever_its_library_raises_is_one_error(store: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = store.put(NAME, BODY)
+
+    def broken(*_: object, **__: object) -> Any:
+        raise RuntimeError("expired token")
+
+    for name in ("info", "ls", "rm", "pipe_file", "invalidate_cache"):
+        monkeypatch.setattr(type(store._fs), name, broken)
+    for act in (lambda: store.get(reference), lambda: store.folders("batch"), lambda: store.delete(NAME)):
+        with pytest.raises(StoreUnavailable, match="RuntimeError: expired token"):
+            act()
+
+
+# -- opening one
+
+
+def test_it_is_opened_where_one_is_configured(tmp_path: Path) -> None:
+    assert open_store(BrokerConfig(), "r") is None
+    store = open_store(BrokerConfig(blob_store=f"{tmp_path}/b/", max_batch_bytes=1 << 21), "r")
+    assert store is not None
+    assert (store.url, store.max_bytes) == (f"file://{tmp_path}/b/r", 1 << 21)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_store_that_no_library_opens_is_fatal_at_the_start() -> None:
+    with pytest.raises(FatalError, match=r"broker\.blob_store: no library opens nosuch:// URLs here"):
+        open_store(BrokerConfig(blob_store="nosuch://bucket/x"), "r")
+
+
+# -- patience
+
+
+def test_patience_tries_again_and_ends() -> None:
+    calls: list[float] = []
+
+    def fails_until(until: float) -> str:
+        now = asyncio.get_running_loop().time()
+        calls.append(now)
+        if now < until:
+            raise StoreUnavailable("down")
+        return "up"
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert await patiently(fails_until, 30.0) == "up"
+        assert 30 <= loop.time() < 45
+        assert 4 < len(calls) < 200
+        started = loop.time()
+        with pytest.raises(StoreUnavailable, match="not done within 20 s; down"):
+            await patiently(fails_until, 1e9, seconds=20.0)
+        assert loop.time() - started == pytest.approx(20)
+
+    with capture_logs() as lines:
+        run_virtually(main())
+    assert {line["event"] for line in lines} == {"blob_store_unavailable"}
+
+
+async def test_a_store_that_hangs_is_given_up() -> None:
+    released = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hangs() -> None:
+        asyncio.run_coroutine_threadsafe(released.wait(), loop).result()
+
+    with pytest.raises(StoreUnavailable, match="does not answer"):
+        await patiently(hangs, seconds=0.1)
+    released.set()
+
+
+def test_other_errors_pass_at_once() -> None:
+    def damaged() -> None:
+        raise BlobDamaged("x")
+
+    with pytest.raises(BlobDamaged):
+        run_virtually(patiently(damaged))
+
+
+# -- bodies that stand for one
+
+
+def test_a_body_is_itself_or_what_it_refers_to(store: BlobStore) -> None:
+    reference = store.put(NAME, BODY)
+    assert resolve(store, b"TMQX", EXPERIENCES) == b"TMQX"
+    assert resolve(None, b"TMQX", None) == b"TMQX"
+    assert resolve(store, encode(reference), REFERENCE) == BODY
+    with pytest.raises(DecodeError, match=r"broker\.blob_store is not set here"):
+        resolve(None, encode(reference), REFERENCE)
+    for junk in (b"", b"TMQX", b"\x80", encode(changed(reference, sha256="no"))):
+        with pytest.raises(DecodeError):
+            resolve(store, junk, REFERENCE)
+
+
+def test_how_much_a_body_will_take(store: BlobStore) -> None:
+    reference = store.put(NAME, BODY)
+    body = encode(reference)
+    assert carried_bytes(store, b"12345", EXPERIENCES) == 5
+    assert carried_bytes(store, body, REFERENCE) == len(BODY)
+    assert carried_bytes(None, body, REFERENCE) == len(body)  # it will be refused
+    large = encode(changed(reference, bytes=LIMIT + 1))
+    assert carried_bytes(store, large, REFERENCE) == len(large)
+    assert carried_bytes(store, b"junk", REFERENCE) == 4
+
+
+def test_its_library_is_not_imported_before_it_is_needed() -> None:
+    code = "import sys, trinity_mq.transport.batch_blobs, trinity_mq.cli.run.command; sys.exit('fsspec' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

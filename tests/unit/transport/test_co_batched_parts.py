@@ -1,0 +1,121 @@
+"""Parts that several attempts share: how they are told apart, and who leaves what in them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.agents.world import a_slice, experience
+from trinity_mq.bus import Envelope, Incoming
+from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
+from trinity_mq.messages.batches import Accepted, BatchClosed, Wanted
+from trinity_mq.transport.co_batched_parts import Member, Share, share_mail, shares_of
+from trinity_mq.transport.experience_parts import Part, decode_parts, wanted_mails
+
+
+def member(attempt: str, *runs: int, task: int = 0, oldest: tuple[int, int] | None = (1, 3)) -> Member:
+    return Member(a_slice(task=task), attempt, [experience(task, run) for run in runs], 100, oldest)
+
+
+def body_of(*members: Member) -> bytes:
+    return Experience.serialize_many([each for one in members for each in one.experiences])
+
+
+def received(mail: Envelope) -> Incoming:
+    headers = {**mail.headers, "kind": mail.kind}
+    return Incoming(
+        body=mail.body, exchange="e", routing_key="k", queue="q", headers=headers, content_type=mail.content_type
+    )
+
+
+def parts_of(*incoming: Incoming) -> dict[tuple[str, int], Part]:
+    return {share.key: Part(each, share) for each in incoming for share in shares_of(each)}
+
+
+MEMBERS = (member("a", 0, 1), member("b", 4, oldest=(1, 2)), member("c", 6, 7, 8, oldest=None))
+
+
+def test_a_shared_part_says_whose_experiences_it_holds_and_how_old_they_are() -> None:
+    mail = share_mail(MEMBERS, body_of(*MEMBERS))
+    assert mail.headers == {
+        "version": 1,
+        "batch": 1,
+        "ticket": "t1",
+        "attempts": "a:2,b:1,c:3",
+        "policy_version": "1.2",
+    }
+    assert mail.kind == "experience_part"
+    assert mail.message_id == "a-0+2"
+    assert "policy_version" not in share_mail(MEMBERS[2:], b"").headers
+
+
+def test_each_attempt_finds_its_own() -> None:
+    incoming = received(share_mail(MEMBERS, body_of(*MEMBERS)))
+    batch = ExperienceBatch.decode(incoming.body)
+    found = {share.key: [each.eid.run for each in share.of(batch)] for share in shares_of(incoming)}
+    assert found == {("a", 0): [0, 1], ("b", 0): [4], ("c", 0): [6, 7, 8]}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"attempt": "a"},
+        {"attempt": 1, "part": 0},
+        {"attempts": 7},
+        {"attempts": ""},
+        {"attempts": "a"},
+        {"attempts": "a:"},
+        {"attempts": ":3"},
+        {"attempts": "a:-1"},
+        {"attempts": "a:1,"},
+        {"attempts": "a:1,a:2"},
+        {"attempts": "a:²"},
+        {"attempts": "a:10000000000"},
+    ],
+)
+def test_headers_that_do_not_say_whose_they_are_are_refused(headers: dict[str, object]) -> None:
+    with pytest.raises(DecodeError, match="attempt"):
+        shares_of(Incoming(body=b"", exchange="", routing_key="", queue="q", headers=headers))
+
+
+def test_an_attempt_may_have_none_and_its_name_may_hold_a_colon() -> None:
+    incoming = Incoming(body=b"", exchange="", routing_key="", queue="q", headers={"attempts": "a:b:0,c:2"})
+    assert shares_of(incoming) == [Share(("a:b", 0), slice(0, 0), 2), Share(("c", 0), slice(0, 2), 2)]
+
+
+def test_the_manifest_takes_and_drops_members_like_parts_of_their_own_in_its_order() -> None:
+    shared = received(share_mail(MEMBERS, body_of(*MEMBERS)))
+    alone = received(
+        Envelope(body=body_of(member("d", 9)), kind="experience_part", headers={"attempt": "d", "part": 0, "parts": 1})
+    )
+    parts = parts_of(shared, alone)
+    wanted = [parts["c", 0], parts["d", 0], parts["a", 0]]
+    experiences, bad = decode_parts(wanted, None)
+    assert [each.eid.run for each in experiences] == [6, 7, 8, 9, 0, 1]
+    assert bad == []
+
+
+def test_one_that_holds_more_than_it_lists_is_unusable_as_a_whole_and_once() -> None:
+    shared = received(share_mail(MEMBERS[:2], body_of(*MEMBERS)))
+    experiences, bad = decode_parts(parts_of(shared).values(), None)
+    assert len(experiences) == 0
+    assert [(one is shared, reason) for one, reason in bad] == [
+        (True, "does not decode: header attempts lists 3 experiences, the body holds 6")
+    ]
+
+
+def test_submitters_get_their_own_share_and_no_more() -> None:
+    shared = received(share_mail(MEMBERS, body_of(*MEMBERS)))
+    manifest = BatchClosed(
+        batch=1,
+        ticket="t1",
+        accepted=[
+            Accepted(task_id=task, run_base=0, attempt=name, runs=[0], parts=1) for task, name in enumerate("abc")
+        ],
+        wanted=[Wanted(task_id=1, reply_to="me", correlation_id="c")],
+    )
+    ((reply_to, mail),) = wanted_mails(manifest, parts_of(shared))
+    assert (reply_to, mail.headers["attempt"], mail.headers["part"], mail.headers["parts"]) == ("me", "b", 0, 1)
+    assert [each.eid.run for each in Experience.deserialize_many(mail.body)] == [4]
+    damaged = received(share_mail(MEMBERS, b"no experiences"))
+    assert list(wanted_mails(manifest, parts_of(damaged))) == []

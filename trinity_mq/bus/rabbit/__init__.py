@@ -1,0 +1,1 @@
+"""The bus on RabbitMQ. The only package that imports the AMQP client."""

@@ -1,0 +1,154 @@
+"""Declarations on the consuming connection, and what of them is to be made again after a reconnect."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import structlog
+from aiormq.channel import Channel
+
+from trinity_mq.bus.base import BusRefused, QueueGone
+from trinity_mq.bus.rabbit.connection import InequivalentError, Link, LinkError, Locked, amqp_errors
+from trinity_mq.bus.retry import backoff, retrying
+from trinity_mq.bus.topology import Queue, Topology
+
+log = structlog.get_logger(__name__)
+
+
+class Admin:
+    """One channel for everything that may fail and so close it; opened again when that happened.
+
+    Args:
+        topology: Its exchanges are declared with every new connection.
+        ghost_seconds: How long the broker may take to notice that our previous connection died, which frees its queues.
+    """
+
+    def __init__(self, topology: Topology, ghost_seconds: float) -> None:
+        self._topology, self._ghost_seconds = topology, ghost_seconds
+        self._declared: dict[str, Queue] = {}
+        self._warned: set[str] = set()
+        self._link: Link | None = None
+        self._channel: Channel | None = None
+        self._one_at_a_time = asyncio.Lock()  # one failure would fail the others on the channel
+
+    def use(self, link: Link) -> None:
+        """Work on this connection from now on."""
+        self._link, self._channel = link, None
+
+    async def make_exchanges(self) -> None:
+        """Declare the topology's exchanges; a user who may not looks whether they are there.
+
+        Raises:
+            BusRefused: They are not, and the user may not make them.
+        """
+        try:
+            await self._each_exchange(passive=False)
+        except BusRefused as refused:
+            try:
+                await self._each_exchange(passive=True)
+            except LinkError as error:
+                if "no exchange" not in str(error):
+                    raise
+                raise _not_there(f"run {self._topology.run!r}", refused) from error
+
+    async def _each_exchange(self, *, passive: bool) -> None:
+        async with self._opened() as channel:
+            for exchange in self._topology.exchanges:
+                with amqp_errors():
+                    await channel.exchange_declare(exchange, exchange_type="topic", durable=True, passive=passive)
+
+    async def make_queues(self) -> None:
+        """Make again the queues and bindings of this bus."""
+        for queue in tuple(self._declared.values()):
+            await self._make(queue)
+
+    async def declare(self, queue: Queue) -> None:
+        """Declare a queue with its bindings, and remember it if a reconnect may bring it back."""
+        await self._make(queue)
+        if queue.redeclare:
+            self._declared[queue.name] = queue
+
+    async def unbind(self, queue: Queue) -> None:
+        """Remove bindings, also from memory."""
+        if queue.name in self._declared:
+            self._declared[queue.name] = replace(queue, bindings=())
+        with contextlib.suppress(QueueGone):
+            async with self._opened() as channel:
+                for binding in queue.bindings:
+                    with amqp_errors():
+                        await channel.queue_unbind(queue.name, binding.exchange, binding.pattern)
+
+    async def delete(self, name: str) -> None:
+        """Delete a queue, also from memory."""
+        self._declared.pop(name, None)
+        with contextlib.suppress(QueueGone):
+            async with self._opened() as channel:
+                with amqp_errors():
+                    await channel.queue_delete(name)
+
+    async def depth(self, name: str) -> int | None:
+        """Return the number of ready messages, None for no such queue."""
+        with contextlib.suppress(QueueGone):
+            async with self._opened() as channel:
+                with amqp_errors():
+                    return (await channel.queue_declare(name, passive=True)).message_count or 0
+        return None
+
+    async def own(self, name: str) -> None:
+        """Declare an exclusive queue. Raises Locked when another connection has it."""
+        async with self._opened() as channel:
+            with amqp_errors():
+                await channel.queue_declare(name, exclusive=True)
+
+    async def own_again(self, name: str) -> None:
+        """Declare an exclusive queue that our old connection may still seem to hold. Raises Locked if another does."""
+        try:
+            async with asyncio.timeout(self._ghost_seconds):
+                await retrying(Locked, wait=backoff(maximum=1.0))(self.own, name)
+        except TimeoutError as error:
+            raise Locked(f"queue {name} is exclusive to another connection") from error
+
+    async def _make(self, queue: Queue) -> None:
+        if queue.kind == "exclusive":
+            await self.own_again(queue.name)
+        elif not await self._make_durable(queue):
+            return
+        async with self._opened() as channel:
+            for binding in queue.bindings:
+                with amqp_errors():
+                    await channel.queue_bind(queue.name, binding.exchange, binding.pattern)
+
+    async def _make_durable(self, queue: Queue) -> bool:
+        """Return whether its bindings are ours to make: not those of a queue that only another user may declare."""
+        try:
+            async with self._opened() as channel:
+                with amqp_errors():
+                    await channel.queue_declare(queue.name, durable=True, arguments=dict(queue.arguments))
+        except InequivalentError as error:
+            if queue.name not in self._warned:
+                self._warned.add(queue.name)
+                log.warning("queue exists with other arguments: used as it is", queue=queue.name, broker=str(error))
+        except BusRefused as refused:
+            if isinstance(refused, Locked):
+                raise
+            if await self.depth(queue.name) is None:
+                raise _not_there(f"queue {queue.name}", refused) from refused
+            return False
+        return True
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[Channel]:
+        async with self._one_at_a_time:
+            if self._link is None:
+                raise LinkError("not connected")
+            if self._channel is None or self._channel.is_closed:
+                self._channel = await self._link.channel()
+            yield self._channel
+
+
+def _not_there(what: str, refused: BusRefused) -> BusRefused:
+    return BusRefused(f"{what} is not on the broker (start the agents that make it first), and {refused}")

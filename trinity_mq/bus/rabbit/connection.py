@@ -1,0 +1,251 @@
+"""One plain AMQP connection, and the translation of the client's many errors into the few that decide what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from aio_pika.connection import Connection, make_url
+from aiormq.abc import AbstractConnection
+from aiormq.channel import Channel
+from aiormq.exceptions import (
+    AMQPError,
+    AuthenticationError,
+    ChannelAccessRefused,
+    ChannelInvalidStateError,
+    ChannelLockedResource,
+    ChannelNotFoundEntity,
+    ChannelPreconditionFailed,
+    InvalidFrameError,
+    ProbableAuthenticationError,
+)
+
+from trinity_mq.bus.addresses import address, in_turn
+from trinity_mq.bus.base import BusRefused, QueueGone
+from trinity_mq.bus.rabbit.sending import GatheringTransport
+from trinity_mq.bus.tls import answers_with_tls, tls_context, tls_problem
+
+if TYPE_CHECKING:
+    from trinity_mq.config.bus import TlsConfig
+
+CONNECT_TIMEOUT = 10.0
+"""For one attempt; a host that drops packets never refuses."""
+CLOSE_TIMEOUT = 5.0
+
+for _name in ("aiormq", "aio_pika"):
+    if logging.getLogger(_name).level == logging.NOTSET:
+        # What it logs on a lost connection, with tracebacks, we report ourselves in one line.
+        logging.getLogger(_name).setLevel(logging.CRITICAL)
+
+
+class LinkError(Exception):
+    """The connection or channel was lost, or the broker is not ready for this queue: try again."""
+
+
+class Locked(BusRefused):
+    """The exclusive queue belongs to another connection."""
+
+
+class OwnQueueLost(LinkError):
+    """An exclusive queue of ours is gone, though our connection stands: to be declared again."""
+
+
+class InequivalentError(LinkError):
+    """The queue exists with other arguments."""
+
+
+@contextlib.contextmanager
+def amqp_errors() -> Iterator[None]:
+    """Translate what the AMQP client raises into LinkError, Locked, InequivalentError, QueueGone or BusRefused."""
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # The client cancels the futures of a connection that died; nobody cancelled us.
+        raise LinkError("connection lost") from error
+    except ChannelNotFoundEntity as error:
+        # Just after a restart a durable queue is "down or inaccessible": also not found, but not gone.
+        if "no queue" in str(error):
+            raise QueueGone(str(error)) from error
+        raise LinkError(str(error)) from error
+    except ChannelLockedResource as error:
+        raise Locked(str(error)) from error
+    except ChannelPreconditionFailed as error:
+        raise InequivalentError(str(error)) from error
+    except ChannelAccessRefused as error:
+        raise BusRefused(refused_access(str(error))) from error
+    except (AMQPError, ChannelInvalidStateError, OSError) as error:
+        raise LinkError(str(error) or type(error).__name__) from error
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # Futures of a connection that we closed ourselves are rejected with a bare Exception.
+        raise LinkError("connection closed") from error
+
+
+class Link:
+    """An open connection."""
+
+    def __init__(self, connection: Connection, transport: AbstractConnection) -> None:
+        self._connection, self._transport = connection, transport
+
+    @classmethod
+    async def open(
+        cls, url: str, name: str, heartbeat: float, on_lost: Callable[[str], None], tls: TlsConfig | None = None
+    ) -> Link:
+        """Connect; ``on_lost`` is called with the reason when the connection goes.
+
+        Raises:
+            AddressError: A file that TLS needs cannot be used.
+            BusRefused: Wrong password or virtual host, or TLS where it cannot be trusted or does not fit.
+            LinkError: The broker cannot be reached now.
+        """
+        secure = urlsplit(url).scheme == "amqps"
+        context = await tls_context(tls) if secure else None
+        connection = Connection(make_url(url, heartbeat=round(heartbeat)), client_properties={"connection_name": name})
+        transports = GatheringTransport(context, tls.server_name if tls is not None else None)
+        connection.kwargs["transport_factory"] = transports
+        try:
+            with amqp_errors():
+                try:
+                    await connection.connect(timeout=CONNECT_TIMEOUT)
+                except (ProbableAuthenticationError, AuthenticationError) as error:
+                    raise BusRefused(_refused_login(url)) from error
+                except (AMQPError, OSError) as error:
+                    refusal = _refusal(error, url, tls, transports.first)
+                    if refusal is None:
+                        raise
+                    raise refusal from error
+            if connection.transport is None:
+                raise LinkError("connection lost")
+        except BaseException:
+            await connection.close()
+            raise
+        transport = connection.transport.connection
+
+        def lost(closing: asyncio.Future[object]) -> None:
+            _drain(transport)
+            on_lost(_reason(closing))
+
+        transport.closing.add_done_callback(lost)
+        return cls(connection, transport)
+
+    @property
+    def alive(self) -> bool:
+        """Still open."""
+        return not self._transport.is_closed
+
+    @property
+    def version(self) -> str:
+        """The broker's version, as it says."""
+        return str(self.server_properties.get("version", "unknown"))
+
+    @property
+    def server_properties(self) -> Mapping[str, Any]:
+        """What the broker said of itself."""
+        return self._transport.server_properties
+
+    async def channel(self, *, confirms: bool = False) -> Channel:
+        """Open a channel; with ``confirms``, a returned message raises PublishError."""
+        with amqp_errors():
+            if self._transport.is_closed:
+                raise LinkError("connection lost")
+            channel = await self._transport.channel(publisher_confirms=confirms, on_return_raises=True)
+        if not isinstance(channel, Channel):
+            raise TypeError(f"the AMQP client made a {type(channel).__name__}, wanted {Channel.__name__}")
+        return channel
+
+    async def unblocked(self) -> None:
+        """Return when the broker does not block this connection; never, once it is lost."""
+        await self._transport.ready()
+
+    async def close(self) -> None:
+        """Close; at most five seconds are spent on a broker that does not answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                await self._connection.close()
+
+
+async def open_link(
+    urls: tuple[str, ...], tls: TlsConfig | None, name: str, heartbeat: float, on_lost: Callable[[str], None]
+) -> Link:
+    """Connect to the first of the broker's nodes that lets us in, beginning with a random one.
+
+    Raises:
+        AddressError: A file that TLS needs cannot be used.
+        BusRefused: Each refuses.
+        LinkError: None can be reached now.
+    """
+    failed: dict[str, LinkError | BusRefused] = {}
+    for url in in_turn(urls):
+        try:
+            return await Link.open(url, name, heartbeat, on_lost, tls)
+        except (LinkError, BusRefused) as error:
+            failed[url] = error
+    if len(failed) == 1:
+        raise next(iter(failed.values()))
+    told = "; ".join(f"{address(url)}: {failed[url]}" for url in urls)
+    if all(isinstance(error, BusRefused) for error in failed.values()):
+        raise BusRefused(told)
+    raise LinkError(told)
+
+
+def _refusal(error: Exception, url: str, tls: TlsConfig | None, first: bytes) -> BusRefused | None:
+    """Return what no new attempt heals, None for what one may."""
+    where, host = address(url), urlsplit(url).hostname or ""
+    server = tls.server_name if tls is not None and tls.server_name else host
+    if (problem := tls_problem(error, where, server, tls)) is not None:
+        return BusRefused(problem)
+    if urlsplit(url).scheme == "amqp" and answers_with_tls(first):
+        return BusRefused(f"the broker at {where} speaks TLS, but broker.url begins with amqp: write amqps://")
+    if isinstance(error, InvalidFrameError):
+        return BusRefused(_refused_vhost(url))
+    return None
+
+
+def refused_access(said: str) -> str:
+    """Return what the broker says of an operation that it refuses, and what to do."""
+    name = re.search(r"'tmq\.([a-z0-9-]{1,40})\.", said)
+    run = name.group(1) if name is not None else "RUN"
+    return f"the broker refuses it: {said}; `trinity-mq broker permissions {run}` says what each kind of user needs"
+
+
+def _drain(transport: AbstractConnection) -> None:
+    """Empty the write queue of a dead connection until nobody puts more: who waits for a place waits for ever else."""
+    if transport.write_queue.empty():
+        return
+    while not transport.write_queue.empty():
+        transport.write_queue.get_nowait()
+    asyncio.get_running_loop().call_soon(_drain, transport)
+
+
+def _reason(closing: asyncio.Future[object]) -> str:
+    error = asyncio.CancelledError() if closing.cancelled() else closing.exception()
+    return str(error) or "connection lost" if error is not None else "connection closed"
+
+
+def _user(url: str) -> str:
+    return unquote(urlsplit(url).username or "guest")
+
+
+def _refused_login(url: str) -> str:
+    return (
+        f"the broker at {address(url)} refuses user {_user(url)!r}: wrong user name or password; "
+        "set them in broker.url or TRINITY_MQ_BROKER_URL (amqp://user:password@host:port/vhost)"
+    )
+
+
+def _refused_vhost(url: str) -> str:
+    vhost = unquote(urlsplit(url).path[1:]) or "/"
+    return (
+        f"the broker at {address(url)} does not open virtual host {vhost!r} (the last part of broker.url) to user "
+        f"{_user(url)!r}: it does not exist, or the user has no permission on it; see `rabbitmqctl list_vhosts` and "
+        "`rabbitmqctl list_permissions`"
+    )

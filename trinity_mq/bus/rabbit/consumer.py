@@ -1,0 +1,276 @@
+"""Consuming from RabbitMQ: one channel a consumer, attached again whenever it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from aiormq.abc import DeliveredMessage
+from aiormq.channel import Channel
+
+from trinity_mq.bus.base import BusRefused, Delivery, QueueGone, StaleDelivery, StreamCut
+from trinity_mq.bus.checks import STREAM_WINDOW, AnsweredOnce, BufferedConsumer
+from trinity_mq.bus.rabbit.acknowledgements import Answers
+from trinity_mq.bus.rabbit.connection import Link, LinkError, Locked, OwnQueueLost, amqp_errors
+from trinity_mq.bus.topology import Queue
+
+SEGMENT_ENTRIES = 1
+"""A new segment of a stream begins with an entry of the broker's own, which takes one offset and is never delivered."""
+CLOCK_MARGIN = datetime.timedelta(seconds=5)
+CLOSE_TIMEOUT = 5.0
+STREAM_IDLE = 10.0
+"""Seconds without a delivery after which a stream is asked anew from where we are: a cluster that lost the stream's
+leader may never serve a reader again that came while its replicas were restarted (seen on 3.10.8), and says nothing."""
+
+
+class _Arrived(NamedTuple):
+    answers: Answers
+    message: DeliveredMessage
+    offset: int | None
+
+
+class RabbitConsumer(BufferedConsumer[_Arrived]):
+    """Deliveries of one queue.
+
+    Args:
+        queue: What to consume from.
+        prefetch: Unanswered deliveries at most, 0 for any number (a stream: its window).
+        offset: First position of a stream, None for what is published from now on.
+        on_lost: Called when it needs :meth:`attach` again.
+        on_close: Called when it is closed.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        prefetch: int,
+        offset: int | None,
+        on_lost: Callable[[], None],
+        on_close: Callable[[RabbitConsumer], None],
+    ) -> None:
+        super().__init__()
+        self.queue = queue
+        self._on_lost, self._on_close = on_lost, on_close
+        self._stream = queue.kind == "stream"
+        self._prefetch = prefetch or (STREAM_WINDOW if self._stream else 0)
+        self._next = offset
+        self._asked: int | None = None
+        self._began: datetime.datetime | None = None
+        self._channel: Channel | None = None
+        self._tag = ""
+        self._cancelled: list[Channel] = []
+        self._attaching = asyncio.Lock()
+        self._to_ack = 0
+        self._acking: asyncio.Task[None] | None = None
+        self._answers: Answers | None = None
+        self._idle: asyncio.TimerHandle | None = None
+
+    @property
+    def attached(self) -> bool:
+        """Consuming, or at its end."""
+        return self.over or (self._channel is not None and not self._channel.is_closed)
+
+    async def attach(self, link: Link) -> None:
+        """Start, or go on, consuming; a queue that does not exist ends the consumer.
+
+        Raises:
+            LinkError: Try again.
+            OwnQueueLost: Once it has been declared again.
+        """
+        async with self._attaching:
+            await self._close_cancelled()
+            if self.attached:
+                return
+            channel = await link.channel()
+            try:
+                await self._consume(channel)
+            except QueueGone:
+                if self.queue.kind == "exclusive":
+                    self._channel = None
+                    raise OwnQueueLost(f"queue {self.queue.name} is gone") from None
+                self._end(QueueGone(f"queue {self.queue.name} does not exist"))
+            except Locked:
+                self._end(BusRefused(f"queue {self.queue.name} is exclusive to another connection"))
+            except BaseException:
+                self._channel = None
+                await _close(channel)
+                raise
+
+    async def _consume(self, channel: Channel) -> None:
+        arguments: dict[str, Any] = {}
+        if self._stream:
+            arguments["x-stream-offset"] = self._stream_offset()
+            self._asked = self._next
+        channel.on_consumer_cancel_callbacks.add(lambda cancel: self._cancel(channel))
+        channel.closing.add_done_callback(lambda closing: self._lost(channel))
+        self._arrived.clear()
+        self._to_ack = 0
+        self._channel = channel
+        answers = self._answers = Answers(channel)
+
+        async def receive(message: DeliveredMessage) -> None:
+            self._receive(channel, answers, message)
+
+        with amqp_errors():
+            await channel.basic_qos(prefetch_count=self._prefetch)
+            reply = await channel.basic_consume(self.queue.name, receive, arguments=arguments)
+        self._tag = reply.consumer_tag or ""
+        if self._stream:
+            self._watch(channel, self._next)
+
+    def _watch(self, channel: Channel, position: int | None) -> None:
+        """Ask anew from ``position`` if we are still there in a while, and nothing has arrived."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            if channel is not self._channel or self.over:
+                return
+            if position is not None and position == self._next and not self._arrived:
+                self._cancel(channel)
+            else:
+                self._watch(channel, self._next)
+
+        self._idle = loop.call_later(STREAM_IDLE, look)
+
+    def _stream_offset(self) -> int | str | datetime.datetime:
+        if self._next is not None:
+            return self._next
+        if self._began is None:
+            self._began = datetime.datetime.now(datetime.UTC)
+            return "next"
+        # Lost before anything arrived: what was published meanwhile must not be missed, so rather a little too much.
+        return self._began - CLOCK_MARGIN
+
+    def _receive(self, channel: Channel, answers: Answers, message: DeliveredMessage) -> None:
+        if channel is not self._channel or self.over:
+            return
+        offset = (message.header.properties.headers or {}).get("x-stream-offset") if self._stream else None
+        if not isinstance(offset, int):
+            self._put(_Arrived(answers, message, None))
+            return
+        if self._next is None:
+            self._next = offset
+        asked, self._asked = self._asked, None
+        if asked is not None and offset > asked + SEGMENT_ENTRIES:
+            self._end(StreamCut(self.queue.name, asked, offset))
+        else:
+            self._put(_Arrived(answers, message, offset))
+
+    def _cancel(self, channel: Channel) -> None:
+        """The broker ended the consumer: its queue was deleted, or moved. Attaching again tells which."""
+        self._cancelled.append(channel)
+        self._lost(channel)
+
+    def _lost(self, channel: Channel) -> None:
+        if channel is not self._channel:
+            return
+        self._channel = None
+        self._arrived.clear()
+        if self.over:
+            self._changed.set()
+        else:
+            self._on_lost()
+
+    def _hand_over(self, item: _Arrived) -> Delivery:
+        if item.offset is not None:
+            self._next = item.offset + 1
+            self._to_ack = item.message.delivery_tag or 0
+            if self._channel is not None and (self._acking is None or self._acking.done()):
+                self._acking = asyncio.get_running_loop().create_task(self._acknowledge(self._channel))
+        return RabbitDelivery(self.queue.name, item)
+
+    async def _acknowledge(self, channel: Channel) -> None:
+        """Acknowledge all that was handed over of a stream, at once: these are credit, not progress."""
+        with contextlib.suppress(LinkError), amqp_errors():
+            while channel is self._channel and self._to_ack:
+                tag, self._to_ack = self._to_ack, 0
+                await channel.basic_ack(tag, multiple=True, wait=False)
+
+    async def stop(self) -> None:
+        """Take no new deliveries; what has arrived stays ours to take and to answer."""
+        async with self._attaching:
+            channel = self._channel
+            if channel is not None and not self.over:
+                with contextlib.suppress(LinkError), amqp_errors():
+                    await channel.basic_cancel(self._tag)
+            self._finish()
+
+    async def close(self) -> None:
+        """Stop consuming."""
+        channel, self._channel = self._channel, None
+        if self._idle is not None:
+            self._idle.cancel()
+        self._end(None)
+        self._on_close(self)
+        if self._acking is not None:
+            await self._acking
+        if self._answers is not None:
+            await self._answers.flush()
+        if channel is not None:
+            await _close(channel)
+        await self._close_cancelled()
+
+    async def _close_cancelled(self) -> None:
+        while self._cancelled:
+            await _close(self._cancelled.pop())
+
+
+class RabbitDelivery(AnsweredOnce):
+    """A message handed over; answers go to the channel it came by."""
+
+    def __init__(self, queue: str, arrived: _Arrived) -> None:
+        message = arrived.message
+        properties = message.header.properties
+        headers = properties.headers or {}
+        returns = headers.get("x-delivery-count")
+        super().__init__(
+            body=message.body,
+            exchange=message.exchange or "",
+            routing_key=message.routing_key or "",
+            queue=queue,
+            message_id=properties.message_id,
+            content_type=properties.content_type,
+            headers=headers,
+            correlation_id=properties.correlation_id,
+            reply_to=properties.reply_to,
+            deliveries_before=returns if isinstance(returns, int) else 0,
+            offset=arrived.offset,
+        )
+        self._answers, self._tag = arrived.answers, message.delivery_tag or 0
+
+    async def ack(self) -> None:
+        """Done with it."""
+        if self.offset is None:
+            self._answer()
+            if self._answers.lost:
+                raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: its channel is closed")
+            self._answers.ack(self._tag)
+
+    async def reject(self) -> None:
+        """Unusable: to the dead-letter exchange."""
+        if self.offset is None:
+            self._answer()
+            with self._stale_if_lost():
+                await self._answers.reject(self._tag)
+
+    async def requeue(self) -> None:
+        """Give it back."""
+        if self.offset is None:
+            self._answer()
+            with self._stale_if_lost():
+                await self._answers.requeue(self._tag)
+
+    @contextlib.contextmanager
+    def _stale_if_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except LinkError as error:
+            raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: {error}") from error
+
+
+async def _close(channel: Channel) -> None:
+    with contextlib.suppress(LinkError), amqp_errors():
+        await channel.close(timeout=CLOSE_TIMEOUT)

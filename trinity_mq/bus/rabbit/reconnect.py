@@ -1,0 +1,263 @@
+"""The connections of a RabbitBus and the one routine that makes everything again when one of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import structlog
+from tenacity import RetryCallState
+
+from trinity_mq.bus.addresses import Addresses, address
+from trinity_mq.bus.base import BusError, BusUnavailable
+from trinity_mq.bus.checks import BLOCKED, CLOSED, NOT_CONNECTED, Health
+from trinity_mq.bus.rabbit.admin import Admin
+from trinity_mq.bus.rabbit.connection import Link, LinkError, OwnQueueLost, open_link
+from trinity_mq.bus.rabbit.consumer import RabbitConsumer
+from trinity_mq.bus.rabbit.lock import RabbitLock
+from trinity_mq.bus.rabbit.publisher import Publisher
+from trinity_mq.bus.retry import retrying
+from trinity_mq.bus.topology import Topology
+from trinity_mq.config.bus import BrokerConfig
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+GHOST_HEARTBEATS = 4
+"""Heartbeats after which the broker has noticed a dead connection for certain, and freed its exclusive queues."""
+
+log = structlog.get_logger(__name__)
+
+
+class Keeper:
+    """Keeps two connections standing: one publishes, the other consumes, declares and holds the locks.
+
+    Args:
+        addresses: The broker's address, or those of its nodes.
+        topology: Its exchanges are declared with every new connection.
+        config: Timeouts.
+        name: Shown by the broker for the connections.
+    """
+
+    def __init__(self, addresses: Addresses, topology: Topology, config: BrokerConfig, name: str) -> None:
+        self._addresses, self._config, self._name = addresses, config, name
+        self._shown = "its address"  # read with the first connect
+        self.health = Health()
+        self.admin = Admin(topology, GHOST_HEARTBEATS * config.heartbeat)
+        self.publisher = Publisher(self._on_blocked)
+        self.consumers: set[RabbitConsumer] = set()
+        self.locks: dict[str, RabbitLock] = {}
+        self._consuming: Link | None = None
+        self._publishing: Link | None = None
+        self._down: str | None = NOT_CONNECTED
+        self._blocked = False
+        self._closed = False
+        self._rebuilt = asyncio.Event()  # the consuming connection stands with its queues, or the bus is closed
+        self._broken = asyncio.Event()
+        self._routine: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> str | None:
+        """What the broker says it is, None when not connected."""
+        return self._consuming.version if self._consuming is not None else None
+
+    @property
+    def consuming(self) -> bool:
+        """The consuming connection stands."""
+        return self._rebuilt.is_set() and not self._closed
+
+    async def stands(self) -> None:
+        """Return once the consuming connection stands: without it our locks may be another's, and we must not act."""
+        if not self._rebuilt.is_set():
+            await self._rebuilt.wait()
+
+    async def start(self) -> None:
+        """Connect. Raises BusRefused at once, BusUnavailable after the connect timeout."""
+        seconds = self._config.connect_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await retrying(LinkError, before_sleep=self._note_failure)(self._repair)
+        except BaseException as error:
+            await self._drop_links()
+            if isinstance(error, TimeoutError):
+                raise BusUnavailable(
+                    f"no RabbitMQ at {self._shown} within {seconds:g} s ({self._down}): "
+                    "is it running, and are host and port in broker.url or TRINITY_MQ_BROKER_URL right?"
+                ) from None
+            raise
+        self._routine = asyncio.create_task(self._keep(), name=f"{self._name}: reconnect")
+
+    async def stop(self) -> None:
+        """Close everything; what waits for the connections hears so."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._routine is not None:
+            await _end(self._routine)
+        async with asyncio.TaskGroup() as group:  # each waits for its reply, behind which its last answers are safe
+            for consumer in tuple(self.consumers):
+                group.create_task(consumer.close())
+        self.publisher.close()
+        self.health.close()
+        self._rebuilt.set()
+        await self._drop_links()
+        for lock in self.locks.values():
+            lock.suspend()
+
+    async def administer(self, work: Callable[[A], Awaitable[T]], argument: A) -> T:
+        """Do something on the consuming connection, again if that is lost meanwhile.
+
+        Raises:
+            BusUnavailable: Not done within the connect timeout.
+        """
+
+        async def once() -> T:
+            await self._rebuilt.wait()
+            if self._closed:
+                raise BusUnavailable(CLOSED)
+            return await work(argument)
+
+        seconds = self._config.connect_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                return await retrying(LinkError)(once)
+        except TimeoutError:
+            why = self.health.trouble or "no reply"
+            raise BusUnavailable(f"the broker did not answer in {seconds:g} s: {why}") from None
+
+    async def attach(self, consumer: RabbitConsumer) -> None:
+        """Let a consumer begin on the consuming connection. Raises LinkError."""
+        if self._consuming is None:
+            raise LinkError("not connected")
+        await self._attach(consumer, self._consuming)
+
+    def repair_soon(self) -> None:
+        """Something that belongs to the connections was lost."""
+        self._broken.set()
+
+    async def _keep(self) -> None:
+        # not for ever: wait_for of Python 3.11, which the client connects with, loses a cancellation that comes in the
+        # moment in which the attempt ends
+        while not self._closed:
+            await self._broken.wait()
+            self._broken.clear()
+            await retrying(Exception, before_sleep=self._note_failure)(self._repair)
+
+    async def _repair(self) -> None:
+        """Open what is closed, and make again what belonged to it: locks, then queues, consumers, publishing last."""
+        if self._closed:
+            return
+        before = self._consuming
+        if self._consuming is None or not self._consuming.alive:
+            self._consuming = await self._renew_consuming(self._consuming)
+            self._rebuilt.set()
+        for consumer in tuple(self.consumers):
+            await self._attach(consumer, self._consuming)
+        if self._consuming is not before:
+            await self._retake_locks()  # see _attach
+        if self._publishing is None or not self._publishing.alive:
+            self._publishing = await self._renew_publishing(self._publishing)
+        if not self.publisher.ready:
+            await self.admin.make_exchanges()  # a missing one closes the channel
+            await self.publisher.open(self._publishing, self._lost_channel)
+        if not (self._consuming.alive and self._publishing.alive and self.publisher.ready):
+            raise LinkError("lost again while it was being made")
+        if self._down not in {None, NOT_CONNECTED}:
+            log.info("connected to the broker again", broker=self._shown, bus=self._name)
+        self._down = None
+        self._refresh()
+
+    async def _attach(self, consumer: RabbitConsumer, link: Link) -> None:
+        try:
+            await consumer.attach(link)
+        except OwnQueueLost:
+            # When a cluster has noticed that a node is dead it deletes, by name, the exclusive queues that were there:
+            # also what took their place meanwhile.
+            await self._retake_locks()
+            await self.admin.declare(consumer.queue)
+            await consumer.attach(link)
+
+    async def _retake_locks(self) -> None:
+        for lock in tuple(self.locks.values()):
+            if not await lock.retake(self.admin):
+                del self.locks[lock.queue]
+
+    async def _renew_consuming(self, old: Link | None) -> Link:
+        if old is not None:
+            await old.close()
+        link = await self._open("consumes", self._lost_consuming)
+        try:
+            self.admin.use(link)
+            await self._retake_locks()
+            await self.admin.make_exchanges()
+            await self.admin.make_queues()
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def _renew_publishing(self, old: Link | None) -> Link:
+        if self._watcher is not None:
+            await _end(self._watcher)
+        if old is not None:
+            await old.close()
+        link = await self._open("publishes", self._lost)
+        self._watcher = asyncio.create_task(self.publisher.watch(link), name=f"{self._name}: watch for alarms")
+        return link
+
+    async def _open(self, use: str, on_lost: Callable[[str], None]) -> Link:
+        if self._closed:
+            raise LinkError(CLOSED)
+        urls = await asyncio.to_thread(self._addresses.read)
+        self._shown = address(",".join(urls))
+        return await open_link(urls, self._addresses.tls, f"{self._name} {use}", self._config.heartbeat, on_lost)
+
+    def _lost_consuming(self, reason: str) -> None:
+        if not self._closed:
+            self._rebuilt.clear()
+        for lock in self.locks.values():
+            lock.suspend()
+        self._lost(reason)
+
+    def _lost_channel(self) -> None:
+        self._lost("the publishing channel was closed")
+
+    def _lost(self, reason: str) -> None:
+        if self._closed:
+            return
+        self._note(f"connection to the broker at {self._shown} lost: {reason}", None)
+        self._broken.set()
+
+    def _note_failure(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        unexpected = None if isinstance(error, LinkError | BusError) else error
+        self._note(f"no connection to the broker at {self._shown}: {error}", unexpected)
+
+    def _note(self, reason: str, unexpected: BaseException | None) -> None:
+        if reason != self._down:
+            log.warning(reason, bus=self._name, exc_info=unexpected)
+        self._down = reason
+        self._refresh()
+
+    def _on_blocked(self, blocked: bool) -> None:
+        self._blocked = blocked
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.health.set(self._down or (BLOCKED if self._blocked else None))
+
+    async def _drop_links(self) -> None:
+        if self._watcher is not None:
+            await _end(self._watcher)
+        for link in (self._publishing, self._consuming):
+            if link is not None:
+                await link.close()
+        self._publishing = self._consuming = None
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancel a task of ours and wait for its end."""
+    task.cancel()
+    await asyncio.wait([task])

@@ -1,0 +1,1 @@
+"""``trinity-mq broker`` and the connection of other commands to a run's broker."""

@@ -1,0 +1,71 @@
+"""Which run a command is about, and the way to its broker."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from trinity_mq.bus import Bus, Topology, create_bus
+from trinity_mq.bus.connect import URL_FILE_VARIABLE, URL_VARIABLE, Addresses, broker_url
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.run.run_folder import RunFolder
+from trinity_mq.config import BrokerConfig, Config, load_config
+
+COMMAND_CONNECT_TIMEOUT = 10.0
+"""Seconds: a person waits for a command, no daemon."""
+
+
+def known_broker(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the broker's URL: of the configuration, else of the environment, else of the run that runs here, else
+    None. Several have commas between.
+
+    Raises:
+        AddressError: It is in a file that cannot be read.
+    """
+    given = Addresses.of(config.broker, environ)
+    return RunFolder(config).known_broker() if given is None else given.text()
+
+
+def target(arguments: argparse.Namespace) -> tuple[str, BrokerConfig]:
+    """Return the run's name and its broker from ``CONFIG`` or ``--run`` and ``--broker``.
+
+    Raises:
+        CommandError: Neither names a run, or no broker is known.
+        ConfigError: The configuration cannot be used.
+    """
+    if (arguments.config is None) == (arguments.run is None):
+        raise CommandError("give either the run's CONFIG or --run NAME, not both and not neither")
+    if arguments.config is not None:
+        config = load_config(arguments.config)
+        run, broker, url = config.name, config.broker, arguments.broker or known_broker(config)
+    else:
+        run, broker, url = arguments.run, BrokerConfig(), arguments.broker or broker_url(BrokerConfig())
+    if url is None:
+        raise CommandError(
+            f"no broker is known for run {run!r}: does it run on this machine? Else give --broker URL, or set "
+            f"{URL_VARIABLE} or {URL_FILE_VARIABLE}"
+        )
+    timeout = min(broker.connect_timeout, COMMAND_CONNECT_TIMEOUT)
+    return run, broker.model_copy(update={"url": url, "url_file": None, "connect_timeout": timeout})
+
+
+@asynccontextmanager
+async def connected(run: str, broker: BrokerConfig, who: str) -> AsyncIterator[tuple[Bus, Topology]]:
+    """Open a bus to the run's broker.
+
+    Raises:
+        CommandError: The run's name does not fit.
+        BusRefused, BusUnavailable: The broker does not let us in, or is not there.
+    """
+    try:
+        topology = Topology(run, broker.ready_max_bytes, broker.results_max_bytes)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    bus = create_bus(broker, topology, who)
+    await bus.connect()
+    try:
+        yield bus, topology
+    finally:
+        await bus.close()

@@ -1,0 +1,1 @@
+"""Commands that fit into one module each."""

@@ -1,0 +1,34 @@
+"""``trinity-mq explorer|runner|operator|trainer``: one agent by itself."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import socket
+from typing import cast
+
+from trinity_mq.bus.connect import URL_VARIABLE, Addresses
+from trinity_mq.cli.run.run_folder import RunFolder
+from trinity_mq.config import load_config
+
+
+def run_agent(arguments: argparse.Namespace) -> int:
+    """Run the agent named by the command until its work is over; return its exit code."""
+    config = load_config(arguments.config, arguments.overrides)
+    if Addresses.of(config.broker) is None and (url := RunFolder(config).known_broker()) is not None:
+        os.environ[URL_VARIABLE] = url
+    # by name: the command line must not import the daemons, which import torch
+    module = importlib.import_module(f"trinity_agents.{arguments.command}.agent")
+    if getattr(arguments, "engines_only", False):
+        return cast("int", module.host_engines(config, agent_id(arguments.id or "engines-{host}")))
+    return cast("int", module.main(config, agent_id(arguments.id or f"{arguments.command}-0")))
+
+
+def agent_id(pattern: str) -> str:
+    """Return ``pattern`` with this machine's name for ``{host}``: the same after a restart, another on another machine
+    or in another container.
+    """
+    host = re.sub("[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:40]
+    return pattern.replace("{host}", host or "host")

@@ -1,0 +1,137 @@
+"""``trinity-mq dead``: what was rejected or given up, and why."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+from trinity_mq.bus import Bus, Delivery, Incoming, Topology
+from trinity_mq.cli.broker.connection import connected, target
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.config import BrokerConfig
+from trinity_mq.messages import BatchClosed, DecodeError, decode
+from trinity_mq.runtime.deliveries import envelope
+
+SILENCE = 2.0
+"""Seconds without another letter until the list ends, should the queue hold fewer than it said."""
+COLUMNS = ("queue", "kind", "reason", "operator", "batch", "bytes", "message_id")
+
+
+def list_dead(arguments: argparse.Namespace) -> int:
+    """Print a table of dead letters, oldest first; they stay where they are."""
+    run, broker = target(arguments)
+    letters, total = asyncio.run(_letters(run, broker, arguments.limit))
+    if not total:
+        print(f"run {run!r} has no dead letters")
+        return 0
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, caption=f"{len(letters)} of {total} shown" if len(letters) < total else None)
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold")
+    for letter in letters:
+        table.add_row(*row(letter))
+    Console().print(table)
+    return 0
+
+
+def row(letter: Incoming) -> tuple[str, ...]:
+    """Return what the table says of one letter: from our own headers, else from the broker's."""
+    headers = letter.headers
+    queue, reason = headers.get("dead-queue"), headers.get("dead-reason")
+    if reason is None:
+        queue, reason = headers.get("x-first-death-queue"), headers.get("x-first-death-reason")
+    operator, batch = headers.get("operator"), headers.get("batch")
+    texts = (queue, letter.kind, reason, operator, batch, len(letter.body), letter.message_id)
+    return tuple("-" if text is None else str(text) for text in texts)
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Give batches that operators could not process back to the operators; returns 1 if one could not be given."""
+    run, broker = target(arguments)
+    given, trouble, kept = asyncio.run(_replay(run, broker, set(arguments.batch)))
+    for line in (*given, *trouble):
+        print(line)
+    if given:
+        print(
+            "what the operators make of them goes to the ready stream, where `trinity-mq inspect` shows it. A trainer "
+            "that has passed a batch by now takes what is at most synchronizer.max_staleness train steps old along "
+            "with its next batch (sample/repaired_batches), and counts the rest (sample/dropped_stale_groups)"
+        )
+    else:
+        rest = f"; {kept} other letters stay where they are, see `trinity-mq dead list`" if kept else ""
+        print(f"run {run!r} has no dead batch to run again{rest}")
+    return 1 if trouble else 0
+
+
+async def _replay(run: str, broker: BrokerConfig, batches: set[str]) -> tuple[list[str], list[str], int]:
+    async with connected(run, broker, "dead") as (bus, topology):
+        return await give_back_batches(bus, topology, batches)
+
+
+async def give_back_batches(bus: Bus, topology: Topology, batches: set[str]) -> tuple[list[str], list[str], int]:
+    """Publish manifests among the dead letters again, all or those of ``batches``.
+
+    Returns:
+        What to say of batches that were given back and of those that could not be, and how many letters stay.
+
+    Raises:
+        CommandError: The operators' queue does not exist.
+    """
+    given: list[str] = []
+    trouble: list[str] = []
+    tickets: set[str] = set()
+    total = kept = await bus.depth(topology.dead.name) or 0
+    async for letter in _each(bus, topology, total):
+        if letter.kind != BatchClosed.kind or (batches and str(letter.headers.get("batch")) not in batches):
+            continue
+        try:
+            manifest = decode(letter.body, BatchClosed, letter.content_type)
+            problem = await _problem(bus, topology, manifest)
+        except DecodeError as error:
+            problem = f"letter {letter.message_id}: does not decode: {error}"
+        if problem is not None:
+            trouble.append(problem)
+            continue
+        if manifest.ticket not in tickets:
+            again = envelope(manifest, message_id=f"closed-{manifest.ticket}-{uuid.uuid4().hex}")
+            if not await bus.publish(topology.exchange("batches"), "closed", again):
+                raise CommandError(f"the queue {topology.closed.name} does not exist: start the run, and try again")
+            tickets.add(manifest.ticket)
+            given.append(f"batch {manifest.batch} is with the operators again (ticket {manifest.ticket})")
+        await letter.ack()
+        kept -= 1
+    return given, trouble, kept
+
+
+async def _problem(bus: Bus, topology: Topology, manifest: BatchClosed) -> str | None:
+    """Return why a batch cannot be processed any more, None if it can."""
+    if await bus.depth(topology.batch_queue(manifest.batch, manifest.ticket).name) is not None:
+        return None
+    return (
+        f"batch {manifest.batch}: its experiences are gone (ticket {manifest.ticket}): another operator has processed "
+        "it, or the 7 days for which they are kept are over"
+    )
+
+
+async def _letters(run: str, broker: BrokerConfig, limit: int) -> tuple[Sequence[Incoming], int]:
+    async with connected(run, broker, "dead") as (bus, topology):
+        total = await bus.depth(topology.dead.name) or 0
+        return [letter async for letter in _each(bus, topology, min(total, limit))], total
+
+
+async def _each(bus: Bus, topology: Topology, wanted: int) -> AsyncIterator[Delivery]:
+    """Yield so many letters, oldest first; those that are not acknowledged go back at the end."""
+    if not wanted:
+        return
+    async with await bus.consume(topology.dead, prefetch=wanted) as feed:
+        with contextlib.suppress(TimeoutError):
+            for _ in range(wanted):
+                async with asyncio.timeout(SILENCE):
+                    letter = await anext(feed)
+                yield letter

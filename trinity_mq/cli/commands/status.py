@@ -1,0 +1,40 @@
+"""``trinity-mq status``: who lives in a run, and how deep its queues are."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+
+from trinity_mq.cli.broker.connection import connected, target
+from trinity_mq.cli.run.follow import depths, follow
+from trinity_mq.cli.run.run_view import Board, View
+from trinity_mq.config import BrokerConfig
+
+QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Listen for a while and print a table; 1 when nobody was heard."""
+    from rich.console import Console
+
+    from trinity_mq.cli.run.display import picture
+
+    run, broker = target(arguments)
+    view = asyncio.run(_look(run, broker, arguments.seconds))
+    Console().print(picture(view))
+    if not view.agents:
+        print(f"nobody of run {run!r} was heard within {arguments.seconds:g} s", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _look(run: str, broker: BrokerConfig, seconds: float) -> View:
+    async with connected(run, broker, "status") as (bus, topology):
+        board = Board(run, None)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await follow(bus, topology, board, "status")
+        board.set_depths(await depths(bus, topology, QUEUES))
+        return board.view(asyncio.get_running_loop().time())

@@ -1,0 +1,1 @@
+"""``trinity-mq debug``: one run of one task without a broker."""

@@ -1,0 +1,143 @@
+"""``trinity-mq debug workflow``: one run of one task, with everything that passes between it and the model shown."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from trinity_mq.cli.debug.task import find_task
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.run.interrupts import run_to_the_end
+from trinity_mq.config import Config, load_config
+from trinity_mq.runtime.plugins import add_plugins
+
+if TYPE_CHECKING:
+    from trinity_mq.cli.debug.engine import DebugEngine
+    from trinity_mq.cli.debug.report import Report
+    from trinity_mq.messages import TaskBody
+    from trinity_mq.models import InferenceModel
+    from trinity_mq.workflows import Task
+
+T = TypeVar("T")
+
+LAST_WORDS_SECONDS = 2.0
+"""From a call that was not answered until it is known that the engine has died."""
+
+
+def workflow(arguments: argparse.Namespace) -> int:
+    """Do one run of one task and print what happens; 1 when it failed."""
+    from trinity_mq.cli.debug.report import JsonReport, TextReport
+    from trinity_mq.telemetry import setup_logging
+
+    config = load_config(arguments.config, arguments.overrides)
+    add_plugins(config.plugin_dirs)
+    number, body = find_task(config, arguments.task, arguments.taskset)
+    setup_logging("debug", "debug", None, "error")
+    report: Report = JsonReport(sys.stdout) if arguments.json else TextReport(sys.stdout)
+    report.task(number, body)
+    with contextlib.redirect_stdout(sys.stderr):  # what a workflow prints must not get between ours
+        return run_to_the_end(_debug(config, body, number, arguments, report))
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+async def _debug(config: Config, body: TaskBody, number: int, arguments: argparse.Namespace, report: Report) -> int:
+    from trinity_mq.cli.debug.engine import auxiliary_engine
+
+    task = _task(body, number)
+    with tempfile.TemporaryDirectory(prefix="tmq-debug-", ignore_cleanup_errors=True) as folder:
+        async with contextlib.AsyncExitStack() as stack:
+            engine = await stack.enter_async_context(_engine(config, arguments, Path(folder)))
+            auxiliaries = [
+                await stack.enter_async_context(auxiliary_engine(config, Path(folder), model, _tell))
+                for model in config.explorer.auxiliary_models
+            ]
+            _tell(f"running {body.workflow}")
+            return await _run(config, task, engine, auxiliaries, report)
+
+
+def _task(body: TaskBody, number: int) -> Task:
+    from trinity_mq.workflows import Task, TaskError
+
+    try:
+        return Task.from_body(body, 0, number)
+    except TaskError as error:
+        raise CommandError(str(error)) from error
+
+
+def _engine(
+    config: Config, arguments: argparse.Namespace, folder: Path
+) -> contextlib.AbstractAsyncContextManager[DebugEngine]:
+    from trinity_mq.cli.debug.engine import given_engine, own_engine
+
+    weights = None if arguments.weights is None else Path(arguments.weights).expanduser().resolve()
+    if arguments.engine is None:
+        return own_engine(config, folder, weights, _tell)
+    if weights is not None:
+        raise CommandError("--weights is for an engine of our own: leave it or --engine out")
+    return given_engine(config, arguments.engine)
+
+
+async def _run(
+    config: Config, task: Task, engine: DebugEngine, auxiliaries: Sequence[DebugEngine], report: Report
+) -> int:
+    from trinity_mq.cli.debug.watch import Caught, watched
+    from trinity_mq.scheduling import WorkflowRunner
+
+    assert task.workflow is not None
+    caught = Caught(task.workflow)
+    task.workflow = watched(task.workflow, caught)
+    explorer = config.explorer.model_copy(update={"max_retry_times": 0})
+    numbers = itertools.count(1)
+    async with contextlib.AsyncExitStack() as stack:
+        model, *others = [
+            await stack.enter_async_context(_watched(one, report, numbers)) for one in (engine, *auxiliaries)
+        ]
+        runner = WorkflowRunner(config.model_copy(update={"explorer": explorer}), model, others, runner_id="debug")
+        stack.push_async_callback(runner.close)
+        status, experiences = await _unless(engine.lost, runner.run_task_async(task, 1))
+        if not status.ok and engine.unanswered:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_SECONDS):
+                    await engine.lost()
+    for experience in experiences:
+        report.experience(experience, engine.texts)
+    report.end(status, next(numbers) - 1, None if status.ok else caught.trouble())
+    return 0 if status.ok else 1
+
+
+@contextlib.asynccontextmanager
+async def _watched(engine: DebugEngine, report: Report, numbers: Iterator[int]) -> AsyncIterator[InferenceModel]:
+    """Give the model by way of a proxy that tells of each call."""
+    from trinity_mq.cli.debug.proxy import Call, Watch
+
+    def told(call: Call) -> None:
+        engine.unanswered += bool(call.error)
+        report.call(call, engine.texts)
+
+    name = engine.model.name if engine.model.role == "auxiliary" else ""
+    async with Watch(engine.model.url, told, name=name, numbers=numbers).running() as url:
+        yield dataclasses.replace(engine.model, url=url)
+
+
+async def _unless(lost: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
+    """Await ``work``, unless ``lost`` raises before."""
+
+    async def watch() -> None:
+        await lost()
+
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch())
+        result = await work
+        watching.cancel()
+    return result

@@ -1,0 +1,110 @@
+"""What ``trinity-mq debug`` prints: for a person, or one JSON object a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from trinity_mq.cli.debug.proxy import Call
+from trinity_mq.cli.debug.show_call import call_json, show_call
+from trinity_mq.cli.debug.watch import Trouble
+from trinity_mq.cli.inspect.show_experience import as_json, line, open_console, rule, show
+from trinity_mq.cli.inspect.token_texts import TokenTexts
+from trinity_mq.experience import Experience
+from trinity_mq.messages import TaskBody
+from trinity_mq.scheduling import Status
+from trinity_mq.telemetry.jsonline import dump_line
+
+
+class Report(ABC):
+    """Told of everything in the order in which it happens."""
+
+    @abstractmethod
+    def task(self, number: int, body: TaskBody) -> None:
+        """This task is going to be run."""
+
+    @abstractmethod
+    def call(self, call: Call, texts: TokenTexts) -> None:
+        """The workflow has asked the engine something."""
+
+    @abstractmethod
+    def experience(self, experience: Experience, texts: TokenTexts) -> None:
+        """The run has given this."""
+
+    @abstractmethod
+    def end(self, status: Status, calls: int, trouble: Trouble | None) -> None:
+        """The run is over."""
+
+
+class JsonReport(Report):
+    """One JSON object a line, each with an ``event``: task, call, experience, end."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def task(self, number: int, body: TaskBody) -> None:
+        """Write the task as it would be published."""
+        self._write("task", {"number": number, "task": body.model_dump(mode="json")})
+
+    def call(self, call: Call, texts: TokenTexts) -> None:
+        """Write request and answer."""
+        self._write("call", call_json(call, texts))
+
+    def experience(self, experience: Experience, texts: TokenTexts) -> None:
+        """Write all its fields."""
+        self._write("experience", as_json(experience, texts))
+
+    def end(self, status: Status, calls: int, trouble: Trouble | None) -> None:
+        """Write the verdict."""
+        error = None if trouble is None else dataclasses.asdict(trouble)
+        metrics = status.metrics[0] if status.metrics else {}
+        self._write(
+            "end", {"ok": status.ok, "message": status.message, "metrics": metrics, "calls": calls, "error": error}
+        )
+
+    def _write(self, event: str, fields: Mapping[str, Any]) -> None:
+        self._out.write(dump_line({"event": event, **fields}) + "\n")
+        self._out.flush()
+
+
+class TextReport(Report):
+    """For a person."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._console = open_console(out)
+
+    def task(self, number: int, body: TaskBody) -> None:
+        """Print the task."""
+        rule(self._console, f"task {number}: {body.workflow}", "green")
+        for name, value in body.raw_task.items():
+            self._line(name, value if isinstance(value, str) else json.dumps(value, default=repr))
+        for name in ("reward_fn", "reward_fn_args", "workflow_args", "rollout_args"):
+            if value := getattr(body, name):
+                self._line(name, str(value))
+
+    def call(self, call: Call, texts: TokenTexts) -> None:
+        """Print request and answer."""
+        show_call(self._console, call, texts)
+
+    def experience(self, experience: Experience, texts: TokenTexts) -> None:
+        """Print it, token by token."""
+        show(self._console, experience, texts)
+
+    def end(self, status: Status, calls: int, trouble: Trouble | None) -> None:
+        """Print the verdict."""
+        rule(self._console, "finished" if status.ok else "failed", "green" if status.ok else "red")
+        self._line("calls", str(calls))
+        for name, value in (status.metrics[0] if status.metrics else {}).items():
+            self._line("metric", f"{name} = {value:g}")
+        if status.message:
+            self._line("message", status.message)
+        if trouble is not None:
+            verb = "was at" if trouble.was_interrupted else "failed at"
+            self._line(verb, f"{trouble.file}:{trouble.line} in {trouble.function}")
+            self._line("", trouble.traceback)
+
+    def _line(self, name: str, value: str) -> None:
+        line(self._console, name, value)

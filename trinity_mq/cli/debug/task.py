@@ -1,0 +1,66 @@
+"""Which task ``trinity-mq debug`` runs: a record of a taskset by its number, or one given as JSON."""
+
+from __future__ import annotations
+
+from trinity_mq.cli.commands.submit import read_task
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.config import Config, TasksetConfig
+from trinity_mq.data import open_taskset
+from trinity_mq.messages import TaskBody
+
+
+def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, TaskBody]:
+    """Return a task and its number; one that is given as JSON has number 0.
+
+    Args:
+        config: Of the run.
+        task: The number of a record, in the order in which they lie there; or a task as JSON, ``@FILE`` or ``-``.
+        taskset: Name of an evaluation taskset; None: the one that is trained on.
+
+    Raises:
+        CommandError: There is no such taskset, record or task.
+        TasksetError: The taskset cannot be read.
+    """
+    section = _section(config, taskset)
+    if not task.lstrip("+-").isdecimal():
+        return 0, _completed(section, read_task(task))
+    if section.storage_type == "queue":
+        raise CommandError(
+            f"taskset {section.name!r} is what others submit: it has no records. Give the task itself, as "
+            "--task '{\"raw_task\": {...}}', or --taskset with the name of an evaluation taskset"
+        )
+    records = open_taskset(
+        section.model_copy(update={"selector": "sequential"}), repeat_times=1, is_eval=taskset is not None
+    )
+    number = int(task)
+    if not 0 <= number < len(records):
+        raise CommandError(f"--task {number}: taskset {section.name!r} has records 0 to {len(records) - 1}")
+    records.restore({**records.state(), "cursor": number})
+    return number, records.next_batch(1)[0]
+
+
+def _section(config: Config, taskset: str | None) -> TasksetConfig:
+    if taskset is None:
+        return config.buffer.taskset
+    found = {one.name: one for one in config.buffer.eval_tasksets}
+    if taskset not in found:
+        raise CommandError(
+            f"--taskset {taskset!r} is no evaluation taskset; there "
+            + (f"are {', '.join(map(repr, found))}" if found else "is none in this configuration")
+        )
+    return found[taskset]
+
+
+def _completed(section: TasksetConfig, task: TaskBody) -> TaskBody:
+    """Return a task with what it leaves out filled in from its taskset's section, as the explorer does."""
+    defaults = {
+        "workflow": section.workflow,
+        "workflow_args": section.workflow_args,
+        "reward_fn": section.reward_fn or None,
+        "reward_fn_args": section.reward_fn_args,
+        "format_args": section.format.model_dump(),
+        "rollout_args": section.rollout_args,
+    }
+    return task.model_copy(
+        update={"repeat_times": 1, **{name: getattr(task, name) or value for name, value in defaults.items()}}
+    )

@@ -1,0 +1,1 @@
+"""``trinity-mq doctor``: checks of a live broker and of this machine."""

@@ -1,0 +1,1 @@
+"""``trinity-mq inspect``: experiences as the trainer reads them."""

@@ -1,0 +1,251 @@
+"""``trinity-mq inspect``: experiences of a run, from the stream that the trainer reads, or of a file."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.bus.connect import URL_VARIABLE, broker_url
+from trinity_mq.bus.topology import RUN_NAME
+from trinity_mq.cli.broker.command import OwnBroker
+from trinity_mq.cli.broker.connection import COMMAND_CONNECT_TIMEOUT, connected, known_broker
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
+from trinity_mq.cli.run.interrupts import run_to_the_end
+from trinity_mq.cli.run.run_folder import CONFIG_FILE, RunFolder
+from trinity_mq.config import BrokerConfig, Config, load_config
+
+if TYPE_CHECKING:
+    from trinity_mq.cli.inspect.stream import Choice, Seen
+    from trinity_mq.experience import Experience, ExperienceBatch
+
+BODY_SUFFIX = ".tmqx"
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Print experiences; 1 when there are none to print."""
+    from trinity_mq.cli.inspect.stream import Choice
+
+    if arguments.limit < 1:
+        raise CommandError(f"--limit is {arguments.limit}, wanted at least 1")
+    choice = Choice(arguments.batch, arguments.task, arguments.run, arguments.step)
+    path = Path(arguments.target)
+    if path.suffix == BODY_SUFFIX or _is_body(path):
+        return _file(path, choice, arguments)
+    target = _target(arguments)
+    printer = Printer(_texts(arguments, target.config), arguments)
+    with contextlib.redirect_stdout(sys.stderr):  # what the library logs must not get between
+        seen = run_to_the_end(_stream(target, choice, printer))
+    printer.end()
+    return _verdict(seen, printer, choice, target.run)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A run, and the way to its broker."""
+
+    run: str
+    config: Config | None
+    broker: BrokerConfig
+    """Without a URL where the run's own broker has to be started."""
+
+
+def _is_body(path: Path) -> bool:
+    from trinity_mq.experience.codec.body import MAGIC
+
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def _target(arguments: argparse.Namespace) -> Target:
+    """Return what RUN_OR_CONFIG means.
+
+    Raises:
+        CommandError: No broker is known for it.
+        ConfigError: The configuration cannot be used.
+    """
+    name, config = arguments.target, None
+    if RUN_NAME.fullmatch(name) is None:
+        config = load_config(name)
+    elif (kept := Path("runs") / name / CONFIG_FILE).is_file():
+        config = load_config(kept)
+    broker = BrokerConfig() if config is None else config.broker
+    url = arguments.broker or (broker_url(BrokerConfig()) if config is None else known_broker(config))
+    run = name if config is None else config.name
+    if url is None and (config is None or not (RunFolder(config).path / "broker").is_dir()):
+        raise CommandError(
+            f"no broker is known for run {run!r}: did it run on this machine? Else give --broker URL or set "
+            f"{URL_VARIABLE}"
+        )
+    if arguments.blob_store is not None:
+        broker = BrokerConfig(**{**broker.model_dump(), "blob_store": arguments.blob_store})
+    timeout = min(broker.connect_timeout, COMMAND_CONNECT_TIMEOUT)
+    return Target(run, config, broker.model_copy(update={"url": url, "url_file": None, "connect_timeout": timeout}))
+
+
+def _texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:
+    if arguments.tokenizer is not None:
+        texts = TokenTexts(Path(arguments.tokenizer).expanduser())
+        if texts.problem:
+            raise CommandError(f"--tokenizer: {texts.problem}")
+        return texts
+    texts = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
+    if texts.problem:
+        _tell(f"token ids without texts: {texts.problem}; --tokenizer FOLDER names one")
+    return texts
+
+
+async def _stream(target: Target, choice: Choice, printer: Printer) -> Seen:
+    from trinity_mq.cli.inspect.stream import ReadyReader
+    from trinity_mq.transport.blobs import open_store
+
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            broker, bus, topology = await stack.enter_async_context(_bus(target))
+        except BusUnavailable:
+            if not _ended_meanwhile(target):
+                raise
+            own = target.broker.model_copy(update={"url": None})
+            broker, bus, topology = await stack.enter_async_context(_bus(replace(target, broker=own)))
+        store = open_store(broker, target.run)
+        reader = ReadyReader(bus, topology, choice, store, printer.take)
+        try:
+            return await reader.read()
+        finally:
+            for note in reader.seen.notes:
+                _tell(note)
+
+
+@contextlib.asynccontextmanager
+async def _bus(target: Target) -> AsyncIterator[tuple[BrokerConfig, Bus, Topology]]:
+    async with _broker(target) as broker, connected(target.run, broker, "inspect") as (bus, topology):
+        yield broker, bus, topology
+
+
+def _ended_meanwhile(target: Target) -> bool:
+    """Say whether the broker was the run's own and went away with it while we looked for it."""
+    if target.broker.url is None or target.config is None:
+        return False
+    return known_broker(target.config) is None and (RunFolder(target.config).path / "broker").is_dir()
+
+
+@contextlib.asynccontextmanager
+async def _broker(target: Target) -> AsyncIterator[BrokerConfig]:
+    """Give the broker; the private one of a run that does not run now is started, and stopped at the end."""
+    if target.broker.url is not None:
+        yield target.broker
+        return
+    assert target.config is not None
+    folder = RunFolder(target.config)
+    with folder.locked():
+        _tell(f"starting the private broker of run {target.run!r}, which does not run now")
+        async with OwnBroker(folder.path / "broker", target.config.supervisor, _tell).running() as url:
+            yield target.broker.model_copy(update={"url": url})
+
+
+def _file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int:
+    from trinity_mq.cli.inspect.stream import Seen
+    from trinity_mq.experience import DecodeError, ExperienceBatch
+    from trinity_mq.experience.legacy.reader import legacy_form
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error
+    if form := legacy_form(data):
+        raise CommandError(f"{path} is a legacy body ({form}); convert it with `trinity-mq convert-experiences`")
+    try:
+        whole = ExperienceBatch.decode(data).settle()
+    except DecodeError as error:
+        raise CommandError(f"{path}: {error}") from error
+    printer = Printer(_texts(arguments, None), arguments)
+    printer.take([choice.of(whole)])
+    printer.end()
+    return _verdict(Seen(experiences=len(whole)), printer, choice, str(path))
+
+
+class Printer:
+    """Prints the first, or keeps the last, of what it is given."""
+
+    def __init__(self, texts: TokenTexts, arguments: argparse.Namespace) -> None:
+        self._texts, self._limit, self._as_json, self._out = texts, arguments.limit, arguments.json, sys.stdout
+        self._kept: collections.deque[Experience] | None = None
+        if arguments.last:
+            self._kept = collections.deque(maxlen=arguments.limit)
+        self.printed = 0
+        self._seen = 0
+
+    @property
+    def more(self) -> bool:
+        """Others were wanted too."""
+        return self._seen > self.printed
+
+    def take(self, batches: Sequence[ExperienceBatch]) -> bool:
+        """Take wanted experiences in; True once no more are needed."""
+        for experience in (one for batch in batches for one in self._needed(batch)):
+            if self._kept is not None:
+                self._kept.append(experience)
+            else:
+                self._print(experience)
+        return self._kept is None and self.printed >= self._limit
+
+    def _needed(self, batch: ExperienceBatch) -> Iterator[Experience]:
+        """Yield those of a batch that may be printed, as objects that keep nothing else of it in memory."""
+        last = self._kept is not None
+        room = self._limit if last else self._limit - self.printed
+        part = batch[-room:] if last else batch[:room]
+        self._seen += len(batch)
+        yield from part.to_list()
+
+    def end(self) -> None:
+        """Print what was kept."""
+        for experience in self._kept or ():
+            self._print(experience)
+
+    def _print(self, experience: Experience) -> None:
+        from trinity_mq.cli.inspect.show_experience import as_json, open_console, show
+        from trinity_mq.telemetry.jsonline import dump_line
+
+        self.printed += 1
+        if self._as_json:
+            print(dump_line(as_json(experience, self._texts)), file=self._out, flush=True)
+            return
+        show(open_console(self._out), experience, self._texts)
+
+
+def _verdict(seen: Seen, printer: Printer, choice: Choice, where: str) -> int:
+    """Say on stderr what there was besides what was printed, and return the exit code."""
+    if printer.printed:
+        if printer.more:
+            _tell(f"{printer.printed} shown; there are more (--limit, --last, --batch, --task, --run, --step)")
+        return 0
+    if seen.experiences:
+        words = f"none of {seen.experiences} experiences matches {choice}"
+    elif seen.batches and choice.batch is not None and choice.batch not in seen.batches:
+        words = f"{where} has no batch {choice.batch}; it has {_span(seen.batches)}"
+    elif seen.batches:
+        words = f"{where} has no experiences in {_span(seen.batches)}"
+    else:
+        words = f"{where} holds no processed batch yet"
+    if seen.under_way:
+        words += f"; under way: {_span(seen.under_way)}"
+    _tell(words)
+    return 1
+
+
+def _span(batches: Sequence[str]) -> str:
+    return f"batch {batches[0]}" if len(batches) == 1 else f"{len(batches)} batches, {batches[0]} to {batches[-1]}"
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,74 @@
+"""``trinity-mq run``: everything on this machine, from a configuration to a report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shlex
+import sys
+from pathlib import Path
+
+from trinity_mq.bus.connect import Addresses
+from trinity_mq.cli.commands.timeline import write_timeline
+from trinity_mq.cli.commands.validate import check_tasksets
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.run.display import PlainDisplay, open_display
+from trinity_mq.cli.run.report import make_report
+from trinity_mq.cli.run.run_folder import RunFolder
+from trinity_mq.cli.run.session import Session
+from trinity_mq.config import Config, load_config
+from trinity_mq.runtime.supervisor import ProcessEvent
+from trinity_mq.telemetry import setup_logging
+
+LAST_WORDS = 3
+"""Lines of a failed agent's output that are shown."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a configuration to its end; 0 when it got there, 130 or 143 when interrupted, else what failed."""
+    config = load_config(arguments.config, arguments.overrides)
+    folder = RunFolder(config)
+    with folder.locked():
+        if folder.finished:
+            print(make_report(config.name, folder.path))
+            print("this run has finished: to run again give another name (name=...) or remove its folder")
+            return 0
+        for change in folder.adopt():
+            print(f"warning: changed since the last start: {change}", file=sys.stderr)
+        broker = Addresses.of(config.broker)
+        if broker is not None:
+            broker.read()  # what is wrong with it is better said now
+        url = None if broker is None else broker.text()
+        check_tasksets(config)
+        setup_logging("supervisor", "supervisor", folder.path, config.monitor.log_level)
+        return _run(config, folder, url, arguments)
+
+
+def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse.Namespace) -> int:
+    display = PlainDisplay(sys.stdout) if arguments.plain else open_display()
+    session = Session(config, folder, display, url)
+    try:
+        code = asyncio.run(session.run())
+    finally:
+        display.close()
+    for failure in session.failures:
+        print(_obituary(failure, folder.logs), file=sys.stderr)
+    if code == 0 and session.finished:
+        folder.mark_finished()
+    with contextlib.suppress(CommandError):  # nothing was done that could be drawn
+        write_timeline(folder.path)
+    print(make_report(config.name, folder.path))
+    if code != 0 or not session.finished:
+        again = shlex.join(["trinity-mq", "run", arguments.config, *arguments.overrides])
+        print(f"not finished; resume with the same command: {again}")
+        return code or 1
+    return 0
+
+
+def _obituary(failure: ProcessEvent, logs: Path) -> str:
+    output = logs / f"{failure.name}.out"
+    lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
+    words = "".join(f"\n  {line}" for line in lines[-LAST_WORDS:])
+    code = failure.code
+    return f"{failure.name} failed for good (exit code {code}): {failure.reason}; see {logs / failure.name}.*{words}"

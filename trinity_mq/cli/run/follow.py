@@ -1,0 +1,82 @@
+"""Listening to a run: telemetry and queue depths into a board."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.cli.run.run_view import Board
+from trinity_mq.messages import DecodeError, Metrics, decode_any
+from trinity_mq.telemetry import METRICS_FILE
+
+
+async def follow(
+    bus: Bus,
+    topology: Topology,
+    board: Board,
+    who: str,
+    on_change: Callable[[], None] = lambda: None,
+    *,
+    pattern: str = "#",
+) -> None:
+    """Tell the board of the telemetry under ``pattern`` from now on, until cancelled.
+
+    ``on_change`` is called after each message.
+    """
+    queue = topology.listener(who, uuid.uuid4().hex[:12], "telemetry", pattern)
+    await bus.declare(queue)
+    async with await bus.consume(queue) as feed:
+        async for delivery in feed:
+            try:
+                message = decode_any(delivery.body, delivery.content_type)
+            except DecodeError:
+                message = None  # of the many who hear it, the explorer reports it
+            if message is not None:
+                board.hear(message, asyncio.get_running_loop().time())
+                on_change()
+            await delivery.ack()
+
+
+class MetricsTail:
+    """The lines that agents of this machine add to a run's metrics file, as the messages that they are elsewhere."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / METRICS_FILE
+        self._offset = 0
+
+    def read(self) -> list[Metrics]:
+        """Return what is new since the last call; a line that is still being written comes the next time."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole) + len(newline)
+        return [message for line in whole.splitlines() if (message := _metrics(line)) is not None]
+
+
+def _metrics(line: bytes) -> Metrics | None:
+    try:
+        fields = json.loads(line)
+        values = {key: value for key, value in fields.items() if "/" in key and isinstance(value, int | float)}
+        return Metrics(role=fields["role"], id=fields["agent"], step=fields["step"], values=values)
+    except (ValueError, KeyError, AttributeError):
+        return None  # torn by a writer that was killed
+
+
+async def depths(bus: Bus, topology: Topology, names: Sequence[str]) -> dict[str, int | None]:
+    """Return the depths of the run's queues by their short names; None where there is no queue, or no broker at
+    present.
+    """
+    found: dict[str, int | None] = {}
+    for name in names:
+        try:
+            found[name] = await bus.depth(topology.prefix + name)
+        except BusUnavailable:
+            found[name] = None
+    return found

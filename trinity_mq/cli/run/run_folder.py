@@ -1,0 +1,151 @@
+"""A run's folder: one supervisor at a time, the configuration it runs with, whether it has finished."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.config import Config, ConfigError, load_config
+from trinity_mq.runtime.process import write_atomic
+from trinity_mq.runtime.run_marker import is_over, mark_over
+
+CONFIG_FILE = "config.yaml"
+FIXED_SECTIONS = ("model", "algorithm")
+"""What checkpoint and learning-rate schedule belong to: changed, it is another run."""
+_ELSEWHERE = ("run_dir", "broker.url", "broker.url_file", "broker.password_file")
+"""May change between starts: where things are, not what they are."""
+
+
+class RunFolderError(CommandError):
+    """The run folder cannot be used; the message says why and what to do."""
+
+
+class RunFolder:
+    """``<run_dir>``: configuration, lock, logs, and the mark of a finished run."""
+
+    def __init__(self, config: Config) -> None:
+        self.path = config.path.absolute()
+        self.name = config.name
+        self._config = config
+
+    @property
+    def config_file(self) -> Path:
+        """What the agents of this run read."""
+        return self.path / CONFIG_FILE
+
+    @property
+    def logs(self) -> Path:
+        """Where logs and output go."""
+        return self.path / "logs"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process; made if missing.
+
+        Raises:
+            RunFolderError: Another process holds it, or it cannot be made.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunFolderError(f"run folder {self.path} cannot be used: {error.strerror or error}") from error
+        try:
+            _lock(fd, self.path)
+            yield
+        finally:
+            os.close(fd)
+
+    def adopt(self) -> list[str]:
+        """Write the configuration into the folder; return what changed since the last start, one line a key.
+
+        Raises:
+            ConfigError: A section changed that makes it another run, or the folder's own file cannot be read.
+        """
+        now = _flat(self._config.model_dump(mode="json"))
+        before = self._known()
+        changes = [] if before is None else _changes(before, now)
+        other = [line for key, line in changes if key.split(".")[0] in FIXED_SECTIONS]
+        if other:
+            raise ConfigError(
+                f"run {self.name!r} in {self.path} was started with another {' and '.join(FIXED_SECTIONS)}: "
+                f"{'; '.join(other)}. Start it under another name (name=...), or put the old values back"
+            )
+        data = self._config.model_dump(mode="json")
+        data["run_dir"] = str(self.path)
+        data["broker"]["url"] = None  # may hold a password; agents get it from the environment
+        # readable by the owner only: ${env:NAME} is filled in by now, which may be a secret in runner.env or elsewhere
+        write_atomic(self.config_file, yaml.safe_dump(data, sort_keys=False).encode(), mode=0o600)
+        return [line for _, line in changes]
+
+    @property
+    def finished(self) -> bool:
+        """The run came to its end."""
+        return is_over(self.path)
+
+    def mark_finished(self) -> None:
+        """Note that the run came to its end."""
+        mark_over(self.path)
+
+    def note_broker(self, url: str) -> None:
+        """Let other commands find the broker, readable by the owner only."""
+        write_atomic(self.path / "broker.url", url.encode(), mode=0o600)
+
+    def forget_broker(self) -> None:
+        """The broker is ours and is gone."""
+        with suppress(FileNotFoundError):
+            (self.path / "broker.url").unlink()
+
+    def known_broker(self) -> str | None:
+        """Return the URL of the broker that this run uses now, None when it does not run."""
+        try:
+            return (self.path / "broker.url").read_text().strip() or None
+        except OSError:
+            return None
+
+    def _known(self) -> dict[str, Any] | None:
+        if not self.config_file.exists():
+            return None
+        try:
+            # through the models, so that a setting that is new in this version has its default
+            return _flat(load_config(self.config_file, environ={}).model_dump(mode="json"))
+        except ConfigError as error:
+            raise ConfigError(
+                f"the configuration of the last start is unreadable; remove it to go on\n{error}"
+            ) from error
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        raise RunFolderError(
+            f"run folder {path} is in use by process {holder}: stop that run first, or start this one under another "
+            "name (name=...)"
+        ) from error
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{name}.")
+        else:
+            found[name] = value
+    return found
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str]]:
+    keys = [key for key in dict.fromkeys((*now, *before)) if key not in _ELSEWHERE and before.get(key) != now.get(key)]
+    return [(key, f"{key}: {before.get(key)!r} -> {now.get(key)!r}") for key in keys]

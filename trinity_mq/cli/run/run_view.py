@@ -1,0 +1,263 @@
+"""What a person watching a run wants to know, kept up from beats, metrics and process events. Pure: time is an
+argument.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity_mq.cli.run.metric_names import REWARD, STALENESS, TOKENS_PER_SECOND, evaluations
+from trinity_mq.messages import Beat, Metrics
+from trinity_mq.runtime.supervisor import ProcessEvent
+
+RATE_WINDOW = 50
+"""Steps that the estimate of the time left looks back on."""
+WAIT_SHOWN = 10.0
+"""Seconds; shorter waits are the normal breath of a run."""
+SYNC_COUNTS = ("syncs", "aborts", "pulls", "canary_failures", "quarantined")
+OVER = ("finished", "gone")
+"""States in which an agent is not expected to beat any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRow:
+    """One agent."""
+
+    id: str
+    role: str
+    state: str
+    """What it said last; ``silent`` after its lease."""
+    waits_for: str | None = None
+    waits_seconds: float = 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Beating, and not at its end."""
+        return self.state not in {"silent", *OVER}
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRow:
+    """One engine in the gate, as the trainer knows it."""
+
+    id: str
+    version: str | None
+    """What it serves, None: nothing that counts."""
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRow:
+    """The last weight sync, and what became of all of them."""
+
+    version: str | None
+    phases: Mapping[str, float]
+    """Milliseconds."""
+    counts: Mapping[str, int]
+    """Those that are not zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything shown, at one moment. None: not known yet."""
+
+    run: str
+    step: int = 0
+    total: int | None = None
+    reward: float | None = None
+    results: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """Latest evaluation of each taskset: step, accuracy."""
+    tokens_per_second: float | None = None
+    version: str | None = None
+    staleness: float | None = None
+    depths: Mapping[str, int | None] = field(default_factory=dict)
+    agents: tuple[AgentRow, ...] = ()
+    seconds_left: float | None = None
+    members: tuple[MemberRow, ...] = ()
+    sync: SyncRow | None = None
+
+    @property
+    def alive(self) -> int:
+        """How many agents live."""
+        return sum(agent.alive for agent in self.agents)
+
+    @property
+    def waiting(self) -> tuple[AgentRow, ...]:
+        """Agents that have waited for something so long that a person may wonder."""
+        return tuple(agent for agent in self.agents if agent.waits_for and agent.waits_seconds >= WAIT_SHOWN)
+
+
+@dataclass(slots=True)
+class _Heard:
+    beat: Beat
+    at: float
+
+
+class Board:
+    """Takes in messages, gives out :class:`View` and news.
+
+    Args:
+        run: The run's name.
+        total: Steps of the run, None where only the explorer will know.
+    """
+
+    def __init__(self, run: str, total: int | None) -> None:
+        self._run, self._total = run, total
+        self._agents: dict[str, _Heard] = {}
+        self._metrics: dict[str, float] = {}
+        self._results: dict[str, tuple[int, float]] = {}
+        self._depths: dict[str, int | None] = {}
+        self._step = 0
+        self._passed: collections.deque[tuple[float, int]] = collections.deque(maxlen=RATE_WINDOW)
+        self._news: list[str] = []
+
+    def hear(self, message: object, now: float) -> None:
+        """Take in a beat or metrics; anything else says nothing here."""
+        if isinstance(message, Beat):
+            self._hear_beat(message, now)
+        elif isinstance(message, Metrics):
+            self._hear_metrics(message)
+
+    def set_depths(self, depths: Mapping[str, int | None]) -> None:
+        """Take in the depths of queues, by the names to be shown."""
+        dead, before = depths.get("dead"), self._depths.get("dead")
+        if dead and dead > (before or 0):
+            self._news.append(f"{dead} dead letter{'s' if dead > 1 else ''}: see `trinity-mq dead list`")
+        self._depths = dict(depths)
+
+    def happened(self, event: ProcessEvent) -> None:
+        """Take in what the supervisor did, as far as it is worth a line."""
+        if event.what == "restarting":
+            self._news.append(
+                f"{event.name} died and starts again in {event.delay:g} s (restart {event.restarts}); "
+                f"see logs/{event.name}.*"
+            )
+        elif event.what == "killed":
+            self._news.append(f"{event.name} did not end in time and was killed")
+        elif event.what == "failed":
+            self._news.append(f"{event.name} failed for good (exit code {event.code}): {event.reason}")
+
+    def last_word(self, agent: str) -> str | None:
+        """Return the state in which an agent said goodbye, finished or gone; None when it did not."""
+        heard = self._agents.get(agent)
+        return heard.beat.state if heard and heard.beat.state in OVER else None
+
+    def tell(self, text: str) -> None:
+        """Add a line of news."""
+        self._news.append(text)
+
+    def take_news(self) -> list[str]:
+        """Return what happened since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def view(self, now: float) -> View:
+        """Return the state at ``now``, on the clock of :meth:`hear`."""
+        tokens = next((self._metrics[name] for name in TOKENS_PER_SECOND if name in self._metrics), None)
+        return View(
+            run=self._run,
+            step=self._step,
+            total=self._total,
+            reward=self._metrics.get(REWARD),
+            results=dict(self._results),
+            tokens_per_second=tokens,
+            version=self._version(),
+            staleness=self._metrics.get(STALENESS),
+            depths=dict(self._depths),
+            agents=tuple(_row(heard, now) for _, heard in sorted(self._agents.items(), key=_by_role)),
+            seconds_left=self._seconds_left(now),
+            members=_members(self._gate()),
+            sync=_sync(self._gate()),
+        )
+
+    def _hear_beat(self, beat: Beat, now: float) -> None:
+        known = self._agents.get(beat.id)
+        if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
+            return
+        self._agents[beat.id] = _Heard(beat, now)
+        if beat.role == "explorer":
+            self._total = _whole(beat.detail, "total_batches") or self._total
+        if beat.role == "trainer":
+            step = _whole(beat.detail, "progress")
+            if step is not None and step != self._step:
+                if step < self._step:
+                    self._passed.clear()  # went back to its checkpoint
+                self._step = step
+                self._passed.append((now, step))
+
+    def _hear_metrics(self, metrics: Metrics) -> None:
+        self._metrics.update(metrics.values)
+        for taskset, value in evaluations(metrics.values).items():
+            if self._results.get(taskset) == (metrics.step, value):
+                continue
+            self._results[taskset] = (metrics.step, value)
+            self._news.append(f"evaluation at step {metrics.step}: {taskset} accuracy {value:.3f}")
+
+    def _version(self) -> str | None:
+        found = (_version(heard.beat.detail.get("committed")) for heard in self._trainers())
+        return next((version for version in found if version is not None), None)
+
+    def _gate(self) -> Mapping[str, Any]:
+        """Return what the trainer says of its gate."""
+        found = (heard.beat.detail.get("sync") for heard in self._trainers())
+        return next((gate for gate in found if isinstance(gate, Mapping)), {})
+
+    def _trainers(self) -> list[_Heard]:
+        return [heard for heard in self._agents.values() if heard.beat.role == "trainer"]
+
+    def _seconds_left(self, now: float) -> float | None:
+        if self._total is None or len(self._passed) < 2:
+            return None
+        (first, step), (last, now_step) = self._passed[0], self._passed[-1]
+        a_step = (last - first) / (now_step - step)
+        return max(0.0, (self._total - now_step) * a_step - (now - last))
+
+
+def _by_role(item: tuple[str, _Heard]) -> tuple[int, str]:
+    roles = ("explorer", "engine", "runner", "operator", "trainer")
+    role = item[1].beat.role
+    return roles.index(role) if role in roles else len(roles), item[0]
+
+
+def _row(heard: _Heard, now: float) -> AgentRow:
+    beat, age = heard.beat, now - heard.at
+    if beat.state in OVER:
+        return AgentRow(beat.id, beat.role, beat.state)
+    if age >= beat.lease:
+        return AgentRow(beat.id, beat.role, "silent", "a sign of life", age)
+    return AgentRow(beat.id, beat.role, beat.state, beat.waits_for, beat.waits_seconds + age if beat.waits_for else 0.0)
+
+
+def _members(gate: Mapping[str, Any]) -> tuple[MemberRow, ...]:
+    members = gate.get("members")
+    if not isinstance(members, Mapping):
+        return ()
+    return tuple(
+        MemberRow(str(name), _version(one.get("version")), str(one.get("state", "")))
+        for name, one in sorted(members.items(), key=lambda item: str(item[0]))
+        if isinstance(one, Mapping)
+    )
+
+
+def _sync(gate: Mapping[str, Any]) -> SyncRow | None:
+    phases = gate.get("phases")
+    if not (isinstance(phases, Mapping) and phases):
+        return None
+    counts = {name: gate.get(name) for name in SYNC_COUNTS}
+    return SyncRow(
+        _version(gate.get("version")),
+        {str(name): float(value) for name, value in phases.items() if isinstance(value, int | float)},
+        {words: value for words, value in counts.items() if isinstance(value, int) and value},
+    )
+
+
+def _version(pair: object) -> str | None:
+    return f"{pair[0]}.{pair[1]}" if isinstance(pair, list | tuple) and len(pair) == 2 else None
+
+
+def _whole(detail: Mapping[str, Any], key: str) -> int | None:
+    value = detail.get(key)
+    return value if isinstance(value, int) else None

@@ -1,0 +1,235 @@
+"""One run from start to end: broker, agents under a supervisor, display; who ends when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.bus.connect import URL_VARIABLE, Addresses
+from trinity_mq.bus.retry import retrying
+from trinity_mq.cli.broker.command import OwnBroker
+from trinity_mq.cli.broker.connection import connected
+from trinity_mq.cli.run.display import Display
+from trinity_mq.cli.run.follow import MetricsTail, depths, follow
+from trinity_mq.cli.run.run_folder import RunFolder
+from trinity_mq.cli.run.run_view import Board
+from trinity_mq.config import Config
+from trinity_mq.messages import ControlEvent, DecodeError, decode
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
+from trinity_mq.telemetry import get_logger
+
+log = get_logger(__name__)
+
+EXPLORER = "explorer-0"
+QUEUES = ("closed", "tasks.train", "tasks.eval", "dead")
+REFRESH_SECONDS = 0.5
+DEPTH_SECONDS = 2.0
+LAST_BEAT_SECONDS = 2.0
+"""How long the explorer's last words may be under way after its process has ended."""
+ENDED = ("finished", "stopped", "failed")
+
+
+class Session:
+    """A run that is under way.
+
+    Args:
+        config: What to run.
+        folder: Its folder, locked, the configuration in it.
+        display: Where progress is shown.
+        url: A broker that runs elsewhere; None: one of our own in the run's folder.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, display: Display, url: str | None) -> None:
+        self._config, self._folder, self._display, self._url = config, folder, display, url
+        given = Addresses.of(config.broker)
+        self._in_file = url is not None and given is not None and given.from_file
+        """It is read anew at each connect, so nobody is handed what it holds now."""
+        self.board = Board(config.name, config.buffer.total_steps)
+        self.signal: signal.Signals | None = None
+        """The first one that asked us to stop."""
+        self.failures: list[ProcessEvent] = []
+        """What failed for good."""
+        self.finished = False
+        """The explorer said that the run is over."""
+        self._metrics = MetricsTail(folder.path)
+        for message in self._metrics.read():
+            self.board.hear(message, 0.0)
+        self.board.take_news()  # of an earlier start
+        self._supervisor: Supervisor | None = None
+        self._changed = Notifier()
+
+    async def run(self) -> int:
+        """Run until the explorer has finished, something failed for good, or a signal; return the exit code."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number, task)
+        where = "a private RabbitMQ" if self._url is None else "the given broker"
+        self.board.tell(f"run {self._config.name!r} in {self._folder.path}, on {where}")
+        self._draw()
+        try:
+            async with self._broker() as url:
+                self._folder.note_broker(url)
+                broker = self._config.broker
+                if not self._in_file:
+                    broker = broker.model_copy(update={"url": url})
+                async with connected(self._config.name, broker, "supervisor") as (bus, topology):
+                    code = await self._supervise(bus, topology, url)
+        except asyncio.CancelledError:
+            if self.signal is None or task is None:
+                raise
+            task.uncancel()  # it was our own, for a signal that came before there was anything to drain
+            code = 0
+        finally:
+            self._folder.forget_broker()
+            self._draw()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+        return code if self.signal is None else 128 + self.signal
+
+    @contextlib.asynccontextmanager
+    async def _broker(self) -> AsyncIterator[str]:
+        if self._url is not None:
+            yield self._url
+            return
+        broker = OwnBroker(self._folder.path / "broker", self._config.supervisor, self.board.tell)
+        async with broker.running() as url:
+            yield url
+
+    async def _supervise(self, bus: Bus, topology: Topology, url: str) -> int:
+        self._supervisor = supervisor = Supervisor(
+            agents(self._config, self._folder.config_file, None if self._in_file else url),
+            config=self._config.supervisor,
+            log_dir=self._folder.logs,
+            on_event=self._on_event,
+        )
+        async with asyncio.TaskGroup() as group:
+            watching = [
+                group.create_task(self._follow(bus, topology), name="follow"),
+                group.create_task(self._depths(bus, topology), name="depths"),
+                group.create_task(self._obey(bus, topology, supervisor, group), name="obey"),
+                group.create_task(self._draw_forever(), name="draw"),
+                group.create_task(self._end_when_due(supervisor), name="end"),
+            ]
+            code = await group.create_task(supervisor.run(), name="supervise")
+            for task in watching:
+                task.cancel()
+        return code
+
+    async def _end_when_due(self, supervisor: Supervisor) -> None:
+        await self._changed.until(lambda: self.signal is not None or supervisor.phases[EXPLORER] in ENDED)
+        if self.signal is not None:
+            # all at once: the explorer begins nothing new, and keeps the engine up until the runners have finished
+            await supervisor.drain()
+        elif supervisor.phases[EXPLORER] == "finished":
+            self.finished = await self._explorer_finished()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.supervisor.grace):
+                    await self._changed.until(
+                        lambda: self.signal is not None or all(phase in ENDED for phase in supervisor.phases.values())
+                    )
+            await supervisor.drain()
+
+    async def _explorer_finished(self) -> bool:
+        """Whether it ended because the run is over, and not because somebody drained it. Its last beat tells."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_BEAT_SECONDS):
+                await self._changed.until(lambda: self.board.last_word(EXPLORER) is not None)
+        return self.board.last_word(EXPLORER) != "gone"
+
+    async def _follow(self, bus: Bus, topology: Topology) -> None:
+        async for attempt in retrying(BusUnavailable):
+            with attempt:
+                # the metrics are read from their file, which also holds those of before a restart
+                await follow(bus, topology, self.board, "supervisor", self._changed.notify, pattern="beat.#")
+
+    async def _depths(self, bus: Bus, topology: Topology) -> None:
+        while True:
+            self.board.set_depths(await depths(bus, topology, QUEUES))
+            await asyncio.sleep(DEPTH_SECONDS)
+
+    async def _obey(self, bus: Bus, topology: Topology, supervisor: Supervisor, group: asyncio.TaskGroup) -> None:
+        """Replace the agents that somebody asks to have replaced: one that hangs does not hear it itself."""
+        queue = topology.listener("supervisor", uuid.uuid4().hex[:12], "control", "restart.#")
+        async for attempt in retrying(BusUnavailable):
+            with attempt:
+                await bus.declare(queue)
+                async with await bus.consume(queue) as feed:
+                    async for delivery in feed:
+                        with contextlib.suppress(DecodeError):
+                            event = decode(delivery.body, ControlEvent, delivery.content_type)
+                            if event.verb == "restart" and event.target in supervisor.phases:
+                                self.board.tell(f"{event.target} is replaced: {event.reason or 'asked for'}")
+                                group.create_task(supervisor.restart(event.target))
+                        await delivery.ack()
+
+    async def _draw_forever(self) -> None:
+        while True:
+            self._draw()
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    def _draw(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for message in self._metrics.read():
+            self.board.hear(message, now)
+        self._display.show(self.board.view(now), self.board.take_news(), now)
+
+    def _on_event(self, event: ProcessEvent) -> None:
+        level = log.warning if event.what in {"died", "failed", "killed"} else log.info
+        level("process", name=event.name, what=event.what, pid=event.pid, code=event.code, reason=event.reason)
+        if event.what == "failed":
+            self.failures.append(event)
+        self.board.happened(event)
+        self._changed.notify()
+
+    def _on_signal(self, number: signal.Signals, main: asyncio.Task[int] | None) -> None:
+        if self.signal is not None:
+            self.board.tell("killed at once")
+            if self._supervisor is not None:
+                self._supervisor.kill()
+            return
+        self.signal = number
+        if self._supervisor is None:
+            if main is not None:
+                main.cancel()
+            return
+        self.board.tell("draining; once more to kill at once")
+        self._changed.notify()
+
+
+def agents(config: Config, config_file: Path, url: str | None) -> list[ProcessSpec]:
+    """Return the processes of a run; without ``url`` they find the broker as we do, in a file."""
+    threads = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
+    # here and not only in the runner itself, for what is read when its libraries are loaded
+    own = dict(config.runner.env)
+    names = [("explorer", EXPLORER), ("trainer", "trainer-0")]
+    names += [("operator", f"operator-{n}") for n in range(config.operator.num_operators)]
+    names += [("runner", f"runner-{n}") for n in range(config.runner.num_runners)]
+    return [
+        ProcessSpec(
+            name=name,
+            role=role,
+            argv=(sys.executable, "-m", "trinity_mq.cli.main", role, str(config_file), "--id", name),
+            env={**_environment(url, threads.get(role, 1)), **(own if role == "runner" else {})},
+        )
+        for role, name in names
+    ]
+
+
+def _environment(url: str | None, threads: int) -> Mapping[str, str]:
+    count = str(threads)
+    return {
+        **({} if url is None else {URL_VARIABLE: url}),
+        # without these, every process takes all cores, and they take them from each other
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }

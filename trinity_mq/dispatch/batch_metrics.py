@@ -1,0 +1,117 @@
+"""What a ticket says in numbers, as a whole and task by task. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
+from trinity_mq.messages import Outcome, SubmissionOutcome, TaskResult
+from trinity_mq.rollout.status import Status
+from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
+
+OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "late")
+"""What a slice of an open ticket may end in; *late* is said of an attempt whose ticket is closed."""
+
+
+def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
+    """Return ``rollout/*`` of a training ticket: its runs' metrics by task, then over tasks, and the counts of
+    outcomes.
+
+    ``late``: results of closed tickets that have come since the batch before this one was closed. Runs that do not
+    count, since the rest of their task was cut off, count in none of the means either.
+    """
+    results = _results(ticket)
+    cut_off = {result.task_id for result in results if result.outcome == "cancelled" and ticket.whole_tasks_only}
+    counted = [result for result in results if result.task_id not in cut_off]
+    metrics = aggregate_tasks([aggregate_runs(runs) for runs in _runs_by_task(counted).values()], "rollout")
+    for outcome in OUTCOMES:
+        metrics[f"rollout/slices/{outcome}"] = float(sum(result.outcome == outcome for result in results))
+    metrics["rollout/slices/duplicate"] = float(ticket.duplicates)
+    metrics["rollout/slices/late"] = float(late)
+    metrics["rollout/slices/given_back"] = float(sum(result.returned for result in results))
+    return metrics | _counts(counted, "rollout")
+
+
+def eval_metrics(ticket: Ticket, name: str, *, detailed: bool = False) -> dict[str, float]:
+    """Return ``eval/<name>/*`` of an evaluation ticket, with the versions that served it.
+
+    A run that did not finish has no metrics and so counts in ``failed_runs`` only; ``finished_task_count`` says how
+    many tasks have a finished run.
+
+    Args:
+        ticket: All its slices have their outcomes.
+        name: Of the evaluation set.
+        detailed: ``monitor.detailed_stats``.
+    """
+    prefix, results = f"eval/{name}", _results(ticket)
+    tasks = aggregate_eval_runs(list(_runs_by_task(results).values()))
+    metrics = aggregate_eval_tasks(tasks, prefix, detailed=detailed) | _counts(results, prefix)
+    total = sum(piece.repeat_times for piece in ticket.slices)
+    metrics[f"{prefix}/failed_runs"] = total - metrics[f"{prefix}/finished_runs"]
+    lows = [result.version_min for result in results if result.version_min]
+    highs = [result.version_max for result in results if result.version_max]
+    if lows and highs:
+        metrics[f"{prefix}/version/min"] = float(min(lows)[1])
+        metrics[f"{prefix}/version/max"] = float(max(highs)[1])
+    return metrics
+
+
+def task_status(results: Sequence[TaskResult]) -> Status:
+    """Return the status of a task from the outcomes of its slices."""
+    runs = [metrics for result in results for metrics in result.metrics]
+    completed = sum(len(result.runs) for result in results)
+    total = sum(result.repeat_times for result in results)
+    message = next((result.message for result in results if result.message), None)
+    return Status(
+        ok=completed == total,
+        metric=aggregate_runs(runs),
+        message=message,
+        completed_runs=completed,
+        total_runs=total,
+        metrics=runs,
+    )
+
+
+def submission_outcome(ticket: Ticket, submission: SubmissionRef) -> SubmissionOutcome:
+    """Return what a submitter is told of its task."""
+    results = ticket.results_of(submission.task_id)
+    status = task_status(results)
+    decisive = next((r.outcome for r in results if r.outcome != "finished"), "finished") if results else "cancelled"
+    if decisive != "finished" and status.completed_runs:
+        decisive = "partial"
+    return SubmissionOutcome(
+        submission_id=submission.submission_id,
+        batch=ticket.batch,
+        ticket=ticket.ticket,
+        outcome=decisive,
+        completed_runs=status.completed_runs,
+        total_runs=status.total_runs,
+        metrics=status.metric,
+        message=status.message,
+        experiences=sum(r.parts for r in results if ticket.counts(r))
+        if submission.want_experiences and ticket.deliver == "pipeline"
+        else 0,
+    )
+
+
+def _results(ticket: Ticket) -> list[TaskResult]:
+    return [piece.result for piece in ticket.slices if piece.result is not None]
+
+
+def _runs_by_task(results: Sequence[TaskResult]) -> Mapping[int, list[Mapping[str, float]]]:
+    """Return the metrics of the finished runs of each task, and how long a runner had each of its slices."""
+    found: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)
+    for result in results:
+        found[result.task_id] += result.metrics
+        if result.attempt:  # else no runner had it
+            found[result.task_id].append({"time/task_execution": result.seconds})
+    return found
+
+
+def _counts(results: Sequence[TaskResult], prefix: str) -> dict[str, float]:
+    return {
+        f"{prefix}/finished_task_count": float(len({result.task_id for result in results if result.runs})),
+        f"{prefix}/finished_runs": float(sum(len(result.runs) for result in results)),
+    }

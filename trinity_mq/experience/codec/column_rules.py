@@ -1,0 +1,149 @@
+"""The rules of rules.py for whole columns at once; where one is broken, the rule for one experience words the error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trinity_mq.experience.codec.lazy import PlainColumns
+from trinity_mq.experience.fields import RESPONSE_FIELDS, ExperienceError, sampling_temperature
+from trinity_mq.experience.ragged import Column, Indexes, column_lengths
+from trinity_mq.experience.rules import (
+    DPO,
+    PROMPT_TRUNCATED,
+    TRUNCATE_STATUSES,
+    TYPES,
+    Versions,
+    check_lengths,
+    check_versions,
+)
+
+Tensors = dict[str, Column]
+"""Tensor columns by name, those that are None in all left out."""
+
+
+NO_RESPONSE = np.iinfo(np.int64).max
+"""More tokens than any response has: where there is none to compare with."""
+
+
+def check_columns(values: PlainColumns, tensors: Tensors, count: int) -> None:
+    """Check types, statuses, lengths and temperatures of ``count`` experiences, and that all have tokens.
+
+    Raises:
+        ExperienceError: As :func:`check_lengths`, with the index of the first bad experience.
+    """
+    kinds, prompts = values.get("experience_type", [None]), values.get("prompt_length", [None])
+    statuses = values.get("truncate_status", [None] * count)
+    if not set(kinds) <= set(TYPES) or not set(statuses) <= set(TRUNCATE_STATUSES):
+        raise ExperienceError(
+            f"experience_type {set(kinds)} and truncate_status {set(statuses)}, wanted only {TYPES} and "
+            f"{TRUNCATE_STATUSES}"
+        )
+    if None in prompts:
+        raise ExperienceError("prompt_length is None, wanted a whole number")
+    lengths = {name: column_lengths(column) for name, column in tensors.items()}
+    if "tokens" not in lengths or (lengths["tokens"] < 0).any():
+        raise ExperienceError("tokens is None in an experience, wanted token ids")
+    check_batch(kinds, statuses, prompts, lengths)
+    for heat in set(values.get("temperature", ())) - {None}:
+        sampling_temperature("temperature", heat)
+
+
+def first_bad(
+    kinds: Sequence[str], statuses: Sequence[str | None], prompts: Indexes, lengths: Mapping[str, Indexes]
+) -> int | None:
+    """Return the index of the first experience that breaks a rule of :func:`check_lengths`, all at once.
+
+    Args:
+        kinds: Type of each.
+        statuses: Truncate status of each.
+        prompts: Prompt length of each.
+        lengths: First dimension of each tensor field, -1 where absent; a field absent from all may be left out.
+    """
+    absent = np.full(len(kinds), -1, dtype=np.int64)
+    tokens, mask = lengths["tokens"], lengths.get("action_mask", absent)
+    dpo, cut = _are(kinds, DPO), _are(statuses, PROMPT_TRUNCATED)
+    response = np.where(cut, mask, tokens - prompts)
+    bad = (prompts < 1) | (tokens < 1) | (~dpo & ((mask < 0) | (~cut & (response < 1))))
+    if dpo.any():
+        chosen, rejected = lengths.get("chosen", absent), lengths.get("rejected", absent)
+        bad |= dpo & ((prompts != tokens) | (chosen < 1) | (rejected < 1))
+    for name in RESPONSE_FIELDS:
+        if name in lengths:
+            bad |= (lengths[name] >= 0) & (dpo | (lengths[name] != response))
+    if "routed_experts" in lengths:
+        bad |= (lengths["routed_experts"] >= 0) & (lengths["routed_experts"] != tokens - 1)
+    return int(bad.argmax()) if bad.any() else None
+
+
+def check_batch(
+    kinds: Sequence[str], statuses: Sequence[str | None], prompts: Sequence[int], lengths: Mapping[str, Indexes]
+) -> None:
+    """Check many experiences at once; arguments as :func:`first_bad`.
+
+    Raises:
+        ExperienceError: As :func:`check_lengths`, with the index of the first bad experience.
+    """
+    index = first_bad(kinds, statuses, np.array(prompts, dtype=np.int64), lengths)
+    if index is None:
+        return
+    present = {name: int(column[index]) for name, column in lengths.items() if column[index] >= 0}
+    try:
+        check_lengths(kinds[index], statuses[index], prompts[index], {"tokens": 0, **present})
+    except ExperienceError as error:
+        raise ExperienceError(f"experience {index}: {error}") from error
+
+
+def responses_of(kinds: Sequence[str], tensors: Tensors) -> Indexes:
+    """Return the response tokens of each experience, :data:`NO_RESPONSE` where there is no single response (dpo)."""
+    responses = np.full(len(kinds), NO_RESPONSE)
+    if "action_mask" in tensors:
+        lengths = column_lengths(tensors["action_mask"])
+        responses = np.where(_are(kinds, DPO) | (lengths < 0), responses, lengths)
+    return responses
+
+
+def _are(column: Sequence[Any], value: str) -> npt.NDArray[np.bool_]:
+    if value not in column:
+        return np.zeros(len(column), dtype=np.bool_)
+    return np.fromiter((item == value for item in column), dtype=np.bool_, count=len(column))
+
+
+def check_all_versions(column: Sequence[Any], responses: Indexes) -> list[Versions | None]:
+    """Return a column of versions, each as :func:`check_versions` gives it.
+
+    Args:
+        column: Rows ``(first token, generation, step)`` of each experience, or None.
+        responses: As :func:`responses_of` gives them.
+
+    Raises:
+        ExperienceError: As :func:`check_versions`.
+    """
+    if set(map(type, column)) <= {list, NoneType}:
+        present = [rows or () for rows in column]
+        flat = list(chain.from_iterable(present))
+        if set(map(type, flat)) <= {tuple} and set(map(len, flat)) <= {3}:
+            numbers = list(chain.from_iterable(flat))
+            if set(map(type, numbers)) <= {int} and all(-(1 << 63) <= number < 1 << 63 for number in set(numbers)):
+                rows = np.array(numbers, dtype=np.int64).reshape(-1, 3)
+                if sound_versions(np.array(list(map(len, present)), dtype=np.int64), rows, responses):
+                    return [rows or None for rows in column]
+    limits = [None if size == NO_RESPONSE else size for size in responses.tolist()]
+    return [check_versions(rows, limit) for rows, limit in zip(column, limits, strict=True)]
+
+
+def sound_versions(counts: Indexes, rows: Indexes, responses: Indexes) -> bool:
+    """Return whether ``rows`` of versions, so many for each experience, keep the rules of :func:`check_versions`."""
+    if not len(rows):
+        return True
+    starts = rows[:, 0]
+    rising = np.diff(starts, prepend=0) > 0
+    heads = (counts.cumsum() - counts)[counts > 0]
+    rising[heads] = starts[heads] == 0
+    ends = np.maximum(responses, 1)
+    return bool(rising.all() and rows.min() >= 0 and (starts < np.repeat(ends, counts)).all())

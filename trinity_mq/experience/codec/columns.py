@@ -1,0 +1,211 @@
+"""Columns of numbers and texts in the head of an experience body: packed arrays, not one msgpack object a value.
+
+A column is a map with one of these keys:
+
+* ``c``: the one value that all have (text or whole number)
+* ``i``: whole numbers as int64, ``f``: numbers as float64; ``n`` beside it: one byte each, 1 where the value is absent
+* ``s``: UTF-8 texts in a row, ``l``: bytes of each as int32; with ``k`` beside it the texts are distinct and ``k``
+  (int32) says which one each has, -1 where absent
+* ``d``: msgpack documents in a row, ``l``: bytes of each as int32, -1 where absent
+
+All arrays are little-endian. A column that is absent from all is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trinity_mq.experience.codec.documents import DocumentReader, DocumentWriter
+from trinity_mq.experience.errors import DecodeError, EncodeError
+from trinity_mq.experience.fields import short
+from trinity_mq.experience.ragged import Indexes
+
+Column = dict[str, Any]
+Unpack = Callable[[Column, int, str], list[Any]]
+"""From a column, the number of its values and its name for errors."""
+
+INT32, INT64, FLOAT64 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f8")
+
+
+def pack_lengths(lengths: Sequence[int] | npt.NDArray[Any]) -> bytes:
+    """Return ``lengths`` as int32."""
+    try:
+        return np.asarray(lengths, dtype=INT32).tobytes()
+    except OverflowError as error:
+        raise EncodeError(f"a length does not fit 32 bits: {error}") from error
+
+
+def without_gaps(unpack_column: Unpack) -> Unpack:
+    """Return an unpacker for which a missing value is an error."""
+
+    def unpack_all(column: Column, count: int, name: str) -> list[Any]:
+        values = unpack_column(column, count, name)
+        if None in values:
+            raise DecodeError(f"{name} is missing in an experience")
+        return values
+
+    return unpack_all
+
+
+def unpack_array(data: Any, dtype: np.dtype[Any], count: int | None, name: str) -> npt.NDArray[Any]:
+    """Return a packed array of ``count`` values (any number for None).
+
+    Raises:
+        DecodeError: Not bytes, or not that many.
+    """
+    if not isinstance(data, bytes) or len(data) % dtype.itemsize:
+        raise DecodeError(f"{name}: wanted packed {dtype.name} values, got {short(data)}")
+    if count is not None and len(data) != count * dtype.itemsize:
+        raise DecodeError(f"{name}: {len(data) // dtype.itemsize} values, wanted {count}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def pack_ints(values: Sequence[int | None], name: str) -> Column:
+    """Return a column of whole numbers."""
+    return _pack_numbers(values, "i", INT64, 0, name)
+
+
+def pack_floats(values: Sequence[float | None], name: str) -> Column:
+    """Return a column of numbers."""
+    return _pack_numbers(values, "f", FLOAT64, 0.0, name)
+
+
+def _pack_numbers(values: Sequence[Any], key: str, dtype: np.dtype[Any], filler: float, name: str) -> Column:
+    first = values[0]
+    if key == "i" and first is not None and values.count(first) == len(values):
+        return {"c": checked_int64(first, name)}
+    try:
+        if None in values:
+            missing = np.fromiter((value is None for value in values), dtype=np.uint8, count=len(values))
+            filled = [filler if value is None else value for value in values]
+            return {key: np.array(filled, dtype=dtype).tobytes(), "n": missing.tobytes()}
+        return {key: np.array(values, dtype=dtype).tobytes()}
+    except (OverflowError, TypeError, ValueError) as error:
+        raise EncodeError(f"{name}: wanted numbers that fit 64 bits or None: {error}") from error
+
+
+def checked_int64(value: int, name: str) -> int:
+    """Return ``value`` if 64 bits hold it."""
+    if not -(1 << 63) <= value < 1 << 63:
+        raise EncodeError(f"{name} is {value}, wanted a whole number that fits 64 bits")
+    return value
+
+
+def unpack_ints(column: Column, count: int, name: str) -> list[Any]:
+    """Return the values of a column of whole numbers."""
+    if "c" in column:
+        if type(column["c"]) is not int or column["c"] >= 1 << 63:
+            raise DecodeError(f"{name}: the constant is {short(column['c'])}, wanted a whole number of 64 bits")
+        return [column["c"]] * count
+    return _unpack_numbers(column, "i", INT64, count, name)
+
+
+def unpack_floats(column: Column, count: int, name: str) -> list[Any]:
+    """Return the values of a column of numbers."""
+    return _unpack_numbers(column, "f", FLOAT64, count, name)
+
+
+def _unpack_numbers(column: Column, key: str, dtype: np.dtype[Any], count: int, name: str) -> list[Any]:
+    values: list[Any] = unpack_array(column.get(key), dtype, count, name).tolist()
+    if "n" in column:
+        missing = unpack_array(column["n"], np.dtype(np.uint8), count, name).tolist()
+        return [None if gone else value for value, gone in zip(values, missing, strict=True)]
+    return values
+
+
+def pack_texts(values: Sequence[str | None], name: str) -> Column:
+    """Return a column of texts; each distinct text is stored once."""
+    distinct = {value: number for number, value in enumerate(dict.fromkeys(v for v in values if v is not None))}
+    if len(distinct) == 1 and None not in values:
+        (only,) = distinct
+        _utf8(only, name)
+        return {"c": only}
+    if len(distinct) == len(values):
+        text = "".join(distinct)
+        if text.isascii():
+            return {"s": text.encode(), "l": pack_lengths(list(map(len, distinct)))}
+        return _joined([_utf8(value, name) for value in distinct], "s")
+    codes = [-1 if value is None else distinct[value] for value in values]
+    return _joined([_utf8(value, name) for value in distinct], "s") | {"k": pack_lengths(codes)}
+
+
+def _utf8(value: str, name: str) -> bytes:
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise EncodeError(f"{name} is {short(value)}, wanted text that UTF-8 can hold: {error}") from error
+
+
+def _joined(parts: Sequence[bytes | None], key: str) -> Column:
+    lengths = [-1 if part is None else len(part) for part in parts]
+    return {key: b"".join([part for part in parts if part is not None]), "l": pack_lengths(lengths)}
+
+
+def _bounds(column: Column, key: str, count: int | None, name: str) -> tuple[bytes, Indexes, Indexes, Indexes]:
+    """Return the data of a column of texts or documents, and length (-1 where absent), start and end of each."""
+    lengths = unpack_array(column.get("l"), INT32, count, name)
+    data = column.get(key)
+    present = lengths.clip(min=0)
+    ends = present.cumsum(dtype=np.int64)
+    if not isinstance(data, bytes) or (lengths < -1).any() or (ends[-1] if len(ends) else 0) != len(data):
+        raise DecodeError(f"{name}: the lengths do not add up to the data: {short(data)}")
+    return data, lengths, ends - present, ends
+
+
+def _slices(data: Any, starts: Indexes, ends: Indexes) -> list[Any]:
+    return [data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+def _with_gaps(values: list[Any], lengths: Indexes) -> list[Any]:
+    """Return one of ``values`` for each length, None for those of -1."""
+    if len(values) == len(lengths):
+        return values
+    given = iter(values)
+    return [None if length < 0 else next(given) for length in lengths.tolist()]
+
+
+def unpack_texts(column: Column, count: int, name: str) -> list[Any]:
+    """Return the values of a column of texts."""
+    if "c" in column:
+        if not isinstance(column["c"], str):
+            raise DecodeError(f"{name}: the constant is {short(column['c'])}, wanted text")
+        return [column["c"]] * count
+    codes = column.get("k")
+    data, lengths, starts, ends = _bounds(column, "s", count if codes is None else None, name)
+    present = lengths >= 0
+    starts, ends = starts[present], ends[present]
+    try:
+        if data.isascii():
+            found = _slices(data.decode(), starts, ends)
+        else:
+            found = [part.decode() for part in _slices(data, starts, ends)]
+    except UnicodeDecodeError as error:
+        raise DecodeError(f"{name}: not UTF-8: {error}") from error
+    texts = _with_gaps(found, lengths)
+    if codes is None:
+        return texts
+    numbers = unpack_array(codes, INT32, count, name)
+    if (numbers < -1).any() or (numbers >= len(texts)).any():
+        raise DecodeError(f"{name}: refers to a text beyond the {len(texts)} that there are")
+    texts.append(None)  # where -1 points
+    return list(map(texts.__getitem__, numbers.tolist()))
+
+
+def pack_documents(values: Sequence[Any], name: str, writer: DocumentWriter) -> Column:
+    """Return a column of free-form values, None where absent."""
+    parts = writer.write_all(values, name)
+    return _joined(parts, "d")
+
+
+def unpack_documents(column: Column, count: int, name: str, reader: DocumentReader) -> list[Any]:
+    """Return the values of a column of documents."""
+    data, lengths, starts, ends = _bounds(column, "d", count, name)
+    present = lengths >= 0
+    try:
+        return _with_gaps(reader.read_all(data, starts[present], ends[present]), lengths)
+    except DecodeError as error:
+        raise DecodeError(f"{name}: {error}") from error

@@ -1,0 +1,204 @@
+"""Experiences to columns: each field of all of them at once, checked as the constructor checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_mq.experience.codec.column_rules import Tensors, check_all_versions, check_columns, responses_of
+from trinity_mq.experience.codec.layout import (
+    CUSTOM_FIELDS,
+    DOCUMENT_COLUMNS,
+    EID_IDS,
+    EID_INTS,
+    EID_PREFIX,
+    FLOAT_COLUMNS,
+    INT_COLUMNS,
+    MULTI_MODAL,
+    OWN_DOCUMENTS,
+    PLAIN_COLUMNS,
+    TEXT_COLUMNS,
+    VERSIONS,
+)
+from trinity_mq.experience.codec.lazy import PlainColumns
+from trinity_mq.experience.eid import EID
+from trinity_mq.experience.errors import EncodeError
+from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, number, short, whole
+from trinity_mq.experience.ragged import Column, Indexes, Ragged, column_of, joined
+from trinity_mq.experience.record import CustomField, Experience
+
+Rows = list[dict[str, Any]]
+
+_EID_PARTS = attrgetter("batch", "task", "run", "step", "suffix")
+_DTYPE = attrgetter("dtype")
+_SHAPE = attrgetter("shape")
+
+
+def columns_of(experiences: Sequence[Experience]) -> tuple[PlainColumns, Tensors, Tensors]:
+    """Return plain columns, tensor columns and multi-modal columns, without those that are None in all.
+
+    Raises:
+        EncodeError: A field breaks a rule, or is a tensor that cannot be read.
+    """
+    for item in experiences:
+        if not isinstance(item, Experience):
+            raise EncodeError(f"got {short(item)}, wanted Experience objects")
+    rows: Rows = [experience.__dict__ for experience in experiences]
+    if not rows:
+        return PlainColumns(), {}, {}
+    try:
+        columns = PlainColumns(
+            (name, column)
+            for name in (*TENSOR_FIELDS, *PLAIN_COLUMNS)
+            if (column := convert_column(name, [row[name] for row in rows]))
+        )
+        tensors: Tensors = {name: columns.pop(name) for name in TENSOR_FIELDS if name in columns}
+        check_columns(columns, tensors, len(rows))
+        check_given_versions(columns, tensors)
+    except ExperienceError as error:
+        raise EncodeError(str(error)) from error
+    columns.update(_eid_columns(rows))
+    return columns, tensors, _multi_modal_columns(rows)
+
+
+def check_given_versions(columns: PlainColumns, tensors: Tensors) -> None:
+    """Bring versions into the form kept.
+
+    Raises:
+        ExperienceError: They break a rule.
+    """
+    if VERSIONS in columns:
+        responses = responses_of(columns["experience_type"], tensors)
+        columns[VERSIONS] = check_all_versions(columns[VERSIONS], responses)
+
+
+def convert_column(name: str, column: list[Any]) -> Any:
+    """Return a field's values as they are kept in columns; nothing (None or no parts) where all are absent.
+
+    Raises:
+        ExperienceError: A value is of a type that the field does not take.
+    """
+    kinds = set(map(type, column))
+    if kinds == {NoneType}:
+        return None
+    if name in TENSOR_FIELDS:
+        return _tensor_column(name, column, kinds)
+    if name in _PLAIN_TYPES:
+        wanted, convert = _PLAIN_TYPES[name]
+        if kinds - {NoneType, wanted}:
+            return [item if item is None or type(item) is wanted else convert(name, item) for item in column]
+        return column
+    if name in DOCUMENT_COLUMNS:
+        return _document_column(name, column, kinds)
+    if name == CUSTOM_FIELDS:
+        for item in (item for fields in column for item in fields):
+            if not isinstance(item, CustomField) or not isinstance(item.data_type, torch.dtype):
+                raise ExperienceError(f"custom_fields holds {short(item)}, wanted CustomField with a torch.dtype")
+        return column if any(column) else None
+    return column
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    raise ExperienceError(f"{name} is {short(value)}, wanted text or None")
+
+
+_PLAIN_TYPES: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
+    **dict.fromkeys(TEXT_COLUMNS, (str, _text)),
+    **dict.fromkeys(INT_COLUMNS, (int, whole)),
+    **dict.fromkeys(FLOAT_COLUMNS, (float, number)),
+}
+
+
+def _document_column(name: str, column: list[Any], kinds: set[type]) -> list[Any] | None:
+    wanted = DOCUMENT_COLUMNS[name]
+    if kinds - {NoneType, wanted}:
+        wrong = next((item for item in column if item is not None and not isinstance(item, wanted)), None)
+        if wrong is not None:
+            raise ExperienceError(f"{name} is {short(wrong)}, wanted a {wanted.__name__}")
+    if name in OWN_DOCUMENTS:
+        # An empty info or metrics is the default and costs nothing; an empty list of messages is not no list.
+        return [item or None for item in column] if any(column) else None
+    return column
+
+
+def _tensor_column(name: str, column: list[Any], kinds: set[type]) -> Column:
+    normalise, dtypes, dims = TENSOR_FIELDS[name]
+    try:
+        if kinds == {Tensor} and dims == 1:
+            lengths = _lengths(column, dtypes)
+            if lengths is not None:
+                return (Ragged.packed(joined(column), lengths),)
+        kept = [
+            item
+            if item is None or (isinstance(item, Tensor) and item.dtype in dtypes and item.dim() == dims)
+            else normalise(f"experience {number_}: {name}", item)
+            for number_, item in enumerate(column)
+        ]
+        return column_of(kept)
+    except RuntimeError as error:
+        raise ExperienceError(f"{name} is a {short(column[0])}, which cannot be read: {error}") from error
+
+
+def _lengths(column: list[Tensor], dtypes: frozenset[torch.dtype]) -> Indexes | None:
+    """Return the lengths of one-dimensional tensors that share one of ``dtypes``, else None."""
+    found = set(map(_DTYPE, column))
+    shapes = list(map(_SHAPE, column))
+    if len(found) != 1 or not found <= dtypes or set(map(len, shapes)) != {1}:
+        return None
+    return np.array(shapes, dtype=np.int64).reshape(-1)
+
+
+def _eid_columns(rows: Rows) -> dict[str, list[Any]]:
+    eids = [row["eid"] for row in rows]
+    for eid in eids:
+        if not isinstance(eid, EID):
+            raise EncodeError(f"eid is {short(eid)}, wanted an EID")
+    names = (*EID_IDS, *EID_INTS, "suffix")
+    columns = map(list, zip(*map(_EID_PARTS, eids), strict=True))
+    return {EID_PREFIX + name: _eid_column(name, column) for name, column in zip(names, columns, strict=True)}
+
+
+def _eid_column(name: str, column: list[Any]) -> list[Any]:
+    kinds = set(map(type, column))
+    if name in EID_IDS:
+        return column if kinds <= {int, str} else [_id(f"eid.{name}", item) for item in column]
+    if name in EID_INTS:
+        try:
+            return column if kinds == {int} else [whole(f"eid.{name}", item) for item in column]
+        except ExperienceError as error:
+            raise EncodeError(str(error)) from error
+    if kinds != {str}:
+        odd = next(item for item in column if type(item) is not str)
+        raise EncodeError(f"eid.{name} is {short(odd)}, wanted text")
+    return column
+
+
+def _id(name: str, value: Any) -> int | str:
+    if isinstance(value, str):
+        return value
+    try:
+        return whole(name, value)
+    except ExperienceError as error:
+        raise EncodeError(f"{error} or text") from error
+
+
+def _multi_modal_columns(rows: Rows) -> Tensors:
+    inputs = [row[MULTI_MODAL] for row in rows]
+    if set(map(type, inputs)) == {NoneType}:
+        return {}
+    for number_, item in enumerate(inputs):
+        if item is not None and not all(type(key) is str and isinstance(t, Tensor) for key, t in item.items()):
+            raise EncodeError(f"experience {number_}: {MULTI_MODAL} is {short(item)}, wanted tensors by name")
+    keys = dict.fromkeys(key for item in inputs if item is not None for key in item)
+    try:
+        return {key: column_of([None if item is None else item.get(key) for item in inputs]) for key in keys}
+    except RuntimeError as error:
+        raise EncodeError(f"{MULTI_MODAL} cannot be read: {error}") from error

@@ -1,0 +1,202 @@
+"""The tail of an experience body: one safetensors blob with one concatenated tensor per field and dtype.
+
+Written and read by hand, so that reading gives views into the received bytes and writing copies each tensor once; any
+safetensors reader understands it. The head says for each entry to which field it belongs and the lengths it is made of.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_mq.experience.codec.columns import INT32, pack_lengths, unpack_array
+from trinity_mq.experience.codec.documents import distinct
+from trinity_mq.experience.errors import DecodeError, EncodeError
+from trinity_mq.experience.fields import short
+from trinity_mq.experience.ragged import Column, Ragged
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of the dtypes carried."""
+
+MAX_HEADER_BYTES = 1 << 20
+MAX_DIMENSIONS = 16
+MAX_TENSORS = 1 << 19
+"""Tensors a body may be split into: each costs a reader some hundred bytes, however short it is."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SIZE = struct.Struct("<Q")
+
+
+class TailWriter:
+    """Collects tensors by field and writes them concatenated."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, dict[str, Any]] = {}
+        """For the head: per safetensors entry ``field``, ``lengths`` and where they apply ``key`` and ``scalar``."""
+        self._flat: dict[str, tuple[torch.dtype, list[int], np.ndarray[Any, Any]]] = {}
+        self._count = 0
+
+    def add(self, field: str, column: Column, key: str | None = None) -> None:
+        """Add a column of tensors; each part of it is an entry.
+
+        Raises:
+            EncodeError: A tensor is of a dtype that does not travel.
+        """
+        for part in column:
+            self._add(field, key, part)
+
+    def _add(self, field: str, key: str | None, part: Ragged) -> None:
+        where = field if key is None else f"{field}[{key!r}]"
+        if part.flat.dtype not in _NAMES:
+            raise EncodeError(f"{where} is a {short(part.flat)}, wanted one of {', '.join(map(str, _NAMES))}")
+        self._count += int((part.lengths >= 0).sum())
+        if self._count > MAX_TENSORS:
+            raise EncodeError(f"more than {MAX_TENSORS} tensors in one body; send fewer experiences at once")
+        try:
+            flat = part.dense().contiguous()
+            row = flat.reshape(-1)
+            # torch refuses to view nothing as bytes where numpy gave it a stride of 0
+            data = (row.view(torch.uint8) if row.numel() else torch.empty(0, dtype=torch.uint8)).numpy()
+        except RuntimeError as error:
+            raise EncodeError(f"{where} is a {short(part.flat)}, which cannot be read: {error}") from error
+        name = base = field if key is None else f"{field}/{key}"
+        while name in self.entries:
+            name = f"{base}#{len(self.entries)}"
+        entry: dict[str, Any] = {"field": field, "lengths": pack_lengths(part.lengths)}
+        self.entries[name] = entry | ({} if key is None else {"key": key}) | ({"scalar": True} if part.scalar else {})
+        self._flat[name] = (flat.dtype, list(flat.shape), data)
+
+    def buffers(self) -> list[Any]:
+        """Return the blob in pieces that ``bytes.join`` takes."""
+        # Wider dtypes first keeps every entry aligned to its item size without gaps, as safetensors asks.
+        ordered = sorted(self._flat.items(), key=lambda item: -item[1][0].itemsize)
+        header, offset = {}, 0
+        for name, (dtype, shape, data) in ordered:
+            header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [offset, offset + data.nbytes]}
+            offset += data.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return [_SIZE.pack(len(text)), text, *(data for _, (_, _, data) in ordered)]
+
+
+def read_tail(blob: memoryview) -> dict[str, Tensor]:
+    """Return the entries of a safetensors blob as views into it: nobody may write to them.
+
+    Raises:
+        DecodeError: Not a safetensors blob whose entries cover its data exactly.
+    """
+    if len(blob) < _SIZE.size:
+        raise DecodeError(f"tail: {len(blob)} bytes, wanted a safetensors blob")
+    (size,) = _SIZE.unpack_from(blob)
+    start = _SIZE.size + size
+    if size > MAX_HEADER_BYTES or start > len(blob) or start % 8:
+        raise DecodeError(
+            f"tail: a header of {size} bytes in {len(blob)}, wanted at most {MAX_HEADER_BYTES}, aligned to 8"
+        )
+    try:
+        header = json.loads(bytes(blob[_SIZE.size : start]), object_pairs_hook=distinct)
+    except (ValueError, RecursionError) as error:
+        raise DecodeError(f"tail: the safetensors header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise DecodeError(f"tail: the safetensors header is {short(header)}, wanted a map")
+    data = _as_tensor(blob[start:])
+    tensors: dict[str, Tensor] = {}
+    covered = 0
+    for name, entry in header.items():
+        tensors[name], covered = _entry(name, entry, data, covered)
+    if covered != len(data):
+        raise DecodeError(f"tail: {len(data) - covered} bytes belong to no tensor")
+    return tensors
+
+
+class _Lent:
+    """Hands memory that is not to be written to on to numpy, which else passes that on to torch, which warns."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = np.frombuffer(data, dtype=np.uint8)  # kept: the memory is alive for as long as this is
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {**self._data.__array_interface__, "data": (self._data.ctypes.data, False)}
+
+
+def _as_tensor(data: memoryview) -> Tensor:
+    """Return bytes as uint8 ``[bytes]``, a view where they lie at an address that every dtype can be read from."""
+    if not len(data):
+        return torch.empty(0, dtype=torch.uint8)
+    row = np.asarray(_Lent(data))
+    return torch.from_numpy(row if row.ctypes.data % 8 == 0 else row.copy())
+
+
+def _entry(name: str, entry: Any, data: Tensor, covered: int) -> tuple[Tensor, int]:
+    """Return the tensor of one header entry, which begins where the one before ended, and its end."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype = DTYPES.get(fields["dtype"]) if isinstance(fields.get("dtype"), str) else None
+    shape, offsets = _naturals(fields.get("shape")), _naturals(fields.get("data_offsets"))
+    if dtype is None or shape is None or len(shape) > MAX_DIMENSIONS or offsets is None or len(offsets) != 2:
+        raise DecodeError(f"tail: entry {name!r} is {short(entry)}, wanted dtype, shape and data_offsets")
+    count = math.prod(shape)
+    begin, end = offsets
+    if begin != covered or end > len(data) or end - begin != count * dtype.itemsize or begin % dtype.itemsize:
+        raise DecodeError(
+            f"tail: entry {name!r} is {short(entry)}, which does not fit {len(data) - covered} bytes left"
+        )
+    if count == 0:
+        if max(shape) >= 1 << 31:
+            raise DecodeError(f"tail: entry {name!r} has shape {shape} without data")
+        return torch.empty(shape, dtype=dtype), end
+    part = data[begin:end]
+    if dtype is torch.bool and part.numpy().max() > 1:
+        raise DecodeError(f"tail: entry {name!r} holds booleans other than 0 and 1")
+    return part.view(dtype).view(shape), end
+
+
+def _naturals(value: Any) -> list[int] | None:
+    """Return ``value`` if it is a list of whole numbers from 0 that torch can count with."""
+    fits = isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
+    return value if fits else None
+
+
+def part_of(name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -> Ragged:
+    """Return the part of a column that an entry is.
+
+    Args:
+        name: Of the entry, for errors.
+        entry: What the head says of it.
+        flat: The concatenated tensor.
+        count: Items wanted, None for as many as there are lengths.
+
+    Raises:
+        DecodeError: The lengths do not make up the tensor.
+    """
+    lengths = unpack_array(entry.get("lengths"), INT32, count, f"lengths of {name}").astype(np.int64)
+    least = int(lengths.min()) if len(lengths) else 0
+    present = lengths if least >= 0 else np.maximum(lengths, 0)
+    if flat.dim() < 1 or least < -1 or int(present.sum()) != flat.shape[0]:
+        raise DecodeError(f"lengths of {name} do not add up to shape {tuple(flat.shape)}")
+    scalar = bool(entry.get("scalar"))
+    if scalar and (flat.dim() != 1 or (np.abs(lengths) != 1).any()):
+        raise DecodeError(f"{name} is marked scalar with lengths other than 1")
+    return Ragged.packed(flat, lengths, scalar)

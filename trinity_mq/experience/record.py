@@ -1,0 +1,346 @@
+"""The experience: one sampled sequence with what is known about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_mq.experience.construct import check_plain, decide_type, eid_of, tensors_by_name
+from trinity_mq.experience.eid import EID
+from trinity_mq.experience.equality import same
+from trinity_mq.experience.errors import DecodeError
+from trinity_mq.experience.fields import (
+    TENSOR_FIELDS,
+    ExperienceError,
+    TensorInput,
+    expert_numbers,
+    floats,
+    mask,
+    number,
+    sampling_temperature,
+    token_ids,
+    whole,
+)
+from trinity_mq.experience.rules import (
+    DPO,
+    PROMPT_TRUNCATED,
+    SINGLE_TURN,
+    TRUNCATE_STATUSES,
+    TYPES,
+    Versions,
+    check_lengths,
+    check_versions,
+)
+
+
+@dataclass(frozen=True)
+class CustomField:
+    """Carries ``Experience.info[source_field]`` into the training batch as ``destination_field`` of ``data_type``."""
+
+    source_field: str
+    destination_field: str
+    data_type: torch.dtype
+
+
+@dataclass(init=False, eq=False, repr=False)
+class Experience:
+    """One sampled sequence: prompt and response tokens, what the policy said about them, what they were worth.
+
+    The type is decided once, at construction, and kept: ``multi_turn`` if an action mask is given, else ``dpo`` if both
+    ``chosen`` and ``rejected`` are, else ``single_turn``. ``experience_type`` states it instead.
+
+    * ``single_turn``, ``multi_turn``: ``tokens`` is prompt and response together. Response fields have one value per
+      response token, ``len(tokens) - prompt_length`` of them.
+    * ``dpo``: ``tokens`` is the prompt, ``chosen`` and ``rejected`` are the two responses.
+
+    Tensor fields accept lists, tuples, arrays and tensors alike. Fields may be assigned later; the codec checks again.
+    """
+
+    eid: EID
+    tokens: Tensor
+    """int32 ``[sequence]``."""
+    logprobs: Tensor | None = None
+    """``[response]``, of the distribution that was sampled from."""
+    reward: float | None = None
+    token_level_reward: Tensor | None = None
+    """``[response]``."""
+    advantages: Tensor | None = None
+    """``[response]``."""
+    returns: Tensor | None = None
+    """``[response]``."""
+    truncate_status: str | None = None
+    """``prompt_truncated``, ``response_truncated`` or None."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Anything that msgpack holds, numpy scalars, arrays and tensors."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    prompt_length: int = 1
+    response_text: str | None = None
+    prompt_text: str | None = None
+    action_mask: Tensor | None = None
+    """bool ``[response]``: True where a token is trained on."""
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chosen: Tensor | None = None
+    """int32 ``[response]``."""
+    rejected: Tensor | None = None
+    """int32 ``[response]``."""
+    chosen_messages: list[dict[str, Any]] | None = None
+    rejected_messages: list[dict[str, Any]] | None = None
+    multi_modal_inputs: dict[str, Tensor] | None = None
+    """Tensors by name; none at all is kept as None."""
+    teacher_logprobs: Tensor | None = None
+    """``[response]``."""
+    custom_fields: list[CustomField] = field(default_factory=list)
+    routed_experts: Tensor | None = None
+    """uint8 ``[sequence - 1, layers, top-k]``."""
+    versions: Versions | None = None
+    """Run-length column of the policy that sampled: rows ``(first token in the response, generation, step)``."""
+    temperature: float | None = None
+    """What the sampler divided the logits by."""
+    taskset: str | None = None
+    index: int | None = None
+    """Position of the task in its taskset."""
+    experience_type: str = SINGLE_TURN
+
+    def __init__(
+        self,
+        *,
+        eid: EID | Mapping[str, Any] | None = None,
+        tokens: TensorInput,
+        logprobs: TensorInput | None = None,
+        reward: float | None = None,
+        token_level_reward: TensorInput | None = None,
+        advantages: TensorInput | None = None,
+        returns: TensorInput | None = None,
+        truncate_status: str | None = None,
+        info: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        prompt_length: int = 1,
+        response_text: str | None = None,
+        prompt_text: str | None = None,
+        action_mask: TensorInput | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chosen: TensorInput | None = None,
+        rejected: TensorInput | None = None,
+        chosen_messages: list[dict[str, Any]] | None = None,
+        rejected_messages: list[dict[str, Any]] | None = None,
+        multi_modal_inputs: Mapping[str, Any] | None = None,
+        teacher_logprobs: TensorInput | None = None,
+        custom_fields: Iterable[CustomField] | None = None,
+        routed_experts: TensorInput | None = None,
+        versions: Versions | None = None,
+        temperature: float | None = None,
+        taskset: str | None = None,
+        index: int | None = None,
+        experience_type: str | None = None,
+    ) -> None:
+        """Make an experience from what is given; see the class for what each field holds.
+
+        Raises:
+            ExperienceError: A field breaks a rule; the message names field, value and rule.
+        """
+        self.eid = eid if isinstance(eid, EID) else eid_of(eid)
+        self.tokens = token_ids("tokens", tokens)
+        self.chosen = None if chosen is None else token_ids("chosen", chosen)
+        self.rejected = None if rejected is None else token_ids("rejected", rejected)
+        self.logprobs = None if logprobs is None else floats("logprobs", logprobs)
+        self.token_level_reward = (
+            None if token_level_reward is None else floats("token_level_reward", token_level_reward)
+        )
+        self.advantages = None if advantages is None else floats("advantages", advantages)
+        self.returns = None if returns is None else floats("returns", returns)
+        self.teacher_logprobs = None if teacher_logprobs is None else floats("teacher_logprobs", teacher_logprobs)
+        self.action_mask = None if action_mask is None else mask("action_mask", action_mask)
+        self.routed_experts = None if routed_experts is None else expert_numbers("routed_experts", routed_experts)
+        self.multi_modal_inputs = None if multi_modal_inputs is None else tensors_by_name(multi_modal_inputs) or None
+        self.reward = None if reward is None else number("reward", reward)
+        self.temperature = None if temperature is None else sampling_temperature("temperature", temperature)
+        self.index = None if index is None else whole("index", index)
+        self.prompt_length = whole("prompt_length", prompt_length)
+        self.truncate_status = truncate_status
+        self.response_text = response_text
+        self.prompt_text = prompt_text
+        self.messages = messages
+        self.tools = tools
+        self.chosen_messages = chosen_messages
+        self.rejected_messages = rejected_messages
+        self.taskset = taskset
+        # Shallow copies: experiences made from one task must not share what operators write to.
+        self.info = {} if info is None else dict(info)
+        self.metrics = {} if metrics is None else dict(metrics)
+        self.custom_fields = [] if custom_fields is None else list(custom_fields)
+        if experience_type is None:
+            self.experience_type = decide_type(action_mask, chosen, rejected)
+        else:
+            self.experience_type = experience_type
+        check_plain(self.__dict__)
+        self._settle()
+        self.versions = None if versions is None else check_versions(versions, self._single_response())
+
+    def _settle(self) -> None:
+        """Fill what follows from the type and check that the fields agree."""
+        if self.experience_type not in TYPES:
+            raise ExperienceError(f"experience_type is {self.experience_type!r}, wanted one of {', '.join(TYPES)}")
+        if self.truncate_status not in TRUNCATE_STATUSES:
+            raise ExperienceError(
+                f"truncate_status is {self.truncate_status!r}, wanted one of {', '.join(map(repr, TRUNCATE_STATUSES))}"
+            )
+        if self.experience_type == DPO:
+            self.prompt_length = self.tokens.shape[0]
+        elif self.action_mask is None and self.experience_type == SINGLE_TURN:
+            self.action_mask = self._default_mask()
+        values = self.__dict__
+        lengths = {name: values[name].shape[0] for name in TENSOR_FIELDS if values[name] is not None}
+        check_lengths(self.experience_type, self.truncate_status, self.prompt_length, lengths)
+
+    def _default_mask(self) -> Tensor:
+        length, value = max(self.tokens.shape[0] - self.prompt_length, 0), b"\1"
+        if self.truncate_status == PROMPT_TRUNCATED:
+            # What follows a prompt that was cut is no response to it: nothing of it is trained on.
+            length, value = length if self.logprobs is None else self.logprobs.shape[0], b"\0"
+        if not length or not self.tokens.is_cpu:
+            return self.tokens.new_full((length,), bool(value[0]), dtype=torch.bool)
+        return torch.frombuffer(bytearray(value * length), dtype=torch.bool)  # half the time of torch.ones
+
+    def _single_response(self) -> int | None:
+        return None if self.experience_type == DPO else self.response_length
+
+    @classmethod
+    def from_checked(cls, values: dict[str, Any]) -> Experience:
+        """Return an experience that takes over ``values``, a value for each field, as they are.
+
+        For decoders that have checked whole columns; everyone else uses the constructor.
+        """
+        experience = cls.__new__(cls)
+        experience.__dict__ = values
+        return experience
+
+    @property
+    def response_length(self) -> int:
+        """Response tokens; for dpo those of the chosen response."""
+        if self.experience_type == DPO and self.chosen is not None:
+            return self.chosen.shape[0]
+        if self.truncate_status == PROMPT_TRUNCATED and self.action_mask is not None:
+            return self.action_mask.shape[0]
+        return self.tokens.shape[0] - self.prompt_length
+
+    @property
+    def version_min(self) -> tuple[int, int] | None:
+        """Oldest ``(generation, step)`` that sampled a token, None if unknown."""
+        return min(row[1:] for row in self.versions) if self.versions else None
+
+    @property
+    def version_max(self) -> tuple[int, int] | None:
+        """Newest ``(generation, step)`` that sampled a token, None if unknown."""
+        return max(row[1:] for row in self.versions) if self.versions else None
+
+    def serialize(self) -> bytes:
+        """Return this experience alone as an experience body (protocol.md section 3)."""
+        return self.serialize_many([self])
+
+    @classmethod
+    def deserialize(cls, data: bytes | memoryview, *, allow_legacy: bool = False) -> Experience:
+        """Return the one experience in ``data``; arguments as :meth:`deserialize_many`.
+
+        Raises:
+            DecodeError: Not an experience body, or not exactly one experience.
+        """
+        experiences = cls.deserialize_many(data, allow_legacy=allow_legacy)
+        if len(experiences) != 1:
+            raise DecodeError(
+                f"the body holds {len(experiences)} experiences, wanted exactly one; read it with "
+                "Experience.deserialize_many"
+            )
+        return experiences[0]
+
+    @classmethod
+    def serialize_many(cls, experiences: list[Experience]) -> bytes:
+        """Return ``experiences`` as one experience body.
+
+        Raises:
+            EncodeError: A field does not fit the format.
+        """
+        from trinity_mq.experience.batch import encode
+
+        return encode(experiences)
+
+    @classmethod
+    def deserialize_many(cls, data: bytes | memoryview, *, allow_legacy: bool = False) -> list[Experience]:
+        """Return the experiences in ``data``.
+
+        Args:
+            data: An experience body.
+            allow_legacy: Read bodies that Trinity wrote (``TRXP``, bare pickles) too. Nothing in them is run, yet they
+                carry no checksum and cost more to refuse: for data whose origin you know.
+
+        Raises:
+            DecodeError: Not an experience body.
+        """
+        from trinity_mq.experience.batch import decode
+        from trinity_mq.experience.legacy.reader import legacy_form, read_legacy
+
+        form = legacy_form(data)
+        if form is None:
+            return decode(data)
+        if not allow_legacy:
+            raise DecodeError(
+                f"a legacy body ({form}), wanted an experience body; if you know where it comes from, pass "
+                "allow_legacy=True, or convert it once with `trinity-mq convert-experiences`"
+            )
+        return read_legacy(data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a person reads, without tensors; optional fields only where they are set."""
+        result: dict[str, Any] = {
+            "eid": self.eid.to_dict(),
+            "type": self.experience_type,
+            "prompt_length": self.prompt_length,
+            "response_length": self.response_length,
+            "info": self.info,
+            "metrics": self.metrics,
+        }
+        if self.experience_type == DPO and self.rejected is not None:
+            result["rejected_length"] = self.rejected.shape[0]
+        for name in _OPTIONAL_IN_DICT:
+            value = getattr(self, name)
+            if value is not None:
+                result[name] = value
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        """Compare every field; tensors by dtype, shape and values, NaN equal to NaN."""
+        if not isinstance(other, Experience):
+            return NotImplemented
+        return all(same(getattr(self, name), getattr(other, name)) for name in FIELD_NAMES)
+
+    __hash__ = None  # type: ignore[assignment]  # mutable, so neither a key nor a member of a set
+
+    def __repr__(self) -> str:
+        return (
+            f"Experience({self.eid.uid}, {self.experience_type}, {self.prompt_length}+{self.response_length} tokens, "
+            f"reward={self.reward})"
+        )
+
+
+FIELD_NAMES = tuple(item.name for item in fields(Experience))
+"""Every field of an experience."""
+
+_OPTIONAL_IN_DICT = (
+    "prompt_text",
+    "response_text",
+    "messages",
+    "tools",
+    "chosen_messages",
+    "rejected_messages",
+    "reward",
+    "truncate_status",
+    "temperature",
+    "versions",
+    "taskset",
+    "index",
+)

@@ -1,0 +1,1 @@
+"""Generation as every engine sees it: requests, token streams, pauses, stop conditions, text."""

@@ -1,0 +1,315 @@
+"""Requests that come together are generated together: gather, run one round in the worker thread, answer, again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import structlog
+
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.generation.pause import Brake, RoundCutOff, Spans
+from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Watch
+from trinity_mq.models.engines.generation.token_stream import Feed, Job, RoundWatch, stamped
+from trinity_mq.models.engines.server.errors import ApiError, not_current, stopping
+from trinity_mq.models.engines.server.state import EngineState
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+PauseMode = Literal["wait", "keep", "abort"]
+"""What becomes of a round when new weights come. ``wait``: it ends first. ``keep``: it stands still and goes on under
+them. ``abort``: it is cut off and begins anew under them."""
+GATHER_AT_MOST = 10
+"""A stream of arrivals delays a round by at most so many times ``max_delay``."""
+HOLD_SECONDS = 60.0
+"""How long requests wait for a pause to end."""
+
+
+class Generator(Protocol):
+    """What does the work, in the worker thread."""
+
+    def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
+        """Return the completions of each request."""
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
+        """Return the logprobs of each request."""
+
+    def cancel(self) -> None:
+        """Make what runs raise soon."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the engine has done since its start."""
+
+    rounds: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    busy_seconds: float = 0.0
+
+
+class Rounds:
+    """The queue in front of the model. :meth:`run` must be running."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        state: EngineState,
+        *,
+        max_sequences: int,
+        max_delay: float,
+        hold: float = HOLD_SECONDS,
+        pause_mode: PauseMode = "wait",
+    ) -> None:
+        self.counters = Counters()
+        self.max_sequences = max_sequences
+        self._generator, self._state = generator, state
+        self._max_delay, self._hold = max_delay, hold
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tmq-round")  # torch is used by this thread only
+        self._pending: deque[Job] = deque()
+        self._arrived = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._mode = pause_mode
+        self._still = asyncio.Event()
+        """Set while no step is being computed: between rounds, and where one stands still."""
+        self._still.set()
+        self._brake = Brake(self._stands_still)
+        state.on_resume = self._resumed
+        self._closing = False
+        self._running_sequences = 0
+
+    @property
+    def load(self) -> int:
+        """Sequences being generated or waiting."""
+        return self._running_sequences + sum(job.sequences for job in self._pending)
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest], pin: Version | None
+    ) -> list[tuple[list[Completion], Version]]:
+        """Return the completions of each request, with the version that sampled them.
+
+        Raises:
+            ApiError: The engine cannot serve this now, or the round failed.
+        """
+        return await self._submit([(request, request.n) for request in requests], pin)
+
+    async def score(self, requests: Sequence[ScoreRequest], pin: Version | None) -> list[tuple[list[float], Version]]:
+        """Return the logprobs of each request, with the version they are of; errors as :meth:`generate`."""
+        return await self._submit([(request, 1) for request in requests], pin)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[Feed]:
+        """Hand out the tokens of one request as they are sampled; leaving the block early ends the sampling.
+
+        Raises:
+            ApiError: The engine cannot serve this now.
+        """
+        if problem := self._state.problem(pin):
+            raise problem
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        feed = Feed(answer)
+        self._pending.append(Job(request, pin, answer, request.n, feed))
+        self._arrived.set()
+        try:
+            yield feed
+        finally:
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # looked at: whoever iterated has had it, whoever left does not want it
+            answer.cancel()
+
+    async def _submit(
+        self, requests: Sequence[tuple[GenerationRequest | ScoreRequest, int]], pin: Version | None
+    ) -> list[Any]:
+        if problem := self._state.problem(pin):
+            raise problem
+        loop = asyncio.get_running_loop()
+        jobs = [Job(request, pin, loop.create_future(), sequences) for request, sequences in requests]
+        self._pending.extend(jobs)
+        self._arrived.set()
+        # a caller that goes away cancels the futures, which drops what has not begun
+        return await asyncio.gather(*(job.answer for job in jobs))
+
+    async def idle(self) -> None:
+        """Return when weights may be received: see :data:`PauseMode` for what happens to a round under way."""
+        if self._mode == "keep":
+            self._brake.hold()
+            await self._still.wait()
+            return
+        if self._mode == "abort":
+            self._brake.cut()
+        await self._idle.wait()
+
+    def _stands_still(self) -> None:
+        """In the worker thread: the round waits."""
+        with contextlib.suppress(RuntimeError):  # the loop has closed since: nobody wants to know
+            self._loop.call_soon_threadsafe(self._still.set)
+
+    def _resumed(self) -> None:
+        """The pause is over: go on under the weights that are there."""
+        if not self._idle.is_set():
+            self._still.clear()
+        self._brake.release(self._state.version if self._state.phase == "current" else None)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the worker thread, between rounds or where one stands still."""
+        if (under_way := self._brake.submit(work)) is not None:
+            return await asyncio.wrap_future(under_way)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    async def run(self) -> None:
+        """Serve until :meth:`close`."""
+        try:
+            while await self._gathered():
+                if jobs := self._take():
+                    await self._round(jobs)
+        finally:
+            self._fail_pending(stopping())
+            self._worker.shutdown(wait=False)
+
+    async def close(self, grace: float) -> None:
+        """Start no more rounds; wait for the running one, and after ``grace`` seconds cut it off."""
+        self._closing = True
+        self._arrived.set()
+        self._state.running.set()
+        self._resumed()
+        try:
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("round_cut_off", after_seconds=grace, sequences=self._running_sequences)
+            self._generator.cancel()
+
+    async def _gathered(self) -> bool:
+        """Wait until a round may start: requests came, none more for ``max_delay``, no pause. False when closing."""
+        while not self._closing:
+            if not self._pending:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            if self._max_delay > 0:
+                await self._gather()
+            try:
+                async with asyncio.timeout(self._hold):
+                    await self._state.running.wait()
+            except TimeoutError:
+                self._fail_pending(
+                    not_current(f"the engine has been paused for {self._hold:g} s; ask again, or use another engine")
+                )
+            if not self._closing and self._pending:
+                return True
+        return False
+
+    async def _gather(self) -> None:
+        loop = asyncio.get_running_loop()
+        latest = loop.time() + GATHER_AT_MOST * self._max_delay
+        while not self._closing and sum(job.sequences for job in self._pending) < self.max_sequences:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout_at(min(loop.time() + self._max_delay, latest)):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
+
+    def _take(self) -> list[Job]:
+        """Return the jobs of the next round; answer those that cannot be served, drop those nobody waits for."""
+        jobs: list[Job] = []
+        sequences = 0
+        while self._pending:
+            job = self._pending[0]
+            if not job.answer.done():
+                if problem := self._state.problem(job.pin):
+                    job.answer.set_exception(problem)
+                elif jobs and sequences + job.sequences > self.max_sequences:
+                    break
+                else:
+                    jobs.append(job)
+                    sequences += job.sequences
+            self._pending.popleft()
+        return jobs
+
+    async def _round(self, jobs: list[Job]) -> None:
+        version = self._state.version
+        assert version is not None  # only a current engine passes _take
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self._loop = loop
+        self._idle.clear()
+        self._still.clear()
+        self._brake.begin(version)
+        spans: Spans = [(0, version)]
+        self._running_sequences = sum(job.sequences for job in jobs)
+        for job in jobs:
+            if job.feed is not None:
+                job.feed.put(version)
+        try:
+            results = await loop.run_in_executor(self._worker, self._work, jobs, loop, spans)
+        except RoundCutOff:
+            self._begin_anew(jobs)
+        except Exception as error:
+            if self._closing:  # it was cut off
+                failure = stopping()
+            else:
+                log.exception("round_failed", requests=len(jobs), sequences=self._running_sequences)
+                failure = ApiError(500, f"generation failed: {type(error).__name__}: {error}", code="generation_failed")
+            for job in jobs:
+                if not job.answer.done():
+                    job.answer.set_exception(failure)
+        else:
+            for job, result in zip(jobs, results, strict=True):
+                if not job.answer.done():
+                    self._settle(job, result, spans)
+            self.counters.rounds += 1
+            self.counters.sequences += self._running_sequences
+            self.counters.busy_seconds += loop.time() - started
+        finally:
+            self._running_sequences = 0
+            self._idle.set()
+            self._still.set()
+
+    def _settle(self, job: Job, result: Any, spans: Spans) -> None:
+        scored = isinstance(job.request, ScoreRequest)
+        if job.pin is not None and len(spans) > 1 and (problem := self._state.problem(job.pin)):
+            job.answer.set_exception(problem)  # part of it is of another version
+        elif scored:
+            job.answer.set_result((result, spans[-1][1]))  # scores come after all that is sampled
+        else:
+            job.answer.set_result(([stamped(completion, spans) for completion in result], spans[0][1]))
+
+    def _begin_anew(self, jobs: list[Job]) -> None:
+        """Put the jobs of a round that was cut off back to where they were."""
+        log.info("round_cut_off_for_weights", requests=len(jobs))
+        for job in reversed(jobs):
+            if job.feed is not None and not job.answer.done():
+                job.answer.set_exception(not_current("new weights have come while this was streamed; ask again"))
+            elif not job.answer.done():
+                self._pending.appendleft(job)
+        self._arrived.set()
+
+    def _work(self, jobs: list[Job], loop: asyncio.AbstractEventLoop, spans: Spans) -> list[Any]:
+        to_generate = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, GenerationRequest)]
+        to_score = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, ScoreRequest)]
+        results: list[Any] = [None] * len(jobs)
+        if to_generate:
+            watch = RoundWatch([jobs[place] for place, _ in to_generate], loop, self._brake, spans)
+            generated = self._generator.generate([request for _, request in to_generate], watch)
+            for (place, _), completions in zip(to_generate, generated, strict=True):
+                results[place] = completions
+                self.counters.tokens += sum(len(completion.token_ids) for completion in completions)
+        if to_score:
+            scored = self._generator.score([request for _, request in to_score])
+            for (place, _), logprobs in zip(to_score, scored, strict=True):
+                results[place] = logprobs
+        return results
+
+    def _fail_pending(self, error: ApiError) -> None:
+        while self._pending:
+            job = self._pending.popleft()
+            if not job.answer.done():
+                job.answer.set_exception(error)

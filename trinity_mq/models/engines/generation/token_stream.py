@@ -1,0 +1,114 @@
+"""What a round samples, handed from its worker thread to those on the event loop who listen or have left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.generation.pause import Brake, Spans
+from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Token
+
+
+class Feed:
+    """The tokens of one request, as they are sampled: ``begun``, then iterate."""
+
+    def __init__(self, answer: asyncio.Future[Any]) -> None:
+        self._answer = answer
+        self._news: asyncio.Queue[Version | list[Token] | None] = asyncio.Queue()
+        answer.add_done_callback(lambda _: self._news.put_nowait(None))
+
+    def put(self, news: Version | list[Token]) -> None:
+        """Pass on the version that samples, first of all, then tokens."""
+        self._news.put_nowait(news)
+
+    async def begun(self) -> Version:
+        """Return when the round has started, with the version that samples.
+
+        Raises:
+            ApiError: It will not start.
+        """
+        first = await self._news.get()
+        if not isinstance(first, tuple):
+            await self._answer
+            raise RuntimeError("a round ended that never began")
+        return first
+
+    async def __aiter__(self) -> AsyncIterator[list[Token]]:
+        """Yield what has come since the last time, until all completions are finished.
+
+        Raises:
+            ApiError: The round failed.
+        """
+        over = False
+        while not over:
+            tokens: list[Token] = []
+            news = await self._news.get()
+            while True:
+                if news is None:
+                    over = True
+                    break
+                tokens += [token for token in news if isinstance(token, Token)]
+                if self._news.empty():
+                    break
+                news = self._news.get_nowait()
+            if tokens:
+                yield tokens
+        await self._answer
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request's place in a round."""
+
+    request: GenerationRequest | ScoreRequest
+    pin: Version | None
+    answer: asyncio.Future[Any]
+    sequences: int
+    feed: Feed | None = None
+
+
+class RoundWatch:
+    """Who waits for the generating ``jobs`` of a round; its methods are called in the worker thread."""
+
+    def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop, brake: Brake, spans: Spans) -> None:
+        """``spans`` says under which version the round begins, and is added to when that changes."""
+        self._jobs, self._loop, self._brake, self._spans = jobs, loop, brake, spans
+        self._changed: Version | None = None
+
+    def listens(self, request: int) -> bool:
+        """Return whether there is a feed."""
+        return self._jobs[request].feed is not None
+
+    def left(self, request: int) -> bool:
+        """Return whether the answer is not waited for any more."""
+        return self._jobs[request].answer.done()
+
+    def between(self, step: int) -> None:
+        """Stand still or end here, if the brake is on."""
+        self._changed = self._brake.between(step, self._spans) or self._changed
+
+    def sampled(self, tokens: list[Token]) -> None:
+        """Hand the tokens of one step to the event loop."""
+        if self._changed is not None:
+            tokens, self._changed = [replace(token, version=self._changed) for token in tokens], None
+        self._loop.call_soon_threadsafe(self._deliver, tokens)
+
+    def _deliver(self, tokens: list[Token]) -> None:
+        by_request: dict[int, list[Token]] = {}
+        for token in tokens:
+            by_request.setdefault(token.request, []).append(token)
+        for number, news in by_request.items():
+            feed = self._jobs[number].feed
+            if feed is not None:
+                feed.put(news)
+
+
+def stamped(completion: Completion, spans: Spans) -> Completion:
+    """Return a completion of a round with the versions of its tokens, if the weights changed meanwhile."""
+    if len(spans) == 1:
+        return completion
+    ends = len(completion.token_ids)
+    return replace(completion, versions=tuple((first, *version) for first, version in spans if first < ends))

@@ -1,0 +1,351 @@
+"""The host of an engine: starts it or adopts a living one, keeps it alive, passes the sync gate's commands on.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import structlog
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_attempt,
+    wait_exponential_jitter,
+)
+
+from trinity_mq.config import AuxiliaryModelConfig, Config
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.host.admin_client import EngineAdmin
+from trinity_mq.models.engines.host.process import AUXILIARY_COMMAND, ENGINE_COMMAND, EngineProcess
+from trinity_mq.models.engines.host.ready_file import ReadyFile, engine_digest
+from trinity_mq.models.engines.host.snapshot import EngineSnapshot
+from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
+from trinity_mq.runtime.process import write_atomic
+
+log = structlog.get_logger(__name__)
+
+START_TIMEOUT = 300.0
+STOP_GRACE = 40.0
+"""Longer than an engine's own grace for its running round."""
+MAX_RENEW_INTERVAL = 2.0
+"""Renewals also bring the engine's load, which runners choose by."""
+ADOPT_TIMEOUT = 10.0
+
+
+class EngineHost:
+    """One engine's host: ``start``, then ``keep`` as a task; at the end ``stop``, or ``detach``: it lives on.
+
+    With ``auxiliary`` the engine serves that model instead of the policy, and takes none of the gate's commands.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        engine_id: str,
+        *,
+        auxiliary: AuxiliaryModelConfig | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        command: Sequence[str] | None = None,
+        start_timeout: float | None = None,
+    ) -> None:
+        self.config, self.id, self.auxiliary = config, engine_id, auxiliary
+        self.run_dir = run_dir.resolve()
+        self.snapshot = EngineSnapshot(engine_id)
+        self.on_change = on_change
+        self._command = command or (ENGINE_COMMAND if auxiliary is None else AUXILIARY_COMMAND)
+        self._start_timeout = start_timeout or _start_timeout(config, auxiliary)
+        self._lease = config.explorer.rollout_model.lease
+        self._process: EngineProcess | None = None
+        self._admin: EngineAdmin | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._closing = False
+
+    @property
+    def ready_file(self) -> Path:
+        """Where the engine says that it is ready."""
+        return self.run_dir / "engines" / f"{self.id}.ready.json"
+
+    @property
+    def output(self) -> Path:
+        """Where the engine's stdout and stderr go."""
+        return self.run_dir / "logs" / f"engine-{self.id}.out"
+
+    async def start(self) -> None:
+        """Adopt the living engine of this id, else start one.
+
+        Raises:
+            ModelError: No engine can run with this model.
+            EngineFailed: It did not become ready.
+        """
+        for path in (self.ready_file, self.output):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._session = aiohttp.ClientSession()
+        try:
+            if not await self._adopt():
+                await self._spawn()
+        except BaseException:
+            await self._session.close()
+            raise
+
+    async def keep(self) -> None:
+        """Renew the engine's lease, and start it again whenever it dies, until :meth:`stop`.
+
+        Raises:
+            ModelError: No engine can run with this model.
+            EngineFailed: It died young too often in a row.
+        """
+        while not self._closing:
+            async for attempt in AsyncRetrying(
+                retry=retry_if_exception_type(EngineFailed),
+                wait=wait_exponential_jitter(multiplier=0.1, max=15.0, jitter=0.2),
+                stop=stop_after_attempt(self.config.supervisor.max_restarts + 1),
+                before_sleep=_log_restart,
+                reraise=True,
+            ):
+                with attempt:
+                    await self._one_life()
+
+    async def stop(self) -> None:
+        """End the engine for good: it finishes its round. Cancel :meth:`keep` before or after."""
+        self._closing = True
+        if self._process is not None:
+            with contextlib.suppress(EngineError):
+                await self._admin_now().post("shutdown", {})
+            try:
+                async with asyncio.timeout(STOP_GRACE):
+                    await self._process.exited()
+            except TimeoutError:
+                log.warning("engine_killed", engine=self.id, after_seconds=STOP_GRACE)
+                self._process.kill()
+                await self._process.exited()
+            self._gone("gone")
+            self.ready_file.unlink(missing_ok=True)
+        await self._close_session()
+
+    async def detach(self) -> None:
+        """Leave the engine living until its lease runs out, for our successor to adopt. Cancel :meth:`keep` before."""
+        self._closing = True
+        if self._process is not None:
+            self._process.leave_alone()
+        await self._close_session()
+
+    # -- the sync gate's commands
+
+    async def pause(self, timeout: float = 60.0, lease: float = 120.0) -> None:
+        """Let no round start and wait for the running one; after ``lease`` seconds the engine goes on by itself.
+
+        Raises:
+            EngineRefused: 504; the round did not end in ``timeout`` seconds, the engine goes on.
+            EngineLost: No answer.
+        """
+        await self._command_engine("pause", {"timeout": timeout, "lease": lease}, timeout + 10.0)
+
+    async def receive(self, spec: dict[str, Any], timeout: float = 600.0) -> dict[str, Any]:
+        """Have the paused engine take weights in as ``spec`` says; returns the canary, ``{"logprobs": [...]}``, with
+        the ``seconds`` it took to ``receive`` and to ``apply`` them.
+
+        Raises:
+            ReceiveFailed: They did not arrive or do not fit; ``touched`` says whether the old ones are gone.
+            EngineLost: No answer.
+        """
+        answer = await self._command_engine("receive", {"spec": spec, "timeout": timeout}, timeout + 30.0)
+        return {**answer["canary"], "seconds": answer["seconds"]}
+
+    async def commit(self, version: Version, progress: int) -> None:
+        """Stamp what was received and serve it.
+
+        Raises:
+            EngineRefused: Nothing was received.
+            EngineLost: No answer.
+        """
+        await self._command_engine("commit", {"version": list(version), "progress": progress})
+
+    async def resume(self) -> None:
+        """Cut off a transfer under way and serve what is there: the old version if it is untouched, else nothing.
+
+        Raises:
+            EngineLost: No answer.
+        """
+        await self._command_engine("resume", {})
+
+    async def refresh(self) -> EngineSnapshot:
+        """Ask the engine how it is.
+
+        Raises:
+            EngineLost: No answer.
+        """
+        self._heard(await self._admin_now().state())
+        return self.snapshot
+
+    async def weight(self, name: str) -> bytes:
+        """Return one committed weight as safetensors bytes.
+
+        Raises:
+            EngineRefused: There is none of that name, or nothing is committed.
+            EngineLost: No answer.
+        """
+        return await self._admin_now().weight(name)
+
+    # -- inside
+
+    async def _command_engine(self, command: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
+        answer = await self._admin_now().post(command, body, timeout)
+        self._heard(answer["state"])
+        return answer
+
+    def _admin_now(self) -> EngineAdmin:
+        if self._admin is None:
+            raise EngineLost(f"engine {self.id} is not running")
+        return self._admin
+
+    async def _adopt(self) -> bool:
+        """Take over the engine of an earlier host, if it lives, answers and was built from the same settings."""
+        ready = ReadyFile.read(self.ready_file)
+        if ready is None or not ready.lives():
+            return False
+        process = EngineProcess(ready, None)
+        try:
+            state = await self._connect(process).state(ADOPT_TIMEOUT)
+            if ready.digest == engine_digest(self.config, self.auxiliary):
+                await self._command_engine("lease", {"seconds": self._lease})
+                log.info(
+                    "engine_adopted", engine=self.id, pid=ready.pid, state=state["state"], version=state["version"]
+                )
+                return True
+            log.info("engine_outdated", engine=self.id, pid=ready.pid)
+        except EngineError as error:
+            log.warning("engine_not_adopted", engine=self.id, pid=ready.pid, reason=str(error))
+        process.kill()
+        await process.exited()
+        self._process = self._admin = None
+        return False
+
+    async def _spawn(self) -> None:
+        settings = self.ready_file.with_name(f"{self.id}.config.json")
+        data = self.config.model_dump(mode="json")
+        data["broker"]["url"] = None  # an engine has no business there, and the URL may hold a password
+        data["run_dir"] = str(self.run_dir)
+        write_atomic(settings, json.dumps(data).encode(), 0o600)
+        self._change(alive=False, state="loading", url="", version=None, load=0)
+        command = [*self._command, "--config", str(settings), "--id", self.id]
+        threads = self.config.explorer.rollout_model.num_threads
+        if self.auxiliary is not None:
+            command += ["--auxiliary", self.auxiliary.name]
+            threads = self.auxiliary.num_threads
+        process = await EngineProcess.spawn(
+            command, self.ready_file, self.output, num_threads=threads, timeout=self._start_timeout
+        )
+        self._connect(process)
+        await self.refresh()
+        log.info("engine_started", engine=self.id, pid=process.ready.pid, url=process.ready.url)
+
+    def _connect(self, process: EngineProcess) -> EngineAdmin:
+        assert self._session is not None
+        self._process = process
+        self._admin = EngineAdmin(self._session, process.ready.url, process.ready.token)
+        return self._admin
+
+    async def _one_life(self) -> None:
+        """Start the engine unless it lives, and watch it until it dies; raise EngineFailed if that was soon."""
+        if self._process is None:
+            await self._spawn()
+            self._change(restarts=self.snapshot.restarts + 1)
+        process = self._process
+        assert process is not None
+        loop = asyncio.get_running_loop()
+        born = loop.time()
+        async with asyncio.TaskGroup() as group:
+            renewing = group.create_task(self._renew(process))
+            code = await process.exited()
+            renewing.cancel()
+        if self._closing:
+            return
+        self._gone("loading")
+        seconds = loop.time() - born
+        log.warning("engine_died", engine=self.id, exit_code=code, after_seconds=round(seconds, 1))
+        if seconds < self._lease:
+            raise EngineFailed(f"engine {self.id} died after {seconds:.0f} s (exit code {code}); see {self.output}")
+
+    async def _renew(self, process: EngineProcess) -> None:
+        """Keep the lease up; an engine that does not answer for a whole lease is frozen, and is killed."""
+        loop = asyncio.get_running_loop()
+        interval = min(self._lease / 4, MAX_RENEW_INTERVAL)
+        answered = loop.time()
+        while True:
+            await asyncio.sleep(interval)
+            try:
+                await self._command_engine("lease", {"seconds": self._lease}, self._lease / 4)
+                answered = loop.time()
+            except EngineError as error:
+                log.warning("lease_not_renewed", engine=self.id, reason=str(error))
+                if loop.time() - answered > self._lease:
+                    process.kill()
+
+    def _heard(self, state: dict[str, Any]) -> None:
+        version = state["version"]
+        self._change(
+            alive=True,
+            state=state["state"],
+            url=self._admin_now().url,
+            name=state["name"],
+            model_path=state["model_path"],
+            fingerprint=state["fingerprint"],
+            version=None if version is None else (version[0], version[1]),
+            progress=state["progress"],
+            load=state["load"],
+            tokens=state["tokens"],
+        )
+
+    def _gone(self, state: str) -> None:
+        self._process = self._admin = None
+        self._change(alive=False, state=state, url="", version=None, load=0)
+
+    def _change(self, **fields: Any) -> None:
+        changed = dataclasses.replace(self.snapshot, **fields)
+        if changed != self.snapshot:
+            self.snapshot = changed
+            self.on_change()
+
+    async def _close_session(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _start_timeout(config: Config, auxiliary: AuxiliaryModelConfig | None) -> float:
+    rollout = config.explorer.rollout_model
+    return rollout.vllm.start_timeout if rollout.engine == "vllm" and auxiliary is None else START_TIMEOUT
+
+
+def rollout_hosts(config: Config, agent_id: str) -> list[EngineHost]:
+    """Return the hosts of an agent's engines of the policy."""
+    number = config.explorer.rollout_model.engine_num
+    return [EngineHost(config, config.path, name) for name in _names(f"{agent_id}-engine", number)]
+
+
+def auxiliary_hosts(config: Config, agent_id: str) -> list[EngineHost]:
+    """Return the hosts of an agent's auxiliary engines."""
+    return [
+        EngineHost(config, config.path, name, auxiliary=model)
+        for model in config.explorer.auxiliary_models
+        for name in _names(f"{agent_id}-auxiliary-{model.name}", model.engine_num)
+    ]
+
+
+def _names(first: str, number: int) -> list[str]:
+    return [first, *(f"{first}-{n}" for n in range(1, number))]
+
+
+def _log_restart(state: RetryCallState) -> None:
+    pause = state.next_action.sleep if state.next_action else 0.0
+    log.info("engine_restarts", tries=state.attempt_number, in_seconds=round(pause, 2))

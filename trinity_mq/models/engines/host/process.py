@@ -1,0 +1,133 @@
+"""An engine as a process: started in a session of its own, so that it outlives its host; watched; ended."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, ReadyFile
+from trinity_mq.models.errors import EngineFailed, ModelError
+from trinity_mq.runtime.errors import EXIT_FATAL
+from trinity_mq.runtime.process import wait_exit
+
+ENGINE_COMMAND = (sys.executable, "-m", "trinity_agents.engine.agent")
+AUXILIARY_COMMAND = (sys.executable, "-m", "trinity_agents.engine.auxiliary")
+TAIL_LINES = 20
+EXIT_SECONDS = 10.0
+"""From closing its pipe to the end of a process that failed to start."""
+
+_left_alone: list[subprocess.Popen[bytes]] = []
+"""Processes that live on without us, kept so that their handles do not complain about it."""
+
+
+@atexit.register
+def _let_go() -> None:
+    """Forget at our end those that live on: Popen takes them for forgotten children, and would say so."""
+    for child in _left_alone:
+        if child.poll() is None:
+            child.returncode = 0
+
+
+class EngineProcess:
+    """One engine process, ours or adopted."""
+
+    def __init__(self, ready: ReadyFile, child: subprocess.Popen[bytes] | None) -> None:
+        self.ready = ready
+        self._child = child
+
+    @classmethod
+    async def spawn(
+        cls, command: Sequence[str], ready_file: Path, output: Path, *, num_threads: int, timeout: float
+    ) -> EngineProcess:
+        """Start ``command`` and return when it has written ``ready_file``.
+
+        Raises:
+            ModelError: It ended saying that starting again does not help.
+            EngineFailed: It ended, or was not ready in ``timeout`` seconds. Both carry the end of its output.
+        """
+        ready_file.unlink(missing_ok=True)
+        reader, writer = os.pipe()
+        try:
+            with output.open("ab") as out:
+                child = _start([*command, "--ready-file", str(ready_file)], out, writer, num_threads)
+        except OSError as error:
+            os.close(reader)
+            raise EngineFailed(f"the engine cannot be started: {error}") from error
+        finally:
+            os.close(writer)
+        try:
+            async with asyncio.timeout(timeout):
+                await _readable(reader)  # ready, or the end of the process, which closes the pipe
+            ready = ReadyFile.read(ready_file)
+            if ready is not None and ready.pid == child.pid:
+                return cls(ready, child)
+            async with asyncio.timeout(EXIT_SECONDS):
+                await wait_exit(child.pid)
+        except BaseException as error:
+            child.kill()
+            child.wait()
+            if isinstance(error, TimeoutError):
+                said = tail(output)
+                raise EngineFailed(f"the engine was not ready within {timeout:g} s; it said:\n{said}") from None
+            raise
+        finally:
+            os.close(reader)
+        code = child.wait()
+        if code == EXIT_FATAL:
+            raise ModelError(f"the engine cannot run: {tail(output, 1)}")
+        raise EngineFailed(f"the engine ended before it was ready (exit code {code}); it said:\n{tail(output)}")
+
+    async def exited(self) -> int | None:
+        """Return when the process has ended, with its exit code where it was our child."""
+        await wait_exit(self.ready.pid)
+        return None if self._child is None else self._child.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.ready.lives():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.ready.pid, signal.SIGKILL)
+
+    def leave_alone(self) -> None:
+        """Let it live on without us."""
+        if self._child is not None and self._child.poll() is None:
+            _left_alone.append(self._child)
+
+
+def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, num_threads: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*command, "--ready-fd", str(ready_fd)],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": str(num_threads)},
+        start_new_session=True,
+        pass_fds=(ready_fd,),
+    )
+
+
+async def _readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    loop.add_reader(fd, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(fd)
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> str:
+    """Return the last lines of a file."""
+    try:
+        return "\n".join(path.read_text(errors="replace").strip().splitlines()[-lines:])
+    except OSError as error:
+        return f"({path} cannot be read: {error.strerror})"

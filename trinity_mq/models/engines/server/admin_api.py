@@ -1,0 +1,224 @@
+"""The routes of the engine's host, behind a bearer token: its lease, its state, and the commands of the sync gate."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from trinity_mq.models.engines.generation.batch_step import Rounds
+from trinity_mq.models.engines.generation.request import ScoreRequest
+from trinity_mq.models.engines.server.admin_bodies import CommitBody, LeaseBody, PauseBody, ReceiveBody, parsed
+from trinity_mq.models.engines.server.errors import ApiError, bad_request, not_current
+from trinity_mq.models.engines.server.lease import Lease
+from trinity_mq.models.engines.server.state import EngineState, StateError
+from trinity_mq.models.engines.torch.weights import WeightsError
+
+log = structlog.get_logger(__name__)
+
+Receiver = Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
+"""Given the spec of a transfer, returns the tensors by name once all have arrived; touches no model."""
+
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+def guarded(token: str, handler: Handler) -> Handler:
+    """Return ``handler`` for those who know ``token``."""
+
+    async def checked(request: web.Request) -> web.Response:
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
+            raise ApiError(
+                401, "admin routes want 'Authorization: Bearer <token of the ready-file>'", code="invalid_token"
+            )
+        return await handler(request)
+
+    return checked
+
+
+class AdminApi:
+    """The routes under ``/admin``. Every answer holds the engine's state."""
+
+    def __init__(
+        self,
+        *,
+        rounds: Rounds,
+        state: EngineState,
+        generator: Any,
+        lease: Lease,
+        receiver: Receiver,
+        token: str,
+        identity: Mapping[str, Any],
+        shutdown: Callable[[str], None],
+    ) -> None:
+        self._rounds, self._state, self._generator, self._lease = rounds, state, generator, lease
+        self._receiver, self._token, self._identity, self._shutdown = receiver, token, identity, shutdown
+        self._transfer: asyncio.Task[web.Response] | None = None
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes."""
+        posts = {
+            "lease": self.lease,
+            "pause": self.pause,
+            "receive": self.receive,
+            "commit": self.commit,
+            "resume": self.resume,
+            "shutdown": self.shutdown,
+        }
+        gets = {"state": self.state, "weight": self.weight}
+        return [
+            *(web.post(f"/admin/{name}", guarded(self._token, handler)) for name, handler in posts.items()),
+            *(
+                web.get(f"/admin/{name}", guarded(self._token, handler), allow_head=False)
+                for name, handler in gets.items()
+            ),
+        ]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state that every answer holds."""
+        state, counters = self._state, self._rounds.counters
+        return {
+            **self._identity,
+            "state": state.label,
+            "phase": state.phase,
+            "paused": state.paused,
+            "version": None if state.version is None else list(state.version),
+            "progress": state.progress,
+            "load": self._rounds.load,
+            "lease_left": self._lease.left,
+            "rounds": counters.rounds,
+            "sequences": counters.sequences,
+            "tokens": counters.tokens,
+            "busy_seconds": counters.busy_seconds,
+        }
+
+    def _answer(self, **fields: Any) -> web.Response:
+        return web.json_response({"state": self.snapshot(), **fields})
+
+    async def state(self, request: web.Request) -> web.Response:
+        """Say how the engine is."""
+        return self._answer()
+
+    async def lease(self, request: web.Request) -> web.Response:
+        """Live on for so many seconds."""
+        body = await parsed(request, LeaseBody)
+        self._lease.renew(body.seconds)
+        return self._answer()
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """Start no more rounds and return when the running one is over."""
+        body = await parsed(request, PauseBody)
+        self._state.pause(body.lease)
+        try:
+            async with asyncio.timeout(body.timeout):
+                await self._rounds.idle()
+        except TimeoutError:
+            self._state.resume()
+            raise ApiError(
+                504,
+                f"the running round did not end within {body.timeout:g} s; the engine goes on",
+                code="pause_timeout",
+            ) from None
+        self._state.restart_pause_lease(body.lease)
+        return self._answer()
+
+    async def receive(self, request: web.Request) -> web.Response:
+        """Take new weights in; they are served after a commit."""
+        body = await parsed(request, ReceiveBody)
+        if not self._state.paused:
+            raise ApiError(409, "the engine is not paused; POST /admin/pause first", code="not_paused")
+        if self._state.receiving:
+            raise ApiError(409, "a transfer is under way; POST /admin/resume cuts it off", code="busy")
+        self._state.receiving = True
+        # a task of its own, so that a resume can cut it off
+        self._transfer = asyncio.create_task(self._take_in(body), name="receive")
+        try:
+            return await self._transfer
+        except asyncio.CancelledError:
+            self._transfer.cancel()
+            await asyncio.wait({self._transfer})
+            if self._gone():
+                raise
+            raise ApiError(
+                409, "the transfer was cut off", code="receive_aborted", extra={"touched": self._touched()}
+            ) from None
+        finally:
+            self._state.receiving = False
+            self._transfer = None
+
+    @staticmethod
+    def _gone() -> bool:
+        """Say whether it is this handler that was cancelled (its client is gone), not the transfer."""
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+
+    def _touched(self) -> bool:
+        return self._state.phase == "dirty"
+
+    async def _take_in(self, body: ReceiveBody) -> web.Response:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        touched = False
+        try:
+            async with asyncio.timeout(body.timeout):
+                tensors = await self._receiver(body.spec)
+            arrived = loop.time()
+            checked = await self._rounds.call(lambda: self._generator.check(tensors))
+            self._state.touch()
+            touched = True
+            canary = await self._rounds.call(lambda: self._apply(checked, body.spec))
+        except Exception as error:
+            log.warning("receive_failed", touched=touched, error=f"{type(error).__name__}: {error}")
+            reason = "time ran out" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            raise ApiError(
+                500, f"weights were not taken in: {reason}", code="receive_failed", extra={"touched": touched}
+            ) from error
+        self._state.applied = True
+        return self._answer(canary=canary, seconds={"receive": arrived - started, "apply": loop.time() - arrived})
+
+    def _apply(self, checked: Any, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """In the worker thread: copy the weights and say what they make of the canary."""
+        self._generator.apply(checked)
+        tokens = (spec.get("canary") or {}).get("tokens") or []
+        return {"logprobs": self._generator.score([ScoreRequest(tokens)])[0]} if len(tokens) > 1 else {}
+
+    async def commit(self, request: web.Request) -> web.Response:
+        """Give what was taken in its version, and serve it."""
+        body = await parsed(request, CommitBody)
+        try:
+            self._state.commit(body.version, body.progress)
+        except StateError as error:
+            raise ApiError(409, str(error), code="nothing_to_commit") from error
+        log.info("weights_committed", version=body.version, progress=body.progress)
+        return self._answer()
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """Cut off what is under way and serve what is there."""
+        if self._transfer is not None:
+            self._transfer.cancel()
+            await asyncio.wait({self._transfer})
+        self._state.resume()
+        return self._answer()
+
+    async def shutdown(self, request: web.Request) -> web.Response:
+        """Finish the round and end."""
+        self._shutdown("asked to")
+        return self._answer()
+
+    async def weight(self, request: web.Request) -> web.Response:
+        """Return one weight of the committed version as safetensors."""
+        name = request.query.get("name")
+        if not name:
+            raise bad_request("give ?name= of a weight", "name")
+        if self._state.phase != "current":
+            raise not_current("the engine holds no committed weights")
+        try:
+            data = await self._rounds.call(lambda: self._generator.weight(name))
+        except WeightsError as error:
+            raise ApiError(404, str(error), code="no_such_weight", param="name") from error
+        return web.Response(body=data, content_type="application/octet-stream")

@@ -1,0 +1,280 @@
+"""The OpenAI-compatible routes: chat, completions, models; and two of ours beside them, tokenize and logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.generation.batch_step import Rounds
+from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
+from trinity_mq.models.engines.generation.text import TextCodec, TextError
+from trinity_mq.models.engines.server.errors import ApiError, bad_request
+from trinity_mq.models.engines.server.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+    ScoreBody,
+    TokenizeBody,
+    checked_messages,
+    parse,
+)
+from trinity_mq.models.engines.server.openai.responses import chat_choice, envelope, text_choice
+from trinity_mq.models.engines.server.openai.streaming import Chunks, send
+from trinity_mq.models.engines.server.openai.tools import checked_tools
+from trinity_mq.models.engines.server.state import EngineState
+
+PIN_HEADER = "X-TMQ-Version"
+LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"
+"""Leave out ``logprobs`` with their texts where ``token_logprobs`` say the same: what our own clients ask for."""
+SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the API says about the model."""
+
+    name: str
+    model_path: str
+    max_model_len: int
+    max_response_tokens: int
+    """Where a request gives no ``max_tokens``."""
+    vocabulary: int
+
+
+class OpenAIApi:
+    """The routes under ``/v1``."""
+
+    def __init__(self, rounds: Rounds, state: EngineState, codec: TextCodec, served: Served) -> None:
+        self._rounds, self._state, self._codec, self._served = rounds, state, codec, served
+        self._created = int(time.time())
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes."""
+        return [
+            web.post("/v1/chat/completions", self.chat),
+            web.post("/v1/completions", self.completions),
+            web.post("/v1/tokenize", self.tokenize),
+            web.post("/v1/logprobs", self.logprobs),
+            web.get("/v1/models", self.models),
+        ]
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a conversation."""
+        pin = self._admitted(request)
+        body = parse(await request.read(), ChatBody)
+        if request.headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
+            body.logprobs = False
+        tools = body.offered_tools()
+        text = self._text(lambda: self._codec.render_with_tools(checked_messages(body.messages), tools))
+        prompt = self._text(lambda: self._codec.encode(text))
+        wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
+        if body.stream:
+            return await self._streamed(request, body, wanted, pin, text, tools=bool(tools))
+        [(completions, version)] = await self._rounds.generate([wanted], pin)
+        choices = [
+            chat_choice(number, completion, body, version, self._codec, tools=bool(tools))
+            for number, completion in enumerate(completions)
+        ]
+        answer = envelope("chat.completion", "chatcmpl", self._served.name, choices, [prompt], completions)
+        if body.return_token_ids:
+            answer |= {"prompt_token_ids": prompt, "prompt_text": text}
+        return _json(answer, version)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Continue prompts."""
+        pin = self._admitted(request)
+        body = parse(await request.read(), CompletionBody)
+        if body.logprobs:
+            raise bad_request(
+                f"logprobs={body.logprobs} asks for the likeliest tokens, which are not kept; send logprobs=0",
+                "logprobs",
+            )
+        if request.headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
+            body.logprobs = None
+        prompts = [self._prompt(prompt) for prompt in body.prompts()]
+        if not prompts:
+            raise bad_request("prompt is an empty list, wanted at least one prompt", "prompt")
+        requests = [
+            self._request(body, ids, body.max_tokens, None if body.seed is None else body.seed + number)
+            for number, (_, ids) in enumerate(prompts)
+        ]
+        if body.stream:
+            if len(prompts) > 1:
+                raise bad_request(f"stream=true with {len(prompts)} prompts; stream one prompt a request", "prompt")
+            return await self._streamed(request, body, requests[0], pin, prompts[0][0], tools=False)
+        answers = await self._rounds.generate(requests, pin)
+        choices: list[dict[str, Any]] = []
+        for (text, ids), (completions, version) in zip(prompts, answers, strict=True):
+            prompt_fields = {"prompt_token_ids": ids, "prompt_text": text} if body.return_token_ids else {}
+            choices += [
+                text_choice(len(choices) + number, completion, body, version, self._codec) | prompt_fields
+                for number, completion in enumerate(completions)
+            ]
+        flat = [completion for completions, _ in answers for completion in completions]
+        asked = [ids for _, ids in prompts]
+        answer = envelope("text_completion", "cmpl", self._served.name, choices, asked, flat)
+        return _json(answer, min(version for _, version in answers))
+
+    async def _streamed(
+        self,
+        request: web.Request,
+        body: ChatBody | CompletionBody,
+        wanted: GenerationRequest,
+        pin: Version | None,
+        text: str,
+        *,
+        tools: bool,
+    ) -> web.StreamResponse:
+        """Answer token by token; a client that closes the connection ends the sampling."""
+        chunks = Chunks(body, wanted, self._codec, model=self._served.name, prompt_text=text, tools=tools)
+        async with self._rounds.stream(wanted, pin) as feed:
+            version = await feed.begun()  # until here an error has a status of its own
+            return await send(request, feed, chunks, version, _version_header(version))
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """Return a text, or a conversation with the mask of what the assistant wrote, as tokens."""
+        body = parse(await request.read(), TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages")
+        answer: dict[str, Any] = {"max_model_len": self._served.max_model_len}
+        if body.messages is None:
+            prompt = body.prompt or ""
+            answer["tokens"] = self._text(lambda: self._codec.encode(prompt, special=True))
+        else:
+            messages = checked_messages(body.messages)
+            tools = checked_tools(body.tools or [])
+            masked = self._text(lambda: self._codec.conversation(messages, tools))
+            answer |= {"tokens": masked.token_ids, "assistant_mask": masked.assistant_mask}
+        return web.json_response(answer)
+
+    async def logprobs(self, request: web.Request) -> web.Response:
+        """Return the logprob of every given token after the first."""
+        pin = self._admitted(request)
+        body = parse(await request.read(), ScoreBody)
+        self._check_prompt(body.tokens, self._served.max_model_len, "tokens")
+        [(logprobs, version)] = await self._rounds.score([ScoreRequest(body.tokens, body.temperature)], pin)
+        return _json({"logprobs": logprobs, "weight_version": list(version)}, version)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """Return the one model there is."""
+        model = {
+            "id": self._served.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "trinity-mq",
+            "root": self._served.model_path,
+            "max_model_len": self._served.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    # -- in
+
+    def _admitted(self, request: web.Request) -> Version | None:
+        """Return the version the request is pinned to; refuse early what cannot be served."""
+        pin = parse_pin(request.headers.get(PIN_HEADER))
+        if problem := self._state.problem(pin):
+            raise problem
+        return pin
+
+    def _text(self, work: Any) -> Any:
+        try:
+            return work()
+        except TextError as error:
+            raise bad_request(str(error), code="invalid_text") from error
+
+    def _prompt(self, prompt: str | list[int]) -> tuple[str, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._text(lambda: self._codec.encode(prompt, special=True))
+        wrong = next((token for token in prompt if not 0 <= token < self._served.vocabulary), None)
+        if wrong is not None:
+            raise bad_request(
+                f"prompt holds token id {wrong}, the vocabulary has 0 to {self._served.vocabulary - 1}", "prompt"
+            )
+        return self._codec.decode([prompt])[0], prompt
+
+    def _request(self, body: SamplingBody, prompt: list[int], limit: int | None, seed: int | None) -> GenerationRequest:
+        if body.model not in {"", self._served.name, self._served.model_path}:
+            raise ApiError(
+                404,
+                f"no model {body.model!r} here; this engine serves {self._served.name!r}",
+                code="model_not_found",
+                param="model",
+            )
+        if body.n > self._rounds.max_sequences:
+            raise bad_request(
+                f"n={body.n} is over explorer.rollout_model.max_batch_sequences={self._rounds.max_sequences}", "n"
+            )
+        room = self._served.max_model_len - len(prompt)
+        allowed = min(self._served.max_model_len - 1, body.max_prompt_tokens or self._served.max_model_len)
+        self._check_prompt(prompt, allowed, "prompt")
+        return GenerationRequest(
+            prompt=prompt,
+            max_tokens=min(
+                limit or self._served.max_response_tokens, room
+            ),  # beyond it nothing fits: ends with "length"
+            n=body.n,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            stop_ids=self._codec.stop_ids,
+            stop=body.stop,
+            seed=None if seed is None else seed & SEED_MASK,
+        )
+
+    def _check_prompt(self, tokens: Sequence[int], limit: int, param: str) -> None:
+        if not tokens:
+            raise bad_request(f"{param} is empty, wanted at least one token", param)
+        if len(tokens) > limit:
+            raise bad_request(
+                f"the prompt has {len(tokens)} tokens, {limit} are allowed (model.max_model_len is "
+                f"{self._served.max_model_len}; max_prompt_tokens of the request); shorten it or raise the limit",
+                param,
+                "context_length_exceeded",
+                limit=limit,
+                prompt_token_ids=list(tokens[: limit + 1]),
+            )
+        if max(tokens) >= self._served.vocabulary:
+            raise bad_request(
+                f"{param} holds token id {max(tokens)}, the vocabulary has 0 to {self._served.vocabulary - 1}", param
+            )
+
+
+def _json(answer: dict[str, Any], version: Version) -> web.Response:
+    return web.json_response(answer, headers=_version_header(version))
+
+
+def _version_header(version: Version) -> dict[str, str]:
+    return {PIN_HEADER: f"{version[0]}.{version[1]}"}
+
+
+def parse_pin(text: str | None) -> Version | None:
+    """Return the version in the header ``X-TMQ-Version: generation.step``, None without the header.
+
+    Raises:
+        ApiError: 400; it is not a pair of numbers.
+    """
+    if text is None:
+        return None
+    generation, _, step = text.partition(".")
+    if not (generation.isdecimal() and step.isdecimal()):
+        raise bad_request(f"{PIN_HEADER} is {text!r}, wanted generation.step such as 1.25", PIN_HEADER)
+    return int(generation), int(step)
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Turn every failure into an OpenAI error body."""
+    try:
+        response: web.StreamResponse = await handler(request)
+    except ApiError as error:
+        return error.response()
+    except web.HTTPException as error:
+        return ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code="http_error").response()
+    except asyncio.CancelledError:
+        raise
+    return response

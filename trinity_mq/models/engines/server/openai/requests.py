@@ -1,0 +1,228 @@
+"""Request bodies of the OpenAI-compatible API: what is taken, what is refused and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from trinity_mq.models.engines.server.errors import bad_request
+from trinity_mq.models.engines.server.openai.tools import checked_calls, checked_tools
+
+MAX_STOPS = 16
+MIN_TEMPERATURE = 1e-3
+
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_k": (-1, 0),
+    "top_logprobs": (0,),
+}
+"""Options of the API that this engine does not have, with the values that ask for nothing."""
+
+_IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "return_prompt_text",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Options that do not change what is sampled."""
+
+
+def _stops(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Stops = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_stops), Field(max_length=MAX_STOPS)]
+
+
+def _temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(
+            f"wanted 0 (the likeliest token) or at least {MIN_TEMPERATURE}: logits divided by less overflow"
+        )
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_temperature)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides its chunks; options that do not change what is sampled are let pass."""
+
+    include_usage: bool = False
+    """End with a chunk without choices that says how many tokens were used."""
+
+
+class SamplingBody(BaseModel):
+    """What chat and completions have in common."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = ""
+    n: int = Field(default=1, ge=1)
+    temperature: Temperature = 1.0
+    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: Stops = ()
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    """Ours: add prompt_token_ids, prompt_text, and per choice token_ids, token_logprobs, weight_versions."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Ours: refuse a longer prompt."""
+
+
+class ChatBody(SamplingBody):
+    """``/v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    tools: list[Any] = []
+    tool_choice: Any = "auto"
+
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the model may call.
+
+        Raises:
+            ApiError: 400; a tool is malformed, or the model is to be forced to call one.
+        """
+        if self.tool_choice not in ("auto", "none"):
+            raise bad_request(
+                f"tool_choice={json.dumps(self.tool_choice)[:80]} cannot be promised: this engine does not constrain "
+                'what is sampled; send "auto" or "none" and ask for the tool in the prompt',
+                "tool_choice",
+                "unsupported_option",
+            )
+        tools = checked_tools(self.tools)
+        return tools if self.tool_choice == "auto" else []
+
+
+class CompletionBody(SamplingBody):
+    """``/v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    logprobs: int | None = Field(default=None, ge=0)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts one by one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+
+class ScoreBody(BaseModel):
+    """``/v1/logprobs``, ours: logprobs of given tokens."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
+    temperature: Temperature = 1.0
+
+
+class TokenizeBody(BaseModel):
+    """``/v1/tokenize``, ours: a text or a conversation as tokens."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def parse(raw: bytes, body: type[B]) -> B:
+    """Return the request in ``raw``.
+
+    Raises:
+        ApiError: 400; names the option, what was sent and what is taken.
+    """
+    try:
+        fields = json.loads(raw)
+    except ValueError as error:
+        raise bad_request(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise bad_request(f"the body is a {type(fields).__name__}, wanted a JSON object")
+    taken = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
+    for name in _NEUTRAL.keys() & taken.keys() - body.model_fields.keys():
+        value = taken.pop(name)
+        if value not in _NEUTRAL[name]:
+            allowed = " or ".join(json.dumps(neutral) for neutral in _NEUTRAL[name])
+            raise bad_request(
+                f"{name}={json.dumps(value)[:80]} is not supported by this engine; leave it out"
+                + (f" (or send {allowed})" if allowed else ""),
+                name,
+                "unsupported_option",
+            )
+    try:
+        return body.model_validate(taken)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise bad_request(
+                f"unknown option {where!r}; known: {', '.join(sorted(body.model_fields))}", where, "unknown_option"
+            ) from None
+        seen = "" if first["type"] == "missing" else f", got {json.dumps(first['input'], default=repr)[:80]}"
+        raise bad_request(f"{where}: {first['msg']}{seen}", where) from None
+
+
+def checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return ``messages`` with content as plain text, for the chat template.
+
+    Raises:
+        ApiError: 400; a message has no role, or content that is no text.
+    """
+    return [_message(number, message) for number, message in enumerate(messages)]
+
+
+def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    where = f"messages.{number}"
+    if not isinstance(message.get("role"), str):
+        raise bad_request(f"{where}.role is {message.get('role')!r}, wanted a role such as user", f"{where}.role")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) < len(parts):
+            raise bad_request(
+                f"{where}.content holds a part that is no text; this engine takes text only", f"{where}.content"
+            )
+        content = "".join(texts)
+    elif not isinstance(content, str | None):
+        raise bad_request(f"{where}.content is a {type(content).__name__}, wanted text", f"{where}.content")
+    calls = message.get("tool_calls")
+    called = {"tool_calls": checked_calls(calls, f"{where}.tool_calls")} if calls else {}
+    return {**message, "content": content or "", **called}

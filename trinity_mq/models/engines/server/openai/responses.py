@@ -1,0 +1,124 @@
+"""Completions in the form of the OpenAI API, with our additions where they were asked for."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.generation.request import Completion, FinishReason
+from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.models.engines.server.openai.requests import ChatBody, CompletionBody, SamplingBody
+from trinity_mq.models.engines.server.openai.tools import calls_in
+
+
+def envelope(
+    kind: str,
+    prefix: str,
+    model: str,
+    choices: list[dict[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+) -> dict[str, Any]:
+    """Return an answer around its choices, with the tokens used."""
+    asked = sum(len(prompt) for prompt in prompts)
+    sampled = sum(len(completion.token_ids) for completion in completions)
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": usage(asked, sampled),
+    }
+
+
+def usage(asked: int, sampled: int) -> dict[str, int]:
+    """Return the tokens used."""
+    return {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
+
+
+def chat_choice(
+    index: int, completion: Completion, body: ChatBody, version: Version, codec: TextCodec, *, tools: bool = False
+) -> dict[str, Any]:
+    """Return one choice of a chat completion; with ``tools`` the calls in its text are taken out of it."""
+    answered = chat_message(completion.text, completion.finish_reason, tools=tools)
+    choice = {
+        "index": index,
+        "message": {"role": "assistant", **answered.message},
+        "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, codec) if body.logprobs else None,
+        "finish_reason": answered.finish_reason,
+    }
+    if body.return_token_ids and answered.calls:
+        choice["response_text"] = completion.text
+    return choice | _additions(completion, body, version)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a response says, in the form of the API."""
+
+    content: str | None
+    """None where it is tool calls only."""
+    calls: list[dict[str, Any]]
+    finish_reason: str
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The fields of a message."""
+        return {"content": self.content, **({"tool_calls": self.calls} if self.calls else {})}
+
+
+def chat_message(text: str, finish_reason: FinishReason, *, tools: bool) -> Answered:
+    """Return a response's content and the tool calls in it, which are looked for only where ``tools`` were offered."""
+    content, calls = calls_in(text) if tools else (text, [])
+    if not calls:
+        return Answered(content, calls, finish_reason)
+    return Answered(content or None, calls, "tool_calls" if finish_reason == "stop" else finish_reason)
+
+
+def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[float], codec: TextCodec) -> dict[str, Any]:
+    """Return the logprobs of a choice with the text of each token."""
+    texts = codec.decode([[token] for token in token_ids])
+    return {
+        "content": [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(texts, logprobs, strict=True)
+        ]
+    }
+
+
+def text_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[float], codec: TextCodec, offset: int = 0
+) -> dict[str, Any]:
+    """Return the logprobs of a text completion's choice; its tokens begin ``offset`` characters into the text."""
+    texts = codec.decode([[token] for token in token_ids])
+    ends = list(itertools.accumulate((len(text) for text in texts), initial=offset))
+    return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": ends[:-1]}
+
+
+def text_choice(
+    index: int, completion: Completion, body: CompletionBody, version: Version, codec: TextCodec
+) -> dict[str, Any]:
+    """Return one choice of a text completion."""
+    choice = {
+        "index": index,
+        "text": completion.text,
+        "logprobs": None if body.logprobs is None else text_logprobs(completion.token_ids, completion.logprobs, codec),
+        "finish_reason": completion.finish_reason,
+    }
+    return choice | _additions(completion, body, version)
+
+
+def _additions(completion: Completion, body: SamplingBody, version: Version) -> dict[str, Any]:
+    if not body.return_token_ids:
+        return {}
+    return {
+        "token_ids": completion.token_ids,
+        "token_logprobs": completion.logprobs,
+        "weight_versions": [list(run) for run in completion.versions] or [[0, *version]],
+    }

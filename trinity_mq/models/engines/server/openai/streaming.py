@@ -1,0 +1,150 @@
+"""Completions as a stream of server-sent events: a chunk for every token and choice, or for several that came at once.
+
+Server-sent events: WHATWG HTML, section 9.2; the chunks: OpenAI API reference, "chat completion chunk".
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.generation.request import GenerationRequest, Token
+from trinity_mq.models.engines.generation.stopping import cut, without_end
+from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.models.engines.generation.token_stream import Feed
+from trinity_mq.models.engines.server.errors import ApiError
+from trinity_mq.models.engines.server.openai.requests import ChatBody, CompletionBody
+from trinity_mq.models.engines.server.openai.responses import chat_logprobs, chat_message, text_logprobs, usage
+from trinity_mq.models.engines.server.openai.text_stream import TextFlow
+from trinity_mq.models.engines.server.openai.tools import CALL_BEGINS
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What one choice has sampled so far."""
+
+    flow: TextFlow
+    token_ids: list[int] = field(default_factory=list)
+    characters: int = 0
+    """Of the tokens one by one, for text offsets."""
+
+
+class Chunks:
+    """The chunks of one streamed request."""
+
+    def __init__(
+        self,
+        body: ChatBody | CompletionBody,
+        request: GenerationRequest,
+        codec: TextCodec,
+        *,
+        model: str,
+        prompt_text: str,
+        tools: bool = False,
+    ) -> None:
+        """``tools``: some were offered, so calls in the text are taken out of it."""
+        self._body, self._request, self._codec = body, request, codec
+        self._prompt_text, self._tools = prompt_text, tools
+        self._chat = isinstance(body, ChatBody)
+        kind, prefix = ("chat.completion.chunk", "chatcmpl") if self._chat else ("text_completion", "cmpl")
+        self._frame = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        calls = CALL_BEGINS if tools else ""
+        self._choices = [_Choice(TextFlow(codec.decode, stops=request.stop, calls=calls)) for _ in range(request.n)]
+
+    def opening(self, version: Version) -> Iterator[dict[str, Any]]:
+        """Yield the first chunk of every choice: who speaks, and with which weights."""
+        for index in range(self._request.n):
+            choice = self._choice(index, {"role": "assistant", "content": ""} if self._chat else "")
+            prompt = {}
+            if self._body.return_token_ids:
+                # where these change on the way, a later chunk says from which token on
+                choice |= {"token_ids": [], "token_logprobs": [], "weight_versions": [[0, *version]]}
+                prompt = {"prompt_token_ids": list(self._request.prompt), "prompt_text": self._prompt_text}
+                if not self._chat:
+                    choice |= prompt
+            yield self._frame | {"choices": [choice]} | (prompt if self._chat and index == 0 else {})
+
+    def of(self, tokens: Sequence[Token]) -> Iterator[dict[str, Any]]:
+        """Yield a chunk for each choice that ``tokens`` belong to."""
+        by_choice: dict[int, list[Token]] = {}
+        for token in tokens:
+            by_choice.setdefault(token.choice, []).append(token)
+        for index, news in by_choice.items():
+            yield self._frame | {"choices": [self._continued(index, news)]}
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """Yield what comes last: the tokens used, where they were asked for."""
+        if self._body.stream_options.include_usage:
+            sampled = sum(len(choice.token_ids) for choice in self._choices)
+            yield self._frame | {"choices": [], "usage": usage(len(self._request.prompt), sampled)}
+
+    def _continued(self, index: int, news: list[Token]) -> dict[str, Any]:
+        state, request = self._choices[index], self._request
+        written: dict[str, Any] = {}
+        ids, logprobs = [token.token_id for token in news], [token.logprob for token in news]
+        places = enumerate(news, len(state.token_ids))
+        changed = [[place, *token.version] for place, token in places if token.version is not None]
+        state.token_ids += ids
+        ended = news[-1].finish_reason
+        delta: Any
+        if ended is None:
+            finish_reason, text = None, state.flow.add(ids)
+            delta = {"content": text} if self._chat else text
+        else:
+            [text] = self._codec.decode([without_end(state.token_ids, request.stop_ids)])
+            text = cut(text, request.stop)
+            answered = chat_message(text, ended, tools=self._tools)
+            finish_reason, rest = answered.finish_reason, state.flow.finish(answered.content or "")
+            calls = [{"index": number, **call} for number, call in enumerate(answered.calls)]
+            delta = {"content": rest, **({"tool_calls": calls} if calls else {})} if self._chat else rest
+            written = {"response_text": text} if calls else {}
+        choice = self._choice(index, delta, finish_reason)
+        if self._chat and self._body.logprobs:
+            choice["logprobs"] = chat_logprobs(ids, logprobs, self._codec)
+        elif not self._chat and self._body.logprobs is not None:
+            choice["logprobs"] = text_logprobs(ids, logprobs, self._codec, state.characters)
+            state.characters += sum(map(len, choice["logprobs"]["tokens"]))
+        if self._body.return_token_ids:
+            choice |= {"token_ids": ids, "token_logprobs": logprobs, **written}
+            choice |= {"weight_versions": changed} if changed else {}
+        return choice
+
+    def _choice(self, index: int, delta: Any, finish_reason: str | None = None) -> dict[str, Any]:
+        what = {"delta": delta} if self._chat else {"text": delta}
+        return {"index": index, **what, "logprobs": None, "finish_reason": finish_reason}
+
+
+async def send(
+    request: web.Request, feed: Feed, chunks: Chunks, version: Version, headers: dict[str, str]
+) -> web.StreamResponse:
+    """Answer with what ``feed`` brings. An error after the first byte is an event: the status has gone out."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
+    await response.prepare(request)
+    await response.write(_events(chunks.opening(version)))
+    try:
+        async for tokens in feed:
+            await response.write(_events(chunks.of(tokens)))
+    except ApiError as error:
+        await response.write(_events([{"error": error.body()}]))
+    else:
+        await response.write(_events(chunks.closing()) + DONE)
+    await response.write_eof()
+    return response
+
+
+def _events(chunks: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)

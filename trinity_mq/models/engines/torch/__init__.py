@@ -1,0 +1,1 @@
+"""The ``transformers`` engine: generation with torch in this process."""

@@ -1,0 +1,158 @@
+"""A streamed answer of vLLM put together, choice by choice, with stop strings found as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.generation.request import Completion, FinishReason, GenerationRequest, Token
+from trinity_mq.models.engines.generation.stopping import TAIL_SLACK, Decode
+from trinity_mq.models.engines.generation.token_stream import Feed
+from trinity_mq.models.engines.vllm import api
+
+SEED_MASK = (1 << 63) - 1
+
+
+@dataclass(slots=True)
+class _Row:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: str | None = None
+    versions: tuple[tuple[int, int, int], ...] = ()
+    by: Version | None = None
+    """Which weights its last token is of, where they may change on the way."""
+
+
+class Choices:
+    """Takes the events of one request in; what is sampled beyond a stop string is left out.
+
+    A request that is cut off can go on: :meth:`rest` is what to ask for then.
+    """
+
+    def __init__(self, request: GenerationRequest, decode: Decode, feed: Feed | None) -> None:
+        self._stops, self._decode, self._feed = request.stop, decode, feed
+        self._tail = max(map(len, request.stop), default=0) + TAIL_SLACK
+        self._request = request
+        self._rows = [_Row() for _ in range(request.n)]
+        self._by: Version | None = None
+        self.strayed = False
+        """Tokens are of another version than was said when they began to come."""
+
+    @property
+    def all_ended(self) -> bool:
+        """No choice wants more tokens."""
+        return all(row.ended for row in self._rows)
+
+    @property
+    def aborted(self) -> bool:
+        """A choice was given up by vLLM."""
+        return any(row.ended == "abort" for row in self._rows)
+
+    @property
+    def streamed(self) -> bool:
+        """Somebody listens."""
+        return self._feed is not None
+
+    @property
+    def tokens(self) -> int:
+        """Sampled so far."""
+        return sum(len(row.token_ids) for row in self._rows)
+
+    def begin(self, version: Version) -> None:
+        """What comes from now on is of ``version``: who listens is told so before anything else, then with tokens."""
+        for row in self._rows:
+            row.by = row.by or version
+            row.versions = ()
+        if self._by is None and self._feed is not None:
+            self._feed.put(version)
+        self._by = version
+
+    def ended(self, index: int | None) -> bool:
+        """Say whether one choice wants no more tokens; None: all of them."""
+        return self.all_ended if index is None else self._rows[index].ended is not None
+
+    def rest(self) -> list[tuple[int | None, GenerationRequest]]:
+        """Return what to ask for: all in one while nothing has come, then each choice from where it is."""
+        if not self.tokens and not any(row.ended for row in self._rows):
+            return [(None, self._request)]
+        return [(index, self._continued(index, row)) for index, row in enumerate(self._rows) if not row.ended]
+
+    def _continued(self, index: int, row: _Row) -> GenerationRequest:
+        asked, length = self._request, len(row.token_ids)
+        # the same seed would draw the same numbers once more
+        seed = None if asked.seed is None else (asked.seed + (length << 24) + (index << 48)) & SEED_MASK
+        prompt = [*asked.prompt, *row.token_ids]
+        return replace(asked, prompt=prompt, max_tokens=asked.max_tokens - length, n=1, seed=seed)
+
+    def take(self, event: Mapping[str, Any], only: int | None = None) -> None:
+        """Add the tokens of one event, and pass them on to who listens; ``only`` is the choice that was asked for."""
+        news: list[Token] = []
+        for part in event["choices"]:
+            index = part["index"] if only is None else only
+            row = self._rows[index]
+            row.versions = api.read_versions(part) or row.versions
+            self.strayed |= self._by is not None and any(run[1:] != self._by for run in row.versions)
+            if row.ended:
+                continue
+            tokens = list(zip(part["token_ids"] or (), api.read_logprobs(part), strict=True))
+            for place, (token, logprob) in enumerate(tokens, 1):
+                row.token_ids.append(token)
+                row.logprobs.append(logprob)
+                if self._stops and self._complete(row):
+                    row.ended = "stop"
+                elif place == len(tokens):
+                    row.ended = part["finish_reason"]
+                news.append(Token(0, index, token, logprob, _reason(row.ended), self._change(row)))
+                if row.ended:
+                    break
+            if not tokens:
+                row.ended = part["finish_reason"]
+        if news and self._feed is not None:
+            self._feed.put(news)
+
+    def result(self) -> list[api.Choice]:
+        """Return what has come."""
+        return [
+            api.Choice(
+                row.token_ids,
+                row.logprobs,
+                stopped=row.ended == "stop",
+                aborted=row.ended == "abort",
+                versions=tuple(span for span in row.versions if span[0] < len(row.token_ids)),
+            )
+            for row in self._rows
+        ]
+
+    def _change(self, row: _Row) -> Version | None:
+        """Return which weights the newest token is of, where that is not known from the one before."""
+        if row.by == self._by:
+            return None
+        row.by = self._by
+        return self._by
+
+    def _complete(self, row: _Row) -> bool:
+        [text] = self._decode([row.token_ids[-self._tail :]])
+        return any(stop in text for stop in self._stops)
+
+
+def _reason(ended: str | None) -> FinishReason | None:
+    if ended is None:
+        return None
+    return "stop" if ended == "stop" else "length"
+
+
+def as_tokens(completions: Sequence[Completion], said: Version) -> list[Token]:
+    """Return what one stream would have brought; ``said`` is the version it began with, by what it says."""
+    tokens = []
+    for number, completion in enumerate(completions):
+        changes = {first: (generation, step) for first, generation, step in completion.versions}
+        last = len(completion.token_ids) - 1
+        for place, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+            version = changes.get(place)
+            if place == 0 and version == said:
+                version = None
+            ended = completion.finish_reason if place == last else None
+            tokens.append(Token(0, number, token, logprob, ended, version))
+    return tokens

@@ -1,0 +1,317 @@
+"""Requests on their way to vLLM, which batches them by itself: admitted like a round's, counted, held at a pause.
+
+Has the methods of :class:`~trinity_mq.models.engines.generation.batch_step.Rounds`, which the API and the
+admin routes use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import structlog
+
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.generation.batch_step import HOLD_SECONDS, Counters
+from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest
+from trinity_mq.models.engines.generation.stopping import cut, without_end
+from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.models.engines.generation.token_stream import Feed
+from trinity_mq.models.engines.server.errors import ApiError, bad_request, not_current, stopping
+from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.vllm import api
+from trinity_mq.models.engines.vllm.choices import Choices, as_tokens
+from trinity_mq.models.engines.vllm.client import PauseMode, VllmClient
+from trinity_mq.models.engines.vllm.tasks import together, unless
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+
+class Flow:
+    """All requests of one engine. What ``pause_mode`` means for those under way when weights come:
+
+    ``wait``: they end first. ``keep``: they go on with the new weights, and their tokens say which weights each is of.
+    ``abort``: they begin anew with the new weights. What was streamed stays: with both a stream is cut off before new
+    weights come and asked for anew from where it is, so that it is known which weights each token is of.
+    """
+
+    def __init__(
+        self,
+        client: VllmClient,
+        state: EngineState,
+        codec: TextCodec,
+        *,
+        vocabulary: int,
+        max_sequences: int,
+        pause_mode: PauseMode = "wait",
+        hold: float = HOLD_SECONDS,
+    ) -> None:
+        self.counters = Counters()
+        self.max_sequences = max_sequences
+        self._client, self._state, self._codec = client, state, codec
+        self._vocabulary, self._mode, self._hold = vocabulary, pause_mode, hold
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tmq-vllm")  # commands, one after the other
+        self._waiting = self._under_way = 0
+        self._busy_since = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._streams = 0
+        self._streamless = asyncio.Event()
+        self._streamless.set()
+        self._weights_come = asyncio.Event()
+        self._closed = asyncio.Event()
+
+    @property
+    def load(self) -> int:
+        """Sequences being generated or waiting."""
+        return self._waiting + self._under_way
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest], pin: Version | None
+    ) -> list[tuple[list[Completion], Version]]:
+        """Return the completions of each request, with the oldest version that sampled them.
+
+        Raises:
+            ApiError: The engine cannot serve this now, or vLLM failed.
+        """
+        return await together([self._generated(request, pin) for request in requests])
+
+    async def score(self, requests: Sequence[ScoreRequest], pin: Version | None) -> list[tuple[list[float], Version]]:
+        """Return the logprobs of each request, with the version they are of; errors as :meth:`generate`."""
+        return await together([self._scored(request, pin) for request in requests])
+
+    @contextlib.asynccontextmanager
+    async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[Feed]:
+        """Hand out the tokens of one request as they are sampled; leaving the block early ends the sampling.
+
+        Raises:
+            ApiError: The engine cannot serve this now.
+        """
+        if problem := self._state.problem(pin):
+            raise problem
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        feed = Feed(answer)
+        # no TaskGroup: what the block raises must come out as it is
+        feeding = asyncio.create_task(self._feed(request, pin, feed, answer), name="feed")
+        try:
+            yield feed
+        finally:
+            feeding.cancel()
+            await asyncio.wait({feeding})
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # looked at: whoever iterated has had it, whoever left does not want it
+            answer.cancel()
+
+    async def idle(self) -> None:
+        """Return when weights may be received: see the class for what happens to requests under way."""
+        if self._mode != "wait":
+            self._weights_come.set()
+            try:
+                await self._streamless.wait()
+            finally:
+                self._weights_come.clear()
+        if self._mode == "keep":
+            return
+        if self._mode == "abort" and self._under_way:
+            await self._client.post(api.PAUSE, mode="abort", clear_cache="false")
+            await self._client.post(api.RESUME)
+        await self._idle.wait()
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+    async def run(self) -> None:
+        """Serve until :meth:`close`."""
+        await self._closed.wait()
+        self._worker.shutdown(wait=False)
+
+    async def close(self, grace: float) -> None:
+        """Send nothing more; give what is under way ``grace`` seconds."""
+        self._closed.set()
+        self._state.running.set()
+        try:
+            async with asyncio.timeout(grace):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("requests_cut_off", after_seconds=grace, sequences=self._under_way)
+
+    # -- inside
+
+    @contextlib.asynccontextmanager
+    async def _admitted(self, sequences: int, pin: Version | None) -> AsyncIterator[Version]:
+        """Enter when a request may be sent: with which version, if it is not kept running through a pause."""
+        self._waiting += sequences
+        try:
+            async with asyncio.timeout(self._hold):
+                while not self._state.running.is_set():  # once more where the next pause has come meanwhile
+                    await self._state.running.wait()
+        except TimeoutError:
+            raise not_current(
+                f"the engine has been paused for {self._hold:g} s; ask again, or use another engine"
+            ) from None
+        finally:
+            self._waiting -= sequences
+        if self._closed.is_set():
+            raise stopping()
+        if problem := self._state.problem(pin):
+            raise problem
+        version = self._state.version
+        assert version is not None  # only a current engine passes
+        loop = asyncio.get_running_loop()
+        if not self._under_way:
+            self._busy_since = loop.time()
+        self._under_way += sequences
+        self._idle.clear()
+        try:
+            yield version
+            self.counters.rounds += 1
+            self.counters.sequences += sequences
+        finally:
+            self._under_way -= sequences
+            if not self._under_way:
+                self._idle.set()
+                self.counters.busy_seconds += loop.time() - self._busy_since
+
+    async def _generated(self, request: GenerationRequest, pin: Version | None) -> tuple[list[Completion], Version]:
+        if problem := self._state.problem(pin):
+            raise problem
+        while True:
+            async with self._admitted(request.n, pin) as version:
+                choices = await self._asked(request, version)
+            if any(choice.aborted for choice in choices):
+                continue
+            versions = [choice.versions or ((0, *version),) for choice in choices]
+            by = {(span[1], span[2]) for spans in versions for span in spans}
+            await self._committed(max(by))
+            if pin is not None and by != {pin}:  # it was kept running while the weights it wants went
+                raise self._state.problem(pin) or not_current("the weights that this is pinned to have gone")
+            if request.top_p == 1:
+                break
+            scored = [await self._untruncated(request, choice, pin) for choice in choices]
+            if by == {scorer for _, scorer in scored}:
+                choices = [choice for choice, _ in scored]
+                break  # else weights have come in between: these logprobs are not those of whoever sampled
+        self.counters.tokens += sum(len(choice.token_ids) for choice in choices)
+        completions = [
+            self._completion(request, choice, spans) for choice, spans in zip(choices, versions, strict=True)
+        ]
+        return completions, min((span[1], span[2]) for spans in versions for span in spans)
+
+    async def _asked(self, request: GenerationRequest, version: Version) -> list[api.Choice]:
+        if request.temperature == 0 and request.n > 1:  # vLLM refuses what would be the same n times
+            return await self._asked(replace(request, n=1), version) * request.n
+        if request.stop:
+            choices = Choices(request, self._codec.decode, None)
+            await self._followed(request, version, choices)
+            return choices.result()
+        answer = await self._client.post(api.GENERATE, api.generate_body(request, api.label(version)))
+        return api.read_choices(answer)
+
+    async def _followed(
+        self, request: GenerationRequest, version: Version, choices: Choices, only: int | None = None
+    ) -> None:
+        """Read an answer as it is sampled; stop strings are looked for here, since vLLM has no tokenizer."""
+        body = api.generate_body(request, api.label(version), stream=True)
+        # which weights made which tokens is said at the very end only
+        to_the_end = self._mode == "keep" and not choices.streamed
+        async with contextlib.aclosing(self._client.events(api.GENERATE, body)) as events:
+            async for event in events:
+                choices.take(event, only)
+                if choices.ended(only) and not to_the_end:
+                    break
+
+    async def _feed(
+        self, request: GenerationRequest, pin: Version | None, feed: Feed, answer: asyncio.Future[Any]
+    ) -> None:
+        try:
+            # with top_p, logprobs are known at the end; at temperature 0, all choices are one
+            if request.top_p < 1 or (request.temperature == 0 and request.n > 1):
+                completions, version = await self._generated(request, pin)
+                feed.put(version)
+                feed.put(as_tokens(completions, version))
+            else:
+                await self._fed(request, pin, feed)
+            if not answer.done():
+                answer.set_result(None)
+        except Exception as error:
+            if not answer.done():
+                answer.set_exception(error)
+
+    async def _fed(self, request: GenerationRequest, pin: Version | None, feed: Feed) -> None:
+        choices = Choices(request, self._codec.decode, feed)
+        while not choices.all_ended:
+            parts = choices.rest()
+            async with self._admitted(sum(part.n for _, part in parts), pin) as version, self._streaming():
+                choices.begin(version)
+                work = together([self._followed(part, version, choices, only) for only, part in parts])
+                cut_off = await unless(self._weights_come, work)
+            if choices.strayed:
+                raise not_current("weights changed while this was streamed, under its version's name; ask again")
+            if choices.aborted or not (cut_off or choices.all_ended):
+                raise ApiError(500, "vLLM did not end what it began to stream; ask again", code="generation_failed")
+        self.counters.tokens += choices.tokens
+
+    @contextlib.asynccontextmanager
+    async def _streaming(self) -> AsyncIterator[None]:
+        """Have the block known as a stream, which :meth:`idle` waits for."""
+        self._streams += 1
+        self._streamless.clear()
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            if not self._streams:
+                self._streamless.set()
+
+    async def _committed(self, newest: Version) -> None:
+        """Return when the newest version that sampled an answer is committed, or raise if it never will be."""
+        if self._state.version == newest or not self._state.paused:
+            return
+        await self._state.running.wait()
+        if self._state.version is None or self._state.version < newest:
+            raise not_current("the weights that sampled this were not committed; ask again, or use another engine")
+
+    async def _untruncated(
+        self, request: GenerationRequest, choice: api.Choice, pin: Version | None
+    ) -> tuple[api.Choice, Version]:
+        """Return the choice with the logprobs before truncation, and whose they are: vLLM gives those after it."""
+        whole = ScoreRequest([*request.prompt, *choice.token_ids], request.temperature or 1.0)
+        scores, version = await self._scored(whole, pin)
+        return replace(choice, logprobs=scores[len(request.prompt) - 1 :]), version
+
+    async def _scored(self, request: ScoreRequest, pin: Version | None) -> tuple[list[float], Version]:
+        heat = request.temperature or 1.0
+        if heat != 1 and len(request.token_ids) * self._vocabulary > api.SCORED_AT_ONCE:
+            raise bad_request(
+                f"logprobs of {len(request.token_ids)} tokens at temperature {heat:g} need {self._vocabulary} logprobs "
+                f"for each, more than {api.SCORED_AT_ONCE} together: vLLM scores given tokens at temperature 1 only. "
+                "Use temperature 1, or the transformers engine",
+                "temperature",
+                "unsupported_option",
+            )
+        while True:
+            async with self._admitted(1, pin) as version:
+                body = api.score_body(request.token_ids, heat, api.label(version))
+                answer = await self._client.post(api.GENERATE, body)
+            [sampled] = api.read_choices(answer)
+            if not sampled.aborted and all(span[1:] == version for span in sampled.versions):
+                return api.read_scores(answer, request.token_ids, heat), version
+
+    def _completion(
+        self, request: GenerationRequest, choice: api.Choice, versions: tuple[tuple[int, int, int], ...]
+    ) -> Completion:
+        [text] = self._codec.decode([without_end(choice.token_ids, request.stop_ids)])
+        return Completion(
+            choice.token_ids,
+            choice.logprobs,
+            cut(text, request.stop) if request.stop else text,
+            "stop" if choice.stopped else "length",
+            versions,
+        )

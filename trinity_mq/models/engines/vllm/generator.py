@@ -1,0 +1,94 @@
+"""What the engine's admin routes ask of a model, asked of vLLM: take weights in, score the canary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity_mq.config import ModelConfig
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.generation.request import ScoreRequest
+from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.models.engines.torch.weights import WeightsError
+from trinity_mq.models.engines.vllm import api
+from trinity_mq.models.engines.vllm.client import PauseMode, VllmControl
+from trinity_mq.models.errors import ModelError
+
+
+class VllmGenerator:
+    """The parts of :class:`~trinity_mq.models.engines.torch.generator.TextGenerator` that do not generate."""
+
+    device = "vllm"
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        control: VllmControl,
+        *,
+        vocabulary: int,
+        max_model_len: int,
+        pause_mode: PauseMode,
+        give_up: Callable[[], None],
+    ) -> None:
+        """``give_up`` ends vLLM, whose model nothing can repair once tensors went into it half-way."""
+        self.codec = codec
+        self.vocabulary, self.max_model_len = vocabulary, max_model_len
+        self._control, self._mode, self._give_up = control, pause_mode, give_up
+        self._salt = ""
+
+    async def receive(self, spec: dict[str, Any]) -> Mapping[str, Any]:
+        """Have vLLM's workers receive the weights, beside the model; returns the spec in place of the tensors.
+
+        Raises:
+            ApiError: They did not arrive.
+        """
+        await asyncio.to_thread(self._control.receive, spec)
+        return spec
+
+    def check(self, spec: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the spec: whether the tensors fit, vLLM says when it loads them, and the canary after that."""
+        return spec
+
+    def apply(self, spec: Mapping[str, Any]) -> None:
+        """Put in what was received.
+
+        Raises:
+            ApiError: It did not fit, or took too long. The engine ends: its host begins anew.
+        """
+        named = spec.get("version")  # not by those who send weights without a gate
+        version: Version | None = None if named is None else (named[0], named[1])
+        self._salt = f"canary-{api.label(version)}-{spec['epoch']}-{spec['attempt']}"
+        try:
+            self._control.put_in(version, self._mode)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
+        """Return for each request the logprob of every token after the first; raises ApiError."""
+        return [self._control.score(list(request.token_ids), request.temperature, self._salt) for request in requests]
+
+    def weight(self, name: str) -> bytes:
+        """Refuse: vLLM keeps weights fused and packed, not by the names of the checkpoint."""
+        raise WeightsError(
+            f"weight {name!r} cannot be read back from a vllm engine, which keeps weights fused and packed; read it "
+            "from a checkpoint of the trainer, or use the transformers engine"
+        )
+
+
+def model_limits(config: ModelConfig, folder: Path) -> tuple[int, int]:
+    """Return the size of the vocabulary and the longest sequence.
+
+    Raises:
+        ModelError: The folder does not describe a model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        described = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code).get_text_config()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{folder} does not describe a model: {' '.join(str(error).split())}") from error
+    longest = getattr(described, "max_position_embeddings", None) or config.max_model_len
+    return int(described.vocab_size), min(config.max_model_len, longest)

@@ -1,0 +1,241 @@
+"""OpenAI clients of a wrapped model: they wait out an engine without weights, raise our typed errors, are recorded.
+
+Recording happens where the bytes pass, below the client: whatever is built on it (streams, ``parse``, raw responses,
+``with_options``, agent frameworks that are handed the client) is recorded alike, from what the engine sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import openai
+from tenacity import AsyncRetrying, Retrying
+
+from trinity_mq.models.clients import engine_error, with_version
+from trinity_mq.models.errors import EngineLost, PromptTooLong
+from trinity_mq.models.recording.calls import Call, Recording
+
+if TYPE_CHECKING:
+    from trinity_mq.models.inference import InferenceModel
+    from trinity_mq.models.wrapper import ModelWrapper
+
+API_KEY = "none"  # engines ask for none, the client insists on one
+SAMPLING = ("/chat/completions", "/completions")
+"""Ends of the paths whose answers are sampled."""
+
+
+def recorded_client(wrapper: ModelWrapper) -> openai.OpenAI:
+    """Return a synchronous client of the wrapper's model."""
+    client = openai.OpenAI(http_client=RecordingClient(wrapper), **_settings(wrapper))
+    _name_model(client, wrapper.model_name)
+    return client
+
+
+def recorded_async_client(wrapper: ModelWrapper) -> openai.AsyncOpenAI:
+    """Return an asynchronous client of the wrapper's model."""
+    client = openai.AsyncOpenAI(http_client=AsyncRecordingClient(wrapper), **_settings(wrapper))
+    _name_model(client, wrapper.model_name)
+    return client
+
+
+class RecordingClient(openai.DefaultHttpxClient):
+    """HTTP for one wrapped model."""
+
+    def __init__(self, wrapper: ModelWrapper) -> None:
+        super().__init__(**_connection(wrapper))
+        self._wrapper = wrapper
+
+    def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
+        """Send a request; record what is sampled."""
+        if not _samples(request):
+            return self._sent(request, stream, options)
+        call = _call(self._wrapper, json.loads(request.read()))
+
+        def attempt() -> httpx2.Response:
+            response = self._sent(_rewritten(request, call), True, options)
+            if response.status_code != 200:
+                response.read()
+                _refused(response, call)
+            return response
+
+        response: httpx2.Response = Retrying(**self._wrapper.not_ready_policy())(attempt)
+        if (recording := _recording(response, call)) is not None:
+            assert isinstance(response.stream, httpx2.SyncByteStream)
+            response.stream = RecordedStream(response.stream, recording, request.url, self._wrapper.model)
+        if not stream:
+            try:
+                response.read()
+            except BaseException:
+                response.close()
+                raise
+        return response
+
+    def _sent(self, request: httpx2.Request, stream: bool, options: Mapping[str, Any]) -> httpx2.Response:
+        try:
+            return super().send(request, stream=stream, **options)
+        except httpx2.TransportError as error:  # a timeout is one too
+            raise _lost(request.url, error, self._wrapper.model) from error
+
+
+class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
+    """:class:`RecordingClient` for an event loop."""
+
+    def __init__(self, wrapper: ModelWrapper) -> None:
+        super().__init__(**_connection(wrapper))
+        self._wrapper = wrapper
+
+    async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
+        """Send a request; record what is sampled."""
+        if not _samples(request):
+            return await self._sent(request, stream, options)
+        call = _call(self._wrapper, json.loads(await request.aread()))
+
+        async def attempt() -> httpx2.Response:
+            response = await self._sent(_rewritten(request, call), True, options)
+            if response.status_code != 200:
+                await response.aread()
+                _refused(response, call)
+            return response
+
+        response: httpx2.Response = await AsyncRetrying(**self._wrapper.not_ready_policy())(attempt)
+        if (recording := _recording(response, call)) is not None:
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = AsyncRecordedStream(response.stream, recording, request.url, self._wrapper.model)
+        if not stream:
+            try:
+                await response.aread()
+            except BaseException:
+                await response.aclose()
+                raise
+        return response
+
+    async def _sent(self, request: httpx2.Request, stream: bool, options: Mapping[str, Any]) -> httpx2.Response:
+        try:
+            return await super().send(request, stream=stream, **options)
+        except httpx2.TransportError as error:  # a timeout is one too
+            raise _lost(request.url, error, self._wrapper.model) from error
+
+
+class RecordedStream(httpx2.SyncByteStream):
+    """An answer's bytes, which are recorded while they pass."""
+
+    def __init__(
+        self, inner: httpx2.SyncByteStream, recording: Recording, url: httpx2.URL, model: InferenceModel
+    ) -> None:
+        self._inner, self._recording, self._url, self._model = inner, recording, url, model
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for piece in self._inner:
+                self._recording.feed(piece)
+                yield piece
+        except httpx2.TransportError as error:
+            self._recording.forget()
+            raise _lost(self._url, error, self._model) from error
+        self._recording.end()
+
+    def close(self) -> None:
+        try:
+            self._recording.close()
+        finally:
+            self._inner.close()
+
+
+class AsyncRecordedStream(httpx2.AsyncByteStream):
+    """:class:`RecordedStream` for an event loop."""
+
+    def __init__(
+        self, inner: httpx2.AsyncByteStream, recording: Recording, url: httpx2.URL, model: InferenceModel
+    ) -> None:
+        self._inner, self._recording, self._url, self._model = inner, recording, url, model
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._inner:
+                self._recording.feed(piece)
+                yield piece
+        except httpx2.TransportError as error:
+            self._recording.forget()
+            raise _lost(self._url, error, self._model) from error
+        self._recording.end()
+
+    async def aclose(self) -> None:
+        try:
+            self._recording.close()
+        finally:
+            await self._inner.aclose()
+
+
+def _name_model(client: openai.OpenAI | openai.AsyncOpenAI, name: str) -> None:
+    """Let ``create`` be called without ``model``: there is but one."""
+    for resource in (client.chat.completions, client.completions):
+        vars(resource)["create"] = functools.wraps(resource.create)(functools.partial(resource.create, model=name))
+
+
+def _settings(wrapper: ModelWrapper) -> dict[str, Any]:
+    return {
+        "base_url": f"{wrapper.model.url}/v1",
+        "api_key": API_KEY,
+        "default_headers": wrapper.headers,
+        "timeout": wrapper.request_timeout,
+        "max_retries": 0,  # ours: a 503 is waited out, a lost engine is not
+    }
+
+
+def _connection(wrapper: ModelWrapper) -> dict[str, Any]:
+    """Return how to connect."""
+    # an engine is near: no proxy leads to it, and loading certificates that plain HTTP has no use for takes 30 ms
+    return {"trust_env": False, "verify": False} if wrapper.model.url.startswith("http://") else {}
+
+
+def _samples(request: httpx2.Request) -> bool:
+    return request.method == "POST" and request.url.path.endswith(SAMPLING)
+
+
+def _call(wrapper: ModelWrapper, given: Any) -> Call:
+    return Call(wrapper, given, tokens=wrapper.enable_history)
+
+
+def _rewritten(request: httpx2.Request, call: Call) -> httpx2.Request:
+    """Return the request with the wrapper's parameters, for one attempt."""
+    headers = httpx2.Headers(request.headers)
+    headers.update({**call.headers, "Accept-Encoding": "identity"})  # its bytes are read on the way
+    for name in ("Content-Length", "Transfer-Encoding"):
+        headers.pop(name, None)
+    return httpx2.Request(request.method, request.url, headers=headers, json=call.body, extensions=request.extensions)
+
+
+def _refused(response: httpx2.Response, call: Call) -> None:
+    """Raise our error for what an engine says of itself; what is the caller's own mistake stays OpenAI's to raise.
+
+    A prompt that is too long is both: the caller hears of it, and the history has the masked experiences of it.
+    """
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    error = engine_error(response.status_code, response.headers.get("Retry-After"), answer, str(response.url))
+    if response.status_code in {409, 503}:
+        raise error
+    if isinstance(error, PromptTooLong):
+        call.too_long(error)
+
+
+def _recording(response: httpx2.Response, call: Call) -> Recording | None:
+    """Return what records the answer; None where nothing is to be recorded."""
+    if response.status_code != 200:
+        return None
+    named = with_version({}, response.headers)
+    if not call.recorded:
+        call.answered_by(named)
+        return None
+    streams = response.headers.get("Content-Type", "").startswith("text/event-stream")
+    return call.streamed(named) if streams else call.whole(named)
+
+
+def _lost(url: httpx2.URL, error: Exception, model: InferenceModel) -> EngineLost:
+    return EngineLost(f"{url}: {type(error).__name__}: {error}", model)

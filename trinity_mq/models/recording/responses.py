@@ -1,0 +1,187 @@
+"""An engine's answer as experiences: tensors are built once for all its choices and cut into views."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import RESPONSE_TRUNCATED, Versions
+from trinity_mq.models.errors import EngineRefused, PromptTooLong
+from trinity_mq.models.recording.sse import numbers
+
+WHOLE = frozenset({"stop", "tool_calls", "function_call", "content_filter"})
+"""Finish reasons of a response that ended by itself."""
+MASKED_TEXT = "[the prompt is too long: this experience is masked out]"
+
+
+def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: bool = False) -> list[Experience]:
+    """Return one experience for each choice of a chat or text completion made with ``return_token_ids``.
+
+    Understood are our engines, vLLM and whoever speaks like them: prompt tokens beside the choices or in each, logprobs
+    as ``token_logprobs`` of the choice or inside its ``logprobs``. Versions are ``weight_versions`` of a choice, else
+    ``weight_version`` of the answer, else unknown. A response that was cut off, by a limit, by the server or by whoever
+    closed the stream, is ``response_truncated``.
+
+    Args:
+        answer: The JSON body.
+        temperature: As requested. At 0 the logprobs are those of temperature 1, and so the experience says.
+        text_only: Without token ids make experiences of the texts alone, with nothing to train on.
+
+    Raises:
+        EngineRefused: The answer holds no choices, no token ids, or no logprob for each.
+    """
+    choices = answer.get("choices")
+    if not isinstance(choices, list):
+        raise EngineRefused("the server's answer has no choices: it is no completion", 200, "no_choices")
+    if text_only and any(choice.get("token_ids") is None for choice in choices):
+        return [_text_experience(choice, temperature) for choice in choices]
+    prompts = [_prompt(choice, answer) for choice in choices]
+    responses = [_ids(choice, "token_ids") for choice in choices]
+    logprobs = [_logprobs(choice, len(ids)) for choice, ids in zip(choices, responses, strict=True)]
+    sizes = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    flat = [token for prompt, response in zip(prompts, responses, strict=True) for token in (*prompt, *response)]
+    tokens = torch.tensor(flat, dtype=torch.int32).split_with_sizes(sizes)
+    values = torch.tensor([value for row in logprobs for value in row], dtype=torch.float32).split_with_sizes(
+        [len(row) for row in logprobs]
+    )
+    heat = temperature or 1.0
+    return [
+        Experience(
+            tokens=tokens[place],
+            logprobs=values[place],
+            prompt_length=len(prompts[place]),
+            prompt_text=choice.get("prompt_text", answer.get("prompt_text")),
+            response_text=_text(choice),
+            truncate_status=None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
+            versions=_versions(choice, answer),
+            temperature=heat,
+        )
+        for place, choice in enumerate(choices)
+    ]
+
+
+def _prompt(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> list[int]:
+    return _ids(choice if choice.get("prompt_token_ids") is not None else answer, "prompt_token_ids")
+
+
+def _ids(where: Mapping[str, Any], name: str) -> list[int]:
+    ids: list[int] | None = where.get(name)
+    if ids is None:
+        raise EngineRefused(
+            f"the server's answer has no {name!r}: only engines that know return_token_ids make experiences",
+            200,
+            "no_token_ids",
+        )
+    return ids
+
+
+def _logprobs(choice: Mapping[str, Any], count: int) -> list[float]:
+    found = numbers(choice)
+    if found is None or len(found) != count:
+        raise EngineRefused(
+            f"the server's answer has {'no' if found is None else len(found)} logprobs for {count} tokens, wanted one "
+            "for each: only engines that return logprobs of what they sampled make experiences",
+            200,
+            "no_logprobs",
+        )
+    return found
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """Return all that was written; of calls of tools that a server took out of it, what they must have been."""
+    if choice.get("response_text") is not None:
+        return str(choice["response_text"])
+    if "text" in choice:
+        return str(choice["text"])
+    message = choice["message"]
+    return "".join([message.get("content") or "", *map(_call_text, message.get("tool_calls") or ())])
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call.get("function") or {}
+    name, arguments = json.dumps(function.get("name")), function.get("arguments") or "{}"
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _versions(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> Versions | None:
+    rows = choice.get("weight_versions")
+    if not rows and answer.get("weight_version") is not None:
+        rows = [[0, *answer["weight_version"]]]
+    return [(int(first), int(generation), int(step)) for first, generation, step in rows] if rows else None
+
+
+def _text_experience(choice: Mapping[str, Any], temperature: float) -> Experience:
+    return Experience(
+        tokens=torch.zeros(2, dtype=torch.int32),  # an experience has some; none of these is trained on
+        action_mask=torch.zeros(1, dtype=torch.bool),
+        response_text=_text(choice),
+        truncate_status=None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
+        temperature=temperature or 1.0,
+        info={"text_only": True},
+    )
+
+
+def masked_experiences(error: PromptTooLong, count: int, temperature: float) -> list[Experience]:
+    """Return ``count`` experiences for a prompt that is too long: cut, without reward, nothing of them trained on."""
+    tokens = torch.tensor(error.token_ids[: error.limit + 1], dtype=torch.int32)
+    return [
+        Experience(
+            tokens=tokens,
+            logprobs=torch.zeros(1),
+            prompt_length=error.limit,
+            reward=0.0,
+            response_text=MASKED_TEXT,
+            truncate_status="prompt_truncated",
+            temperature=temperature or 1.0,
+        )
+        for _ in range(count)
+    ]
+
+
+def conversation_experience(
+    tokens: Sequence[int],
+    assistant_mask: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    max_length: int,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    version: Sequence[int],
+    temperature: float,
+) -> Experience:
+    """Return a conversation as one multi-turn experience: the response starts at the assistant's first token.
+
+    Args:
+        tokens: All of them, already cut to ``max_length`` where the conversation is longer.
+        assistant_mask: One for each token of the whole conversation: 1 where the assistant wrote it.
+        logprobs: Of every token after the first.
+        max_length: Tokens kept of a longer conversation.
+        messages: Kept in the experience.
+        tools: Kept in the experience.
+        version: That scored it.
+        temperature: The logits were divided by it.
+
+    Raises:
+        ValueError: Nothing of what is kept was written by the assistant, or its first token is the first of all.
+    """
+    mask = list(assistant_mask[: len(tokens)])
+    first = mask.index(1) if 1 in mask else 0
+    if first == 0:
+        raise ValueError(
+            f"no token of the assistant among the {len(tokens)} kept, after some prompt: nothing to train on"
+        )
+    return Experience(
+        tokens=list(tokens),
+        logprobs=list(logprobs[first - 1 :]),
+        action_mask=torch.tensor(mask[first:], dtype=torch.bool),
+        prompt_length=first,
+        messages=list(messages),
+        tools=None if tools is None else list(tools),
+        truncate_status="response_truncated" if len(assistant_mask) > max_length else None,
+        versions=[(0, int(version[0]), int(version[1]))],
+        temperature=temperature,
+    )

@@ -1,0 +1,64 @@
+"""The rule reward of DAPO: 1 or -1, less for responses that come near their limit of length."""
+
+from __future__ import annotations
+
+from trinity_mq.rewards.math.answers import correct
+
+
+def overlong_penalty(length: int, max_length: int, cache_length: int) -> float:
+    """Return the soft penalty for the length of a response (DAPO, arXiv 2503.14476, equation 13).
+
+    0 up to ``max_length - cache_length`` tokens, then falling linearly to -1 at ``max_length``, and -1 beyond.
+    """
+    expected = max_length - cache_length
+    return max(-1.0, min(0.0, (expected - length) / cache_length))
+
+
+def check_lengths(max_length: int | None, cache_length: int | None) -> None:
+    """Raise ValueError unless both are None, or 0 < ``cache_length`` <= ``max_length``."""
+    if (max_length is None) != (cache_length is None):
+        raise ValueError(
+            f"max_response_length is {max_length} and cache_length is {cache_length}; give both, in tokens, or neither"
+        )
+    if max_length is not None and cache_length is not None and not 0 < cache_length <= max_length:
+        raise ValueError(f"cache_length is {cache_length}, wanted 1 to max_response_length {max_length}")
+
+
+class MathDapoReward:
+    """Reward 1 for a right answer and -1 for a wrong one (DAPO, section 2.4), plus the overlong penalty.
+
+    Args:
+        max_response_length: Tokens at which the penalty is full. None: no penalty.
+        cache_length: Tokens before that over which it grows.
+        penalty_factor: Size of the full penalty.
+
+    Raises:
+        ValueError: Lengths that do not fit.
+    """
+
+    def __init__(
+        self, max_response_length: int | None = None, cache_length: int | None = None, penalty_factor: float = 1.0
+    ) -> None:
+        check_lengths(max_response_length, cache_length)
+        self.max_response_length, self.cache_length = max_response_length, cache_length
+        self.penalty_factor = penalty_factor
+
+    def __call__(
+        self, response: str, truth: str | None, *, finished: bool, tokens: int | None = None
+    ) -> dict[str, float]:
+        """Return accuracy (1 or 0), ``wrong`` (0 or -1), and with lengths ``overlong`` (0 to -``penalty_factor``).
+
+        Raises:
+            ValueError: There is a penalty to compute, and nobody said how many ``tokens`` the response has.
+        """
+        right = correct(response, truth, finished=finished)
+        parts = {"accuracy": float(right), "wrong": 0.0 if right else -1.0}
+        if self.max_response_length is not None and self.cache_length is not None:
+            if tokens is None:
+                raise ValueError(
+                    "the overlong penalty needs the number of response tokens, which this workflow does not give: "
+                    "use the operator length_penalty instead, and no max_response_length here"
+                )
+            penalty = overlong_penalty(tokens, self.max_response_length, self.cache_length)
+            parts["overlong"] = self.penalty_factor * penalty
+        return parts

@@ -1,0 +1,1 @@
+"""Runs a workflow: shared by the runner, ``trinity-mq debug`` and tests."""

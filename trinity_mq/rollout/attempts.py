@@ -1,0 +1,261 @@
+"""The attempts at the runs of a slice: what is tried again, for how long, and what each finished run leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from trinity_mq.experience import Experience
+from trinity_mq.models import InferenceModel
+from trinity_mq.models.engine_selection import Engines
+from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, ModelError, VersionMismatch
+from trinity_mq.rewards import RewardError, UnknownNameError
+from trinity_mq.rollout.instances import Instances
+from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.seeds import stable_seed
+from trinity_mq.telemetry import get_logger
+from trinity_mq.workflows import RunFailedError, Task, TaskError, Workflow, execute
+from trinity_mq.workflows.auxiliary import AuxiliaryError
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+FIRST_PAUSE = 0.2
+"""Seconds: the pause before a retry is random, up to this and doubled each time."""
+LONGEST_PAUSE = 5.0
+
+INCURABLE = (TaskError, UnknownNameError, RewardError, ModelError)
+"""Every further attempt would raise them too."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long, and how often."""
+
+    attempt: float
+    """Seconds for one attempt of one run."""
+    retries: int
+    """Further attempts of failed runs."""
+    total: float
+    """Seconds for all of it, retries and waiting for engines included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be run, with what."""
+
+    task: Task
+    kind: type[Workflow]
+    limits: Limits
+    seed: int
+    models: Callable[[], InferenceModel]
+    """Says which engine to use now; raises EngineNotReady or EngineLost where there is none at present."""
+    tally: Tally
+    own_loops: bool = False
+    """Each run of an asynchronous workflow in a thread, on an event loop of its own."""
+    runner: int | str | None = None
+    """Whose work it is, for logs."""
+
+
+class Unit:
+    """Runs that are done in one go: all of a slice if its workflow is repeatable, else one."""
+
+    def __init__(self, job: Job, runs: Sequence[int], instances: Instances) -> None:
+        self.job = job
+        self.missing = list(runs)
+        self._instances = instances
+        self._attempts = 0
+        self.engine_trouble = ""
+        """Why no engine serves, while it waits for one."""
+
+    async def finish(self) -> None:
+        """Do the runs and retry what fails. What a workflow raises is not raised here: the tally has it."""
+        try:
+            try:
+                await self._attempt()
+            except Exception as error:
+                if not self.job.limits.retries or not _curable(error):
+                    raise
+                await self._retry(error)
+        except Exception as error:
+            log.info(
+                "runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=describe(error)
+            )
+
+    async def _retry(self, error: Exception) -> None:
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(self.job.limits.retries + 1),
+            wait=wait_random_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE),
+            retry=retry_if_exception(_curable),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        await retrying(_after(error, self._attempt))
+
+    async def _attempt(self) -> None:
+        """Try all that is missing, then raise the first failure."""
+        self._attempts += 1
+        failure: Exception | None = None
+        for block in consecutive(self.missing):
+            try:
+                await self._block(block)
+            except Exception as error:
+                self.job.tally.trouble(describe(error))
+                log.debug("attempt_failed", runner=self.job.runner, runs=block, attempt=self._attempts, exc_info=error)
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    async def _block(self, block: Sequence[int]) -> None:
+        """Have consecutive runs done by one instance of the workflow; waiting for an engine is no attempt."""
+        try:
+            experiences, seconds = await self._go(block)
+        except Exception as error:
+            if engine_trouble(error) is None:
+                raise
+            serving = AsyncRetrying(
+                wait=self._pause,
+                retry=retry_if_exception(lambda error: engine_trouble(error) is not None),
+                sleep=asyncio.sleep,
+                reraise=True,
+            )
+            experiences, seconds = await serving(_after(error, lambda: self._go(block)))
+        by_run = self._by_run(block, experiences)
+        for run, listed in by_run.items():
+            self.job.tally.finished(self.job.task, run, listed, seconds)
+            self.missing.remove(run)
+        lacking = [run for run in block if run not in by_run]
+        if lacking:
+            raise RunFailedError(
+                f"{self.job.kind.__name__} returned no experience for runs {lacking} of {list(block)}; a workflow with "
+                "can_repeat = True returns some for each, with eid.run = run_id_base + i"
+            )
+
+    async def _go(self, block: Sequence[int]) -> tuple[list[Experience], float]:
+        """Return the experiences of one go, and the seconds it took."""
+        job = self.job
+        engine = job.models()
+        self.engine_trouble = ""
+        # A retry draws anew: what failed would fail again on the same samples.
+        seed = stable_seed(job.seed, block[0], *([self._attempts] if self._attempts > 1 else []))
+        instance = self._instances.take(engine, seed)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        try:
+            async with asyncio.timeout(job.limits.attempt) as limit:
+                experiences = await execute(
+                    lambda: instance.ready(block),
+                    job.kind,
+                    close=self._instances.closing(instance),
+                    own_loop=job.own_loops,
+                )
+        except TimeoutError:
+            if limit.expired():
+                raise RunFailedError(
+                    f"{job.kind.__name__} took longer than max_timeout, {job.limits.attempt:g} s"
+                ) from None
+            raise
+        except Exception as error:
+            if isinstance(job.models, Engines) and (lost := lost_engine(error, engine)) is not None:
+                job.models.lost(lost)
+            raise
+        self._instances.give_back(instance)
+        return experiences, loop.time() - start
+
+    def _by_run(self, block: Sequence[int], experiences: list[Experience]) -> dict[int, list[Experience]]:
+        if not self.job.kind.can_repeat:
+            return {block[0]: experiences}
+        by_run: dict[int, list[Experience]] = {}
+        for experience in experiences:
+            by_run.setdefault(experience.eid.run, []).append(experience)
+        strange = sorted(by_run.keys() - set(block))
+        if strange:
+            raise RunFailedError(
+                f"{self.job.kind.__name__} returned experiences with eid.run {strange}, was asked for {list(block)}"
+            )
+        return by_run
+
+    def _pause(self, state: RetryCallState) -> float:
+        """Return the jittered seconds until an engine is asked again."""
+        error = None if state.outcome is None else state.outcome.exception()
+        trouble = error and engine_trouble(error)
+        self.engine_trouble = str(trouble)
+        if isinstance(trouble, EngineNotReady):
+            return trouble.retry_after * random.uniform(1.0, 1.5)
+        longest: float = FIRST_PAUSE * 2 ** min(state.attempt_number, 10)
+        return min(LONGEST_PAUSE, longest) * random.uniform(0.5, 1.0)
+
+
+def engine_trouble(error: BaseException) -> BaseException | None:
+    """Return what says that no engine serves at present, ``error`` or a cause of it; None if that is not the reason."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, EngineNotReady | EngineLost):
+            return cause
+        if isinstance(cause, VersionMismatch) and cause.wanted is not None:
+            return cause if cause.held is None or cause.held < cause.wanted else None
+        cause = cause.__cause__
+    return None
+
+
+def lost_engine(error: BaseException, asked: InferenceModel) -> InferenceModel | None:
+    """Return the engine that did not answer: the one that ``error`` or a cause of it names, else the rollout engine
+    ``asked``; None if that is not the reason.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, EngineLost):
+            return cause.engine or asked
+        if isinstance(cause, AuxiliaryError):
+            return cause.lost
+        cause = cause.__cause__
+    return None
+
+
+def _after(error: Exception, function: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+    """Return ``function`` with ``error`` as the end of its first call, which has been made already: a retry costs
+    something only where one is needed.
+    """
+    ended = [error]
+
+    async def call() -> T:
+        if ended:
+            raise ended.pop()
+        return await function()
+
+    return call
+
+
+def consecutive(runs: Sequence[int]) -> list[list[int]]:
+    """Return ``runs``, rising, as lists without gaps.
+
+    >>> consecutive([0, 1, 4, 5, 7])
+    [[0, 1], [4, 5], [7]]
+    """
+    blocks: list[list[int]] = []
+    for run in runs:
+        if blocks and run == blocks[-1][-1] + 1:
+            blocks[-1].append(run)
+        else:
+            blocks.append([run])
+    return blocks
+
+
+def describe(error: BaseException) -> str:
+    """Return error and place in one line, such as ``ValueError: no state (my_workflow.py:17)``."""
+    if isinstance(error, RunFailedError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+
+
+def _curable(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, (*INCURABLE, EngineRefused))

@@ -1,0 +1,82 @@
+"""What is done of a slice so far. It outlives whatever ends the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trinity_mq.experience import Experience
+from trinity_mq.rollout.status import SliceOutcome
+from trinity_mq.telemetry import aggregate_runs
+from trinity_mq.workflows import Task
+
+
+@dataclass
+class Tally:
+    """The finished runs, and what went wrong with the others."""
+
+    experiences: dict[int, list[Experience]] = field(default_factory=dict)
+    """By run."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By run."""
+    message: str | None = None
+    """The first thing that went wrong."""
+    on_run: Callable[[int], None] | None = None
+    """Told of each run as it is finished."""
+
+    def trouble(self, message: str) -> None:
+        """Keep ``message`` if it is the first."""
+        self.message = self.message or message
+
+    def finished(self, task: Task, run: int, experiences: list[Experience], seconds: float) -> None:
+        """Stamp and keep the experiences of ``run``, which took ``seconds``."""
+        tokens, last = 0, experiences[0]
+        for experience in experiences:
+            _stamp(task, run, experience)
+            tokens += experience.response_length
+            if experience.eid.step > last.eid.step:
+                last = experience
+        metrics = {"response_tokens:sum": float(tokens)}
+        if last.reward is not None:
+            metrics["reward"] = last.reward
+        if told := [experience.metrics for experience in experiences if experience.metrics]:
+            metrics |= aggregate_runs(told)
+        metrics["time/run_execution"] = seconds
+        self.keep(run, experiences, metrics)
+
+    def keep(self, run: int, experiences: list[Experience], metrics: dict[str, float]) -> None:
+        """Keep a finished run as it is."""
+        self.experiences[run] = experiences
+        self.metrics[run] = metrics
+        if self.on_run is not None:
+            self.on_run(run)
+
+    def outcome(self, seconds: float) -> SliceOutcome:
+        """Return what is done by now as the outcome of a slice that took ``seconds``."""
+        runs = sorted(self.experiences)
+        experiences = [experience for run in runs for experience in self.experiences[run]]
+        versions = [each.versions for each in experiences if each.versions]
+        return SliceOutcome(
+            experiences=experiences,
+            runs=runs,
+            metrics=[self.metrics[run] for run in runs],
+            message=self.message,
+            version_min=min((row[1:] for rows in versions for row in rows), default=None),
+            version_max=max((row[1:] for rows in versions for row in rows), default=None),
+            seconds=seconds,
+        )
+
+
+def _stamp(task: Task, run: int, experience: Experience) -> None:
+    eid = experience.eid
+    eid.batch, eid.run = task.batch_id, run
+    if eid.task == "":
+        eid.task = task.task_id
+    taskset, index = task.index.get("taskset"), task.index.get("index")
+    if experience.taskset is None and isinstance(taskset, str):
+        experience.taskset = taskset
+    if experience.index is None and isinstance(index, int):
+        experience.index = index
+    oldest = experience.version_min
+    if oldest is not None:
+        experience.info["model_version"] = oldest[1]

@@ -1,0 +1,225 @@
+"""Runs the workflow of a task or a slice and says what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from trinity_mq.config import Config
+from trinity_mq.config.agents import ConcurrentMode
+from trinity_mq.experience import Experience
+from trinity_mq.messages import TaskSlice, Version
+from trinity_mq.models import EngineClients, InferenceModel, ModelWrapper
+from trinity_mq.models.engine_selection import auxiliary_models
+from trinity_mq.rewards import UnknownNameError
+from trinity_mq.rollout.attempts import Job, Limits, Unit
+from trinity_mq.rollout.instances import Instances
+from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.seeds import stable_seed
+from trinity_mq.rollout.status import SliceOutcome, Status
+from trinity_mq.telemetry import aggregate_runs
+from trinity_mq.workflows import Task, TaskError, load_workflow
+
+__all__ = ["SliceOutcome", "Status", "WorkflowRunner"]
+
+WAITING_SHARE = 0.25
+"""Of an attempt's time: so long a workflow waits for weights where it is, keeping its earlier steps. After that it is
+begun again, with whatever engine serves by then, which counts as no further attempt."""
+
+
+class WorkflowRunner:
+    """Runs workflows against rollout engines.
+
+    A repeatable workflow does all runs in one go; any other is run once for each, in one of three ways
+    (``runner.concurrent_mode``). Each run has a history and seeds of its own. Only failed runs are tried again.
+
+    Args:
+        config: The run's configuration.
+        model: The rollout model of :meth:`run_task`; :meth:`run_slice` is told each time.
+        auxiliary_models: Further models that workflows may ask.
+        runner_id: Whose work it is, for logs.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: InferenceModel | None = None,
+        auxiliary_models: Sequence[InferenceModel] | None = None,
+        runner_id: int | str | None = None,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.auxiliary_models = list(auxiliary_models or ())
+        self.runner_id = runner_id
+        self._clients = EngineClients()
+
+    def run_task(self, task: Task, repeat_times: int = 1, run_id_base: int = 0) -> tuple[Status, list[Experience]]:
+        """Do ``repeat_times`` runs of ``task``; return what became of it, and the experiences of the finished runs.
+
+        Raises:
+            RuntimeError: Called on an event loop, which it would block, or no model was given.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(self._run_task_alone(task, repeat_times, run_id_base))
+        raise RuntimeError("run_task() would block the running event loop; await run_task_async() instead")
+
+    async def _run_task_alone(self, task: Task, repeat_times: int, run_id_base: int) -> tuple[Status, list[Experience]]:
+        try:
+            return await self.run_task_async(task, repeat_times, run_id_base)
+        finally:
+            await self.close()  # the connections belong to the loop that ends here
+
+    async def run_task_async(
+        self, task: Task, repeat_times: int = 1, run_id_base: int = 0
+    ) -> tuple[Status, list[Experience]]:
+        """:meth:`run_task` on the event loop."""
+        model = self.model
+        if model is None:
+            raise RuntimeError("this WorkflowRunner was made without a model: give one, or use run_slice()")
+        explorer = self.config.explorer
+        outcome = await self._run(
+            task,
+            range(run_id_base, run_id_base + repeat_times),
+            Limits(explorer.max_timeout, explorer.max_retry_times, explorer.slice_timeout),
+            seed=stable_seed(self.config.seed, task.batch_id, task.task_id),
+            models=lambda: model,
+        )
+        status = Status(
+            ok=len(outcome.runs) == repeat_times,
+            metric=aggregate_runs(outcome.metrics),
+            message=outcome.message,
+            completed_runs=len(outcome.runs),
+            total_runs=repeat_times,
+            metrics=outcome.metrics,
+        )
+        return status, outcome.experiences
+
+    async def run_slice(
+        self, piece: TaskSlice, models: Callable[[], InferenceModel], tally: Tally | None = None
+    ) -> SliceOutcome:
+        """Do the runs of a slice, within its time, and return what became of them.
+
+        Args:
+            piece: The slice.
+            models: Says which engine to use, asked before each attempt; raises EngineNotReady or EngineLost where there
+                is none at present, which costs time but no attempt. One that is Engines is told which ones are lost.
+            tally: Filled as runs are finished, for those who may have to end the slice early.
+        """
+        try:
+            task = Task.from_body(piece.task, piece.batch, piece.task_id)
+        except (TaskError, UnknownNameError) as error:
+            return SliceOutcome.failure(str(error))
+        return await self._run(
+            task,
+            range(piece.run_base, piece.run_base + piece.repeat_times),
+            Limits(piece.max_timeout, piece.max_retry_times, piece.slice_timeout),
+            seed=piece.seed,
+            models=models,
+            pinned=piece.pinned,
+            tally=tally,
+        )
+
+    @staticmethod
+    def blocks(piece: TaskSlice) -> bool:
+        """Say whether the workflow of a slice is a synchronous one."""
+        try:
+            return not load_workflow(piece.task.workflow).is_async
+        except UnknownNameError:
+            return False
+
+    async def close(self) -> None:
+        """Close the connections to engines; a further task opens new ones."""
+        await self._clients.aclose()
+
+    async def _run(
+        self,
+        task: Task,
+        runs: Sequence[int],
+        limits: Limits,
+        *,
+        seed: int,
+        models: Callable[[], InferenceModel],
+        pinned: Version | None = None,
+        tally: Tally | None = None,
+    ) -> SliceOutcome:
+        if task.workflow is None:
+            return SliceOutcome.failure("the task has no workflow; set Task.workflow to a Workflow class")
+        mode = self.config.runner.concurrent_mode
+        tally = Tally() if tally is None else tally
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        job = Job(
+            task=task,
+            kind=task.workflow,
+            limits=limits,
+            seed=seed,
+            models=models,
+            tally=tally,
+            own_loops=mode == "multi-threading",
+            runner=self.runner_id,
+        )
+        shared = None if job.own_loops and job.kind.is_async else self._clients
+        instances = Instances(
+            task,
+            job.kind,
+            lambda engine, run_seed: self._wrap(engine, task, limits, run_seed, pinned, shared),
+            lambda: self._wrap_auxiliaries(models, shared),
+            keep=mode == "sequential" and job.kind.can_reset and not job.kind.can_repeat,
+        )
+        units = [Unit(job, share, instances) for share in ([runs] if job.kind.can_repeat else [[run] for run in runs])]
+        try:
+            async with asyncio.timeout(limits.total) as limit:
+                await _finish(units, mode)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            trouble = next((unit.engine_trouble for unit in units if unit.engine_trouble), "")
+            why = f", waiting for an engine: {trouble}" if trouble else ""
+            tally.trouble(f"not done within the {limits.total:g} s of the slice{why}")
+        finally:
+            await instances.aclose()
+        return tally.outcome(loop.time() - start)
+
+    def _wrap_auxiliaries(
+        self, models: Callable[[], InferenceModel], clients: EngineClients | None
+    ) -> list[ModelWrapper]:
+        names = [model.name for model in self.config.explorer.auxiliary_models]
+        found = auxiliary_models(names, models, self.auxiliary_models)
+        return [ModelWrapper(model, clients=clients) for model in found]
+
+    def _wrap(
+        self,
+        engine: InferenceModel,
+        task: Task,
+        limits: Limits,
+        seed: int,
+        pinned: Version | None,
+        clients: EngineClients | None,
+    ) -> ModelWrapper:
+        rollout, model = self.config.explorer.rollout_model, self.config.model
+        return ModelWrapper(
+            engine,
+            rollout_args=task.rollout_args,
+            seed=seed,
+            pinned=pinned,
+            enable_history=rollout.enable_history,
+            max_prompt_tokens=model.max_prompt_tokens,
+            max_response_tokens=model.max_response_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            clients=clients,
+            not_ready_timeout=limits.attempt * WAITING_SHARE,
+            request_timeout=limits.attempt,
+        )
+
+
+async def _finish(units: Sequence[Unit], mode: ConcurrentMode) -> None:
+    if len(units) == 1 or mode == "sequential":
+        for unit in units:
+            await unit.finish()
+        return
+    async with asyncio.TaskGroup() as group:
+        for unit in units:
+            group.create_task(unit.finish())

@@ -1,0 +1,82 @@
+"""The documented handles: a task with its place in a batch, and a remote runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trinity_mq.config import Config
+from trinity_mq.messages import BatchId, Beat, ControlEvent
+from trinity_mq.rollout.status import Status
+from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.peers import Peers
+from trinity_mq.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from trinity_mq.experience import Experience
+    from trinity_mq.models import InferenceModel
+    from trinity_mq.workflows import Task
+
+
+@dataclass
+class TaskWrapper:
+    """A task, or the part of one that starts at run ``run_id_base``."""
+
+    task: Task
+    batch_id: BatchId
+    run_id_base: int = 0
+    repeat_times: int = 1
+
+
+class RunnerWrapper:
+    """The explorer's handle on a remote runner: what its beat says, and how to have it replaced.
+
+    Args:
+        runner_id: The runner's agent id, or a number for the runners of ``trinity-mq run``.
+        rollout_model: Accepted for the documented signature; runners find engines by their beats.
+        auxiliary_models: Likewise.
+        config: The run's configuration.
+        scheduler: Through whom tasks travel.
+        peers: Where its beats are heard.
+    """
+
+    def __init__(
+        self,
+        runner_id: int | str,
+        rollout_model: InferenceModel | None,
+        auxiliary_models: Sequence[InferenceModel],
+        config: Config,
+        *,
+        scheduler: Scheduler,
+        peers: Peers | None = None,
+    ) -> None:
+        self.runner_id = runner_id
+        self.agent_id = runner_id if isinstance(runner_id, str) else f"runner-{runner_id}"
+        self.rollout_model, self.auxiliary_models, self.config = rollout_model, list(auxiliary_models), config
+        self._scheduler, self._peers = scheduler, peers
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the runner's last beat said, empty when none was heard."""
+        beat: Beat | None = self._peers.latest(self.agent_id) if self._peers else None
+        return {} if beat is None else {"state": beat.state, **beat.detail}
+
+    async def run_with_retry(self, task: TaskWrapper) -> tuple[Status, list[Experience], int | str]:
+        """Have the task done, attempts and back-off included, and return its status, its experiences and this runner's
+        id.
+        """
+        body = replace(task.task, repeat_times=task.repeat_times)  # the caller's own task stays as it is
+        statuses, experiences = await self._scheduler.run_one(
+            body, task.batch_id, run_id_base=task.run_id_base, part_of=task.task
+        )
+        if not statuses:
+            message = f"the task was not done within {self.config.explorer.batch_timeout:g} s"
+            return Status(ok=False, metric={}, message=message, total_runs=task.repeat_times), [], self.runner_id
+        return statuses[0], experiences, self.runner_id
+
+    async def restart_runner(self, reason: str = "asked by the explorer") -> None:
+        """Ask the runner to end, so that its supervisor starts a fresh one."""
+        event = ControlEvent(verb="restart", target=self.agent_id, reason=reason)
+        exchange = self._scheduler.topology.exchange("control")
+        await self._scheduler.bus.publish(exchange, f"restart.{self.agent_id}", envelope(event))

@@ -1,0 +1,1 @@
+"""Channels that carry weights from the trainer to the engines."""

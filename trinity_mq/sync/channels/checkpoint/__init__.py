@@ -1,0 +1,1 @@
+"""The checkpoint channel: weights travel as files."""

@@ -1,0 +1,78 @@
+"""The checkpoint channel: weights travel as files that trainer and engines both reach."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+
+from trinity_mq.messages import Version
+from trinity_mq.sync.channels.buckets import ahead, packed, plan
+from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.checkpoint.files import WeightFiles
+from trinity_mq.sync.channels.factory import STAGING_TRIES, ChannelError, Manifest, Pull, Tensors, in_daemon_thread
+
+log = structlog.get_logger(__name__)
+
+
+class CheckpointChannel:
+    """Writes each version before it is offered; members read it by themselves.
+
+    Args:
+        root: Folder or fsspec URL below which versions are.
+        bucket_bytes: Size of a shard.
+        seconds: Limit of a phase of a try.
+        keep: Versions that stay.
+    """
+
+    def __init__(self, root: str, bucket_bytes: int, seconds: float, *, keep: int = 2) -> None:
+        self._files = WeightFiles(root)
+        self._root, self._bucket_bytes, self._seconds, self._keep = root, bucket_bytes, seconds, keep
+        self._offered: Pull | None = None
+        self._committed: Pull | None = None
+
+    async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
+        """Write the files, unless they are there, and say where they are; see :class:`Channel`."""
+        if self._offered is None or self._offered[0] != version:
+            self._offered = None
+            buckets = plan(manifest, self._bucket_bytes)
+
+            def write() -> tuple[str, str]:
+                spare = Spare()
+                flats = ahead(packed(buckets, tensors, empty=spare.take))
+                return self._files.write(version, buckets, flats, spare.put)
+
+            try:
+                path, digest = await in_daemon_thread(write, self._seconds * STAGING_TRIES, "writing the weights")
+            except ChannelError as error:
+                raise ChannelError(
+                    f"version {version} cannot be written below {self._root}: {error}; check space and permissions "
+                    "there (synchronizer.checkpoint_path)"
+                ) from error
+            self._offered = (version, {"method": "checkpoint", "path": path, "digest": digest}, manifest)
+        return self._offered[1]
+
+    async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
+        """Nothing to do: members read by themselves."""
+
+    async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
+        """Keep the files of ``version`` and of those before it as configured."""
+        if self._offered is None or self._offered[0] != version:
+            return
+        self._committed = self._offered
+        try:
+            path = self._committed[1]["path"]
+            await in_daemon_thread(lambda: self._files.prune(path, self._keep), self._seconds, "pruning")
+        except ChannelError as error:
+            log.warning("old_weights_not_removed", root=self._root, reason=str(error))
+
+    async def pullable(self) -> Pull | None:
+        """Return where the committed files are, None before the first commit of this process."""
+        return self._committed
+
+    def abandon(self) -> None:
+        """Write the version anew for the next try: perhaps its files were why this one failed."""
+        self._offered = None
+
+    async def close(self) -> None:
+        """Leave the files: engines may be reading them."""

@@ -1,0 +1,94 @@
+"""The engine's end of the checkpoint channel: verifies and opens shard after shard. Blocks."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import time
+from typing import Any
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from torch import Tensor
+
+from trinity_mq.sync.channels.buckets import entries_of
+from trinity_mq.sync.channels.checkpoint.files import MANIFEST, checked, is_local
+from trinity_mq.sync.channels.factory import ChannelError
+
+TRIES = 3
+"""Of each file: a network file system may show a new one late."""
+_SHARD = re.compile(r"shard-\d+\.safetensors")
+
+
+def fetch(spec: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors by name, every file verified; local ones are mapped, not read into memory.
+
+    ``spec``: path, digest, manifest, seconds.
+
+    Raises:
+        ChannelError: A file is not there, is not what was written, or does not hold what the manifest says.
+    """
+    from fsspec.core import url_to_fs
+
+    ends = time.monotonic() + float(spec["seconds"])
+    try:
+        filesystem, folder = url_to_fs(spec["path"])
+    except (ImportError, ValueError) as error:
+        raise ChannelError(f"no library opens {spec['path']!r} in the engine: {error}") from error
+    tries = Retrying(
+        retry=retry_if_exception_type((OSError, ValueError)),
+        wait=wait_random_exponential(multiplier=0.1, max=2.0),
+        stop=stop_after_attempt(TRIES),
+        reraise=True,
+    )
+    tensors: dict[str, Tensor] = {}
+    name = MANIFEST
+    try:
+        for shard in tries(_manifest, filesystem, f"{folder}/{name}", spec["digest"]):
+            if time.monotonic() > ends:
+                raise ChannelError(f"{spec['path']}: not all weights were read in time")
+            name = shard["name"]
+            tensors.update(tries(_shard, filesystem, f"{folder}/{name}", shard))
+    except (OSError, ValueError) as error:
+        raise ChannelError(f"{spec['path']}/{name} cannot be used: {type(error).__name__}: {error}") from error
+    _compare(tensors, spec)
+    return tensors
+
+
+def _manifest(filesystem: Any, path: str, wanted: str) -> list[dict[str, Any]]:
+    body = filesystem.cat_file(path)
+    checked(body, wanted, MANIFEST)
+    shards: list[dict[str, Any]] = json.loads(body)["shards"]
+    for shard in shards:
+        if not _SHARD.fullmatch(shard["name"]):
+            raise ValueError(f"{shard['name']!r} is no name of a shard")
+    return shards
+
+
+def _shard(filesystem: Any, path: str, shard: dict[str, Any]) -> dict[str, Tensor]:
+    from safetensors.torch import load, load_file
+
+    tensors: dict[str, Tensor]
+    if is_local(filesystem):
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as body:
+            view = memoryview(body)
+            try:
+                checked(view, shard["xxh3_128"], shard["name"])
+            finally:
+                view.release()
+        tensors = load_file(path)
+    else:
+        data = filesystem.cat_file(path)
+        checked(data, shard["xxh3_128"], shard["name"])
+        tensors = load(data)
+    return tensors
+
+
+def _compare(tensors: dict[str, Tensor], spec: dict[str, Any]) -> None:
+    wanted = {name: (dtype, shape) for name, dtype, shape in entries_of(spec["manifest"])}
+    found = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()}
+    if wanted != found:
+        first = next(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        raise ChannelError(
+            f"{spec['path']}: {first!r} is {found.get(first)}, the manifest of the sync says {wanted.get(first)}"
+        )

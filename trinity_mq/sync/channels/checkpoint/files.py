@@ -1,0 +1,176 @@
+"""Versions of weights as files: safetensors shards and a manifest, below a local folder or an fsspec URL. Blocks.
+
+``<root>/<generation>.<step>-<random>/shard-00000.safetensors`` ..., and last of all ``manifest.json`` with size and
+checksum of each: a folder without it is no version. Local files appear by a rename, once they are on disk; objects of
+a store appear when all of them is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import structlog
+import xxhash
+from torch import Tensor
+
+from trinity_mq.experience.codec.tail import DTYPES
+from trinity_mq.messages import Version
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.sync.channels.buckets import Bucket, raw
+from trinity_mq.sync.channels.factory import label
+from trinity_mq.sync.channels.memory.host_copy import digest
+
+log = structlog.get_logger(__name__)
+
+MANIFEST = "manifest.json"
+PIECE = 2**22
+"""Bytes written, and summed up while they are in the cache, at once."""
+_FOLDER = re.compile(r"(\d+)\.(\d+)-[0-9a-f]{8}")
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class WeightFiles:
+    """The versions below one root; only folders named as ours are ever touched.
+
+    Raises:
+        FatalError: No library here opens such a URL.
+    """
+
+    def __init__(self, root: str) -> None:
+        from fsspec.core import url_to_fs
+
+        try:
+            self._fs, self._root = url_to_fs(root)
+        except (ImportError, ValueError) as error:
+            raise FatalError(f"synchronizer.checkpoint_path: no library opens {root!r} here: {error}") from error
+        self._root = self._root.rstrip("/")
+        self._prefix = f"{root.partition('://')[0]}://" if "://" in root else ""
+        self._is_local = is_local(self._fs)
+
+    def write(
+        self,
+        version: Version,
+        buckets: Iterable[Bucket],
+        flats: Iterable[Tensor],
+        written: Callable[[Tensor], None] = lambda flat: None,
+    ) -> tuple[str, str]:
+        """Write a shard a bucket, then the manifest; returns the version's folder or URL and the manifest's checksum.
+
+        ``written`` is called with each bucket that is not needed any more.
+
+        Raises:
+            OSError: It could not be written; what was is no version, and goes with the next :meth:`prune`.
+        """
+        folder = f"{self._root}/{label(version)}-{uuid.uuid4().hex[:8]}"
+        if self._is_local:
+            Path(folder).mkdir(parents=True)
+        shards: list[dict[str, Any]] = []
+        for number, (bucket, flat) in enumerate(zip(buckets, flats, strict=True)):
+            name = f"shard-{number:05d}.safetensors"
+            size, seen = self._put(f"{folder}/{name}", _shard(bucket, flat))
+            shards.append({"name": name, "bytes": size, "xxh3_128": seen})
+            written(flat)
+        body = json.dumps({"format": 1, "version": list(version), "shards": shards}, indent=1).encode()
+        _, seen = self._put(f"{folder}/{MANIFEST}", [body])
+        if self._is_local:
+            _sync_folder(folder)
+            _sync_folder(self._root)
+        return f"{self._prefix}{folder}", seen
+
+    def prune(self, current: str, keep: int) -> None:
+        """Remove all but ``current`` and the newest ``keep - 1`` of the versions before it; what cannot go stays.
+
+        What is no version, and what tries that failed have left, goes too.
+        """
+        newest = self._version_of(current.rpartition("/")[2])
+        before: dict[Version, str] = {}
+        gone: list[str] = []
+        self._fs.invalidate_cache()
+        for path in self._folders():
+            name = path.rpartition("/")[2]
+            version = self._version_of(name)
+            if version is None or name == current.rpartition("/")[2]:
+                continue
+            if newest is not None and version < newest and self._fs.exists(f"{path}/{MANIFEST}"):
+                gone += [before[version]] if version in before else []
+                before[version] = path
+            else:
+                gone.append(path)
+        gone += [before[version] for version in sorted(before, reverse=True)[keep - 1 :]]
+        for path in gone:
+            try:
+                self._fs.rm(path, recursive=True)
+            except OSError as error:
+                log.warning("old_weights_not_removed", path=path, reason=str(error))
+
+    @staticmethod
+    def _version_of(name: str) -> Version | None:
+        match = _FOLDER.fullmatch(name)
+        return (int(match[1]), int(match[2])) if match else None
+
+    def _folders(self) -> list[str]:
+        try:
+            return [str(path).rstrip("/") for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _put(self, path: str, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
+        """Write a file, whole or not at all; returns size and checksum."""
+        size, seen = 0, xxhash.xxh3_128()
+        folder, _, name = path.rpartition("/")
+        target = f"{folder}/.{name}.part" if self._is_local else path
+        with self._fs.open(target, "wb") as file:
+            for part in parts:
+                file.write(part)
+                seen.update(part)
+                size += len(part)
+            if self._is_local:
+                file.flush()
+                os.fsync(file.fileno())
+        if self._is_local:
+            Path(target).replace(path)
+        return size, seen.hexdigest()
+
+
+def is_local(filesystem: Any) -> bool:
+    """Say whether an fsspec filesystem is this machine's own."""
+    names = filesystem.protocol
+    return "file" in ((names,) if isinstance(names, str) else names)
+
+
+def _shard(bucket: Bucket, flat: Tensor) -> Iterator[bytes | memoryview]:
+    """Yield a bucket as a safetensors file, its tensors not copied."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, _, shape in bucket.entries:
+        size = bucket.dtype.itemsize
+        for extent in shape:
+            size *= extent
+        header[name] = {"dtype": _NAMES[bucket.dtype], "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format wants tensors to begin at a multiple of eight
+    yield len(text).to_bytes(8, "little") + text
+    body = raw(flat)
+    for start in range(0, len(body), PIECE):
+        yield body[start : start + PIECE]
+
+
+def _sync_folder(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checked(body: bytes | memoryview, wanted: str, name: str) -> None:
+    """Raise ValueError unless ``wanted`` is the checksum of ``body``."""
+    if (seen := digest(body)) != wanted:
+        raise ValueError(f"{name} has checksum {seen}, wanted {wanted}")

@@ -1,0 +1,1 @@
+"""The collective channel: weights travel as one broadcast to all engines."""

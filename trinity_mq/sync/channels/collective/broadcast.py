@@ -1,0 +1,248 @@
+"""The collective: a barrier on a TCPStore, then a bucketed broadcast in a process group of its own.
+
+The group belongs to one epoch (one membership) and is kept between its versions. Each use runs on a daemon thread with
+a deadline: a stuck one is abandoned, never waited for, and whatever failed is not used again. Only a full barrier
+enters the collective.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from trinity_mq.sync.channels.buckets import Bucket, ahead, entries_of, packed, plan, split
+from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.factory import ChannelError, Manifest, Tensors, in_daemon_thread
+
+T = TypeVar("T")
+Backend = Literal["gloo", "nccl"]
+ROOM_ON_DEVICE = 1.25
+"""What arrives by NCCL stays on the device until all is there if so many times its size is free; else it goes to the
+host, bucket by bucket."""
+
+
+class CollectiveError(ChannelError):
+    """The barrier did not fill, a peer died, or time ran out."""
+
+
+class Group:
+    """One epoch's process group, seen from one rank."""
+
+    def __init__(
+        self, store: Store, epoch: int, rank: int, world: int, seconds: float, backend: Backend = "gloo"
+    ) -> None:
+        self.store, self.epoch, self.rank, self.world = store, epoch, rank, world
+        self.timeout = timedelta(seconds=seconds)
+        self._backend = backend
+        self._group: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where what is broadcast must be; of several GPUs the one that this process uses."""
+        if self._backend == "gloo":
+            return torch.device("cpu")
+        if not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise CollectiveError(
+                "synchronizer.backend is nccl, and this process has no GPU or a torch without NCCL; trainer and "
+                "engines need a GPU each, else use gloo"
+            )
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def barrier(self, attempt: int) -> None:
+        """Say that this rank is here and wait for all the others, or raise after the timeout."""
+        keys = [f"at/{self.epoch}/{attempt}/{rank}" for rank in range(self.world)]
+        self.store.set(keys[self.rank], "1")
+        self.store.wait(keys, self.timeout)
+
+    def broadcast(self, flat: Tensor) -> None:
+        """Send ``flat``, on :attr:`device`, from rank 0 into everybody's."""
+        if self._group is None:
+            self._group = self._opened()
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self.timeout
+        self._group.broadcast([flat], options).wait(self.timeout)
+
+    def _opened(self) -> Any:
+        store, device = PrefixStore(f"pg/{self.epoch}", self.store), self.device
+        if device.type == "cpu":
+            return dist.ProcessGroupGloo(store, self.rank, self.world, self.timeout)
+        # a peer that does not come is an error here after the timeout, not the end of the process
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+        torch.cuda.set_device(device)  # of this thread
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout  # noqa: SLF001  # the only way to set it on a group of one's own
+        group = dist.ProcessGroupNCCL(store, self.rank, self.world, options)
+        group.eager_connect_single_device(device)  # a device that cannot be had shows now, not in the first broadcast
+        return group
+
+
+class Sender:
+    """The trainer's end: hosts the rendezvous and broadcasts."""
+
+    def __init__(self, host: str, bucket_bytes: int, seconds: float, backend: Backend = "gloo") -> None:
+        self.host, self.bucket_bytes, self.seconds, self.backend = host, bucket_bytes, seconds, backend
+        self._store: TCPStore | None = None
+        self._nonce = ""
+        self._group: Group | None = None
+
+    async def rendezvous(self) -> dict[str, Any]:
+        """Return where the members meet us; the store is opened at first use."""
+        store = self._store
+        if store is None:
+            self._store = store = await in_daemon_thread(self._open, self.seconds, "rendezvous")
+            self._nonce = uuid.uuid4().hex
+        return {
+            "method": "collective",
+            "host": self.host,
+            "port": store.port,
+            "nonce": self._nonce,
+            "bucket_bytes": self.bucket_bytes,
+            "backend": self.backend,
+        }
+
+    async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
+        """Meet ``world - 1`` members at the barrier and send them the tensors, each gathered and packed while the
+        bucket before is on the wire; see :meth:`send`.
+        """
+        spare = Spare()
+        buckets = plan(manifest, self.bucket_bytes)
+
+        def flats(group: Group) -> Iterator[Tensor]:
+            for flat in ahead(packed(buckets, tensors, group.device, spare.take)):
+                yield flat
+                spare.put(flat)  # through
+
+        await self._meet(flats, epoch, attempt, world)
+
+    async def send(self, flats: Iterable[Tensor], epoch: int, attempt: int, world: int) -> None:
+        """Meet ``world - 1`` members at the barrier and send them flat buckets, on the device of the group.
+
+        Args:
+            flats: The buckets of what the members know as the manifest.
+            epoch: A new one makes a new group.
+            attempt: Names the barrier.
+            world: Members and ourselves.
+
+        Raises:
+            CollectiveError: It failed; the group is gone and the next use needs a new epoch.
+        """
+        await self._meet(lambda group: flats, epoch, attempt, world)
+
+    async def _meet(self, flats: Callable[[Group], Iterable[Tensor]], epoch: int, attempt: int, world: int) -> None:
+        if self._store is None:
+            raise CollectiveError("no rendezvous is open")
+        if self._group is None or self._group.epoch != epoch:
+            self._group = Group(self._store, epoch, 0, world, self.seconds, self.backend)
+        group = self._group
+
+        def work() -> None:
+            group.barrier(attempt)
+            for flat in flats(group):
+                group.broadcast(flat)
+
+        try:
+            await _in_thread(work, self.seconds + 1.0, "broadcast")
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Never use the group and the rendezvous again: the next epoch gets new ones."""
+        self._group, self._store = None, None
+
+    def _open(self) -> TCPStore:
+        return TCPStore(self.host, 0, None, True, timedelta(seconds=self.seconds), wait_for_workers=False)
+
+
+class Receiver:
+    """A member's end, in the engine's process."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._address: tuple[object, ...] = ()
+
+    async def receive(self, spec: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the broadcast tensors by name, on the CPU or, by NCCL, where there is room.
+
+        ``spec``: host, port, nonce, bucket_bytes, backend, epoch, attempt, rank, world, seconds, manifest.
+
+        Raises:
+            CollectiveError: Nothing was received; nothing of the model was touched.
+        """
+        return (await self.receive_into(Spare(), spec))[0]
+
+    async def receive_into(self, spare: Spare, spec: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return the tensors and the buffers, taken from ``spare``, that they are views of; see :meth:`receive`."""
+        work = self._prepared(spec, spare)
+        group, tensors, flats = await _in_thread(work, float(spec["seconds"]) + 1.0, "receive")
+        self._keep(group, spec)
+        return tensors, flats
+
+    def receive_blocking(self, spec: dict[str, Any]) -> dict[str, Tensor]:
+        """Receive in this thread, for a process that has no event loop; see :meth:`receive`. Raises what torch does."""
+        group, tensors, _ = self._prepared(spec, Spare())()
+        self._keep(group, spec)
+        return tensors
+
+    def _prepared(
+        self, spec: dict[str, Any], spare: Spare
+    ) -> Callable[[], tuple[Group, dict[str, Tensor], list[Tensor]]]:
+        seconds = float(spec["seconds"])
+        address = _address(spec)
+        manifest = entries_of(spec["manifest"])
+        kept = self._group if self._group and self._address == address and self._group.epoch == spec["epoch"] else None
+        self._group = None  # until this one is through
+
+        def work() -> tuple[Group, dict[str, Tensor], list[Tensor]]:
+            group = kept
+            if group is None:
+                store = TCPStore(str(spec["host"]), int(spec["port"]), None, False, timedelta(seconds=seconds))
+                backend = spec.get("backend", "gloo")
+                group = Group(store, int(spec["epoch"]), int(spec["rank"]), int(spec["world"]), seconds, backend)
+            group.barrier(int(spec["attempt"]))
+            buckets = plan(manifest, int(spec["bucket_bytes"]))
+            stays = _stays(buckets, group.device)
+            tensors: dict[str, Tensor] = {}
+            flats: list[Tensor] = []
+            for bucket in buckets:
+                flat = spare.take(bucket, group.device)
+                group.broadcast(flat)
+                flats.append(flat if stays else spare.take(bucket).copy_(flat))
+                tensors.update(split(bucket, flats[-1]))
+            return group, tensors, flats
+
+        return work
+
+    def _keep(self, group: Group, spec: dict[str, Any]) -> None:
+        self._group, self._address = group, _address(spec)
+
+
+def _stays(buckets: list[Bucket], device: torch.device) -> bool:
+    """Say whether what arrives on ``device`` can stay there until all of it has."""
+    if device.type == "cpu":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return ROOM_ON_DEVICE * sum(bucket.num_bytes for bucket in buckets) < free
+
+
+def _address(spec: dict[str, Any]) -> tuple[object, ...]:
+    # with the nonce: a trainer that was restarted may have the port, and the epoch, of the one before
+    return spec["host"], spec["port"], spec.get("nonce")
+
+
+async def _in_thread(work: Callable[[], T], seconds: float, name: str) -> T:
+    try:
+        return await in_daemon_thread(work, seconds, name)
+    except CollectiveError:
+        raise
+    except ChannelError as error:
+        raise CollectiveError(str(error)) from error

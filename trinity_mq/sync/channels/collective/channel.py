@@ -1,0 +1,73 @@
+"""The collective channel: a broadcast to all members at once, and beside it a place where one alone pulls from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity_mq.messages import Version
+from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
+from trinity_mq.sync.channels.collective.broadcast import Backend, Sender
+from trinity_mq.sync.channels.factory import Manifest, Pull, Tensors
+from trinity_mq.sync.channels.memory.channel import MemoryChannel
+from trinity_mq.sync.channels.memory.host_copy import HostCopy
+
+
+class CollectiveChannel:
+    """Broadcasts what it has copied before, while engines served on; members that missed it pull from the same copy.
+
+    Args:
+        host: Where the rendezvous listens.
+        bucket_bytes: Size of one broadcast.
+        seconds: Limit of the barrier and of each step of the collective.
+        backend: What carries it.
+        pulls: Serves members that missed a broadcast. With files each version is written before it is sent.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        bucket_bytes: int,
+        seconds: float,
+        backend: Backend,
+        pulls: MemoryChannel | CheckpointChannel,
+    ) -> None:
+        self._sender = Sender(host, bucket_bytes, seconds, backend)
+        self._pulls = pulls
+        self._copy: HostCopy | None = None
+
+    async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
+        """Make ready what members pull, and say where to meet; see :class:`Channel`."""
+        if isinstance(self._pulls, MemoryChannel):
+            self._copy = await self._pulls.stage(version, tensors, manifest, digests=False)
+        else:
+            await self._pulls.offer(version, tensors, manifest)
+        return await self._sender.rendezvous()
+
+    async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
+        """Meet the members and send them the weights: the host copy, or where there is none, or they go from a GPU to
+        others, the tensors, packed bucket by bucket.
+        """
+        if self._copy is not None and self._sender.backend == "gloo":
+            await self._sender.send(self._copy.flats, epoch, attempt, world)
+        else:
+            await self._sender.broadcast(tensors, manifest, epoch, attempt, world)
+
+    async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
+        """Keep what was sent for those who pull."""
+        await self._pulls.committed(version, tensors, manifest)
+
+    async def pullable(self) -> Pull | None:
+        """Return where one member alone gets the committed version."""
+        return await self._pulls.pullable()
+
+    def abandon(self) -> None:
+        """Never use group, rendezvous and copy again."""
+        self._sender.abandon()
+        self._copy = None
+        self._pulls.abandon()
+
+    async def close(self) -> None:
+        """End for good."""
+        self._sender.abandon()
+        self._copy = None
+        await self._pulls.close()

@@ -1,0 +1,81 @@
+"""The memory channel: engines stream weights over HTTP from a host copy of them; no disk, and never the live ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trinity_mq.messages import Version
+from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.factory import STAGING_TRIES, Manifest, Pull, Tensors, in_daemon_thread, label
+from trinity_mq.sync.channels.memory.host_copy import HostCopy
+from trinity_mq.sync.channels.memory.server import WeightServer
+
+
+class MemoryChannel:
+    """Holds the committed version, and the one under way in the buffers of the one before: two models of memory."""
+
+    def __init__(self, host: str, bucket_bytes: int, seconds: float) -> None:
+        self._bucket_bytes, self._seconds = bucket_bytes, seconds
+        self._server = WeightServer(host, seconds)
+        self._spare = Spare()
+        self._committed: HostCopy | None = None
+        self._offered: HostCopy | None = None
+
+    async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
+        """Copy the weights, unless they are copied, and say where they are; see :class:`Channel`."""
+        return await self._where(await self.stage(version, tensors, manifest, digests=True))
+
+    async def stage(self, version: Version, tensors: Tensors, manifest: Manifest, *, digests: bool) -> HostCopy:
+        """Return the host copy of ``version``, the one that may be committed next; errors as :meth:`Channel.offer`.
+
+        ``digests``: sum up too, since members ask for it at once; else that is done when one does.
+        """
+        if self._offered is None or self._offered.version != version:
+            self._replace(self._committed, None)
+            copy = HostCopy(version, manifest, self._bucket_bytes, self._spare)
+            seconds = self._seconds * STAGING_TRIES
+            await in_daemon_thread(lambda: copy.take(tensors, digests=digests), seconds, "host copy")
+            self._replace(self._committed, copy)
+            return copy
+        return self._offered
+
+    async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
+        """Nothing to do: members fetch by themselves."""
+
+    async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
+        """Keep the copy of ``version`` alone."""
+        if self._offered is not None and self._offered.version == version:
+            self._replace(self._offered, None)
+
+    async def pullable(self) -> Pull | None:
+        """Return where the committed copy is, None before the first."""
+        copy = self._committed
+        return None if copy is None else (copy.version, await self._where(copy), copy.manifest)
+
+    def abandon(self) -> None:
+        """Copy the version anew for the next try: perhaps its copy was why this one failed."""
+        self._replace(self._committed, None)
+
+    async def close(self) -> None:
+        """Serve no more, and give the memory back."""
+        await self._server.close()
+        self._replace(None, None)
+        self._spare.clear()
+
+    def _replace(self, committed: HostCopy | None, offered: HostCopy | None) -> None:
+        """Hold these two, serve them, and fill the buffers of the others again."""
+        before = (self._committed, self._offered)
+        self._committed, self._offered = committed, offered
+        held = [copy for copy in (committed, offered) if copy is not None]
+        self._server.copies = {label(copy.version): copy for copy in held}
+        for copy in before:
+            if copy is not None and all(copy is not other for other in held):
+                copy.release()
+
+    async def _where(self, copy: HostCopy) -> dict[str, Any]:
+        return {
+            "method": "memory",
+            "url": f"{await self._server.url()}/{label(copy.version)}",
+            "token": self._server.token,
+            "bucket_bytes": copy.bucket_bytes,
+        }

@@ -1,0 +1,142 @@
+"""The engine's end of the memory channel: reads buckets from the trainer's server straight into tensors. Blocks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import xxhash
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from torch import Tensor
+
+from trinity_mq.sync.channels.buckets import entries_of, plan, raw, split
+from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.factory import ChannelError
+
+T = TypeVar("T")
+TRIES = 3
+"""Of each bucket."""
+SILENCE = 10.0
+"""Seconds without a byte after which a connection is given up."""
+PIECE = 2**20
+"""Bytes read, and summed up while they are in the cache, at once."""
+
+
+class _Damaged(Exception):
+    """What arrived is not what was sent."""
+
+
+def fetch(spec: dict[str, Any], spare: Spare) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the tensors by name, on the CPU, every bucket verified, and the buffers that they are views of.
+
+    Args:
+        spec: ``url``, ``token``, ``bucket_bytes``, ``manifest``, ``seconds``.
+        spare: Where buffers come from.
+
+    Raises:
+        ChannelError: They could not be had within ``seconds``.
+    """
+    buckets = plan(entries_of(spec["manifest"]), int(spec["bucket_bytes"]))
+    reader = _Reader(spec["url"], spec["token"], float(spec["seconds"]))
+    flats: list[Tensor] = []
+    try:
+        digests = reader.checksums()
+        if len(digests) != len(buckets):
+            raise ChannelError(f"{len(digests)} checksums for {len(buckets)} buckets: the manifest is of other weights")
+        for number, (bucket, digest) in enumerate(zip(buckets, digests, strict=True)):
+            flats.append(spare.take(bucket))
+            reader.bucket(number, flats[-1], digest)
+    finally:
+        reader.close()
+    pairs = zip(buckets, flats, strict=True)
+    return {name: part for bucket, flat in pairs for name, part in split(bucket, flat)}, flats
+
+
+class _Reader:
+    """One connection, opened again after a failure."""
+
+    def __init__(self, url: str, token: str, seconds: float) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or parts.hostname is None:
+            raise ChannelError(f"weights are streamed from an http:// URL, got {url!r}")
+        self._url, self._path = url, parts.path
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._ends = time.monotonic() + seconds
+        self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=min(SILENCE, seconds))
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def checksums(self) -> list[str]:
+        """Return the checksum of each bucket."""
+
+        def read() -> list[str]:
+            found: list[str] = json.loads(self._ask("").read())["xxh3_128"]
+            return found
+
+        return self._patiently(read, "the checksums")
+
+    def bucket(self, number: int, flat: Tensor, digest: str) -> None:
+        """Read a bucket into ``flat``."""
+        self._patiently(lambda: self._read(number, raw(flat), digest), f"bucket {number}")
+
+    def _patiently(self, read: Callable[[], T], what: str) -> T:
+        def once() -> T:
+            try:
+                self._left()
+                return read()
+            except BaseException:
+                self._connection.close()
+                raise
+
+        tries = Retrying(
+            retry=retry_if_exception_type((OSError, http.client.HTTPException, _Damaged)),
+            wait=wait_random_exponential(multiplier=0.1, max=2.0),
+            stop=stop_after_attempt(TRIES),
+            reraise=True,
+        )
+        try:
+            return tries(once)
+        except (OSError, http.client.HTTPException, _Damaged) as error:
+            raise ChannelError(
+                f"{what} of {self._url} did not arrive in {TRIES} tries: {type(error).__name__}: {error}"
+            ) from error
+
+    def _ask(self, path: str) -> http.client.HTTPResponse:
+        self._connection.request("GET", f"{self._path}{path}", headers=self._headers)
+        answer = self._connection.getresponse()
+        if answer.status != 200:
+            raise ChannelError(f"{self._url}{path}: {answer.status}, {_said(answer.read())}")
+        return answer
+
+    def _read(self, number: int, into: memoryview, digest: str) -> None:
+        answer = self._ask(f"/{number}")
+        if answer.length != len(into):
+            raise ChannelError(f"bucket {number} has {answer.length} bytes, the manifest of the sync says {len(into)}")
+        seen, at = xxhash.xxh3_128(), 0
+        while at < len(into):
+            read = answer.readinto(into[at : at + PIECE])
+            if read == 0:
+                raise _Damaged(f"the connection ended after {at} of {len(into)} bytes")
+            seen.update(into[at : at + read])
+            at += read
+            self._left()
+        answer.read()  # nothing is left; the connection is free for the next request
+        if seen.hexdigest() != digest:
+            raise _Damaged(f"the checksum is {seen.hexdigest()}, wanted {digest}")
+
+    def _left(self) -> None:
+        if time.monotonic() > self._ends:
+            raise ChannelError(f"{self._url}: not all weights arrived in time")
+
+
+def _said(body: bytes) -> str:
+    """Return the message of an error's body."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

@@ -1,0 +1,64 @@
+"""A version's weights as flat buckets in host memory, not those that the trainer goes on to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import xxhash
+from torch import Tensor
+
+from trinity_mq.messages import Version
+from trinity_mq.sync.channels.buckets import Bucket, packed, plan, raw
+from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.factory import Manifest
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """One version. Filled in one thread; what is whole does not change any more."""
+
+    version: Version
+    manifest: Manifest
+    bucket_bytes: int
+    spare: Spare = field(default_factory=Spare)
+    """Where buffers come from and, once the copy is of no use, go back to."""
+    readers: int = 0
+    """Who streams it now; its buffers must stay as they are."""
+    buckets: list[Bucket] = field(init=False)
+    flats: list[Tensor] = field(default_factory=list)
+    """One a bucket, on the CPU."""
+    _digests: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.buckets = plan(self.manifest, self.bucket_bytes)
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]], *, digests: bool) -> HostCopy:
+        """Copy the tensors, bucket by bucket, with ``digests`` also those; blocks.
+
+        Raises:
+            ChannelError: They are not those of the manifest.
+        """
+        for flat in packed(self.buckets, tensors, empty=self.spare.take):
+            self.flats.append(flat)
+            if digests:
+                self._digests.append(digest(raw(flat)))  # while it is in the cache
+        return self
+
+    def release(self) -> None:
+        """Give the buffers back, unless somebody reads them: then they go when that has ended."""
+        if not self.readers:
+            self.spare.put(*self.flats)
+        self.flats = []
+
+    def digests(self) -> list[str]:
+        """Return the checksum of each bucket; unless :meth:`take` has seen them, the first call reads all. Blocks."""
+        flats, known = self.flats, self._digests
+        if len(known) != len(flats):
+            self._digests = known = [digest(raw(flat)) for flat in flats]
+        return known
+
+
+def digest(data: memoryview | bytes) -> str:
+    """Return the checksum (XXH3, 128 bits) that goes with weights on their way."""
+    return xxhash.xxh3_128_hexdigest(data)

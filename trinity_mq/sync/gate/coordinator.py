@@ -1,0 +1,399 @@
+"""The coordinator's side of the weight-sync gate: a pure state machine, events in, commands out, no clock of its own.
+
+    prepare ──▶ all ready ──▶ go ──▶ collective ──▶ all applied ──▶ commit
+       └────────────┴───────── anything else ────────────┴────────▶ abort, and the next try has a new epoch
+
+A version exists only once it is committed. A member that fails or does not answer costs this try and is left out of the
+next until it joins again; one that fails the canary is quarantined: left out until it has fetched the committed version
+alone and the canary agrees, unless nobody else is there. Nothing waits without a deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trinity_mq.messages import SyncEvent, Version
+from trinity_mq.sync.gate.catch_up import Pulls, following
+from trinity_mq.sync.gate.commands import AbandonCollective, Command, Committed, Failed, Send, StartCollective
+from trinity_mq.sync.gate.member_table import Member, Phase
+from trinity_mq.sync.gate.phases import Phases
+
+COMMIT_TRAVEL = 3.0
+"""Seconds in which a join may still speak of the time before a commit: a beat repeats what a lost commit said."""
+RESEND_INTERVAL = 1.0
+"""Seconds between repeats of prepare and go to those who have not answered."""
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """One trainer's gate.
+
+    Feed it with the methods below, each given the current time in seconds of one monotonic clock; perform the commands
+    returned, in order.
+    Call :meth:`tick` at :meth:`next_deadline`.
+    """
+
+    name: str
+    timeout: float
+    """Seconds each phase may take."""
+    lease: float
+    """Seconds without a join until a member counts as gone."""
+    max_wait: float = 1800.0
+    """Seconds by which members may delay ready by asking for time."""
+    members: dict[str, Member] = field(default_factory=dict)
+    phase: Phase = Phase.IDLE
+    epoch: int = 0
+    attempt: int = 0
+    committed: Version | None = None
+    committed_progress: int = 0
+    canary_failures: int = 0
+    pulled: int = 0
+    """Members that have caught up alone."""
+    phases: Phases = field(default_factory=Phases)
+    """Of the latest try."""
+    _pulls: Pulls = field(init=False)
+    _tries: int = 0
+    """Those of all and those of one alone."""
+    _version: Version = (0, 0)
+    _progress: int = 0
+    _prepare: SyncEvent | None = None
+    _taking_part: tuple[str, ...] = ()
+    _grouped: tuple[str, ...] = ()
+    _ready: set[str] = field(default_factory=set)
+    _applied: set[str] = field(default_factory=set)
+    _done: bool = False
+    _committed_at: float = float("-inf")
+    _deadline: float = 0.0
+    _latest: float = 0.0
+    _resend: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Give the pulls our times."""
+        self._pulls = Pulls(2 * self.timeout, RESEND_INTERVAL)
+
+    # -- membership
+
+    def join(
+        self,
+        member: str,
+        version: Version | None,
+        now: float,
+        *,
+        lease: float | None = None,
+        fingerprint: str | None = None,
+        life: str = "",
+    ) -> list[Command]:
+        """A member says that it lives and what it holds."""
+        known = self.members.get(member)
+        reborn = known is not None and known.life != life
+        if not reborn and version != self.committed and self._has_just_committed(member, now):
+            version = self.committed  # said before our commit reached it
+        if (version is None or reborn) and self.phase is Phase.IDLE and member in self._grouped:
+            self._grouped = ()  # perhaps another process by now, which has never been in this group
+        told = self.members[member] = Member(now + (lease or self.lease), version, fingerprint, life)
+        if known is not None and not reborn:
+            told.quarantined, told.given = known.quarantined, known.given
+        if not reborn:
+            return []
+        self._pulls.forget(member)
+        if self.phase is Phase.IDLE or member not in self._taking_part:
+            return []
+        return self._fail(f"{member} was restarted", ())
+
+    def leave(self, member: str, now: float, reason: str = "left", life: str = "") -> list[Command]:
+        """A member goes, or is known to have gone; ``life`` says which of its lives, where that is known."""
+        if life and member in self.members and self.members[member].life != life:
+            return []  # its next one has joined already
+        known = self.members.pop(member, None)
+        self._pulls.forget(member)
+        if self.phase is Phase.IDLE and member in self._grouped:
+            self._grouped = ()
+        if known is None or self.phase is Phase.IDLE or member not in self._taking_part:
+            return []
+        return self._fail(f"{member} {reason}", (member,))
+
+    def stale_members(self) -> tuple[str, ...]:
+        """Members that do not hold the committed version."""
+        known = self.members.items()
+        return tuple(
+            sorted(name for name, member in known if member.version is None or member.version != self.committed)
+        )
+
+    def quarantined(self) -> tuple[str, ...]:
+        """Members whose canary has shown other weights than they were given."""
+        return tuple(sorted(name for name, member in self.members.items() if member.quarantined))
+
+    def free_quarantined(self) -> None:
+        """Let the quarantined take part again: they cannot fetch by themselves."""
+        for member in self.members.values():
+            member.quarantined = False
+
+    def state_of(self, member: str) -> str:
+        """Return a member's state in one word: current, behind, pulling or quarantined."""
+        if self.members[member].quarantined:
+            return "quarantined"
+        if member in self._pulls.under_way:
+            return "pulling"
+        return "behind" if member in self.stale_members() else "current"
+
+    # -- one member alone
+
+    def due_pulls(self, now: float) -> tuple[str, ...]:
+        """Members that could fetch the committed version now: behind, and in no try under way."""
+        if self.committed is None:
+            return ()
+        busy = () if self.phase is Phase.IDLE else self._taking_part
+        return tuple(name for name in self.stale_members() if name not in busy and self._pulls.may_begin(name, now))
+
+    def pull(self, member: str, prepare: SyncEvent, now: float) -> list[Command]:
+        """Have a member fetch the committed version alone; ``prepare`` carries its manifest, rendezvous and canary."""
+        if self.committed is None or member not in self.due_pulls(now):
+            return []
+        self._tries += 1
+        stamp = self._stamp("prepare") | {
+            "version": self.committed,
+            "progress": self.committed_progress,
+            "epoch": 0,
+            "attempt": self._tries,
+            "members": [member],
+            "pull": True,
+        }
+        return [Send(self._pulls.begin(member, prepare.model_copy(update=stamp), now))]
+
+    def _pulled(self, event: SyncEvent, canary_error: str | None, now: float) -> list[Command]:
+        pull, member, committed = self._pulls.of(event), self.members.get(event.sender), self.committed
+        if pull is None or member is None or committed is None or event.version != committed:
+            return []
+        if canary_error is not None:
+            self.canary_failures += 1
+            member.quarantined = True
+            return self._pull_broke(event, f"failed the canary: {canary_error}", now)
+        self._pulls.done(event.sender)
+        self.pulled += 1
+        member.hold(committed, (0, event.attempt))
+        commit = following(pull.prepare, "commit", progress=self.committed_progress)
+        return [Send(commit), Committed(committed, self.committed_progress, (event.sender,), pulled=True)]
+
+    def _pull_broke(self, event: SyncEvent, reason: str, now: float) -> list[Command]:
+        pull = self._pulls.of(event)
+        if pull is None:
+            return []
+        self._pulls.broke(event.sender, now)
+        return [Send(following(pull.prepare, "abort", reason=f"{event.sender} {reason}"))]
+
+    # -- a version
+
+    def start(self, version: Version, progress: int, prepare: SyncEvent, now: float) -> list[Command]:
+        """Begin a try with the present members. ``prepare`` carries manifest, rendezvous and canary; the rest is filled
+        in here.
+        """
+        if self.phase is not Phase.IDLE:
+            raise RuntimeError(f"a try of version {self._version} is under way")
+        if not self.members:
+            raise RuntimeError("no members to send weights to")
+        well = tuple(sorted(name for name, member in self.members.items() if not member.quarantined))
+        self._taking_part = well or tuple(sorted(self.members))  # alone, a quarantined one holds nobody up
+        self._pulls.supersede(self._taking_part)
+        if self._taking_part != self._grouped:
+            self.epoch += 1
+            self._grouped = self._taking_part
+        self._tries += 1
+        self.attempt = self._tries
+        self._version, self._progress = version, progress
+        self._ready.clear()
+        self._applied.clear()
+        self._done = False
+        self.phase = Phase.PREPARING
+        self.phases = Phases(started=now)
+        self._deadline, self._latest, self._resend = now + self.timeout, now + self.max_wait, now + RESEND_INTERVAL
+        self._prepare = prepare.model_copy(update=self._stamp("prepare") | {"members": list(self._taking_part)})
+        return [Send(self._prepare)]
+
+    def unchanged(self, progress: int) -> list[Command]:
+        """Nothing changed since the last commit: commit the new progress without a transfer."""
+        if self.committed is None or self.phase is not Phase.IDLE:
+            raise RuntimeError("only a committed version can be committed again, and only between tries")
+        self.committed_progress = progress
+        return [self._commit_event(self.committed, progress), Committed(self.committed, progress, ())]
+
+    def ready(self, event: SyncEvent, now: float) -> list[Command]:
+        """A member has paused and waits for go."""
+        if self.phase is not Phase.PREPARING or not self._is_ours(event):
+            return []
+        if self._is_reborn(event):
+            return self._fail(f"{event.sender} was restarted", ())
+        self._ready.add(event.sender)
+        self.phases.paused(event)
+        if self._ready != set(self._taking_part):
+            return []
+        self.phase = Phase.ENTERING
+        self.phases.ready = now
+        self._deadline, self._resend = now + self.timeout, now + RESEND_INTERVAL
+        return [
+            Send(self._go()),
+            StartCollective(self._version, self.epoch, self.attempt, self._taking_part, self.timeout),
+        ]
+
+    def wait(self, event: SyncEvent, now: float) -> list[Command]:
+        """A member asks for time before it can be ready (an evaluation is open). The others go on serving meanwhile,
+        and say ready once more when it is.
+        """
+        if self.phase is Phase.PREPARING and self._is_ours(event):
+            self._ready.clear()
+            self._deadline = min(max(self._deadline, now + self.timeout), self._latest)
+        return []
+
+    def collective_done(self, epoch: int, attempt: int, now: float) -> list[Command]:
+        """Our side of the broadcast is through."""
+        if self.phase is not Phase.ENTERING or (epoch, attempt) != (self.epoch, self.attempt):
+            return []
+        self._done = True
+        self.phase = Phase.APPLYING
+        self.phases.transferred = now
+        self._deadline = now + self.timeout
+        return self._try_commit(now)
+
+    def collective_failed(self, epoch: int, attempt: int, reason: str) -> list[Command]:
+        """The barrier did not fill or the broadcast broke. Nobody is to blame by name: whoever lives joins again."""
+        if self.phase is not Phase.ENTERING or (epoch, attempt) != (self.epoch, self.attempt):
+            return []
+        return self._fail(f"collective: {reason}", ())
+
+    def applied(self, event: SyncEvent, canary_error: str | None, now: float) -> list[Command]:
+        """A member holds the new weights; ``canary_error`` says why its logprobs do not show it."""
+        if not event.epoch:
+            return self._pulled(event, canary_error, now)
+        if not self.expects(event):
+            return []
+        if canary_error is not None:
+            self.canary_failures += 1
+            if event.sender in self.members:
+                member = self.members[event.sender]
+                member.version, member.quarantined = None, True
+            return self._fail(f"{event.sender} failed the canary: {canary_error}", ())
+        self._applied.add(event.sender)
+        return self._try_commit(now)
+
+    def expects(self, applied: SyncEvent) -> bool:
+        """Say whether the answer is to a try or a pull that goes on."""
+        if not applied.epoch:
+            return self._pulls.of(applied) is not None
+        return self.phase in {Phase.ENTERING, Phase.APPLYING} and self._is_ours(applied)
+
+    def failed(self, event: SyncEvent, now: float) -> list[Command]:
+        """A member could not do its part."""
+        if not event.epoch:
+            return self._pull_broke(event, event.reason or "failed", now)
+        if self.phase is Phase.IDLE or not self._is_ours(event):
+            return []
+        return self._fail(f"{event.sender}: {event.reason or 'failed'}", (event.sender,))
+
+    def cancel(self, reason: str) -> list[Command]:
+        """Give the try under way up; nobody is to blame."""
+        return [] if self.phase is Phase.IDLE else self._fail(reason, ())
+
+    def tick(self, now: float) -> list[Command]:
+        """Time has passed."""
+        gone = [name for name, member in self.members.items() if member.lease_ends <= now]
+        again: list[Command] = [Send(event) for event in self._pulls.tick(now)]
+        lost = [name for name in gone if self.phase is not Phase.IDLE and name in self._taking_part]
+        for name in gone:
+            if name not in lost:
+                self.leave(name, now)
+        if self.phase is Phase.IDLE:
+            return again
+        if lost:
+            return [*again, *self._fail(f"the lease of {', '.join(lost)} ended", tuple(lost))]
+        if now >= self._deadline:
+            missing = self._missing()
+            late = ", ".join(missing) or "the collective"
+            reason = f"{self.phase.value}: no answer from {late} in {self.timeout:g} s"
+            return [*again, *self._fail(reason, missing)]
+        if now >= self._resend and self.phase in {Phase.PREPARING, Phase.ENTERING} and self._prepare is not None:
+            self._resend = now + RESEND_INTERVAL
+            again.append(Send(self._prepare if self.phase is Phase.PREPARING else self._go()))
+        return again
+
+    def next_deadline(self, now: float) -> float:
+        """Return when :meth:`tick` is due."""
+        leases = min((member.lease_ends for member in self.members.values()), default=float("inf"))
+        leases = min(leases, self._pulls.next_deadline(now))
+        if self.phase is Phase.IDLE:
+            return leases
+        resend = self._resend if self.phase in {Phase.PREPARING, Phase.ENTERING} else float("inf")
+        return min(leases, self._deadline, resend)
+
+    # -- inside
+
+    def _stamp(self, verb: str) -> dict[str, object]:
+        return {
+            "verb": verb,
+            "sender": self.name,
+            "version": self._version,
+            "progress": self._progress,
+            "epoch": self.epoch,
+            "attempt": self.attempt,
+            "seconds": self.timeout,
+        }
+
+    def _go(self) -> SyncEvent:
+        assert self._prepare is not None
+        return following(self._prepare, "go")
+
+    def _is_ours(self, event: SyncEvent) -> bool:
+        # the version tells an answer to another life of this trainer apart: its generation rises with each start
+        ours = (self._version, self.epoch, self.attempt)
+        return (event.version, event.epoch, event.attempt) == ours and event.sender in self._taking_part
+
+    def _is_reborn(self, event: SyncEvent) -> bool:
+        known = self.members.get(event.sender)
+        return known is not None and known.life != event.life
+
+    def _has_just_committed(self, member: str, now: float) -> bool:
+        return member in self._grouped and now - self._committed_at < COMMIT_TRAVEL
+
+    def _missing(self) -> tuple[str, ...]:
+        answered = self._ready if self.phase is Phase.PREPARING else self._applied
+        return tuple(name for name in self._taking_part if name not in answered)
+
+    def _try_commit(self, now: float) -> list[Command]:
+        if not self._done or self._applied != set(self._taking_part):
+            return []
+        self.committed, self.committed_progress, self._committed_at = self._version, self._progress, now
+        for name in self._taking_part:
+            if name in self.members:
+                self.members[name].hold(self._version, (self.epoch, self.attempt))
+            self._pulls.done(name)
+        self._pulls.supersede()
+        self.phase = Phase.IDLE
+        self.phases.committed = now
+        return [
+            self._commit_event(self._version, self._progress),
+            Committed(self._version, self._progress, self._taking_part),
+        ]
+
+    def _commit_event(self, version: Version, progress: int) -> Send:
+        return Send(
+            SyncEvent(
+                verb="commit",
+                sender=self.name,
+                version=version,
+                progress=progress,
+                epoch=self.epoch,
+                attempt=self.attempt,
+                members=list(self._taking_part),
+            )
+        )
+
+    def _fail(self, reason: str, lost: tuple[str, ...]) -> list[Command]:
+        started = self.phase in {Phase.ENTERING, Phase.APPLYING}
+        self.phase = Phase.IDLE
+        self._grouped = ()  # what failed is never used again: the next try is a new epoch
+        for name in lost:
+            self.members.pop(name, None)
+        assert self._prepare is not None  # no try without one
+        abort = following(self._prepare, "abort", reason=reason)
+        commands: list[Command] = [Send(abort)]
+        if started:
+            commands.append(AbandonCollective(self.epoch))
+        return [*commands, Failed(self._version, reason, lost)]

@@ -1,0 +1,360 @@
+"""The coordinator on the bus: takes members' events in, performs the machine's commands, runs tries until a version is
+committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from trinity_mq.bus import Consumer, Delivery
+from trinity_mq.config import SyncConfig
+from trinity_mq.messages import Message, SyncEvent, Version
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.sync.channels.factory import Channel, ChannelError, Pull
+from trinity_mq.sync.gate.canary import Canary
+from trinity_mq.sync.gate.commands import AbandonCollective, Command, Committed, Failed, Send, StartCollective
+from trinity_mq.sync.gate.coordinator import Coordinator
+from trinity_mq.sync.gate.member_table import Phase
+from trinity_mq.sync.gate.phases import Phases
+
+log = structlog.get_logger(__name__)
+
+RETRY_PAUSE = 0.5
+"""Seconds after a failed try, times the failures of this version so far."""
+LONGEST_PAUSE = 10.0
+
+
+class Weights(Protocol):
+    """Whose weights are sent; read between train steps only."""
+
+    async def manifest(self) -> list[tuple[str, str, list[int]]]:
+        """Return name, dtype and shape of every tensor, in order."""
+
+    async def weights(self) -> Any:
+        """Return the tensors by name, in the same order."""
+
+    async def canary_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Return the policy's own logprobs of the canary prompt."""
+
+
+class Gatekeeper:
+    """Leads the weight sync of one trainer."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        config: SyncConfig,
+        dtype: str,
+        max_wait: float,
+        weights: Weights,
+        channel: Channel,
+        canary: Sequence[int],
+        publish: Callable[[SyncEvent], Awaitable[None]],
+        fingerprint: str | None = None,
+    ) -> None:
+        self.config = config
+        self.machine = Coordinator(name=name, timeout=config.sync_timeout, lease=config.member_lease, max_wait=max_wait)
+        self.changed = Notifier()
+        """Notified when membership, phase or committed version may have changed."""
+        self.syncs = 0
+        self.aborts = 0
+        self.last_seconds = 0.0
+        self._judge = Canary(dtype)
+        self._weights, self._channel, self._canary = weights, channel, list(canary)
+        self._publish = publish
+        self._fingerprint = fingerprint
+        self._own_canary: list[float] = []
+        """The policy's own logprobs of the canary, under the weights of the try under way."""
+        self._committed_canary: list[float] = []
+        self._to_pull: Pull | None = None
+        """Where one member alone gets the committed version."""
+        self._syncing = False
+        self._outcome: asyncio.Future[Committed | Failed] | None = None
+        self._last = Phases()
+        """Where the time of the last committed try went; its members may still be on their way back to serving."""
+        self._travelling: tuple[Any, Any] = ([], [])
+        """Tensors and manifest of the try under way."""
+        self._commands: asyncio.Queue[Command] = asyncio.Queue()
+        self._rescheduled = Notifier()
+
+    @property
+    def phase(self) -> str:
+        """The phase of the try under way."""
+        return self.machine.phase.value
+
+    @property
+    def has_members(self) -> bool:
+        """Somebody is there to receive weights."""
+        return bool(self.machine.members)
+
+    @property
+    def someone_is_behind(self) -> bool:
+        """A member does not hold the committed version, and cannot get it without a sync of all."""
+        if self._may_pull:
+            return False
+        stale, well = self.machine.stale_members(), set(self.machine.members) - set(self.machine.quarantined())
+        return bool(stale) and (not well or bool(well & set(stale)))
+
+    @property
+    def _may_pull(self) -> bool:
+        return self._to_pull is not None and self._to_pull[0] == self.machine.committed
+
+    def report(self) -> dict[str, Any]:
+        """Return the gate's part of the trainer's beat: members, their versions, the last sync by its phases."""
+        machine = self.machine
+        members = {
+            name: {"version": member.version, "given": member.given, "state": machine.state_of(name)}
+            for name, member in machine.members.items()
+        }
+        return {
+            "version": machine.committed,
+            "members": members,
+            "phases": self.phases,
+            "seconds": self.last_seconds,
+            "syncs": self.syncs,
+            "aborts": self.aborts,
+            "pulls": machine.pulled,
+            "canary_failures": machine.canary_failures,
+            "quarantined": len(machine.quarantined()),
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Return the same as metrics: counts since the trainer's start, and the last sync's phases in milliseconds."""
+        report = self.report()
+        counts = {name: float(report[name]) for name in ("aborts", "pulls", "canary_failures", "quarantined")}
+        counts["members"] = float(len(report["members"]))
+        return {f"sync/{name}": value for name, value in counts.items()} | {
+            f"sync/{name}_ms": value for name, value in self.phases.items()
+        }
+
+    async def run(self, feed: Consumer, each: Callable[..., Coroutine[Any, Any, None]]) -> None:
+        """Serve the gate until cancelled; ``each`` is the agent's own loop over a feed."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(each(feed, self._heard), name="sync-events")
+                group.create_task(self._perform(group), name="sync-commands")
+                group.create_task(self._tick(), name="sync-clock")
+                group.create_task(self._repair(), name="sync-repairs")
+        finally:
+            await self._channel.close()
+
+    async def sync(self, version: Version, progress: int) -> None:
+        """Commit ``version`` at every present member, however many tries that takes; waits for a member when there is
+        none.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self._syncing = True
+        try:
+            for failures in itertools.count(1):
+                while not self.has_members:
+                    await self.changed.wait()
+                try:
+                    outcome = await self._try(version, progress)
+                except ChannelError as error:
+                    outcome = Failed(version, str(error), ())
+                if outcome is None:
+                    continue
+                if isinstance(outcome, Committed):
+                    self.syncs += 1
+                    self.last_seconds = loop.time() - started
+                    return
+                self.aborts += 1
+                log.warning("sync_aborted", version=version, reason=outcome.reason, lost=outcome.lost)
+                # time for those who failed to join again, and no busy loop where every try fails at once
+                await asyncio.sleep(min(LONGEST_PAUSE, RETRY_PAUSE * failures))
+        finally:
+            self._syncing = False
+            self.changed.notify()
+
+    async def _try(self, version: Version, progress: int) -> Committed | Failed | None:
+        """Do one try; None: there is nobody any more to do it with.
+
+        Raises:
+            ChannelError: The weights cannot be got ready to travel.
+        """
+        loop = asyncio.get_running_loop()
+        self._own_canary = await self._weights.canary_logprobs(self._canary)
+        tensors, manifest = await self._weights.weights(), await self._weights.manifest()
+        prepare = SyncEvent(
+            verb="prepare",
+            sender=self.machine.name,
+            manifest=manifest,
+            rendezvous=await self._channel.offer(version, tensors, manifest),
+            canary={"tokens": self._canary},
+        )
+        if not self.has_members:
+            return None
+        self._outcome, self._travelling = loop.create_future(), (tensors, manifest)
+        self._enqueue(self.machine.start(version, progress, prepare, loop.time()))
+        try:
+            outcome = await self._outcome
+        except asyncio.CancelledError:
+            # members must not stand still until their leases end
+            self._enqueue(self.machine.cancel("the trainer has given this try up"))
+            raise
+        finally:
+            self._outcome = None
+        if isinstance(outcome, Committed):
+            await self._keep(version, tensors, manifest)
+        return outcome
+
+    async def _keep(self, version: Version, tensors: Any, manifest: Any) -> None:
+        """See to it that a member can get the committed version alone."""
+        self._committed_canary, self._to_pull = self._own_canary, None
+        try:
+            await self._channel.committed(version, tensors, manifest)
+            self._to_pull = await self._channel.pullable()
+        except ChannelError as error:
+            log.warning("nothing_to_pull", version=version, reason=str(error))
+        if not self._may_pull:
+            self.machine.free_quarantined()  # the next sync is their only chance
+
+    async def settled(self) -> None:
+        """Return when every command is performed, such as telling the members of a try given up."""
+        await self._commands.join()
+
+    async def confirm_unchanged(self, progress: int) -> None:
+        """Commit the new progress with the weights everybody has."""
+        self._enqueue(self.machine.unchanged(progress))
+        await self.settled()
+
+    # -- inside
+
+    def _enqueue(self, commands: list[Command]) -> None:
+        if self.machine.phases.committed is not None:
+            self._last = self.machine.phases
+        for command in commands:
+            self._commands.put_nowait(command)
+        self._rescheduled.notify()
+        self.changed.notify()
+
+    async def _heard(self, message: Message, delivery: Delivery) -> None:
+        if not isinstance(message, SyncEvent):
+            return
+        now = asyncio.get_running_loop().time()
+        machine = self.machine
+        if message.verb == "join":
+            fingerprint = message.detail.get("fingerprint")
+            if self._fingerprint and fingerprint and fingerprint != self._fingerprint:
+                log.error("fingerprint_differs", member=message.sender, theirs=fingerprint, ours=self._fingerprint)
+                return
+            self._enqueue(
+                machine.join(
+                    message.sender,
+                    message.version,
+                    now,
+                    lease=message.seconds,
+                    fingerprint=fingerprint,
+                    life=message.life,
+                )
+            )
+            self._last.resumed(message)
+        elif message.verb == "leave":
+            self._enqueue(machine.leave(message.sender, now, life=message.life))
+        elif message.verb == "ready":
+            self._enqueue(machine.ready(message, now))
+        elif message.verb == "wait":
+            self._enqueue(machine.wait(message, now))
+        elif message.verb == "applied":
+            self._enqueue(machine.applied(message, self._canary_error(message), now))
+        elif message.verb == "failed":
+            self._enqueue(machine.failed(message, now))
+
+    def _canary_error(self, applied: SyncEvent) -> str | None:
+        machine = self.machine
+        if not machine.expects(applied):
+            return None  # it counts for nothing, and is not to be judged by another version's logprobs
+        ours = self._own_canary if applied.epoch else self._committed_canary
+        problem = self._judge.problem(applied.sender, applied.life, applied.canary.get("logprobs"), ours)
+        if problem is not None:
+            log.warning("canary_failed", member=applied.sender, version=applied.version, reason=problem)
+        return problem
+
+    async def _perform(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            command = await self._commands.get()
+            if isinstance(command, Send):
+                await self._publish(command.event)
+            elif isinstance(command, StartCollective):
+                group.create_task(self._collective(command), name="collective")
+            elif isinstance(command, AbandonCollective):
+                self._channel.abandon()
+            elif isinstance(command, Committed) and command.pulled:
+                log.info("member_caught_up", member=command.members[0], version=command.version)
+            elif self._outcome is not None and not self._outcome.done():
+                self._outcome.set_result(command)
+            self._commands.task_done()
+            self.changed.notify()
+
+    async def _collective(self, start: StartCollective) -> None:
+        try:
+            tensors, manifest = self._travelling
+            await self._channel.broadcast(tensors, manifest, start.epoch, start.attempt, len(start.members) + 1)
+        except Exception as error:
+            self._enqueue(self.machine.collective_failed(start.epoch, start.attempt, str(error)))
+        else:
+            self._enqueue(self.machine.collective_done(start.epoch, start.attempt, asyncio.get_running_loop().time()))
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = self.machine.next_deadline(loop.time())
+            await self._rescheduled.wait(None if math.isinf(due) else max(0.0, due - loop.time()))
+            if loop.time() >= due:
+                self._enqueue(self.machine.tick(loop.time()))
+
+    async def _repair(self) -> None:
+        """Have members that are behind fetch the committed version, at once and one by one."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self.changed.until(lambda: bool(self._to_repair(loop.time())))
+            try:
+                found = await self._channel.pullable()
+            except ChannelError as error:
+                log.warning("nothing_to_pull", reason=str(error))
+                found = None
+            if found is None or found[0] != self.machine.committed:
+                self._to_pull = None
+                self.changed.notify()
+                continue
+            version, rendezvous, manifest = found
+            for name in self._to_repair(loop.time()):
+                prepare = SyncEvent(
+                    verb="prepare",
+                    sender=self.machine.name,
+                    manifest=manifest,
+                    rendezvous=rendezvous,
+                    canary={"tokens": self._canary},
+                )
+                log.info("member_pulls", member=name, version=version)
+                self._enqueue(self.machine.pull(name, prepare, loop.time()))
+
+    def _to_repair(self, now: float) -> tuple[str, ...]:
+        """Return who is to fetch now. In a sync that is who came after it began, and only while a try runs: all others
+        are about to get something newer.
+        """
+        if not self._may_pull:
+            return ()
+        due = self.machine.due_pulls(now)
+        if not self._syncing:
+            return due
+        quarantined = self.machine.quarantined()
+        return tuple(name for name in due if self.machine.phase is not Phase.IDLE and name not in quarantined)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Milliseconds of the last sync that was committed, see :data:`trinity_mq.sync.gate.phases.PHASES`."""
+        return self._last.milliseconds()
+
+    @property
+    def idle(self) -> bool:
+        """No try is under way."""
+        return self.machine.phase is Phase.IDLE

@@ -1,0 +1,241 @@
+"""A member on the bus: joins, and performs the machine's commands on the engine it hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+import structlog
+
+from trinity_mq.bus import Consumer, Delivery
+from trinity_mq.messages import Message, SyncEvent, Version
+from trinity_mq.models.engines.host.admin_client import ReceiveFailed
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.sync.gate.member import Command, Commit, Key, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
+
+log = structlog.get_logger(__name__)
+
+TICK = 1.0
+HEARD = ("prepare", "go", "commit", "abort", "wait", "ready")
+"""What a member listens to; the last two are said by the other members."""
+
+
+class EnginePort(Protocol):
+    """What the gate asks of an engine's host."""
+
+    async def pause(self, timeout: float) -> None:
+        """Stop new rounds; return when the running one is over."""
+
+    async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
+        """Take the weights in as ``spec`` says; returns the canary's ``logprobs``, and ``seconds`` by what was done."""
+
+    async def commit(self, version: Version, progress: int) -> None:
+        """Stamp the version and serve."""
+
+    async def resume(self) -> None:
+        """Serve what was served before."""
+
+
+class Membership:
+    """Keeps one engine in the gate."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        lease: float,
+        engine: EnginePort,
+        publish: Callable[[SyncEvent], Awaitable[None]],
+        given: Callable[[], Key | None],
+    ) -> None:
+        """``given`` returns the version last committed at this engine, as the trainer's beat says, and in which try."""
+        self.machine = Member(name)
+        self.lease = lease
+        self.fingerprint: str | None = None
+        self.engine_ready = False
+        """Only a living engine joins."""
+        self.on_commit: Callable[[Version | None, int], None] = lambda version, progress: None
+        self.changed = Notifier()
+        """Notified when stage or version may have changed."""
+        self._engine, self._publish, self._given = engine, publish, given
+        self._commands: asyncio.Queue[Command] = asyncio.Queue()
+        self._unperformed = 0
+        self._join_now = asyncio.Event()
+        self._resume_seconds: float | None = None
+        """From the latest commit to serving, until it is told."""
+
+    @property
+    def version(self) -> Version | None:
+        """What the engine serves."""
+        return self.machine.version
+
+    def hold(self, seconds: float) -> None:
+        """Delay ready for up to so many seconds: an evaluation of the present version is open."""
+        self.machine.hold_seconds = seconds
+
+    def release(self) -> None:
+        """Lift :meth:`hold`."""
+        self._enqueue(self.machine.release(asyncio.get_running_loop().time()))
+
+    @property
+    def idle(self) -> bool:
+        """No try is under way here, and the engine has heard of the last one's end."""
+        return self.machine.stage is Stage.IDLE and not self._unperformed
+
+    def engine_up(self, version: Version | None, fingerprint: str | None) -> None:
+        """The engine answers and holds ``version`` (None: nothing that counts)."""
+        if not self.engine_ready:
+            self.machine.life = uuid.uuid4().hex
+        self.machine.version, self.fingerprint, self.engine_ready = version, fingerprint, True
+        self._join_now.set()
+
+    def engine_down(self) -> None:
+        """The engine died."""
+        self.engine_ready = False
+        self._enqueue(self.machine.lost_engine())
+
+    async def run(
+        self, feed: Consumer | None = None, each: Callable[..., Coroutine[Any, Any, None]] | None = None
+    ) -> None:
+        """Serve the gate until cancelled. Without a feed of its own, somebody else hands events to :meth:`heard`."""
+        async with asyncio.TaskGroup() as group:
+            if feed is not None and each is not None:
+                group.create_task(each(feed, self.heard), name="sync-events")
+            group.create_task(self._perform(group), name="sync-commands")
+            group.create_task(self._keep_joined(), name="sync-joins")
+            group.create_task(self._tick(), name="sync-clock")
+
+    async def leave(self) -> None:
+        """Say goodbye."""
+        await self._publish(SyncEvent(verb="leave", sender=self.machine.name, life=self.machine.life))
+
+    # -- inside
+
+    def _enqueue(self, commands: list[Command]) -> None:
+        self._unperformed += len(commands)
+        for command in commands:
+            self._commands.put_nowait(command)
+        self.changed.notify()
+
+    async def heard(self, message: Message, delivery: Delivery) -> None:
+        """Take in an event of the gate."""
+        if not isinstance(message, SyncEvent):
+            return
+        now = asyncio.get_running_loop().time()
+        if message.verb == "prepare":
+            if self.engine_ready:
+                self._enqueue(self.machine.prepare(message, now))
+        elif message.verb == "go":
+            self._enqueue(self.machine.go(message, now))
+        elif message.verb == "abort":
+            self._enqueue(self.machine.abort(message))
+        elif message.verb == "wait":
+            self._enqueue(self.machine.other_waits(message))
+        elif message.verb == "ready":
+            self._enqueue(self.machine.other_ready(message, now))
+        elif message.verb == "commit":
+            commands = self.machine.commit(message)
+            self._enqueue(commands)
+            if not commands and message.progress is not None:
+                # not our try, or no transfer was needed: only the counter moves
+                self.on_commit(None, message.progress)
+
+    async def _perform(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            command = await self._commands.get()
+            if isinstance(command, Reply):
+                await self._publish(command.event)
+            elif isinstance(command, Pause):
+                group.create_task(self._pause(command), name="pause")
+            elif isinstance(command, Receive):
+                group.create_task(self._receive(command), name="receive")
+            elif isinstance(command, Rejoin):
+                self._join_now.set()
+            else:
+                await self._serve(command)
+            self._unperformed -= 1
+            self.changed.notify()
+
+    async def _serve(self, command: Commit | Resume) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            if isinstance(command, Commit):
+                await self._engine.commit(command.version, command.progress)
+            else:
+                await self._engine.resume()
+        except Exception as error:
+            # the host notices a dead engine by itself; a living one that refuses holds nothing that counts
+            log.warning("engine_refused", command=type(command).__name__, error=str(error))
+            self.machine.version = None
+            self._join_now.set()
+            return
+        if isinstance(command, Commit):
+            self._resume_seconds = loop.time() - began
+            self._join_now.set()
+            self.on_commit(command.version, command.progress)
+
+    async def _pause(self, command: Pause) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            await self._engine.pause(command.seconds)
+        except Exception as error:
+            self._enqueue(self.machine.broke(command.key, f"pause: {error}", touched=False))
+        else:
+            self._enqueue(self.machine.paused(command.key, loop.time() - began))
+
+    async def _receive(self, command: Receive) -> None:
+        prepare = command.prepare
+        spec = {
+            **prepare.rendezvous,
+            "version": None if prepare.version is None else list(prepare.version),
+            "epoch": prepare.epoch,
+            "attempt": prepare.attempt,
+            "rank": prepare.members.index(self.machine.name) + 1,
+            "world": len(prepare.members) + 1,
+            "seconds": command.seconds,
+            "manifest": prepare.manifest,
+            "canary": prepare.canary,
+        }
+        try:
+            answer = dict(await self._engine.receive(spec, command.seconds + 5.0))
+        except ReceiveFailed as error:
+            self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=error.touched))
+        except Exception as error:
+            self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=False))
+        else:
+            seconds = answer.pop("seconds", None)
+            self._enqueue(self.machine.received(command.key, answer, seconds))
+
+    async def _keep_joined(self) -> None:
+        while True:
+            self._join_now.clear()
+            if self.engine_ready:
+                await self._publish(self._joining())
+            try:
+                async with asyncio.timeout(self.lease / 3):
+                    await self._join_now.wait()
+            except TimeoutError:
+                continue
+
+    def _joining(self) -> SyncEvent:
+        detail: dict[str, Any] = {"fingerprint": self.fingerprint} if self.fingerprint else {}
+        if self._resume_seconds is not None:
+            detail["resume"], self._resume_seconds = self._resume_seconds, None
+        machine = self.machine
+        return SyncEvent(
+            verb="join",
+            sender=machine.name,
+            life=machine.life,
+            version=machine.version,
+            seconds=self.lease,
+            detail=detail,
+        )
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self._enqueue(self.machine.tick(asyncio.get_running_loop().time(), self._given()))

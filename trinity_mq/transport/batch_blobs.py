@@ -1,0 +1,100 @@
+"""Blobs of experience parts and chunks: written before what refers to them is sent, removed with their batch queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from trinity_mq.bus import Bus, BusError, Topology
+from trinity_mq.messages import DecodeError, ExperienceReference
+from trinity_mq.transport.blobs import CHUNKS, PARTS, BlobStore, StoreUnavailable, patiently
+
+log = structlog.get_logger(__name__)
+
+Content = bytes | ExperienceReference
+"""What is sent of experiences: a body, or what stands for one that is too large."""
+
+SWEEP_INTERVAL = 600.0
+GRACE = 3600.0
+"""Seconds that blobs stay when their batch queue was found gone: a submitter may have been sent references to them."""
+DELETE_PATIENCE = 10.0
+"""Seconds; what is left behind, the sweep removes."""
+
+
+def part_name(ticket: str, attempt: str, part: int) -> str:
+    """Return the blob of an experience part."""
+    return f"{PARTS}/{ticket}/{attempt}-{part}.tmqx"
+
+
+def chunk_name(ticket: str, op: str, n: int) -> str:
+    """Return the blob of a processed chunk."""
+    return f"{CHUNKS}/{ticket}/{op}-{n}.tmqx"
+
+
+async def stored(
+    store: BlobStore | None, bodies: Sequence[bytes], max_bytes: int, name: Callable[[int], str]
+) -> list[Content]:
+    """Write those of ``bodies`` that no message takes into the store, each under the name of its number; return what
+    to send.
+
+    Raises:
+        DecodeError: A name is none of a blob: the ticket is not what a ticket looks like.
+        StoreUnavailable: The store did not answer for as long as we have patience.
+    """
+    contents: list[Content] = []
+    for n, body in enumerate(bodies):
+        if store is None or len(body) <= max_bytes:
+            contents.append(body)
+        else:
+            contents.append(await patiently(store.put, name(n), body))
+    return contents
+
+
+async def delete_blobs(store: BlobStore | None, *names: str) -> None:
+    """Remove blobs or folders of blobs that nobody needs any more; the sweep does it later where that fails now."""
+    if store is None:
+        return
+    try:
+        await patiently(store.delete, *names, seconds=DELETE_PATIENCE)
+    except (StoreUnavailable, DecodeError) as error:
+        log.warning("blobs_left", names=names, reason=str(error))
+
+
+class Sweep:
+    """Removes the blobs of batches whose queue is gone, whoever died before doing so.
+
+    A queue is there before the first slice of its batch is published, so blobs without one are no longer needed; they
+    are removed once that was seen for ``GRACE`` seconds.
+    """
+
+    def __init__(self, bus: Bus, topology: Topology, store: BlobStore) -> None:
+        self._bus, self._topology, self._store = bus, topology, store
+        self._gone_since: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Look now and then, until cancelled."""
+        while True:
+            try:
+                await self.once()
+            except (StoreUnavailable, DecodeError, BusError) as error:
+                log.warning("sweep_failed", reason=str(error))
+            await asyncio.sleep(SWEEP_INTERVAL)
+
+    async def once(self) -> None:
+        """Look at every ticket that has blobs.
+
+        Raises:
+            StoreUnavailable: The store does not answer.
+            BusError: The broker does not.
+        """
+        now = asyncio.get_running_loop().time()
+        tickets = await patiently(self._store.folders, PARTS)
+        gone = [
+            ticket for ticket in tickets if await self._bus.depth(self._topology.batch_queue(0, ticket).name) is None
+        ]
+        self._gone_since = {ticket: self._gone_since.get(ticket, now) for ticket in gone}
+        for ticket, since in self._gone_since.items():
+            if now - since >= GRACE:
+                await patiently(self._store.delete, f"{PARTS}/{ticket}")

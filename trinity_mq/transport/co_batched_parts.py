@@ -1,0 +1,112 @@
+"""Experience parts that several attempts share: small ones travel together, and are told apart by a header.
+
+An experience part belongs to one attempt, named in the headers ``attempt``, ``part`` and ``parts``. A *shared* part
+holds all experiences of several attempts at slices of one ticket, one attempt after the other; its header ``attempts``
+lists them: ``<attempt>:<experiences>,<attempt>:<experiences>,...``. Each counts as part 0 of 1 of its attempt, and is
+taken or dropped by the manifest like any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trinity_mq.bus import Envelope, Incoming
+from trinity_mq.bus.base import HeaderValue
+from trinity_mq.messages import DecodeError, TaskSlice, Version
+from trinity_mq.runtime.deliveries import EXPERIENCES
+
+if TYPE_CHECKING:
+    from trinity_mq.experience import Experience, ExperienceBatch
+
+PartKey = tuple[str, int]
+"""``(attempt, part)``."""
+
+MOST_DIGITS = 6
+"""Of a number of experiences."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """What one attempt puts into a shared part."""
+
+    piece: TaskSlice
+    attempt: str
+    experiences: Sequence[Experience]
+    size: int
+    """Bytes, at most."""
+    oldest: Version | None
+    """The oldest weights in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Where in a part the experiences of an attempt are."""
+
+    key: PartKey
+    rows: slice | None = None
+    """None: all of them."""
+    total: int = 0
+    """All that the attempts in the part have, where ``rows`` are a part of them."""
+
+    def of(self, batch: ExperienceBatch) -> ExperienceBatch:
+        """Return the experiences of this attempt, ``batch`` being those of the part.
+
+        Raises:
+            DecodeError: The part holds more or less than its header says.
+        """
+        if self.rows is None:
+            return batch
+        self.check(len(batch))
+        return batch[self.rows]
+
+    def check(self, experiences: int) -> None:
+        """Raise DecodeError if so many are not what the header of the part says."""
+        if self.rows is not None and self.total != experiences:
+            raise DecodeError(f"header attempts lists {self.total} experiences, the body holds {experiences}")
+
+
+def share_mail(members: Sequence[Member], body: bytes) -> Envelope:
+    """Return the shared part of ``members`` of one ticket; ``body`` holds their experiences in this order."""
+    versions = [member.oldest for member in members if member.oldest is not None]
+    headers: dict[str, HeaderValue] = {
+        "version": 1,
+        "batch": members[0].piece.batch,
+        "ticket": members[0].piece.ticket,
+        "attempts": ",".join(f"{member.attempt}:{len(member.experiences)}" for member in members),
+    }
+    if versions:
+        headers["policy_version"] = "{}.{}".format(*min(versions))
+    return Envelope(
+        body=body,
+        kind="experience_part",
+        message_id=f"{members[0].attempt}-0+{len(members) - 1}",
+        content_type=EXPERIENCES,
+        headers=headers,
+    )
+
+
+def shares_of(incoming: Incoming) -> list[Share]:
+    """Return whose experiences a part holds.
+
+    Raises:
+        DecodeError: Its headers do not say so.
+    """
+    attempt, part, attempts = (incoming.headers.get(name) for name in ("attempt", "part", "attempts"))
+    if isinstance(attempt, str) and isinstance(part, int):
+        return [Share((attempt, part))]
+    if not isinstance(attempts, str):
+        raise DecodeError("an experience part needs the headers attempt and part, or attempts where several share it")
+    counts: dict[str, int] = {}
+    for entry in attempts.split(","):
+        name, _, count = entry.rpartition(":")
+        if not name or name in counts or not count.isascii() or not count.isdigit() or len(count) > MOST_DIGITS:
+            raise DecodeError(f"header attempts has {entry[:80]!r}, wanted <attempt>:<experiences>, each attempt once")
+        counts[name] = int(count)
+    ends = list(itertools.accumulate(counts.values()))
+    return [
+        Share((name, 0), slice(end - count, end), ends[-1])
+        for (name, count), end in zip(counts.items(), ends, strict=True)
+    ]

@@ -1,0 +1,163 @@
+"""What runners and operators send of experiences: bodies that fit into a message, under the names readers go by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trinity_mq.bus import Envelope, Incoming, MessageTooLarge
+from trinity_mq.bus.base import HeaderValue
+from trinity_mq.experience import DecodeError, EncodeError, Experience, ExperienceBatch
+from trinity_mq.messages import BatchClosed, TaskSlice, Version, encode
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
+from trinity_mq.transport.batch_blobs import Content
+from trinity_mq.transport.blobs import BlobStore
+from trinity_mq.transport.co_batched_parts import PartKey, Share
+from trinity_mq.transport.references import resolve
+
+
+def split_to_size(
+    experiences: Sequence[Experience],
+    max_bytes: int,
+    *,
+    compression: Literal["none", "zstd"] = "none",
+    store: BlobStore | None = None,
+) -> list[bytes]:
+    """Return bodies that hold the experiences in order, of at most ``max_bytes`` each; with a ``store`` a single
+    experience may be a larger one, to be sent by reference.
+
+    Raises:
+        EncodeError: An experience holds what cannot travel.
+        MessageTooLarge: A single experience is over the limit.
+    """
+    if not experiences:
+        return []
+    batch = ExperienceBatch.of(experiences)
+    body = batch.encode(compression)
+    if len(body) <= max_bytes:
+        return [body]
+    if len(batch) > 1:
+        half = len(batch) // 2
+        halves = (batch[:half], batch[half:])
+        return [each for one in halves for each in split_to_size(one, max_bytes, compression=compression, store=store)]
+    size = f"experience {batch[0].eid} takes {len(body)} bytes"
+    if store is None:
+        raise MessageTooLarge(
+            f"{size}, over broker.max_message_bytes {max_bytes}; set broker.blob_store, so that it travels by "
+            "reference, raise that limit (the broker itself allows 16 MiB) or make responses shorter"
+        )
+    if len(body) > store.max_bytes:
+        raise MessageTooLarge(f"{size}, over broker.max_batch_bytes {store.max_bytes}: no reader would take it")
+    return [body]
+
+
+def part_mail(
+    piece: TaskSlice, attempt: str, part: int, parts: int, content: Content, oldest: Version | None = None
+) -> Envelope:
+    """Return one experience part of an attempt at a slice; ``oldest`` are the oldest weights in it."""
+    headers: dict[str, HeaderValue] = {
+        "version": 1,
+        "batch": piece.batch,
+        "ticket": piece.ticket,
+        "attempt": attempt,
+        "part": part,
+        "parts": parts,
+    }
+    if oldest is not None:
+        headers["policy_version"] = f"{oldest[0]}.{oldest[1]}"
+    return _mail("experience_part", f"{attempt}-{part}", content, headers)
+
+
+def chunk_mail(manifest: BatchClosed, op: str, n: int, content: Content) -> Envelope:
+    """Return chunk ``n`` of the processing ``op`` of a batch."""
+    headers: dict[str, HeaderValue] = {
+        "version": 1,
+        "batch": manifest.batch,
+        "ticket": manifest.ticket,
+        "op": op,
+        "n": n,
+    }
+    return _mail("experience_chunk", f"{manifest.ticket}-{op}-{n}", content, headers)
+
+
+def _mail(kind: str, message_id: str, content: Content, headers: Mapping[str, HeaderValue]) -> Envelope:
+    if isinstance(content, bytes):
+        return Envelope(body=content, kind=kind, message_id=message_id, content_type=EXPERIENCES, headers=headers)
+    body = encode(content)
+    return Envelope(body=body, kind=kind, message_id=message_id, content_type=REFERENCE, headers=headers)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was received of one attempt: a message, or its share of one."""
+
+    incoming: Incoming
+    share: Share
+
+
+def wanted_mails(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Iterable[tuple[str, Envelope]]:
+    """Yield ``(reply_to, part)`` for the submitters who asked for the experiences of their task.
+
+    A reference goes as it is: a submitter without access to the store gets no more than that, and one with access has
+    an hour to fetch what it names.
+    """
+    for wanted in manifest.wanted:
+        for accepted in manifest.accepted:
+            for part in range(accepted.parts if accepted.task_id == wanted.task_id else 0):
+                headers: dict[str, HeaderValue] = {
+                    "ticket": manifest.ticket,
+                    "attempt": accepted.attempt,
+                    "part": part,
+                    "parts": accepted.parts,
+                }
+                found = parts[accepted.attempt, part]
+                body = _own_body(found)
+                if body is None:
+                    continue  # it is parked where the batch is processed
+                yield (
+                    wanted.reply_to,
+                    Envelope(
+                        body=body,
+                        kind="experience_part",
+                        message_id=f"wanted-{accepted.attempt}-{part}",
+                        content_type=found.incoming.content_type or EXPERIENCES,
+                        headers=headers,
+                        correlation_id=wanted.correlation_id,
+                    ),
+                )
+
+
+def _own_body(part: Part) -> bytes | None:
+    """Return the body that holds the experiences of this attempt alone; None if they do not decode."""
+    body = part.incoming.body
+    if part.share.rows is None:
+        return body
+    try:
+        return part.share.of(ExperienceBatch.decode(body)).encode()
+    except (DecodeError, EncodeError):
+        return None
+
+
+def decode_parts(parts: Iterable[Part], store: BlobStore | None) -> tuple[ExperienceBatch, list[tuple[Incoming, str]]]:
+    """Return the experiences in ``parts``, in order, and the messages that do not decode, each with its reason.
+
+    Raises:
+        StoreUnavailable: A part is a reference, and its store does not answer.
+    """
+    good: list[ExperienceBatch] = []
+    bodies: dict[int, ExperienceBatch] = {}
+    bad: dict[int, tuple[Incoming, str]] = {}
+    for part in parts:
+        incoming = part.incoming
+        try:
+            if id(incoming) not in bodies and id(incoming) not in bad:
+                # all of it is opened here: what comes from others is judged where it can be parked
+                whole = ExperienceBatch.decode(resolve(store, incoming.body, incoming.content_type)).settle()
+                part.share.check(len(whole))
+                bodies[id(incoming)] = whole
+        except DecodeError as error:
+            bad[id(incoming)] = incoming, f"does not decode: {error}"
+        if id(incoming) in bodies:
+            good.append(part.share.of(bodies[id(incoming)]))
+    return ExperienceBatch.concat(good), list(bad.values())

@@ -1,0 +1,1 @@
+"""Workflows in the box."""

@@ -1,0 +1,89 @@
+r"""Math problems with the answer in ``\boxed{}`` and, if wanted, the reasoning in ``<think>``."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+
+from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import RESPONSE_TRUNCATED
+from trinity_mq.rewards import create_reward
+from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
+from trinity_mq.workflows.task import Task
+
+PLAIN = "Solve the problem step by step and end with the answer in \\boxed{}."
+THINKING = (
+    "Reason about the problem between <think> and </think>. Behind that give a short solution that ends with the "
+    "answer in \\boxed{}."
+)
+
+
+class BoxedArguments(Arguments):
+    """``workflow_args`` of the boxed math workflows."""
+
+    use_base: bool = False
+    """The model is not trained to chat: instruction and problem are one text that it continues."""
+    with_think: bool = False
+    """The right form has ``<think>...</think>`` before the answer."""
+    format_score_coef: float = Field(default=0.1, ge=0)
+    """What a response without the right form loses."""
+
+
+class BoxedMath(SingleTurnWorkflow):
+    """What the boxed math workflows share. A response that was cut at a limit is judged, but not trained on: what it
+    would have come to is not known.
+    """
+
+    default_reward_fn = "math_boxed"
+    arguments: BoxedArguments
+
+    def reset(self, task: Task) -> None:
+        """Get ready for ``task``.
+
+        Raises:
+            TaskError: Its ``workflow_args`` are none of :class:`BoxedArguments`.
+            UnknownNameError: Its reward function is not known.
+            RewardError: The reward function does not take the task's arguments.
+        """
+        self.arguments = arguments_of(task, BoxedArguments)
+        super().reset(task)
+        if task.reward_fn is None:
+            form = self.arguments.model_dump(include={"with_think", "format_score_coef"})
+            self.reward_fn = create_reward(self.default_reward_fn, {**form, **task.reward_fn_args})
+
+    @property
+    def system_prompt(self) -> str:
+        """The taskset's, else one that says what form is wanted."""
+        return self.task.format_args.system_prompt or (THINKING if self.arguments.with_think else PLAIN)
+
+    def prompt(self) -> str:
+        """Return instruction and problem as one text, for ``use_base``."""
+        return f"{self.system_prompt}\n\nProblem: {self.question()}\nSolution:"
+
+    def rewarded(self, responses: list[Experience]) -> list[Experience]:
+        """Return ``responses`` judged, those that were cut masked."""
+        for response in super().rewarded(responses):
+            if response.truncate_status == RESPONSE_TRUNCATED:
+                response.action_mask = torch.zeros(response.response_length, dtype=torch.bool)
+        return responses
+
+
+class MathBoxedWorkflow(BoxedMath, SimpleWorkflow):
+    """Boxed math, all runs of a task in one request."""
+
+    def ask(self) -> list[Experience]:
+        """Return one response for each run."""
+        if self.arguments.use_base:
+            return self.model.generate([self.prompt()], **self.sampling())
+        return super().ask()
+
+
+class AsyncMathBoxedWorkflow(BoxedMath, AsyncSimpleWorkflow):
+    """:class:`MathBoxedWorkflow` on the event loop."""
+
+    async def ask_async(self) -> list[Experience]:
+        """Return one response for each run."""
+        if self.arguments.use_base:
+            return await self.model.generate_async([self.prompt()], **self.sampling())
+        return await super().ask_async()

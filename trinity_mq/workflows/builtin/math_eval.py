@@ -1,0 +1,53 @@
+r"""The yardstick for math: one prompt and one rule, whatever a model was trained with."""
+
+from __future__ import annotations
+
+from trinity_mq.experience import Experience
+from trinity_mq.rewards import create_reward
+from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
+from trinity_mq.workflows.task import Task, TaskError
+
+SYSTEM_PROMPT = "Think through the problem in steps and write what you find at the end as \\boxed{answer}."
+
+
+class MathEval(SingleTurnWorkflow):
+    """What the math evaluations share. The taskset's system prompt and reward function are not used, so that runs that
+    were trained with different ones can be compared.
+
+    Metrics: ``accuracy``, and ``finished``, 0 for a response that was cut at a limit.
+    """
+
+    default_reward_fn = "math_answer"
+
+    def reset(self, task: Task) -> None:
+        """Get ready for ``task``.
+
+        Raises:
+            TaskError: It is a training task.
+        """
+        if not task.is_eval:
+            raise TaskError(
+                f"{type(self).__name__} only measures; name it in buffer.eval_tasksets and train with math_workflow or "
+                "math_boxed_workflow"
+            )
+        self.task = task
+        self.reward_fn = create_reward(self.default_reward_fn, {})
+
+    @property
+    def system_prompt(self) -> str:
+        """Always the same."""
+        return SYSTEM_PROMPT
+
+    def rewarded(self, responses: list[Experience]) -> list[Experience]:
+        """Return ``responses`` judged."""
+        for response in super().rewarded(responses):
+            response.metrics["finished"] = float(response.truncate_status is None)
+        return responses
+
+
+class MathEvalWorkflow(MathEval, SimpleWorkflow):
+    """Math problems as an evaluation, all samples of a task in one request."""
+
+
+class AsyncMathEvalWorkflow(MathEval, AsyncSimpleWorkflow):
+    """:class:`MathEvalWorkflow` on the event loop."""

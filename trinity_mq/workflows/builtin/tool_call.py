@@ -1,0 +1,89 @@
+"""Choosing tools, in one turn: the model is offered tools and a question, and judged by the calls it writes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trinity_mq.experience import Experience
+from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
+from trinity_mq.workflows.task import Task, TaskError
+
+
+class ToolCallArguments(Arguments):
+    """``workflow_args`` of the tool-calling workflows."""
+
+    tools_key: str = "tools"
+    """Where a record has its tools: a list of OpenAI function tools, or the JSON of one."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """The tools of records that have none of their own."""
+
+
+class ToolCall(SingleTurnWorkflow):
+    """What the tool-calling workflows share. The right answer is a JSON list of calls ``{"name", "arguments"}``; no
+    tool is executed.
+    """
+
+    default_reward_fn = "tool_call"
+
+    def reset(self, task: Task) -> None:
+        """Get ready for ``task``.
+
+        Raises:
+            TaskError: It offers no tools, or something that is none.
+            UnknownNameError: Its reward function is not known.
+            RewardError: The reward function does not take the task's arguments.
+        """
+        self.tools = tools_of(task, arguments_of(task, ToolCallArguments))
+        super().reset(task)
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters, and the tools."""
+        return {**super().sampling(), "tools": self.tools}
+
+    def rewarded(self, responses: list[Experience]) -> list[Experience]:
+        """Return ``responses`` judged, each with the tools it was offered."""
+        for response in super().rewarded(responses):
+            response.tools = self.tools
+        return responses
+
+
+class ToolCallWorkflow(ToolCall, SimpleWorkflow):
+    """Tools to choose from, all runs of a task in one request."""
+
+
+class AsyncToolCallWorkflow(ToolCall, AsyncSimpleWorkflow):
+    """:class:`ToolCallWorkflow` on the event loop."""
+
+
+def tools_of(task: Task, arguments: ToolCallArguments) -> list[dict[str, Any]]:
+    """Return the tools that ``task`` offers, as the OpenAI API wants them; a bare function is wrapped.
+
+    Raises:
+        TaskError: There are none, or one has no name.
+    """
+    key = arguments.tools_key
+    found = task.raw_task.get(key) or list(arguments.tools)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError) as error:
+            raise TaskError(f"raw_task[{key!r}] is not JSON: {error}") from error
+    if not isinstance(found, list) or not found:
+        raise TaskError(
+            f"the task offers no tools: raw_task[{key!r}] is {repr(task.raw_task.get(key))[:80]}, wanted a list of "
+            "function tools; or set workflow_args.tools or workflow_args.tools_key"
+        )
+    return [_tool(number, tool) for number, tool in enumerate(found)]
+
+
+def _tool(number: int, tool: Any) -> dict[str, Any]:
+    wrapped = {"type": "function", "function": tool} if isinstance(tool, dict) and "function" not in tool else tool
+    match wrapped:
+        case {"type": "function", "function": {"name": str(name)}} if name:
+            return dict(wrapped)
+    raise TaskError(
+        f"tool {number} of the task is {repr(tool)[:80]}, wanted "
+        '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+    )

@@ -1,0 +1,18 @@
+"""Environments that workflows play in: small, pure, the same for the same seed."""
+
+from trinity_mq.workflows.games.frozen_lake_env import FrozenLake, LakeError, LakeMap, make_lake
+from trinity_mq.workflows.games.game import AsyncGameWorkflow, Game, GameWorkflow
+from trinity_mq.workflows.games.sudoku_env import Sudoku, SudokuError, make_sudoku
+
+__all__ = [
+    "AsyncGameWorkflow",
+    "FrozenLake",
+    "Game",
+    "GameWorkflow",
+    "LakeError",
+    "LakeMap",
+    "Sudoku",
+    "SudokuError",
+    "make_lake",
+    "make_sudoku",
+]

@@ -1,0 +1,193 @@
+"""Games as workflows: the model is shown the game, answers with a move, and again until it is over; one reward at
+the end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import PROMPT_TRUNCATED
+from trinity_mq.models.recording.merging import merge_turns
+from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.step_wise import AsyncRewardPropagationWorkflow, RecordedWorkflow, RewardPropagationWorkflow
+from trinity_mq.workflows.task import Task
+from trinity_mq.workflows.threads import in_thread
+
+if TYPE_CHECKING:
+    from trinity_mq.models import ModelWrapper
+
+MAX_SEEN = 4000
+"""Characters at the end of an answer in which moves are looked for."""
+
+
+class GameArguments(Arguments):
+    """What every game takes, in ``workflow_args`` or in the record."""
+
+    max_steps: int = Field(default=10, ge=1, le=1000)
+    """Answers of the model in one run."""
+    seed: int | None = None
+    """Which game. None: the record's position in its taskset, so that each record is a game of its own."""
+    memory: bool = True
+    """Each step sees the whole conversation; else what is shown now, without what was before."""
+    merge_turns: bool = True
+    """Steps whose prompt begins with exactly the tokens of the steps before become one experience: the same tokens are
+    trained on, those before them are read once."""
+    terse: bool = False
+    """Show the game alone, without instructions and comments, as very small models need it."""
+    partial_credit: float = Field(default=0.0, ge=0, le=1)
+    """Reward of a game that was not won, times how far it came."""
+
+
+class Game(ABC):
+    """One game in play, as its workflow sees it."""
+
+    instructions: str = ""
+    """What the model is told before the first step, unless the taskset's format has a system prompt."""
+
+    @abstractmethod
+    def show(self) -> str:
+        """Return what the player sees."""
+
+    @abstractmethod
+    def play(self, answer: str) -> str:
+        """Do what ``answer`` says and return a comment on it, if there is one. No answer raises anything."""
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """No move changes anything any more."""
+
+    @property
+    @abstractmethod
+    def won(self) -> bool:
+        """It ended well: reward 1."""
+
+    @property
+    def progress(self) -> float:
+        """How far it came, 0 to 1."""
+        return 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers about the game, for the experiences of its run."""
+        return {}
+
+
+class Episode:
+    """A game and the conversation about it."""
+
+    def __init__(self, game: Game, arguments: GameArguments, system_prompt: str | None) -> None:
+        self.game, self.arguments = game, arguments
+        system = system_prompt or ("" if arguments.terse else game.instructions)
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self._turns: list[dict[str, str]] = []
+        self._comment = ""
+        self._unasked = False
+
+    def ask(self) -> list[dict[str, str]]:
+        """Return the conversation that asks for the next move."""
+        if not self.arguments.memory:
+            self._turns.clear()
+        comment = "" if self.arguments.terse or not self._comment else f"{self._comment}\n\n"
+        self._turns.append({"role": "user", "content": comment + self.game.show()})
+        return [*self._opening, *self._turns]
+
+    def answered(self, response: Experience) -> bool:
+        """Play the answer; return whether the game goes on."""
+        if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question: nothing to play
+            self._unasked = True
+            return False
+        answer = response.response_text or ""
+        self._turns.append({"role": "assistant", "content": answer})
+        self._comment = self.game.play(answer[-MAX_SEEN:])
+        return not self.game.over
+
+    def settle(self, experiences: Sequence[Experience]) -> float:
+        """Return what the run was worth, and put the game's numbers into its experiences."""
+        metrics = {"success": float(self.game.won), **self.game.metrics(), "prompt_too_long": float(self._unasked)}
+        for experience in experiences:
+            experience.metrics.update(metrics)
+        return 1.0 if self.game.won else self.arguments.partial_credit * self.game.progress
+
+
+def game_seed(task: Task, arguments: GameArguments) -> int:
+    """Return which game ``task`` is: all its runs play the same one."""
+    position = task.index.get("index", 0)
+    return arguments.seed if arguments.seed is not None else position if isinstance(position, int) else 0
+
+
+class _Playing(RecordedWorkflow):
+    """What the two workflows share."""
+
+    arguments_kind: ClassVar[type[GameArguments]] = GameArguments
+
+    def __init__(
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
+    ) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models, use_openai_client=False)
+        self.arguments = arguments_of(task, self.arguments_kind, record_keys=self.arguments_kind.model_fields)
+
+    @abstractmethod
+    def make_game(self) -> Game:
+        """Return the task's game at its beginning.
+
+        Raises:
+            TaskError: There is no such game.
+        """
+
+    @property
+    def max_step_num(self) -> int:
+        """Most answers of a run."""
+        return self.arguments.max_steps
+
+    def _begin(self, game: Game) -> None:
+        self._episode = Episode(game, self.arguments, self.task.format_args.system_prompt)
+
+    def _joined(self, experiences: list[Experience]) -> list[Experience]:
+        return merge_turns(experiences) if self.arguments.memory and self.arguments.merge_turns else experiences
+
+
+class GameWorkflow(_Playing, RewardPropagationWorkflow):
+    """A game, played once in each run. Write :meth:`make_game`, and say in ``arguments_kind`` what it takes.
+
+    Each step is one request, whose recorded tokens are what is trained on. The reward is 1 for a game that was won,
+    else ``partial_credit`` times its progress.
+    """
+
+    def run(self) -> list[Experience]:
+        """Play; return the experiences of all steps."""
+        return self._joined(super().run())
+
+    def step(self, step_num: int) -> bool:
+        """Ask for a move and play it."""
+        if step_num == 0:
+            self._begin(self.make_game())
+        (response,) = self.model.chat(self._episode.ask(), n=1)
+        return self._episode.answered(response)
+
+    def reward(self, exps: list[Experience]) -> float:
+        """Return what the game was worth."""
+        return self._episode.settle(exps)
+
+
+class AsyncGameWorkflow(_Playing, AsyncRewardPropagationWorkflow):
+    """:class:`GameWorkflow` on the event loop; games are made in a thread."""
+
+    async def run_async(self) -> list[Experience]:
+        """Play; return the experiences of all steps."""
+        return self._joined(await super().run_async())
+
+    async def step_async(self, step_num: int) -> bool:
+        """Ask for a move and play it."""
+        if step_num == 0:
+            self._begin(await in_thread(self.make_game, "game"))
+        (response,) = await self.model.chat_async(self._episode.ask(), n=1)
+        return self._episode.answered(response)
+
+    async def reward_async(self, exps: list[Experience]) -> float:
+        """Return what the game was worth."""
+        return self._episode.settle(exps)
