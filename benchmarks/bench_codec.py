@@ -238,8 +238,8 @@ def token_ids(random: np.random.Generator, count: int) -> npt.NDArray[np.int32]:
 
     phrases = identity[draw(20_000 * 8, VOCABULARY)].reshape(20_000, 8)
     lengths = random.integers(2, 9, 20_000)
-    pieces = count // 6 + 16
-    chosen, singles = draw(pieces, 20_000), identity[draw(pieces * 5, VOCABULARY)].reshape(pieces, 5)
+    task_slices = count // 6 + 16
+    chosen, singles = draw(task_slices, 20_000), identity[draw(task_slices * 5, VOCABULARY)].reshape(task_slices, 5)
     stream = [part for n, row in zip(chosen, singles, strict=True) for part in (phrases[n, : lengths[n]], row)]
     return np.concatenate(stream)[:count]
 

@@ -38,7 +38,7 @@ from trinity_mq.bus.connect import URL_VARIABLE
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import decode, encode
 from trinity_mq.local_broker.node import PrivateNode
-from trinity_mq.messages import Beat, TaskBody, TaskResult, TaskSlice
+from trinity_mq.messages import Heartbeat, TaskBody, TaskResult, TaskSlice
 from trinity_mq.messages import encode as encode_message
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engines.host.snapshot import EngineSnapshot
@@ -111,7 +111,7 @@ async def engine_beats(bus: Bus, topology: Topology) -> None:
     incarnation, seq = uuid.uuid4().hex, 0
     while True:
         seq += 1
-        beat = Beat(
+        beat = Heartbeat(
             role="engine", id="engine", seq=seq, incarnation=incarnation, lease=60, state="current",
             detail=snapshot.detail(),
         )  # fmt: skip

@@ -204,13 +204,13 @@ async def test_while_the_locks_may_be_anothers_nothing_is_published(
     """Without the connection that consumes it is not known whose the locks are."""
     await bus.declare(topology.dead)
     lock = await bus.lock("explorer")
-    opened, opens = _rabbit_keeper.Link.open, asyncio.Event()
+    opened, opens = _rabbit_keeper.BrokerConnection.open, asyncio.Event()
 
     async def later(*what: Any) -> Any:
         await opens.wait()
         return await opened(*what)
 
-    monkeypatch.setattr(_rabbit_keeper.Link, "open", later)
+    monkeypatch.setattr(_rabbit_keeper.BrokerConnection, "open", later)
     suspended = asyncio.Event()
     bus.on_change(suspended.set)
     await close(broker_node, topology, "consumes")

@@ -15,7 +15,7 @@ import yaml
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.config import Config, SupervisorConfig, load_config
 from trinity_mq.experience import Experience
-from trinity_mq.messages import Beat
+from trinity_mq.messages import Heartbeat
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.scheduling import Scheduler
@@ -106,7 +106,9 @@ class Stage:
     async def engine(self, bus: Bus, topology: Topology) -> None:
         detail = {"id": "e", "url": "http://127.0.0.1:9", "name": "m", "role": "rollout", "version": [0, 0]}
         for seq in range(1_000_000):
-            beat = Beat(role="engine", id="e", seq=seq, incarnation="x", lease=60.0, state="working", detail=detail)
+            beat = Heartbeat(
+                role="engine", id="e", seq=seq, incarnation="x", lease=60.0, state="working", detail=detail
+            )
             await bus.publish(topology.exchange("telemetry"), "beat.engine.e", envelope(beat))
             await asyncio.sleep(0.2)  # a runner that was started again must not wait for one
 

@@ -23,7 +23,7 @@ from tests.chaos.victims import NOTES_VARIABLE, POINT_VARIABLE
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.connect import URL_VARIABLE
 from trinity_mq.config import load_config
-from trinity_mq.messages import Beat, SyncEvent, decode_any
+from trinity_mq.messages import Heartbeat, SyncEvent, decode_any
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.models.engines.host.ready_file import ReadyFile
@@ -118,7 +118,7 @@ class SyncArena:
         self._began = time.monotonic()
         self.changed = Notifier()
         self.events: list[tuple[float, SyncEvent]] = []
-        self.beats: dict[str, tuple[float, Beat]] = {}
+        self.beats: dict[str, tuple[float, Heartbeat]] = {}
         self.answers: list[Answer] = []
         self.deaths: list[tuple[str, str, float]] = []
         """Who died, where, and when; engines by their notes."""
@@ -166,7 +166,7 @@ class SyncArena:
                 message = decode_any(delivery.body, delivery.content_type)
                 if isinstance(message, SyncEvent):
                     self.events.append((self.now, message))
-                elif isinstance(message, Beat):
+                elif isinstance(message, Heartbeat):
                     self.beats[message.id] = (self.now, message)
                 await delivery.ack()
                 self.changed.notify()

@@ -33,7 +33,7 @@ from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.collective import broadcast as collective
 from trinity_mq.sync.channels.factory import open_channel
-from trinity_mq.sync.gate.coordinator_driver import Gatekeeper
+from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
 from trinity_mq.training.policy import Policy
 
 ENGINE_POINTS_VARIABLE = "CHAOS_ENGINE_POINTS"
@@ -69,7 +69,7 @@ class SyncTrainer(Agent):
     """Keeps every version that it commits as a file, ``GENERATION.STEP.safetensors``, for the test to look at."""
 
     role = "trainer"
-    gate: Gatekeeper
+    gate: CoordinatorDriver
 
     def detail(self) -> dict[str, Any]:
         if not hasattr(self, "gate"):
@@ -89,7 +89,7 @@ class SyncTrainer(Agent):
         kept.mkdir(exist_ok=True)
         generation = 1 + max((int(path.name.split(".")[0]) for path in kept.iterdir()), default=0)
         weights = Weights(Policy(self.config.model, folder, 0), generation)
-        self.gate = Gatekeeper(
+        self.gate = CoordinatorDriver(
             name=self.id,
             config=self.config.synchronizer,
             dtype="float32",
@@ -123,7 +123,7 @@ class SyncTrainer(Agent):
     async def _tell(self) -> None:
         while True:
             await self.gate.changed.wait()
-            self.beat_soon()
+            self.heartbeat_soon()
 
     async def _publish(self, event: SyncEvent) -> None:
         await self.publish("sync", f"weights.{event.verb}", event)

@@ -25,7 +25,7 @@ from trinity_mq.bus.connect import URL_VARIABLE
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.config import Config, load_config
-from trinity_mq.messages import Beat
+from trinity_mq.messages import Heartbeat
 from trinity_mq.models.engines.host.snapshot import EngineSnapshot
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.scheduling import Scheduler
@@ -55,7 +55,7 @@ async def announce_engine(bus: Bus, topology: Topology) -> None:
     incarnation, seq = secrets.token_hex(6), 0
     while True:
         seq += 1
-        beat = Beat(
+        beat = Heartbeat(
             role="engine", id="engine", seq=seq, incarnation=incarnation, lease=60, state="working",
             detail=snapshot.detail(),
         )  # fmt: skip

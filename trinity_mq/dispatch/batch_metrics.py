@@ -48,7 +48,7 @@ def eval_metrics(ticket: Ticket, name: str, *, detailed: bool = False) -> dict[s
     prefix, results = f"eval/{name}", _results(ticket)
     tasks = aggregate_eval_runs(list(_runs_by_task(results).values()))
     metrics = aggregate_eval_tasks(tasks, prefix, detailed=detailed) | _counts(results, prefix)
-    total = sum(piece.repeat_times for piece in ticket.slices)
+    total = sum(task_slice.repeat_times for task_slice in ticket.slices)
     metrics[f"{prefix}/failed_runs"] = total - metrics[f"{prefix}/finished_runs"]
     lows = [result.version_min for result in results if result.version_min]
     highs = [result.version_max for result in results if result.version_max]
@@ -97,7 +97,7 @@ def submission_outcome(ticket: Ticket, submission: SubmissionRef) -> SubmissionO
 
 
 def _results(ticket: Ticket) -> list[TaskResult]:
-    return [piece.result for piece in ticket.slices if piece.result is not None]
+    return [task_slice.result for task_slice in ticket.slices if task_slice.result is not None]
 
 
 def _runs_by_task(results: Sequence[TaskResult]) -> Mapping[int, list[Mapping[str, float]]]:

@@ -92,7 +92,7 @@ class BatchQueues:
         """Return once the queue answers, or cannot be helped."""
         queue = self._queue(ticket)
         while _takes_more(ticket) and not await self._answers(ticket, patience):
-            reported = any(piece.result is not None and piece.result.parts for piece in ticket.slices)
+            reported = any(task_slice.result is not None and task_slice.result.parts for task_slice in ticket.slices)
             if reported or await self._bus.depth(queue.name):
                 # What is in it is wanted, and comes back with its nodes or not at all. One that is well is told too
                 # where the broker's channel waits for a queue without a leader (seen on 4.0).

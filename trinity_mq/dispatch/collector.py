@@ -13,7 +13,7 @@ from trinity_mq.bus import Bus, Consumer, Delivery, QueueGone, Topology
 from trinity_mq.config import Config
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import DecodeError, Mark, TaskResult
-from trinity_mq.runtime.deliveries import REFERENCE, give_back, park, settle
+from trinity_mq.runtime.deliveries import REFERENCE, acknowledge, dead_letter, requeue
 from trinity_mq.transport.batch_blobs import delete_blobs
 from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_store, patiently
 from trinity_mq.transport.co_batched_parts import PartKey, Share, shares_of
@@ -157,12 +157,12 @@ class Collector:
     async def _read(self, held: _Held, delivery: Delivery) -> list[PartKey]:
         """Take in one delivery; return whose experiences are here by it."""
         if delivery.kind == Mark.kind:
-            await settle(delivery)  # we looked whether the queue answers
+            await acknowledge(delivery)  # we looked whether the queue answers
             return []
         try:
             shares = [share for share in shares_of(delivery) if share.key not in held.parts]
         except DecodeError as error:
-            await park(self._bus, self._topology, delivery, str(error), self._by)
+            await dead_letter(self._bus, self._topology, delivery, str(error), self._by)
             shares = []
         if shares:
             inline = delivery.content_type != REFERENCE and len(delivery.body) <= INLINE
@@ -175,12 +175,12 @@ class Collector:
                 for share in shares:
                     held.parts[share.key] = experiences if share.rows is None else experiences[share.rows]
             except DecodeError as error:
-                await park(self._bus, self._topology, delivery, f"does not decode: {error}", self._by)
+                await dead_letter(self._bus, self._topology, delivery, f"does not decode: {error}", self._by)
                 held.parts.update((share.key, []) for share in shares)
             except (StoreUnavailable, asyncio.CancelledError):
-                await give_back(delivery)  # else it would be ours, unread, and come to no later call
+                await requeue(delivery)  # else it would be ours, unread, and come to no later call
                 raise
-        await settle(delivery)
+        await acknowledge(delivery)
         return [share.key for share in shares]
 
 

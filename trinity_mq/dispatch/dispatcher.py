@@ -43,7 +43,7 @@ from trinity_mq.messages import (
     TaskSlice,
 )
 from trinity_mq.rollout.seeds import stable_seed
-from trinity_mq.runtime.deliveries import envelope, opened
+from trinity_mq.runtime.deliveries import decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 
@@ -57,7 +57,7 @@ BURST = 64
 """Results taken in before others get their turn."""
 
 
-class Dispatch:
+class Dispatcher:
     """Opens and closes tickets, and keeps them up to date; everything durable is in ``tickets`` and ``results_offset``.
 
     Args:
@@ -79,7 +79,7 @@ class Dispatch:
         topology: Topology,
         owner: str,
         save: Callable[[], Awaitable[None]],
-        next_beat: Callable[[], int],
+        next_heartbeat: Callable[[], int],
         tickets: dict[str, Ticket] | None,
         results_offset: int | None,
     ) -> None:
@@ -93,7 +93,7 @@ class Dispatch:
         self.late_results = 0
         """Results of tickets that are closed, or of attempts that found theirs closed."""
         self.slice_times = SliceTimes(config.explorer)
-        self._owner, self._save, self._next_beat = owner, save, next_beat
+        self._owner, self._save, self._next_beat = owner, save, next_heartbeat
         self._caught_up, self._resumed = asyncio.Event(), asyncio.Event()
         self._turns: dict[Lane, asyncio.Future[None]] = {}
         """By lane: done when the last slice of the ticket opened last is on its way."""
@@ -237,9 +237,9 @@ class Dispatch:
         fixed = self._same_for_all(ticket)
 
         async def work() -> None:
-            for piece in left:
-                if piece.result is None and ticket.grace is None:
-                    await self._publish_slice(ticket, piece, fixed)
+            for task_slice in left:
+                if task_slice.result is None and ticket.grace is None:
+                    await self._publish_slice(ticket, task_slice, fixed)
             _done(all_sent)
 
         async with asyncio.TaskGroup() as group:
@@ -263,17 +263,17 @@ class Dispatch:
             "keep_partial": ticket.keep_partial,
         }
 
-    async def _publish_slice(self, ticket: Ticket, piece: SliceState, fixed: dict[str, Any]) -> None:
-        task_id = ticket.first_task + piece.task_id
+    async def _publish_slice(self, ticket: Ticket, task_slice: SliceState, fixed: dict[str, Any]) -> None:
+        task_id = ticket.first_task + task_slice.task_id
         body = TaskSlice(
             task_id=task_id,
-            run_base=piece.run_base,
-            repeat_times=piece.repeat_times,
-            task=ticket.tasks[piece.task_id],
+            run_base=task_slice.run_base,
+            repeat_times=task_slice.repeat_times,
+            task=ticket.tasks[task_slice.task_id],
             seed=stable_seed(ticket.seed, ticket.batch, task_id),
             **fixed,
         )
-        mail = envelope(body, message_id=f"{ticket.ticket}-{task_id}-{piece.run_base}")
+        mail = envelope(body, message_id=f"{ticket.ticket}-{task_id}-{task_slice.run_base}")
         await self.bus.publish(self.topology.exchange("tasks"), f"{ticket.lane}.{batch_key(ticket.batch)}", mail)
 
     async def _heard(self, delivery: Delivery, nonce: str) -> None:
@@ -282,7 +282,7 @@ class Dispatch:
         if delivery.kind == TaskResult.kind and isinstance(told, str) and told not in self.tickets:
             self.late_results += 1  # nothing in it is wanted
         else:
-            message = await opened(self.bus, self.topology, delivery, self._owner)
+            message = await decode_or_dead_letter(self.bus, self.topology, delivery, self._owner)
             if isinstance(message, Mark) and message.nonce == nonce:
                 self._caught_up.set()
             elif message is not None:

@@ -78,11 +78,11 @@ class Ticket(BaseModel):
 
     def model_post_init(self, context: Any, /) -> None:
         """Index the slices: each result is looked up in no more time than it takes for one slice."""
-        for piece in self.slices:
-            self._slices[piece.task_id, piece.run_base] = piece
-            self._by_task.setdefault(piece.task_id, []).append(piece)
-            if piece.result is None:
-                self._missing[piece.task_id] = self._missing.get(piece.task_id, 0) + 1
+        for task_slice in self.slices:
+            self._slices[task_slice.task_id, task_slice.run_base] = task_slice
+            self._by_task.setdefault(task_slice.task_id, []).append(task_slice)
+            if task_slice.result is None:
+                self._missing[task_slice.task_id] = self._missing.get(task_slice.task_id, 0) + 1
 
     @property
     def is_complete(self) -> bool:
@@ -110,29 +110,29 @@ class Ticket(BaseModel):
 
     def record(self, result: TaskResult) -> bool:
         """Take in a result; True when it decides its slice. Later ones are counted only."""
-        piece = self._slices.get((result.task_id - self.first_task, result.run_base))
-        if piece is None:
+        task_slice = self._slices.get((result.task_id - self.first_task, result.run_base))
+        if task_slice is None:
             return False
-        if piece.result is not None:
-            self.duplicates += piece.result.attempt != result.attempt
+        if task_slice.result is not None:
+            self.duplicates += task_slice.result.attempt != result.attempt
             return False
-        self._decide(piece, result)
+        self._decide(task_slice, result)
         return True
 
     def cancel_rest(self, reason: str) -> list[int]:
         """Give every slice that has no outcome the outcome *cancelled*; return the tasks that this ended."""
         cut_off = list(self._missing)
         for task in cut_off:
-            for piece in self._by_task[task]:
-                if piece.result is None:
+            for task_slice in self._by_task[task]:
+                if task_slice.result is None:
                     self._decide(
-                        piece,
+                        task_slice,
                         TaskResult(
                             batch=self.batch,
                             ticket=self.ticket,
                             task_id=self.first_task + task,
-                            run_base=piece.run_base,
-                            repeat_times=piece.repeat_times,
+                            run_base=task_slice.run_base,
+                            repeat_times=task_slice.repeat_times,
                             attempt="",
                             outcome="cancelled",
                             message=reason,
@@ -142,7 +142,7 @@ class Ticket(BaseModel):
 
     def results_of(self, task: int) -> list[TaskResult]:
         """Return the outcomes of a task's slices, in order of their runs."""
-        return [piece.result for piece in self._by_task.get(task, ()) if piece.result is not None]
+        return [task_slice.result for task_slice in self._by_task.get(task, ()) if task_slice.result is not None]
 
     def was_cut_off(self, task: int) -> bool:
         """A slice of the task was cancelled."""
@@ -154,15 +154,15 @@ class Ticket(BaseModel):
             return False
         return not (self.whole_tasks_only and self.was_cut_off(result.task_id - self.first_task))
 
-    def _decide(self, piece: SliceState, result: TaskResult) -> None:
-        piece.result = result
-        self._missing[piece.task_id] -= 1
-        if not self._missing[piece.task_id]:
-            del self._missing[piece.task_id]
+    def _decide(self, task_slice: SliceState, result: TaskResult) -> None:
+        task_slice.result = result
+        self._missing[task_slice.task_id] -= 1
+        if not self._missing[task_slice.task_id]:
+            del self._missing[task_slice.task_id]
 
     def make_manifest(self) -> BatchClosed:
         """Return the manifest of the outcomes so far."""
-        results = [piece.result for piece in self.slices if piece.result is not None]
+        results = [task_slice.result for task_slice in self.slices if task_slice.result is not None]
         return BatchClosed(
             batch=self.batch,
             ticket=self.ticket,

@@ -24,7 +24,7 @@ from trinity_mq.messages.tasks import (
     TaskSlice,
     TaskSubmission,
 )
-from trinity_mq.messages.telemetry import Beat, ControlEvent, Metrics, Role
+from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics, Role
 
 __all__ = [
     "CONTENT_TYPE",
@@ -33,11 +33,11 @@ __all__ = [
     "BatchClosed",
     "BatchId",
     "BatchReady",
-    "Beat",
     "ControlEvent",
     "DecodeError",
     "Deliver",
     "ExperienceReference",
+    "Heartbeat",
     "Lane",
     "Mark",
     "Message",

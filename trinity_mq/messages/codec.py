@@ -14,7 +14,7 @@ from trinity_mq.messages.batches import BatchClosed, BatchReady, ExperienceRefer
 from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS, MAX_NESTING, QUICK_ARRAY_LENGTH, measure, scan
 from trinity_mq.messages.sync import SyncEvent
 from trinity_mq.messages.tasks import SubmissionOutcome, TaskResult, TaskResults, TaskSlice, TaskSubmission
-from trinity_mq.messages.telemetry import Beat, ControlEvent, Metrics
+from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
 
 CONTENT_TYPE = "application/msgpack"
 JSON_CONTENT_TYPE = "application/json"
@@ -36,7 +36,7 @@ CATALOGUE: Mapping[tuple[str, int], type[Message]] = {
         Progress,
         RunEnd,
         SyncEvent,
-        Beat,
+        Heartbeat,
         Metrics,
         ControlEvent,
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from trinity_mq.messages.base import Message
 
 Role = Literal["explorer", "scheduler", "runner", "operator", "trainer", "engine", "supervisor"]
 
 
-class Beat(Message):
+class Heartbeat(Message):
     """An agent's state, every two seconds and on change."""
 
+    model_config = ConfigDict(title="Beat")
     kind: ClassVar[str] = "beat"
 
     role: Role

@@ -27,7 +27,7 @@ def auxiliary_clients(
 
     Args:
         names: Of the models, those of ``explorer.auxiliary_models``.
-        choose: Returns an engine of a model, such as :meth:`EngineChoice.auxiliary`; raises EngineLost.
+        choose: Returns an engine of a model, such as :meth:`EngineSelector.auxiliary`; raises EngineLost.
     """
     wanted = list(names)
     if not wanted:

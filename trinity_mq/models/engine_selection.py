@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from trinity_mq.messages import Beat
+from trinity_mq.messages import Heartbeat
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost
 
@@ -60,7 +60,7 @@ class Answering:
         self._name, self._choice = name, choice
 
     def __call__(self) -> InferenceModel:
-        """Return the engine to ask now; errors as :meth:`EngineChoice.auxiliary`."""
+        """Return the engine to ask now; errors as :meth:`EngineSelector.auxiliary`."""
         return self._choice.auxiliary(self._name)
 
     def auxiliary(self, name: str) -> InferenceModel:
@@ -80,7 +80,7 @@ class _Known:
     model: InferenceModel
     load: int
     """What the beat says, and what was sent to it since."""
-    beat: Beat
+    beat: Heartbeat
     heard: float
 
     @property
@@ -96,7 +96,7 @@ class _Trouble:
     until: float = field(default=0.0)
 
 
-class EngineChoice:
+class EngineSelector:
     """Chooses among rollout engines: an object to call; and among those of an auxiliary model.
 
     Those that are silent or did not answer lately come last, then those that serve nothing at present (without weights,
@@ -107,14 +107,14 @@ class EngineChoice:
         beats: Returns the beats of the living engines.
     """
 
-    def __init__(self, beats: Callable[[], Iterable[Beat]]) -> None:
+    def __init__(self, beats: Callable[[], Iterable[Heartbeat]]) -> None:
         self._beats = beats
         self._known: dict[str, _Known] = {}
         self._auxiliary: dict[str, dict[str, _Known]] = {}
         """By name of the model, then by engine."""
         self._troubles: dict[str, _Trouble] = {}
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Look at the beats; to be called when there are new ones."""
         self._look(asyncio.get_running_loop().time())
 
@@ -182,7 +182,7 @@ class EngineChoice:
         self._troubles = {name: trouble for name, trouble in self._troubles.items() if name in found}
 
 
-def _known(beat: Beat, now: float) -> _Known | None:
+def _known(beat: Heartbeat, now: float) -> _Known | None:
     """Return the engine in a beat; None for one that does not say what it serves, and where."""
     load, model = beat.detail.get("load", 0), known_model(beat)
     if model is None or beat.detail.get("role") not in ("rollout", "auxiliary") or not isinstance(load, int):
@@ -190,7 +190,7 @@ def _known(beat: Beat, now: float) -> _Known | None:
     return _Known(model=model, load=load, beat=beat, heard=now)
 
 
-def known_model(beat: Beat) -> InferenceModel | None:
+def known_model(beat: Heartbeat) -> InferenceModel | None:
     """Return the model that an engine's beat speaks of, None for one that does not say what is served and where."""
     try:
         model = InferenceModel.from_dict(beat.detail)

@@ -17,7 +17,7 @@ from trinity_mq.models.engine_selection import Engines
 from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, ModelError, VersionMismatch
 from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rollout.instances import Instances
-from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.telemetry import get_logger
 from trinity_mq.workflows import RunFailedError, Task, TaskError, Workflow, execute
@@ -57,14 +57,14 @@ class Job:
     seed: int
     models: Callable[[], InferenceModel]
     """Says which engine to use now; raises EngineNotReady or EngineLost where there is none at present."""
-    tally: Tally
+    tally: RunResults
     own_loops: bool = False
     """Each run of an asynchronous workflow in a thread, on an event loop of its own."""
     runner: int | str | None = None
     """Whose work it is, for logs."""
 
 
-class Unit:
+class RunGroup:
     """Runs that are done in one go: all of a slice if its workflow is repeatable, else one."""
 
     def __init__(self, job: Job, runs: Sequence[int], instances: Instances) -> None:

@@ -12,7 +12,7 @@ from trinity_mq.workflows import Task
 
 
 @dataclass
-class Tally:
+class RunResults:
     """The finished runs, and what went wrong with the others."""
 
     experiences: dict[int, list[Experience]] = field(default_factory=dict)

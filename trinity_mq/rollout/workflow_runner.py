@@ -12,9 +12,9 @@ from trinity_mq.messages import TaskSlice, Version
 from trinity_mq.models import EngineClients, InferenceModel, ModelWrapper
 from trinity_mq.models.engine_selection import auxiliary_models
 from trinity_mq.rewards import UnknownNameError
-from trinity_mq.rollout.attempts import Job, Limits, Unit
+from trinity_mq.rollout.attempts import Job, Limits, RunGroup
 from trinity_mq.rollout.instances import Instances
-from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.rollout.status import SliceOutcome, Status
 from trinity_mq.telemetry import aggregate_runs
@@ -97,35 +97,35 @@ class WorkflowRunner:
         return status, outcome.experiences
 
     async def run_slice(
-        self, piece: TaskSlice, models: Callable[[], InferenceModel], tally: Tally | None = None
+        self, task_slice: TaskSlice, models: Callable[[], InferenceModel], tally: RunResults | None = None
     ) -> SliceOutcome:
         """Do the runs of a slice, within its time, and return what became of them.
 
         Args:
-            piece: The slice.
+            task_slice: The slice.
             models: Says which engine to use, asked before each attempt; raises EngineNotReady or EngineLost where there
                 is none at present, which costs time but no attempt. One that is Engines is told which ones are lost.
             tally: Filled as runs are finished, for those who may have to end the slice early.
         """
         try:
-            task = Task.from_body(piece.task, piece.batch, piece.task_id)
+            task = Task.from_body(task_slice.task, task_slice.batch, task_slice.task_id)
         except (TaskError, UnknownNameError) as error:
             return SliceOutcome.failure(str(error))
         return await self._run(
             task,
-            range(piece.run_base, piece.run_base + piece.repeat_times),
-            Limits(piece.max_timeout, piece.max_retry_times, piece.slice_timeout),
-            seed=piece.seed,
+            range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times),
+            Limits(task_slice.max_timeout, task_slice.max_retry_times, task_slice.slice_timeout),
+            seed=task_slice.seed,
             models=models,
-            pinned=piece.pinned,
+            pinned=task_slice.pinned,
             tally=tally,
         )
 
     @staticmethod
-    def blocks(piece: TaskSlice) -> bool:
+    def blocks(task_slice: TaskSlice) -> bool:
         """Say whether the workflow of a slice is a synchronous one."""
         try:
-            return not load_workflow(piece.task.workflow).is_async
+            return not load_workflow(task_slice.task.workflow).is_async
         except UnknownNameError:
             return False
 
@@ -142,12 +142,12 @@ class WorkflowRunner:
         seed: int,
         models: Callable[[], InferenceModel],
         pinned: Version | None = None,
-        tally: Tally | None = None,
+        tally: RunResults | None = None,
     ) -> SliceOutcome:
         if task.workflow is None:
             return SliceOutcome.failure("the task has no workflow; set Task.workflow to a Workflow class")
         mode = self.config.runner.concurrent_mode
-        tally = Tally() if tally is None else tally
+        tally = RunResults() if tally is None else tally
         loop = asyncio.get_running_loop()
         start = loop.time()
         job = Job(
@@ -168,7 +168,9 @@ class WorkflowRunner:
             lambda: self._wrap_auxiliaries(models, shared),
             keep=mode == "sequential" and job.kind.can_reset and not job.kind.can_repeat,
         )
-        units = [Unit(job, share, instances) for share in ([runs] if job.kind.can_repeat else [[run] for run in runs])]
+        units = [
+            RunGroup(job, share, instances) for share in ([runs] if job.kind.can_repeat else [[run] for run in runs])
+        ]
         try:
             async with asyncio.timeout(limits.total) as limit:
                 await _finish(units, mode)
@@ -215,7 +217,7 @@ class WorkflowRunner:
         )
 
 
-async def _finish(units: Sequence[Unit], mode: ConcurrentMode) -> None:
+async def _finish(units: Sequence[RunGroup], mode: ConcurrentMode) -> None:
     if len(units) == 1 or mode == "sequential":
         for unit in units:
             await unit.finish()

@@ -13,10 +13,10 @@ import structlog
 
 from trinity_mq.bus import Bus, Consumer, Delivery, Topology
 from trinity_mq.config import Config
-from trinity_mq.messages import Beat, ControlEvent, Message, Metrics, Role
-from trinity_mq.runtime.deliveries import envelope, opened, settle
+from trinity_mq.messages import ControlEvent, Heartbeat, Message, Metrics, Role
+from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.heartbeats import BEAT_INTERVAL, BEAT_LEASE, Beats
+from trinity_mq.runtime.heartbeats import HEARTBEAT_INTERVAL, HEARTBEAT_LEASE, HeartbeatPublisher
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
 from trinity_mq.runtime.run_marker import is_over
@@ -24,7 +24,7 @@ from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
 
-__all__ = ["BEAT_INTERVAL", "BEAT_LEASE", "Agent"]
+__all__ = ["HEARTBEAT_INTERVAL", "HEARTBEAT_LEASE", "Agent"]
 
 
 class Agent(ABC):
@@ -53,10 +53,10 @@ class Agent(ABC):
         self.woken = Notifier()
         """Notified on anything an agent's main loop may wait for."""
         self.state = "starting"
-        self.beat_seq = 0
+        self.heartbeat_seq = 0
         self._waits_for: str | None = None
         self._waits_since = 0.0
-        self._beats = Beats(bus, topology, agent_id, self._beats_now)
+        self._beats = HeartbeatPublisher(bus, topology, agent_id, self._beats_now)
 
     @abstractmethod
     async def serve(self) -> None:
@@ -66,7 +66,7 @@ class Agent(ABC):
         """Return what the others need to know, as level; sent with each beat."""
         return {}
 
-    def extra_beats(self) -> list[Beat]:
+    def hosted_heartbeats(self) -> list[Heartbeat]:
         """Return beats sent on behalf of processes that this agent hosts."""
         return []
 
@@ -82,14 +82,14 @@ class Agent(ABC):
             if waits_for != self._waits_for:
                 self._waits_since = asyncio.get_running_loop().time()
             self.state, self._waits_for = state, waits_for
-            self.beat_soon()
+            self.heartbeat_soon()
 
     @property
     def waits_for(self) -> str | None:
         """What it waits for, None while it works."""
         return self._waits_for
 
-    def beat_soon(self) -> None:
+    def heartbeat_soon(self) -> None:
         """Send a beat now rather than at the next interval."""
         self._beats.soon()
 
@@ -143,9 +143,9 @@ class Agent(ABC):
     def _bus_changed(self) -> None:
         if self.bus.usable:
             self.peers.refresh()
-            self.beat_soon()
+            self.heartbeat_soon()
         elif self.state not in {"gone", "finished"}:
-            self.peers.deafen()
+            self.peers.suspend()
             log.warning("bus_unusable", agent=self.id, trouble=self.bus.trouble)
         self.woken.notify()
 
@@ -177,17 +177,17 @@ class Agent(ABC):
     async def each(self, feed: Consumer, handle: Callable[[Any, Delivery], Awaitable[None]], **how: Any) -> None:
         """Hand every message of ``feed`` to ``handle`` and acknowledge it; what does not decode is parked.
 
-        ``how`` as for :func:`trinity_mq.runtime.deliveries.opened`.
+        ``how`` as for :func:`trinity_mq.runtime.deliveries.decode_or_dead_letter`.
         """
         async for delivery in feed:
-            message = await opened(self.bus, self.topology, delivery, self.id, **how)
+            message = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, **how)
             if message is not None:
                 await handle(message, delivery)
-                await settle(delivery)
+                await acknowledge(delivery)
 
     async def _on_beat(self, message: Message, delivery: Delivery) -> None:
-        if isinstance(message, Beat):
-            self.peers.hear(message)
+        if isinstance(message, Heartbeat):
+            self.peers.receive(message)
             self.woken.notify()
 
     async def _on_control(self, message: Message, delivery: Delivery) -> None:
@@ -218,18 +218,18 @@ class Agent(ABC):
         await heard.wait()
         await self._beats.run()
 
-    def _beats_now(self) -> Iterable[Beat]:
+    def _beats_now(self) -> Iterable[Heartbeat]:
         now = asyncio.get_running_loop().time()
-        self.beat_seq += 1
-        own = Beat(
+        self.heartbeat_seq += 1
+        own = Heartbeat(
             role=self.role,
             id=self.id,
-            seq=self.beat_seq,
+            seq=self.heartbeat_seq,
             incarnation=self.incarnation,
-            lease=BEAT_LEASE,
+            lease=HEARTBEAT_LEASE,
             state=self.state,
             waits_for=self._waits_for,
             waits_seconds=now - self._waits_since if self._waits_for else 0.0,
             detail=self.detail(),
         )
-        return own, *self.extra_beats()
+        return own, *self.hosted_heartbeats()

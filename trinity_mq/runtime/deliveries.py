@@ -55,7 +55,7 @@ def envelope(
     )
 
 
-async def park(bus: Bus, topology: Topology, incoming: Incoming, reason: str, by: str) -> None:
+async def dead_letter(bus: Bus, topology: Topology, incoming: Incoming, reason: str, by: str) -> None:
     """Publish a copy of a body to ``dead`` with its reason; the original is the caller's to acknowledge afterwards.
 
     A body too large for us to publish is rejected instead: the broker moves it, and the reason is in our log only.
@@ -104,7 +104,7 @@ def _identity(incoming: Incoming) -> str:
     return hashlib.sha256(incoming.body).hexdigest()[:32] if incoming.offset is None else str(incoming.offset)
 
 
-async def opened(
+async def decode_or_dead_letter(
     bus: Bus,
     topology: Topology,
     delivery: Delivery,
@@ -126,12 +126,12 @@ async def opened(
         if quiet:
             log.warning("undecodable", queue=delivery.queue, reason=str(error))
         else:
-            await park(bus, topology, delivery, f"does not decode: {error}", by)
-        await settle(delivery)
+            await dead_letter(bus, topology, delivery, f"does not decode: {error}", by)
+        await acknowledge(delivery)
         return None
 
 
-async def settle(delivery: Delivery) -> bool:
+async def acknowledge(delivery: Delivery) -> bool:
     """Acknowledge; False when the delivery is void and the broker will deliver it again."""
     try:
         await delivery.ack()
@@ -140,7 +140,7 @@ async def settle(delivery: Delivery) -> bool:
     return True
 
 
-async def give_back(delivery: Delivery) -> None:
+async def requeue(delivery: Delivery) -> None:
     """Requeue, one delivery more on its count; a void one the broker has taken back by itself."""
     with contextlib.suppress(StaleDelivery):
         await delivery.requeue()

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.messages import Beat
+from trinity_mq.messages import Heartbeat
 from trinity_mq.runtime.deliveries import envelope
 
 log = structlog.get_logger(__name__)
 
-BEAT_INTERVAL = 2.0
-BEAT_LEASE = 10.0
-MIN_BEAT_GAP = 0.05
+HEARTBEAT_INTERVAL = 2.0
+HEARTBEAT_LEASE = 10.0
+MIN_HEARTBEAT_GAP = 0.05
 """A burst of changes makes one beat."""
 
 
-class Beats:
+class HeartbeatPublisher:
     """Publishes beats until cancelled.
 
     Args:
@@ -29,7 +29,7 @@ class Beats:
         make: Returns the beats to send now, each with a higher number than the last one.
     """
 
-    def __init__(self, bus: Bus, topology: Topology, who: str, make: Callable[[], Iterable[Beat]]) -> None:
+    def __init__(self, bus: Bus, topology: Topology, who: str, make: Callable[[], Iterable[Heartbeat]]) -> None:
         self._bus, self._topology, self._who, self._make = bus, topology, who, make
         self._due = asyncio.Event()
 
@@ -43,9 +43,9 @@ class Beats:
             self._due.clear()
             if self._bus.usable:
                 await self.once()
-            await asyncio.sleep(MIN_BEAT_GAP)
+            await asyncio.sleep(MIN_HEARTBEAT_GAP)
             try:
-                async with asyncio.timeout(BEAT_INTERVAL):
+                async with asyncio.timeout(HEARTBEAT_INTERVAL):
                     await self._due.wait()
             except TimeoutError:
                 continue

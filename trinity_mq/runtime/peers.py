@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_mq.messages import Beat, Role
+from trinity_mq.messages import Heartbeat, Role
 from trinity_mq.runtime.notify import Notifier
 
 
@@ -14,7 +14,7 @@ from trinity_mq.runtime.notify import Notifier
 class Peer:
     """An agent as last heard of."""
 
-    beat: Beat
+    beat: Heartbeat
     heard: float
     """Loop time."""
 
@@ -27,7 +27,7 @@ class Peers:
         self._deaf_since: float | None = None
         self.changed = Notifier()
 
-    def hear(self, beat: Beat) -> None:
+    def receive(self, beat: Heartbeat) -> None:
         """Take in a beat; one older than what we know of the same incarnation is ignored."""
         known = self._peers.get(beat.id)
         if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
@@ -35,7 +35,7 @@ class Peers:
         self._peers[beat.id] = Peer(beat, asyncio.get_running_loop().time())
         self.changed.notify()
 
-    def deafen(self) -> None:
+    def suspend(self) -> None:
         """We hear nobody from now on: leases stand still until :meth:`refresh`."""
         if self._deaf_since is None:
             self._deaf_since = asyncio.get_running_loop().time()
@@ -48,7 +48,7 @@ class Peers:
             peer.heard = now
         self.changed.notify()
 
-    def alive(self, role: Role) -> list[Beat]:
+    def alive(self, role: Role) -> list[Heartbeat]:
         """Return the beats of the living agents of a role, oldest id first."""
         now = asyncio.get_running_loop().time() if self._deaf_since is None else self._deaf_since
         return [
@@ -57,7 +57,7 @@ class Peers:
             if peer.beat.role == role and now - peer.heard < peer.beat.lease and peer.beat.state != "gone"
         ]
 
-    def latest(self, agent_id: str) -> Beat | None:
+    def latest(self, agent_id: str) -> Heartbeat | None:
         """Return the last beat of an agent, alive or not."""
         peer = self._peers.get(agent_id)
         return peer.beat if peer else None

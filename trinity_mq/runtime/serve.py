@@ -17,7 +17,7 @@ from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RECYCLE, EXIT_RESTART, FatalError, RecycleMe, RestartMe
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import die_with_parent
-from trinity_mq.runtime.service import Signs
+from trinity_mq.runtime.service import LifeSigns
 from trinity_mq.runtime.supervisor import PARENT_VARIABLE
 from trinity_mq.telemetry import setup_logging
 
@@ -47,7 +47,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     if parent:
         die_with_parent(int(parent))
     setup_logging(role, agent_id, config.path, config.monitor.log_level)
-    signs = Signs.from_environment(supervised=bool(parent))  # before anything is started that could inherit it
+    signs = LifeSigns.from_environment(supervised=bool(parent))  # before anything is started that could inherit it
     try:
         add_plugins(config.plugin_dirs)
         if role in {"explorer", "runner"}:
@@ -85,7 +85,7 @@ def first_leaf(error: BaseException) -> BaseException:
     return error
 
 
-async def _serve(config: Config, agent_id: str, build: Callable[[Bus, Topology], Agent], signs: Signs) -> None:
+async def _serve(config: Config, agent_id: str, build: Callable[[Bus, Topology], Agent], signs: LifeSigns) -> None:
     topology = Topology(config.name, config.broker.ready_max_bytes, config.broker.results_max_bytes)
     agent = build(create_bus(config.broker, topology, agent_id), topology)
     if agent.role != "explorer":  # it is the one to tell those who cannot see the folder

@@ -97,7 +97,7 @@ class HealthFile:
                 path.unlink()
 
 
-class Signs:
+class LifeSigns:
     """Tells both, for as long as :meth:`told` lasts."""
 
     def __init__(self, manager: ServiceManager | None = None, health: HealthFile | None = None) -> None:
@@ -109,7 +109,7 @@ class Signs:
         self._drains_since: float | None = None
 
     @classmethod
-    def from_environment(cls, environ: MutableMapping[str, str] = os.environ, *, supervised: bool = False) -> Signs:
+    def from_environment(cls, environ: MutableMapping[str, str] = os.environ, *, supervised: bool = False) -> LifeSigns:
         """Return the signs that our environment asks for, and take that out of it: children must not speak for us.
 
         Args:

@@ -12,7 +12,7 @@ from trinity_mq.messages import BatchId
 from trinity_mq.runtime.notify import Notifier
 
 
-class Done(NamedTuple):
+class CompletedTask(NamedTuple):
     """A task that is done."""
 
     ticket: Ticket
@@ -20,12 +20,12 @@ class Done(NamedTuple):
     """Its place in the ticket."""
 
 
-class Shelf:
+class CompletedTasks:
     """The tickets of one batch id, or the one ticket of a caller who shares it with nobody."""
 
     def __init__(self) -> None:
         self.tickets: dict[str, Ticket] = {}
-        self.done: deque[Done] = deque()
+        self.done: deque[CompletedTask] = deque()
         """Done and not yet returned, the first one done first."""
         self.changed = Notifier()
         self._to_return: dict[str, int] = {}
@@ -45,33 +45,33 @@ class Shelf:
         self.tickets[ticket.ticket] = ticket
         self._to_return[ticket.ticket] = len(ticket.tasks)
 
-    def put(self, one: Done) -> None:
+    def put(self, one: CompletedTask) -> None:
         """A task is done."""
         if one.ticket.ticket in self.tickets:
             self.done.append(one)
             self.changed.notify()
 
-    def give_up(self, one: Done) -> None:
+    def give_up(self, one: CompletedTask) -> None:
         """A task was cut off and is never returned."""
         if one.ticket.ticket in self.tickets:
             self._to_return[one.ticket.ticket] -= 1
             self.changed.notify()
 
-    def take(self, count: int) -> list[Done]:
+    def take(self, count: int) -> list[CompletedTask]:
         """Return the first ``count`` that are done: they are the caller's now."""
         return self.remove(list(islice(self.done, count)))
 
-    def look(self, count: int) -> list[Done]:
+    def look(self, count: int) -> list[CompletedTask]:
         """Return the first ``count`` that are done; they stay. Those without experiences are the caller's now."""
         seen = list(islice(self.done, count))
         self.remove([one for one in seen if one.ticket.deliver != "caller"])
         return seen
 
-    def remove(self, items: Sequence[Done]) -> list[Done]:
+    def remove(self, items: Sequence[CompletedTask]) -> list[CompletedTask]:
         """Take ``items``, which are in the order in which they lie here."""
         taken = iter(items)
         following = next(taken, None)
-        kept: list[Done] = []
+        kept: list[CompletedTask] = []
         while following is not None:
             one = self.done.popleft()
             if one is following:
@@ -84,7 +84,7 @@ class Shelf:
             self.changed.notify()  # who waits for them as well waits for fewer now
         return list(items)
 
-    def put_back(self, items: Iterable[Done]) -> None:
+    def put_back(self, items: Iterable[CompletedTask]) -> None:
         """Undo a :meth:`take`, but for tickets that are gone."""
         for one in reversed([one for one in items if one.ticket.ticket in self.tickets]):
             self.done.appendleft(one)

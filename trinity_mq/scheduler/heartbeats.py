@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trinity_mq.bus import Bus, Topology
-from trinity_mq.messages import Beat
-from trinity_mq.runtime.deliveries import opened, settle
-from trinity_mq.runtime.heartbeats import BEAT_LEASE, Beats
+from trinity_mq.messages import Heartbeat
+from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter
+from trinity_mq.runtime.heartbeats import HEARTBEAT_LEASE, HeartbeatPublisher
 from trinity_mq.runtime.peers import Peers
 
 ROLE = "scheduler"
 
 
-class Beacon:
+class SchedulerHeartbeats:
     """Says every two seconds and on change what is open, so that runners drop what is not; hears the runners' beats.
 
     Args:
@@ -32,7 +32,7 @@ class Beacon:
         self.seq = 0
         self._incarnation = uuid.uuid4().hex[:12]
         self._ears = topology.listener(self.id, self._incarnation, "telemetry", "beat.runner.#")
-        self._beats = Beats(bus, topology, self.id, self._beats_now)
+        self._beats = HeartbeatPublisher(bus, topology, self.id, self._beats_now)
         bus.on_change(self._bus_changed)
 
     def soon(self) -> None:
@@ -54,19 +54,19 @@ class Beacon:
         await self._bus.declare(self._ears)
         async with await self._bus.consume(self._ears) as feed:
             async for delivery in feed:
-                beat = await opened(self._bus, self._topology, delivery, self.id, quiet=True)
-                if isinstance(beat, Beat):
-                    self._peers.hear(beat)
-                await settle(delivery)
+                beat = await decode_or_dead_letter(self._bus, self._topology, delivery, self.id, quiet=True)
+                if isinstance(beat, Heartbeat):
+                    self._peers.receive(beat)
+                await acknowledge(delivery)
 
-    def _beats_now(self) -> Iterable[Beat]:
+    def _beats_now(self) -> Iterable[Heartbeat]:
         self.seq += 1
-        beat = Beat(
+        beat = Heartbeat(
             role=ROLE,
             id=self.id,
             seq=self.seq,
             incarnation=self._incarnation,
-            lease=BEAT_LEASE,
+            lease=HEARTBEAT_LEASE,
             state="working",
             detail=self._detail(),
         )
@@ -77,4 +77,4 @@ class Beacon:
             self._peers.refresh()
             self.soon()
         else:
-            self._peers.deafen()
+            self._peers.suspend()

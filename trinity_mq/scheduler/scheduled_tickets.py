@@ -15,13 +15,13 @@ from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import rollout_metrics, task_status
 from trinity_mq.dispatch.collector import Collector
-from trinity_mq.dispatch.dispatcher import Dispatch
+from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.dispatch.usable_clock import UsableClock
 from trinity_mq.messages import BatchId, Deliver, TaskResult
 from trinity_mq.rollout.status import Status
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.scheduler.completed_tasks import Done, Shelf, TaskNumbers
+from trinity_mq.scheduler.completed_tasks import CompletedTask, CompletedTasks, TaskNumbers
 
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience
@@ -33,10 +33,10 @@ OPENING = 8
 """Tickets opened at a time: to declare a queue takes the broker longer than to take in a slice."""
 
 
-class Shelving(Dispatch, ABC):
+class Shelving(Dispatcher, ABC):
     """What :class:`~trinity_mq.scheduler.scheduler.Scheduler` is made of, under its documented interface.
 
-    Args as for it and for :class:`Dispatch`.
+    Args as for it and for :class:`Dispatcher`.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Shelving(Dispatch, ABC):
         topology: Topology,
         owner: str,
         save: Callable[[], Awaitable[None]],
-        next_beat: Callable[[], int],
-        beat_soon: Callable[[], None],
+        next_heartbeat: Callable[[], int],
+        heartbeat_soon: Callable[[], None],
         tickets: dict[str, Ticket] | None,
         results_offset: int | None,
     ) -> None:
@@ -58,13 +58,13 @@ class Shelving(Dispatch, ABC):
             topology=topology,
             owner=owner,
             save=save,
-            next_beat=next_beat,
+            next_heartbeat=next_heartbeat,
             tickets=tickets,
             results_offset=results_offset,
         )
-        self.beat_soon = beat_soon
-        self._shelves: dict[BatchId, Shelf] = {}
-        self._shelf_of: dict[str, Shelf] = {}
+        self.heartbeat_soon = heartbeat_soon
+        self._shelves: dict[BatchId, CompletedTasks] = {}
+        self._shelf_of: dict[str, CompletedTasks] = {}
         """By ticket: the shelf of its batch id, or its caller's own."""
         self._in_hand: Counter[str] = Counter()
         """By ticket: callers who have taken tasks and wait for their experiences; its queue is theirs until then."""
@@ -89,7 +89,7 @@ class Shelving(Dispatch, ABC):
         self,
         tasks: Sequence[Task],
         batch_id: BatchId,
-        shelf: Shelf,
+        shelf: CompletedTasks,
         *,
         deliver: Deliver,
         first_run: int = 0,
@@ -151,7 +151,7 @@ class Shelving(Dispatch, ABC):
             return
         self._undone -= 1
         self._ended += 1
-        one, results = Done(ticket, task), ticket.results_of(task)
+        one, results = CompletedTask(ticket, task), ticket.results_of(task)
         cut_off = ticket.grace is not None and ticket.was_cut_off(task)
         if cut_off and (ticket.whole_tasks_only or not any(result.runs for result in results)):
             shelf.give_up(one)
@@ -159,7 +159,7 @@ class Shelving(Dispatch, ABC):
             shelf.put(one)
 
     async def _results_of(
-        self, shelf: Shelf | None, min_num: int | None, timeout: float | None, clear_timeout_tasks: bool
+        self, shelf: CompletedTasks | None, min_num: int | None, timeout: float | None, clear_timeout_tasks: bool
     ) -> tuple[list[Status], list[Experience]]:
         if shelf is None or not shelf.left:
             return [], []
@@ -192,7 +192,7 @@ class Shelving(Dispatch, ABC):
         return statuses, experiences
 
     @asynccontextmanager
-    async def _reading(self, shelf: Shelf) -> AsyncIterator[None]:
+    async def _reading(self, shelf: CompletedTasks) -> AsyncIterator[None]:
         """Read the experiences of a shelf meanwhile: at the end little is left to be read."""
         tickets = [ticket for ticket in shelf.tickets.values() if ticket.deliver == "caller"]
         loop = asyncio.get_running_loop()
@@ -208,7 +208,9 @@ class Shelving(Dispatch, ABC):
                 if not reader.cancelled() and (error := reader.exception()) is not None:
                     log.warning("reading_failed", reason=str(error))  # the rest is read by who takes it
 
-    async def _wait_for_tasks(self, shelf: Shelf, min_num: int | None, timeout: float | None, clear: bool) -> int:
+    async def _wait_for_tasks(
+        self, shelf: CompletedTasks, min_num: int | None, timeout: float | None, clear: bool
+    ) -> int:
         """Wait, cancel the rest where that is asked for, and return how many tasks the caller gets."""
         left = shelf.left
         wanted = left if min_num is None else min_num
@@ -231,7 +233,7 @@ class Shelving(Dispatch, ABC):
             await self._cut_short(shelf)
         return len(shelf.done)
 
-    async def _cut_short(self, shelf: Shelf, keep: bool | None = None) -> None:
+    async def _cut_short(self, shelf: CompletedTasks, keep: bool | None = None) -> None:
         """Cancel what is not done: runners hear of it at once. With ``keep`` (default: as configured) finished runs of
         such tasks make them done, and runners have a moment to send them.
         """
@@ -242,7 +244,7 @@ class Shelving(Dispatch, ABC):
             ticket.grace, ticket.whole_tasks_only = explorer.cancel_grace, not keep
         if not tickets:
             return
-        self.beat_soon()
+        self.heartbeat_soon()
         if keep and any(ticket.keep_partial and ticket.published for ticket in tickets):
             await self._wait_for(
                 shelf.changed, lambda: all(ticket.is_complete for ticket in tickets), explorer.cancel_grace
@@ -252,7 +254,7 @@ class Shelving(Dispatch, ABC):
                 self.on_task_done(ticket, task)
         self.changed.notify()
 
-    async def _abort(self, shelf: Shelf) -> None:
+    async def _abort(self, shelf: CompletedTasks) -> None:
         for ticket in list(shelf.tickets.values()):
             ticket.grace, ticket.whole_tasks_only = 0.0, True
             for task in ticket.cancel_rest("aborted"):
@@ -260,13 +262,13 @@ class Shelving(Dispatch, ABC):
             await self._end(shelf, ticket)
         self.changed.notify()
 
-    async def _end_returned(self, shelf: Shelf) -> None:
+    async def _end_returned(self, shelf: CompletedTasks) -> None:
         """End the tickets of which nothing is left to be returned."""
         over = [one for one in shelf.tickets.values() if not shelf.left_of(one) and not self._in_hand[one.ticket]]
         for ticket in over:
             await self._end(shelf, ticket)
 
-    async def _end(self, shelf: Shelf, ticket: Ticket) -> None:
+    async def _end(self, shelf: CompletedTasks, ticket: Ticket) -> None:
         """Forget a ticket, all of whose slices have an outcome; one for the pipeline is closed with its manifest."""
         if self._shelf_of.pop(ticket.ticket, None) is None:
             return  # another caller of this batch was first
@@ -278,7 +280,7 @@ class Shelving(Dispatch, ABC):
         if ticket.deliver == "pipeline":
             await self.close(ticket, ticket.make_manifest().model_copy(update={"metrics": rollout_metrics(ticket)}))
         self.tickets.pop(ticket.ticket, None)
-        self.beat_soon()
+        self.heartbeat_soon()
         if ticket.deliver == "caller":
             await self._collector.forget(ticket)
         await self._save()

@@ -15,9 +15,9 @@ from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import BatchId, Deliver
 from trinity_mq.rollout.status import Status
 from trinity_mq.runtime.peers import Peers
-from trinity_mq.scheduler.completed_tasks import Shelf
+from trinity_mq.scheduler.completed_tasks import CompletedTasks
 from trinity_mq.scheduler.done_task import DoneTask
-from trinity_mq.scheduler.heartbeats import Beacon
+from trinity_mq.scheduler.heartbeats import SchedulerHeartbeats
 from trinity_mq.scheduler.scheduled_tickets import Shelving
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class Scheduler(Shelving):
         topology: Topology | None = None,
         owner: str = "",
         save: Callable[[], Awaitable[None]] = _nothing,
-        next_beat: Callable[[], int] = lambda: 0,
-        beat_soon: Callable[[], None] = lambda: None,
+        next_heartbeat: Callable[[], int] = lambda: 0,
+        heartbeat_soon: Callable[[], None] = lambda: None,
         peers: Peers | None = None,
         tickets: dict[str, Ticket] | None = None,
         results_offset: int | None = None,
@@ -71,16 +71,16 @@ class Scheduler(Shelving):
         topology, peers = topology or Topology(config.name), peers or Peers()
         beacon = None
         if not owner:
-            beacon = Beacon(bus, topology, lambda: {"open": self.open_tickets}, peers)
-            owner, beat_soon = beacon.id, beacon.soon
+            beacon = SchedulerHeartbeats(bus, topology, lambda: {"open": self.open_tickets}, peers)
+            owner, heartbeat_soon = beacon.id, beacon.soon
         super().__init__(
             config,
             bus=bus,
             topology=topology,
             owner=owner,
             save=save,
-            next_beat=next_beat if beacon is None else lambda: beacon.seq + 1,
-            beat_soon=beat_soon,
+            next_heartbeat=next_heartbeat if beacon is None else lambda: beacon.seq + 1,
+            heartbeat_soon=heartbeat_soon,
             tickets=tickets,
             results_offset=results_offset,
         )
@@ -124,7 +124,7 @@ class Scheduler(Shelving):
             return None
         shelf = self._shelves.get(batch_id)
         if shelf is None:
-            shelf = self._shelves[batch_id] = Shelf()
+            shelf = self._shelves[batch_id] = CompletedTasks()
         return self._schedule(tasks, batch_id, shelf, deliver=deliver).ticket
 
     def task_done_callback(self, async_task: DoneTask) -> None:
@@ -187,7 +187,7 @@ class Scheduler(Shelving):
         under ``batch_id``. Its runs are numbered from ``run_id_base`` on; parts of the same object ``part_of`` that are
         under way together are one task.
         """
-        shelf = Shelf()
+        shelf = CompletedTasks()
         self._schedule([task], batch_id, shelf, deliver="caller", first_run=run_id_base, part_of=part_of)
         try:
             return await self._results_of(shelf, None, None, True)

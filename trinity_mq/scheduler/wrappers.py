@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_mq.config import Config
-from trinity_mq.messages import BatchId, Beat, ControlEvent
+from trinity_mq.messages import BatchId, ControlEvent, Heartbeat
 from trinity_mq.rollout.status import Status
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.peers import Peers
@@ -59,7 +59,7 @@ class RunnerWrapper:
     @property
     def state(self) -> dict[str, Any]:
         """What the runner's last beat said, empty when none was heard."""
-        beat: Beat | None = self._peers.latest(self.agent_id) if self._peers else None
+        beat: Heartbeat | None = self._peers.latest(self.agent_id) if self._peers else None
         return {} if beat is None else {"state": beat.state, **beat.detail}
 
     async def run_with_retry(self, task: TaskWrapper) -> tuple[Status, list[Experience], int | str]:

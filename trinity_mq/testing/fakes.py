@@ -18,7 +18,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import TaskResult, TaskSlice, Version, decode
 from trinity_mq.models.engines.host.snapshot import EngineSnapshot
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.deliveries import EXPERIENCES, envelope, settle
+from trinity_mq.runtime.deliveries import EXPERIENCES, acknowledge, envelope
 
 ENGINE_RETRY = 0.01
 """Seconds until a fake runner asks again whether the engine has weights."""
@@ -150,8 +150,8 @@ class FakeRunner:
     bus: Bus
     topology: Topology
     version: Callable[[], Version | None]
-    seconds: Callable[[TaskSlice], float] = lambda piece: 0.1
-    spoil: Callable[[TaskSlice], str | None] = lambda piece: None
+    seconds: Callable[[TaskSlice], float] = lambda task_slice: 0.1
+    spoil: Callable[[TaskSlice], str | None] = lambda task_slice: None
     done: list[TaskSlice] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -166,25 +166,25 @@ class FakeRunner:
                 group.create_task(self._slice(delivery))
 
     async def _slice(self, delivery: Any) -> None:
-        piece = decode(delivery.body, TaskSlice)
-        await asyncio.sleep(self.seconds(piece))
-        attempt, spoiled = uuid.uuid4().hex, self.spoil(piece)
+        task_slice = decode(delivery.body, TaskSlice)
+        await asyncio.sleep(self.seconds(task_slice))
+        attempt, spoiled = uuid.uuid4().hex, self.spoil(task_slice)
         while (version := self.version()) is None:  # noqa: ASYNC110  # a fake engine tells nobody
             await asyncio.sleep(ENGINE_RETRY)
-        runs = [] if spoiled else list(range(piece.run_base, piece.run_base + piece.repeat_times))
+        runs = [] if spoiled else list(range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times))
         parts = 0
-        if runs and piece.deliver != "none":
-            body = Experience.serialize_many([one_experience(piece, run, version) for run in runs])
-            key = self.topology.batch_routing_key(piece.batch, piece.ticket)
-            headers: dict[str, Any] = {"attempt": attempt, "part": 0, "ticket": piece.ticket}
+        if runs and task_slice.deliver != "none":
+            body = Experience.serialize_many([one_experience(task_slice, run, version) for run in runs])
+            key = self.topology.batch_routing_key(task_slice.batch, task_slice.ticket)
+            headers: dict[str, Any] = {"attempt": attempt, "part": 0, "ticket": task_slice.ticket}
             mail = Envelope(body=body, kind="experience_part", content_type=EXPERIENCES, headers=headers)
             parts = int(await self.bus.publish(self.topology.exchange("experiences"), key, mail))
         result = TaskResult(
-            batch=piece.batch,
-            ticket=piece.ticket,
-            task_id=piece.task_id,
-            run_base=piece.run_base,
-            repeat_times=piece.repeat_times,
+            batch=task_slice.batch,
+            ticket=task_slice.ticket,
+            task_id=task_slice.task_id,
+            run_base=task_slice.run_base,
+            repeat_times=task_slice.repeat_times,
             attempt=attempt,
             outcome="failed" if spoiled else "finished",
             runs=runs,
@@ -193,15 +193,15 @@ class FakeRunner:
             version_min=version,
             version_max=version,
         )
-        await self.bus.publish(self.topology.exchange("results"), batch_key(piece.batch), envelope(result))
-        self.done.append(piece)
-        await settle(delivery)
+        await self.bus.publish(self.topology.exchange("results"), batch_key(task_slice.batch), envelope(result))
+        self.done.append(task_slice)
+        await acknowledge(delivery)
 
 
-def one_experience(piece: TaskSlice, run: int, version: Version) -> Experience:
+def one_experience(task_slice: TaskSlice, run: int, version: Version) -> Experience:
     """Return a small experience of a run, its reward differing between runs."""
     return Experience(
-        eid=EID(batch=piece.batch, task=piece.task_id, run=run),
+        eid=EID(batch=task_slice.batch, task=task_slice.task_id, run=run),
         tokens=torch.tensor([3, 4, 5, 1], dtype=torch.int32),
         prompt_length=2,
         logprobs=torch.zeros(2),

@@ -21,7 +21,7 @@ from trinity_mq.training.optimizer import entropy_coefficient, learning_rate, ma
 from trinity_mq.training.packing import pack, split
 from trinity_mq.training.policy import LearnerError, Policy
 from trinity_mq.training.threads import run_to_end
-from trinity_mq.training.update import StepTally, optimizer_step
+from trinity_mq.training.update import StepTotals, optimizer_step
 
 MODEL_FOLDER = "model"
 """Inside a checkpoint: what ``transformers`` loads."""
@@ -160,7 +160,7 @@ class TorchLearner:
         rate = learning_rate(config.optimizer, step_number, self._total_steps)
         set_learning_rate(optimizer, rate)
         entropy_weight = entropy_coefficient(config, step_number, self._total_steps)
-        tally = StepTally()
+        tally = StepTotals()
         for epoch in range(config.epochs):
             for part in split(batch, config.mini_batches, f"{self._config.seed}/{step_number}/{epoch}"):
                 batches = pack(part, self._config.trainer.max_tokens_per_micro_batch)

@@ -64,7 +64,7 @@ def optimizer_step(
     }
 
 
-class StepTally:
+class StepTotals:
     """Collects what the optimizer steps of one train step report."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-class Together(Generic[Key, Item, Answer]):
+class BatchedPublish(Generic[Key, Item, Answer]):
     """Makes one call of many, key by key. Alone, an item goes at once.
 
     Args:

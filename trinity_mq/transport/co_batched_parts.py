@@ -32,7 +32,7 @@ MOST_DIGITS = 6
 class Member:
     """What one attempt puts into a shared part."""
 
-    piece: TaskSlice
+    task_slice: TaskSlice
     attempt: str
     experiences: Sequence[Experience]
     size: int
@@ -73,8 +73,8 @@ def share_mail(members: Sequence[Member], body: bytes) -> Envelope:
     versions = [member.oldest for member in members if member.oldest is not None]
     headers: dict[str, HeaderValue] = {
         "version": 1,
-        "batch": members[0].piece.batch,
-        "ticket": members[0].piece.ticket,
+        "batch": members[0].task_slice.batch,
+        "ticket": members[0].task_slice.ticket,
         "attempts": ",".join(f"{member.attempt}:{len(member.experiences)}" for member in members),
     }
     if versions:

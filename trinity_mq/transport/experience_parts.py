@@ -53,13 +53,13 @@ def split_to_size(
 
 
 def part_mail(
-    piece: TaskSlice, attempt: str, part: int, parts: int, content: Content, oldest: Version | None = None
+    task_slice: TaskSlice, attempt: str, part: int, parts: int, content: Content, oldest: Version | None = None
 ) -> Envelope:
     """Return one experience part of an attempt at a slice; ``oldest`` are the oldest weights in it."""
     headers: dict[str, HeaderValue] = {
         "version": 1,
-        "batch": piece.batch,
-        "ticket": piece.ticket,
+        "batch": task_slice.batch,
+        "ticket": task_slice.ticket,
         "attempt": attempt,
         "part": part,
         "parts": parts,

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from trinity_agents.explorer.hosted_engines import EngineRoom
-from trinity_agents.explorer.loop import Exploration
+from trinity_agents.explorer.hosted_engines import HostedEngines
+from trinity_agents.explorer.loop import ExplorerLoop
 from trinity_agents.explorer.state import StateFile
-from trinity_agents.explorer.task_source import TaskSupply
+from trinity_agents.explorer.task_source import TaskReader
 from trinity_mq.bus import Bus, Lock, LockHeld, Topology
 from trinity_mq.config import Config
 from trinity_mq.data import Taskset, open_taskset
-from trinity_mq.messages import Beat, TaskBody
-from trinity_mq.runtime.agent import BEAT_LEASE, Agent
+from trinity_mq.messages import Heartbeat, TaskBody
+from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.run_marker import mark_over
 from trinity_mq.runtime.serve import run_daemon
@@ -57,7 +57,7 @@ class Explorer(Agent):
         engines: Sequence[EngineHost | Any] = (),
         auxiliaries: Sequence[EngineHost | Any] = (),
         folder: Path | None = None,
-        taskset: TaskSupply | None = None,
+        taskset: TaskReader | None = None,
         eval_sets: Mapping[str, Sequence[TaskBody]] | None = None,
         metrics: MetricsWriter | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class Explorer(Agent):
         self._folder = folder or config.path
         self._file = StateFile(self._folder / "state" / "explorer.msgpack")
         self._taskset, self._eval_sets = taskset, eval_sets or {}
-        self.exploration: Exploration | None = None
+        self.exploration: ExplorerLoop | None = None
 
     def detail(self) -> dict[str, Any]:
         """Return what runners, the trainer and the display need to know."""
@@ -78,7 +78,7 @@ class Explorer(Agent):
         others = [beat.detail for beat in self.peers.alive("explorer") if beat.id != self.id]
         return others[0] if others else {"open": [], "finished": False}
 
-    def extra_beats(self) -> list[Beat]:
+    def hosted_heartbeats(self) -> list[Heartbeat]:
         """Return the engines' beats."""
         return [] if self.exploration is None else self.exploration.room.beats()
 
@@ -92,8 +92,8 @@ class Explorer(Agent):
         if self._taskset is not None and state.taskset:
             self._taskset.restore(state.taskset)
         state.incarnations += 1
-        self.beat_seq = state.incarnations << 32  # beats of a later life always count as later
-        self.exploration = Exploration(
+        self.heartbeat_seq = state.incarnations << 32  # beats of a later life always count as later
+        self.exploration = ExplorerLoop(
             self,
             self.engines,
             state,
@@ -107,7 +107,9 @@ class Explorer(Agent):
         if state.finished:
             self.set_state("finished")
             await self._mark_over()
-            await asyncio.sleep(BEAT_LEASE)  # those that were started beside us must hear that there is nothing to do
+            await asyncio.sleep(
+                HEARTBEAT_LEASE
+            )  # those that were started beside us must hear that there is nothing to do
             return
         try:
             await room.start()
@@ -182,7 +184,7 @@ class Explorer(Agent):
         being restarted.
         """
         try:
-            async with asyncio.timeout(2 * BEAT_LEASE):
+            async with asyncio.timeout(2 * HEARTBEAT_LEASE):
                 await self.woken.until(lambda: all(beat.state == "finished" for beat in self.peers.alive("trainer")))
         except TimeoutError:
             log.warning("trainer_left_behind")
@@ -211,13 +213,13 @@ class EngineHosting(Agent):
         self, config: Config, *, bus: Bus, topology: Topology, agent_id: str, engines: Sequence[EngineHost | Any]
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
-        self.room = EngineRoom(self, engines)
+        self.room = HostedEngines(self, engines)
 
     def detail(self) -> dict[str, Any]:
         """Return whose host it is; without a URL nobody takes it for an engine."""
         return {"hosts": [engine.snapshot.id for engine in self.room.engines]}
 
-    def extra_beats(self) -> list[Beat]:
+    def hosted_heartbeats(self) -> list[Heartbeat]:
         """Return the engines' beats."""
         return self.room.beats()
 

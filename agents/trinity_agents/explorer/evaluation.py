@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
-from trinity_agents.explorer.hosted_engines import EngineRoom
+from trinity_agents.explorer.hosted_engines import HostedEngines
 from trinity_agents.explorer.state import ExplorerState
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import eval_metrics
@@ -30,7 +30,7 @@ class Evaluations:
         config: Config,
         state: ExplorerState,
         scheduler: Scheduler,
-        room: EngineRoom,
+        room: HostedEngines,
         sets: Mapping[str, Sequence[TaskBody]],
         *,
         save: Callable[[], Awaitable[None]],
@@ -81,7 +81,9 @@ class Evaluations:
             await self._woken.until(lambda tickets=tickets: all(t.is_complete for t in tickets))  # type: ignore[misc]
             # bound at once
             lost = any(
-                piece.result is not None and not piece.result.runs for ticket in tickets for piece in ticket.slices
+                task_slice.result is not None and not task_slice.result.runs
+                for ticket in tickets
+                for task_slice in ticket.slices
             )
             served = self._room.version
             if not lost or (tickets[0].pinned or served) == served or attempt == MAX_TRIES:

@@ -6,22 +6,22 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trinity_mq.messages import Beat, SyncEvent, Version
+from trinity_mq.messages import Heartbeat, SyncEvent, Version
 from trinity_mq.models.engine_selection import known_model
 from trinity_mq.models.inference import ModelRole
-from trinity_mq.runtime.agent import BEAT_LEASE, Agent
+from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.gate.member import Key
-from trinity_mq.sync.gate.member_driver import HEARD, Membership
+from trinity_mq.sync.gate.member_driver import HEARD, MemberDriver
 
 if TYPE_CHECKING:
     from trinity_mq.models import EngineHost
 
-ENGINE_LEASE = 3 * BEAT_LEASE
+ENGINE_LEASE = 3 * HEARTBEAT_LEASE
 """An engine is believed in for longer than its host: it outlives the host's restart."""
 
 
-class EngineRoom:
+class HostedEngines:
     """What its engines have in common; to whoever schedules it is one gate.
 
     Each engine is a member of the gate under its own id, so that one of them dying costs the others nothing but the try
@@ -50,8 +50,8 @@ class EngineRoom:
         self._seen: set[str] = set()
         """Ids of the engines that have lived: those that die are called gone until they are back."""
 
-    def _member(self, engine: EngineHost | Any) -> Membership:
-        member = Membership(
+    def _member(self, engine: EngineHost | Any) -> MemberDriver:
+        member = MemberDriver(
             name=engine.snapshot.id,
             lease=self._agent.config.synchronizer.member_lease,
             engine=engine,
@@ -125,7 +125,7 @@ class EngineRoom:
             for host in self._all():
                 group.create_task(host.stop() if stop else host.detach())
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[Heartbeat]:
         """Return what the engines' beats say now; one that has died is gone until it is back."""
         policy = [self._beat(engine, "rollout", member) for engine, member in self._pairs()]
         beside = [self._beat(engine, "auxiliary", None) for engine in self.auxiliaries]
@@ -136,10 +136,10 @@ class EngineRoom:
     def _all(self) -> list[EngineHost | Any]:
         return [*self.engines, *self.auxiliaries]
 
-    def _pairs(self) -> list[tuple[EngineHost | Any, Membership]]:
+    def _pairs(self) -> list[tuple[EngineHost | Any, MemberDriver]]:
         return list(zip(self.engines, self._members, strict=True))
 
-    def _beat(self, engine: EngineHost | Any, role: ModelRole, member: Membership | None) -> Beat | None:
+    def _beat(self, engine: EngineHost | Any, role: ModelRole, member: MemberDriver | None) -> Heartbeat | None:
         snapshot = engine.snapshot
         version = snapshot.version if member is None else member.version
         if snapshot.alive:
@@ -153,10 +153,10 @@ class EngineRoom:
             state, waits_for = ("working", None) if serves else ("holding", f"its server ({snapshot.state})")
         else:
             state, waits_for = ("working", None) if version else ("holding", self._lack(snapshot.id))
-        return Beat(
+        return Heartbeat(
             role="engine",
             id=snapshot.id,
-            seq=self._agent.beat_seq,
+            seq=self._agent.heartbeat_seq,
             incarnation=self._agent.incarnation,
             lease=ENGINE_LEASE,
             state=state,
@@ -192,17 +192,17 @@ class EngineRoom:
             snapshot = engine.snapshot
             if snapshot.alive and not member.engine_ready:
                 member.engine_up(snapshot.version, snapshot.fingerprint or None)
-                self._agent.beat_soon()
+                self._agent.heartbeat_soon()
             elif not snapshot.alive and member.engine_ready:
                 member.engine_down()
-                self._agent.beat_soon()
+                self._agent.heartbeat_soon()
             elif snapshot.state in {"empty", "dirty"} and member.idle and member.version is not None:
                 member.engine_up(None, snapshot.fingerprint or None)
             elif snapshot.state == "current" and snapshot.alive and member.idle and member.version is None:
                 # a transfer was cut off before it touched anything
                 member.engine_up(snapshot.version, snapshot.fingerprint or None)
         if any(engine.snapshot.alive != (engine.snapshot.id in self._seen) for engine in self.auxiliaries):
-            self._agent.beat_soon()
+            self._agent.heartbeat_soon()
         self._agent.woken.notify()
 
     def _told(self, engine: str) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class EngineRoom:
 
     def _committed_here(self, version: Version | None, progress: int) -> None:
         self._on_commit(version, progress)
-        self._agent.beat_soon()
+        self._agent.heartbeat_soon()
 
     async def _publish(self, event: SyncEvent) -> None:
         await self._agent.publish("sync", f"weights.{event.verb}", event)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from trinity_mq.dispatch.tickets import SubmissionRef
 from trinity_mq.messages import BatchClosed, SubmissionOutcome, TaskBody
 
-Remedy = Literal["publish again", "tombstone"]
+RecoveryAction = Literal["publish again", "tombstone"]
 
 
 class PendingTask(BaseModel):
@@ -22,18 +22,18 @@ class PendingTask(BaseModel):
     """It was in a batch before; it is not given back twice."""
 
 
-class Promise(BaseModel):
+class SubmittedTask(BaseModel):
     """What a submitter was told that waits for experiences."""
 
     submission: SubmissionRef
     outcome: SubmissionOutcome
 
 
-class ClosedTicket(BaseModel):
+class InFlightBatch(BaseModel):
     """A manifest that the trainer has not yet reported on."""
 
     manifest: BatchClosed
-    promises: list[Promise] = Field(default_factory=list)
+    promises: list[SubmittedTask] = Field(default_factory=list)
     tasks: dict[int, TaskBody] = Field(default_factory=dict)
     """By id, those that are given back if their groups are too old to train on."""
     idle: float = 0.0
@@ -46,16 +46,16 @@ class ClosedTicket(BaseModel):
         return [PendingTask(task=self.tasks[n], given_back=True) for n in sorted(set(stale)) if n in self.tasks]
 
 
-class ClosedTickets(BaseModel):
+class InFlightBatches(BaseModel):
     """Follows manifests until their ``Progress`` arrives (learning.md section 1)."""
 
-    tickets: dict[str, ClosedTicket] = Field(default_factory=dict)
+    tickets: dict[str, InFlightBatch] = Field(default_factory=dict)
 
     def add(
-        self, manifest: BatchClosed, promises: Sequence[Promise] = (), tasks: Mapping[int, TaskBody] | None = None
+        self, manifest: BatchClosed, promises: Sequence[SubmittedTask] = (), tasks: Mapping[int, TaskBody] | None = None
     ) -> None:
         """A manifest was published; ``tasks`` are given back if they come out too old."""
-        closed = ClosedTicket(manifest=manifest, promises=list(promises), tasks=dict(tasks or {}))
+        closed = InFlightBatch(manifest=manifest, promises=list(promises), tasks=dict(tasks or {}))
         self.tickets.setdefault(manifest.ticket, closed)
 
     def done(self, ticket: str) -> bool:
@@ -64,12 +64,12 @@ class ClosedTickets(BaseModel):
 
     def tick(
         self, seconds: float, in_hand: Collection[str], *, deadline: float, max_tries: int
-    ) -> list[tuple[Remedy, BatchClosed]]:
+    ) -> list[tuple[RecoveryAction, BatchClosed]]:
         """Let ``seconds`` pass and return what is to be done.
 
         ``in_hand``: tickets that a living operator works on or that the trainer already holds; their clocks start anew.
         """
-        remedies: list[tuple[Remedy, BatchClosed]] = []
+        remedies: list[tuple[RecoveryAction, BatchClosed]] = []
         for name, closed in self.tickets.items():
             if name in in_hand:
                 closed.idle = 0.0

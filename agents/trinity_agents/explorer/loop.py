@@ -9,15 +9,15 @@ from typing import Any
 import structlog
 
 from trinity_agents.explorer.evaluation import Evaluations
-from trinity_agents.explorer.hosted_engines import EngineRoom
+from trinity_agents.explorer.hosted_engines import HostedEngines
 from trinity_agents.explorer.state import ExplorerState, StateFile
-from trinity_agents.explorer.task_source import Intake, TaskSupply
-from trinity_agents.explorer.training_batches import NO_TASKS, Batches
+from trinity_agents.explorer.task_source import TaskReader, TaskSource
+from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
 from trinity_mq.bus import Delivery, Lock
 from trinity_mq.dispatch.tickets import SubmissionRef
 from trinity_mq.messages import RunEnd, SubmissionOutcome, TaskBody, TaskSubmission, Version
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.deliveries import envelope, park
+from trinity_mq.runtime.deliveries import dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.locks import ensure_held
 from trinity_mq.scheduler.scheduler import Scheduler
@@ -29,7 +29,7 @@ KEEP_QUEUES_INTERVAL = 24 * 3600.0
 """Seconds; a batch queue expires after seven days in which nobody declared it or read from it."""
 
 
-class Exploration:
+class ExplorerLoop:
     """The parts of one life of an explorer, wired."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Exploration:
         engines: Sequence[Any],
         state: ExplorerState,
         file: StateFile,
-        taskset: TaskSupply | None,
+        taskset: TaskReader | None,
         eval_sets: Mapping[str, Sequence[TaskBody]],
         *,
         auxiliaries: Sequence[Any] = (),
@@ -56,18 +56,18 @@ class Exploration:
             topology=agent.topology,
             owner=agent.id,
             save=self.save,
-            next_beat=lambda: agent.beat_seq + 1,
-            beat_soon=agent.beat_soon,
+            next_heartbeat=lambda: agent.heartbeat_seq + 1,
+            heartbeat_soon=agent.heartbeat_soon,
             peers=agent.peers,
             tickets=state.tickets,
             results_offset=0 if state.results_offset is None else state.results_offset,
         )
-        self.room = EngineRoom(agent, engines, auxiliaries, on_commit=self._on_commit)
-        self.intake = Intake(config, state, taskset)
+        self.room = HostedEngines(agent, engines, auxiliaries, on_commit=self._on_commit)
+        self.intake = TaskSource(config, state, taskset)
         self.evaluations = Evaluations(
             config, state, self.scheduler, self.room, eval_sets, save=self.save, report=agent.report, woken=woken
         )
-        self.batches = Batches(
+        self.batches = TrainingBatches(
             config,
             state,
             self.scheduler,
@@ -84,7 +84,7 @@ class Exploration:
         await ensure_held(self.agent.bus, self._lock)
         self.state.results_offset = self.scheduler.results_offset
         await self._file.save(self.state)
-        self.agent.beat_soon()
+        self.agent.heartbeat_soon()
 
     def detail(self) -> dict[str, Any]:
         """Return the explorer's level for its beat."""
@@ -274,7 +274,7 @@ class Exploration:
             want_experiences=message.want_experiences,
         )
         if not ref.submission_id:
-            await park(
+            await dead_letter(
                 agent.bus, agent.topology, delivery, "a submission needs a submission_id or a message_id", agent.id
             )
             return

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 from pydantic import BaseModel, Field, ValidationError
 
-from trinity_agents.explorer.in_flight import ClosedTickets, PendingTask, Promise
+from trinity_agents.explorer.in_flight import InFlightBatches, PendingTask, SubmittedTask
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.process import write_atomic
@@ -29,8 +29,8 @@ class ExplorerState(BaseModel):
     closed: int = 0
     """Training batches closed."""
     tickets: dict[str, Ticket] = Field(default_factory=dict)
-    following: ClosedTickets = Field(default_factory=ClosedTickets)
-    broken: list[Promise] = Field(default_factory=list)
+    following: InFlightBatches = Field(default_factory=InFlightBatches)
+    broken: list[SubmittedTask] = Field(default_factory=list)
     """Of batches that were given up, their submitters not told yet."""
     pending: list[PendingTask] = Field(default_factory=list)
     given_back: dict[str, list[int]] = Field(default_factory=dict)

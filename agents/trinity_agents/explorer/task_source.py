@@ -13,7 +13,7 @@ from trinity_mq.dispatch.tickets import SubmissionRef
 from trinity_mq.messages import TaskBody, TaskSubmission
 
 
-class TaskSupply(Protocol):
+class TaskReader(Protocol):
     """What the intake needs of a taskset."""
 
     def __len__(self) -> int: ...
@@ -28,10 +28,10 @@ class TaskSupply(Protocol):
         """Go to a position."""
 
 
-class Intake:
+class TaskSource:
     """Takes tasks from the state's pending ones and from the taskset (None: submitted tasks only)."""
 
-    def __init__(self, config: Config, state: ExplorerState, taskset: TaskSupply | None) -> None:
+    def __init__(self, config: Config, state: ExplorerState, taskset: TaskReader | None) -> None:
         self._config, self._state, self._taskset = config, state, taskset
 
     @property

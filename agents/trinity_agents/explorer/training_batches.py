@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from trinity_agents.explorer.evaluation import Evaluations
-from trinity_agents.explorer.in_flight import PendingTask, Promise
+from trinity_agents.explorer.in_flight import PendingTask, SubmittedTask
 from trinity_agents.explorer.state import ExplorerState
-from trinity_agents.explorer.task_source import Intake
+from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config, OverRolloutConfig
 from trinity_mq.dispatch.batch_ids import sort_batch_id
@@ -41,7 +41,7 @@ def enough(ticket: Ticket, config: OverRolloutConfig) -> int:
     return math.ceil(round(len(ticket.tasks) * (1 - config.ratio), 9))  # 10 * (1 - 0.9) is 0.9999999999999998
 
 
-class Batches:
+class TrainingBatches:
     """Opens, closes and follows training batches; all decisions are taken from ``state`` and the counters."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Batches:
         config: Config,
         state: ExplorerState,
         scheduler: Scheduler,
-        intake: Intake,
+        intake: TaskSource,
         evaluations: Evaluations,
         peers: Peers,
         *,
@@ -156,7 +156,7 @@ class Batches:
         if must_ask(batch, counters, config):
             if self.wants < (asked := required_answer(batch, config)):
                 self.wants = asked
-                self._scheduler.beat_soon()
+                self._scheduler.heartbeat_soon()
             return f"the newest weights, asked for at batch {asked} (answered: {counters.answered})"
         wanted = required_progress(batch, config)
         if config.sync_style == "fixed":
@@ -239,7 +239,7 @@ class Batches:
             self._late = self._scheduler.late_results
             # before it is published: its Progress may come while we still answer submitters, or died doing so
             promises = [
-                Promise(submission=one, outcome=submission_outcome(ticket, one))
+                SubmittedTask(submission=one, outcome=submission_outcome(ticket, one))
                 for one in ticket.submissions
                 if one.want_experiences and one.reply_to
             ]
@@ -290,7 +290,7 @@ class Batches:
         ticket.grace, ticket.whole_tasks_only = explorer.cancel_grace, not keep
         if not (keep and ticket.keep_partial and explorer.cancel_grace):
             ticket.cancel_rest(reason)
-        self._scheduler.beat_soon()
+        self._scheduler.heartbeat_soon()
         self._woken.notify()
 
     def _let_time_pass(self, ticket: Ticket, seconds: float, moving: bool) -> None:

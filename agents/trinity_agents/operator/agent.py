@@ -34,11 +34,11 @@ from trinity_mq.config import Config
 from trinity_mq.dispatch.collector import UNBOUND_BEFORE_DELETE
 from trinity_mq.messages import BatchClosed, BatchReady, DecodeError, Mark
 from trinity_mq.models.auxiliary_clients import auxiliary_clients
-from trinity_mq.models.engine_selection import EngineChoice
+from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, OperatorError, create_operators, run_chain
 from trinity_mq.operators.threads import stuck
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.deliveries import REFERENCE, envelope, give_back, opened, park, settle
+from trinity_mq.runtime.deliveries import REFERENCE, acknowledge, dead_letter, decode_or_dead_letter, envelope, requeue
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.telemetry import MetricsWriter
@@ -98,7 +98,7 @@ class Operator(Agent):
     async def serve(self) -> None:
         """Process batches until drained or the run is over."""
         names = [model.name for model in self.config.explorer.auxiliary_models]
-        clients = auxiliary_clients(names, EngineChoice(lambda: self.peers.alive("engine")).auxiliary)
+        clients = auxiliary_clients(names, EngineSelector(lambda: self.peers.alive("engine")).auxiliary)
         self._chain = create_operators(self.config.operator.operators, clients)
         if ALGORITHMS[self.config.algorithm.algorithm_type].where == "operator":
             self._chain.append(AdvantageOperator(self.config.algorithm))
@@ -128,19 +128,19 @@ class Operator(Agent):
     async def _work(self, feed: Consumer, deletions: asyncio.TaskGroup) -> None:
         self.set_state("idle", "a closed batch")
         async for delivery in feed:
-            manifest = await opened(self.bus, self.topology, delivery, self.id, expect=BatchClosed)
+            manifest = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=BatchClosed)
             if not isinstance(manifest, BatchClosed):
                 continue
             self._ticket = manifest.ticket
             self.set_state("working")
-            self.beat_soon()
+            self.heartbeat_soon()
             try:
                 if await self._batch(delivery, manifest):
                     deletions.create_task(self._delete(manifest))
             finally:
                 self._ticket = None
                 self.set_state("idle", "a closed batch")
-                self.beat_soon()
+                self.heartbeat_soon()
 
     async def _batch(self, delivery: Delivery, manifest: BatchClosed) -> bool:
         """Do a batch, up to the acknowledgement; True when its queue has served its purpose."""
@@ -173,9 +173,9 @@ class Operator(Agent):
                 raise RestartMe(f"{names} computes on though its time was over: only a new process ends it") from error
             return False
         for part, reason in processed.bad:
-            await park(self.bus, self.topology, part, reason, self.id)
+            await dead_letter(self.bus, self.topology, part, reason, self.id)
         await self._publish(manifest, processed)
-        await settle(delivery)
+        await acknowledge(delivery)
         if isinstance(manifest.batch, int):
             self.report(manifest.batch, processed.metrics)
         return True
@@ -183,7 +183,7 @@ class Operator(Agent):
     async def _gone(self, delivery: Delivery, manifest: BatchClosed) -> None:
         reason = "the batch queue does not exist: another operator has processed it"
         await self._tell(manifest, state="gone", reason=reason)
-        await settle(delivery)
+        await acknowledge(delivery)
 
     async def _fail(
         self, delivery: Delivery, manifest: BatchClosed, reason: str, error: Exception | None = None
@@ -192,8 +192,8 @@ class Operator(Agent):
         await self._tell(manifest, state="failed", reason=reason)
         if isinstance(error, OperatorError):
             delivery.headers = {**delivery.headers, "operator": error.operator}
-        await park(self.bus, self.topology, delivery, reason, self.id)
-        await settle(delivery)
+        await dead_letter(self.bus, self.topology, delivery, reason, self.id)
+        await acknowledge(delivery)
 
     async def _try_again(self, delivery: Delivery, manifest: BatchClosed, error: Exception) -> None:
         limit = self.config.broker.delivery_limit
@@ -205,7 +205,7 @@ class Operator(Agent):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause * random.uniform(0.5, 1.0)):
                 await self._stopped.wait()
-        await give_back(delivery)
+        await requeue(delivery)
 
     async def _drain(self, manifest: BatchClosed) -> dict[PartKey, Part]:
         """Return the parts that the manifest lists, in its order. Nothing is acknowledged: what we hold comes back if
@@ -238,8 +238,8 @@ class Operator(Agent):
                 try:
                     shares = [share for share in shares_of(delivery) if share.key in missing]
                 except DecodeError as error:
-                    await park(self.bus, self.topology, delivery, str(error), self.id)
-                    await settle(delivery)
+                    await dead_letter(self.bus, self.topology, delivery, str(error), self.id)
+                    await acknowledge(delivery)
                     continue
                 for share in shares:
                     missing.discard(share.key)

@@ -17,19 +17,19 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.runner.crash_history import Deaths
-from trinity_agents.runner.in_flight_slice import CANCELLED, PREEMPTED, OpenTickets, SliceKey, Work
-from trinity_agents.runner.process_pool import ChildDied, IsolatedPool
-from trinity_agents.runner.result_publisher import Reports, end_of
-from trinity_agents.runner.slice_executor import STOP_PATIENCE, Turns
+from trinity_agents.runner.crash_history import CrashHistory
+from trinity_agents.runner.in_flight_slice import CANCELLED, PREEMPTED, InFlightSlice, OpenTickets, SliceKey
+from trinity_agents.runner.process_pool import ChildDied, ProcessPool
+from trinity_agents.runner.result_publisher import ResultPublisher, end_of
+from trinity_agents.runner.slice_executor import STOP_PATIENCE, SliceExecutor
 from trinity_agents.runner.watchdog import Watchdog
 from trinity_mq.bus import Bus, Consumer, Delivery, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import Outcome, TaskSlice
-from trinity_mq.models.engine_selection import EngineChoice
+from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.rollout.workflow_runner import SliceOutcome, WorkflowRunner
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.deliveries import give_back, opened, park, settle
+from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, requeue
 from trinity_mq.runtime.errors import EXIT_RECYCLE, EXIT_RESTART, RecycleMe, RestartMe
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
@@ -64,14 +64,14 @@ class Runner(Agent):
         topology: Topology,
         agent_id: str,
         workflows: WorkflowRunner | None = None,
-        isolated: IsolatedPool | None = None,
+        isolated: ProcessPool | None = None,
         end_process: Callable[[int], None] = lambda code: None,
         watchdog: Watchdog | None = None,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
         self._end_process, self._watchdog = end_process, watchdog
-        self._engines = EngineChoice(lambda: self.peers.alive("engine"))
-        self._turns = Turns(
+        self._engines = EngineSelector(lambda: self.peers.alive("engine"))
+        self._turns = SliceExecutor(
             config,
             self._engines,
             workflows=workflows or WorkflowRunner(config, None, runner_id=agent_id),
@@ -79,7 +79,7 @@ class Runner(Agent):
             go_on_without=self._go_on_without,
         )
         self._open = OpenTickets(self.peers)
-        self._reports = Reports(
+        self._reports = ResultPublisher(
             bus,
             topology,
             config.broker,
@@ -89,9 +89,9 @@ class Runner(Agent):
             forgotten=self._open.forgotten,
             in_hand=lambda: len(self._held),
         )
-        self._held: dict[SliceKey, Work] = {}
+        self._held: dict[SliceKey, InFlightSlice] = {}
         self._reported: dict[SliceKey, None] = {}
-        self._deaths = Deaths()
+        self._deaths = CrashHistory()
         self._tasks: set[asyncio.Task[None]] = set()
         self._given_up: set[asyncio.Task[None]] = set()
         """Tasks in workflows that did not end when they were told to."""
@@ -192,9 +192,9 @@ class Runner(Agent):
         """Look at every beat: which engines live, which slices nobody waits for, what is stuck."""
         while True:
             await self.peers.changed.wait()
-            self._engines.hear()
+            self._engines.receive()
             for work in self._held.values():
-                if work.running and self._open.forgotten(work.piece):
+                if work.running and self._open.forgotten(work.task_slice):
                     self._turns.stop(work, CANCELLED)
             self._check_stuck()
 
@@ -210,18 +210,18 @@ class Runner(Agent):
     # -- one slice
 
     async def _handle(self, delivery: Delivery) -> None:
-        piece = await opened(self.bus, self.topology, delivery, self.id, expect=TaskSlice)
-        if not isinstance(piece, TaskSlice):
+        task_slice = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=TaskSlice)
+        if not isinstance(task_slice, TaskSlice):
             return
-        key = (piece.ticket, piece.task_id, piece.run_base)
+        key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
         while key in self._held:
             # our own work under a void delivery: the new one is its acknowledgement
             await self._held[key].over.wait()
         if key in self._reported:
             self._counts["duplicates"] += 1
-            await settle(delivery)
+            await acknowledge(delivery)
             return
-        work = self._held[key] = Work(piece, delivery, f"{next(self._attempts):032x}")
+        work = self._held[key] = InFlightSlice(task_slice, delivery, f"{next(self._attempts):032x}")
         self.set_state("working")
         try:
             await self._slice(work)
@@ -229,7 +229,7 @@ class Runner(Agent):
             if not work.given_up:
                 self._release(work)
 
-    def _release(self, work: Work) -> None:
+    def _release(self, work: InFlightSlice) -> None:
         del self._held[work.key]
         work.over.set()
         if not self._held and self._resting is None:
@@ -240,14 +240,14 @@ class Runner(Agent):
         if not self._held and self.state == "working":
             self.set_state("idle", "a slice")
 
-    async def _slice(self, work: Work) -> None:
+    async def _slice(self, work: InFlightSlice) -> None:
         limit = self.config.broker.delivery_limit
         lives = work.delivery.deliveries_before
         if lives >= limit:
             await self._poison(work, f"{lives} runners did not survive this slice (limit {limit})")
-        elif self._open.forgotten(work.piece):
+        elif self._open.forgotten(work.task_slice):
             self._counts["cancelled"] += 1
-            await settle(work.delivery)
+            await acknowledge(work.delivery)
         else:
             try:
                 outcome = await self._turns.take(work)
@@ -257,7 +257,7 @@ class Runner(Agent):
                 if outcome is not None:
                     await self._finish(work, outcome)
 
-    def _go_on_without(self, work: Work) -> None:
+    def _go_on_without(self, work: InFlightSlice) -> None:
         """Leave a workflow that does not end behind, and answer for its slice."""
         if work.task is not None:
             self._tasks.discard(work.task)
@@ -265,7 +265,7 @@ class Runner(Agent):
         self._start(self._finish_without(work))
         self._check_stuck()
 
-    async def _finish_without(self, work: Work) -> None:
+    async def _finish_without(self, work: InFlightSlice) -> None:
         try:
             await self._finish(work, work.tally.outcome(work.seconds))
         finally:
@@ -273,13 +273,13 @@ class Runner(Agent):
 
     # -- answering for it
 
-    async def _finish(self, work: Work, outcome: SliceOutcome) -> None:
+    async def _finish(self, work: InFlightSlice, outcome: SliceOutcome) -> None:
         """Publish what there is, then what became of the slice, then acknowledge."""
-        end: Outcome = end_of(work.piece, outcome)
+        end: Outcome = end_of(work.task_slice, outcome)
         if work.why == CANCELLED:
             self._counts["cancelled"] += 1
-            if not work.piece.keep_partial:
-                await settle(work.delivery)
+            if not work.task_slice.keep_partial:
+                await acknowledge(work.delivery)
                 return
             end = end if outcome.runs else "cancelled"
         try:
@@ -292,34 +292,36 @@ class Runner(Agent):
         await self._reports.report(work, result)
         self._remember(work)
         self._done += 1
-        await settle(work.delivery)
+        await acknowledge(work.delivery)
         if self.config.runner.recycle_after is not None and self._done >= self.config.runner.recycle_after:
             self._leave(RecycleMe(f"{self._done} slices done (runner.recycle_after)"))
 
-    async def _again(self, work: Work, what: str, error: Exception) -> None:
+    async def _again(self, work: InFlightSlice, what: str, error: Exception) -> None:
         """Give a slice back for another try, somewhere; at the limit its end is told."""
-        limit, piece = self.config.broker.delivery_limit, work.piece
+        limit, task_slice = self.config.broker.delivery_limit, work.task_slice
         self._deaths.note(work, self.id, f"{what}: {error}")
         if work.delivery.deliveries_before + 1 < limit:
-            log.warning("slice_comes_again", ticket=piece.ticket, task=piece.task_id, why=what, reason=str(error))
+            log.warning(
+                "slice_comes_again", ticket=task_slice.ticket, task=task_slice.task_id, why=what, reason=str(error)
+            )
             self._counts["given_back"] += 1
-            self.beat_soon()  # whoever gets it next may have to tell its history
-            await give_back(work.delivery)
+            self.heartbeat_soon()  # whoever gets it next may have to tell its history
+            await requeue(work.delivery)
         else:
             await self._poison(work, f"{what} {limit} times, last: {error}")
 
-    async def _poison(self, work: Work, reason: str) -> None:
+    async def _poison(self, work: InFlightSlice, reason: str) -> None:
         """End a slice that nobody survives: its outcome, then a copy for people to look at, then the ack."""
         self._counts["poisoned"] += 1
         await self._reports.report(work, self._reports.result(work, "poisoned", reason))
         self._remember(work)
         history = self._deaths.history(work, self.peers.alive("runner"))
         work.delivery.headers = {**work.delivery.headers, "dead-history": "\n".join(history)}
-        await park(self.bus, self.topology, work.delivery, reason, self.id)
+        await dead_letter(self.bus, self.topology, work.delivery, reason, self.id)
         self._deaths.forget(work)
-        await settle(work.delivery)
+        await acknowledge(work.delivery)
 
-    def _remember(self, work: Work) -> None:
+    def _remember(self, work: InFlightSlice) -> None:
         self._reported[work.key] = None
         while len(self._reported) > REMEMBERED:
             del self._reported[next(iter(self._reported))]
@@ -336,10 +338,10 @@ class Runner(Agent):
             await self._wait_for_tasks(loop.time() + self.config.runner.drain_timeout)
         for work in list(self._held.values()):
             if work.running and work.task is not None:
-                if work.piece.keep_partial and work.tally.experiences:
+                if work.task_slice.keep_partial and work.tally.experiences:
                     self._turns.stop(work, PREEMPTED)
                 else:
-                    log.info("slice_given_back", ticket=work.piece.ticket, task=work.piece.task_id)
+                    log.info("slice_given_back", ticket=work.task_slice.ticket, task=work.task_slice.task_id)
                     self._counts["given_back"] += 1
                     work.task.cancel()
         await self._wait_for_tasks(loop.time() + LAST_WORDS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from trinity_agents.runner.in_flight_slice import Work
-from trinity_mq.messages import Beat
+from trinity_agents.runner.in_flight_slice import InFlightSlice
+from trinity_mq.messages import Heartbeat
 
 REMEMBERED = 16
 """Slices; those that died longest ago are forgotten first."""
@@ -15,13 +15,13 @@ REASON_LIMIT = 160
 """Characters."""
 
 
-class Deaths:
+class CrashHistory:
     """How slices ended that could not be answered for here, the latest few of them."""
 
     def __init__(self) -> None:
         self._of: dict[str, list[str]] = {}
 
-    def note(self, work: Work, runner: str, reason: str) -> None:
+    def note(self, work: InFlightSlice, runner: str, reason: str) -> None:
         """Keep how an attempt ended."""
         name = _name(work)
         known = self._of.pop(name, [])
@@ -33,7 +33,7 @@ class Deaths:
         while len(self._of) > REMEMBERED:
             del self._of[next(iter(self._of))]
 
-    def forget(self, work: Work) -> None:
+    def forget(self, work: InFlightSlice) -> None:
         """The slice has an end."""
         self._of.pop(_name(work), None)
 
@@ -41,7 +41,7 @@ class Deaths:
         """Return what a beat carries."""
         return {name: list(reasons) for name, reasons in self._of.items()}
 
-    def history(self, work: Work, beats: Iterable[Beat]) -> list[str]:
+    def history(self, work: InFlightSlice, beats: Iterable[Heartbeat]) -> list[str]:
         """Return what is known of all deliveries of a slice, by the beats of all runners, a line each."""
         name = _name(work)
         lines = set(self._of.get(name, ()))
@@ -56,7 +56,7 @@ class Deaths:
         return sorted(lines)
 
 
-def _name(work: Work) -> str:
+def _name(work: InFlightSlice) -> str:
     return "/".join(map(str, work.key))
 
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from trinity_mq.bus import Delivery
 from trinity_mq.messages import TaskSlice
-from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.runtime.peers import Peers
 
 SliceKey = tuple[str, int, int]
@@ -17,15 +17,15 @@ PREEMPTED: Final = "its runner had to end"
 OVERDUE: Final = "it went on after its time was over"
 
 
-class Work:
+class InFlightSlice:
     """One slice, from its delivery until it is answered for."""
 
-    def __init__(self, piece: TaskSlice, delivery: Delivery, attempt: str) -> None:
+    def __init__(self, task_slice: TaskSlice, delivery: Delivery, attempt: str) -> None:
         loop = asyncio.get_running_loop()
-        self.piece, self.delivery, self.attempt = piece, delivery, attempt
+        self.task_slice, self.delivery, self.attempt = task_slice, delivery, attempt
         self.task = asyncio.current_task()
         self.started = loop.time()
-        self.tally = Tally()
+        self.tally = RunResults()
         self.over = asyncio.Event()
         self.running = False
         """The workflow has its turn."""
@@ -37,7 +37,7 @@ class Work:
     @property
     def key(self) -> SliceKey:
         """Which slice it is, whoever delivers it and how often."""
-        return self.piece.ticket, self.piece.task_id, self.piece.run_base
+        return self.task_slice.ticket, self.task_slice.task_id, self.task_slice.run_base
 
     @property
     def seconds(self) -> float:
@@ -64,14 +64,14 @@ class OpenTickets:
         self._peers = peers
         self._known: dict[str, tuple[object, frozenset[str]]] = {}
 
-    def forgotten(self, piece: TaskSlice) -> bool:
+    def forgotten(self, task_slice: TaskSlice) -> bool:
         """Say whether the owner of a slice, at a time when it must have known of the ticket, did not list it."""
-        beat = self._peers.latest(piece.explorer) if piece.explorer else None
-        if beat is None or beat.seq < piece.opened_beat:
+        beat = self._peers.latest(task_slice.explorer) if task_slice.explorer else None
+        if beat is None or beat.seq < task_slice.opened_beat:
             return False
-        known = self._known.get(piece.explorer)
+        known = self._known.get(task_slice.explorer)
         if known is None or known[0] is not beat:
             listed = beat.detail.get("open", ())
             tickets = frozenset(each for each in listed if isinstance(each, str))
-            known = self._known[piece.explorer] = (beat, tickets)
-        return piece.ticket not in known[1]
+            known = self._known[task_slice.explorer] = (beat, tickets)
+        return task_slice.ticket not in known[1]

@@ -23,7 +23,7 @@ from trinity_mq.experience import EncodeError, Experience
 from trinity_mq.messages import TaskResult, TaskSlice, decode, encode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
-from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.telemetry import setup_logging
@@ -45,17 +45,17 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
         config_json: The run's configuration.
         grace: Seconds over the slice's time after which the kernel ends the process, whoever is left to watch it.
     """
-    piece = decode(body, TaskSlice)
-    _die_when_forgotten(piece.slice_timeout + grace)
+    task_slice = decode(body, TaskSlice)
+    _die_when_forgotten(task_slice.slice_timeout + grace)
     config = Config.model_validate_json(config_json)
     setup_logging("runner", "isolated", config.path, config.monitor.log_level)
     runner = WorkflowRunner(config, runner_id=f"isolated-{os.getpid()}")
     if config.runner.memory_limit is not None:
         _limit_memory(config.runner.memory_limit)
-    tally = Tally()
+    tally = RunResults()
     tally.on_run = lambda run: _send_run(pipe, tally, run)
-    outcome = asyncio.run(runner.run_slice(piece, _Asked(pipe), tally))
-    pipe.send_bytes(encode(_end(piece, outcome)))
+    outcome = asyncio.run(runner.run_slice(task_slice, _Asked(pipe), tally))
+    pipe.send_bytes(encode(_end(task_slice, outcome)))
     # Threads of workflows that never return, and what they registered to do at exit, keep nobody here.
     os._exit(0)
 
@@ -84,7 +84,7 @@ def _limit_memory(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def _send_run(pipe: Connection, tally: Tally, run: int) -> None:
+def _send_run(pipe: Connection, tally: RunResults, run: int) -> None:
     """Send a finished run: whatever becomes of this process, it is not lost.
 
     Raises:
@@ -130,16 +130,16 @@ class _Asked:
         self._pipe.send_bytes(msgpack.packb(engine.to_dict()))
 
 
-def _end(piece: TaskSlice, outcome: SliceOutcome) -> TaskResult:
+def _end(task_slice: TaskSlice, outcome: SliceOutcome) -> TaskResult:
     """Return what is left to say when all runs have been sent."""
     return TaskResult(
-        batch=piece.batch,
-        ticket=piece.ticket,
-        task_id=piece.task_id,
-        run_base=piece.run_base,
-        repeat_times=piece.repeat_times,
+        batch=task_slice.batch,
+        ticket=task_slice.ticket,
+        task_id=task_slice.task_id,
+        run_base=task_slice.run_base,
+        repeat_times=task_slice.repeat_times,
         attempt="isolated",
-        outcome="finished" if len(outcome.runs) == piece.repeat_times else "partial" if outcome.runs else "failed",
+        outcome="finished" if len(outcome.runs) == task_slice.repeat_times else "partial" if outcome.runs else "failed",
         message=outcome.message,
         seconds=outcome.seconds,
     )

@@ -24,7 +24,7 @@ from trinity_mq.messages import DecodeError, TaskResult, TaskSlice, decode, enco
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Engines, auxiliary_models
 from trinity_mq.models.errors import EngineLost, EngineNotReady
-from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.workflows.threads import in_thread
 
@@ -53,7 +53,7 @@ class ChildDied(Exception):
         """As of ``multiprocessing.Process``: below 0 a signal. None if it was killed here because its time was over."""
 
 
-class IsolatedPool:
+class ProcessPool:
     """Runs slices in processes of their own, so many at a time.
 
     Args:
@@ -65,12 +65,16 @@ class IsolatedPool:
         self._children: set[_Child] = set()
 
     async def run(
-        self, piece: TaskSlice, config: Config, models: Callable[[], InferenceModel], tally: Tally | None = None
+        self,
+        task_slice: TaskSlice,
+        config: Config,
+        models: Callable[[], InferenceModel],
+        tally: RunResults | None = None,
     ) -> SliceOutcome:
         """Do a slice as ``WorkflowRunner.run_slice`` does, in a process of its own.
 
         Args:
-            piece: The slice.
+            task_slice: The slice.
             config: The run's configuration.
             models: Says which engine to use now; the process asks before each attempt.
             tally: Gets each run as it is finished: what is in it survives the process.
@@ -78,14 +82,14 @@ class IsolatedPool:
         Raises:
             ChildDied: The process ended without an outcome, or was killed because its time was over.
         """
-        tally = Tally() if tally is None else tally
+        tally = RunResults() if tally is None else tally
         talk = _Talk(models, tally, [model.name for model in config.explorer.auxiliary_models])
         async with self._slots:
-            child = _Child(piece, config)
+            child = _Child(task_slice, config)
             self._children.add(child)
             try:
                 await _within(START_LIMIT, child.start, "did not start")
-                seconds = piece.slice_timeout + GRACE
+                seconds = task_slice.slice_timeout + GRACE
                 end = await _within(seconds, lambda: child.follow(talk), "did not end", overdue=True)
             finally:
                 self._children.discard(child)
@@ -103,7 +107,7 @@ class IsolatedPool:
 class _Talk:
     """What the process of a slice is told, and what becomes of what it says; its methods are called in a thread."""
 
-    def __init__(self, models: Callable[[], InferenceModel], tally: Tally, auxiliaries: Sequence[str]) -> None:
+    def __init__(self, models: Callable[[], InferenceModel], tally: RunResults, auxiliaries: Sequence[str]) -> None:
         self._models, self._tally, self._auxiliaries = models, tally, auxiliaries
         self._loop = asyncio.get_running_loop()
 
@@ -126,12 +130,12 @@ class _Talk:
 class _Child:
     """One process and the pipe to it. Its methods block, except :meth:`kill`."""
 
-    def __init__(self, piece: TaskSlice, config: Config) -> None:
+    def __init__(self, task_slice: TaskSlice, config: Config) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._ours, self._theirs = context.Pipe()
         self._process = context.Process(
-            target=child_main, args=(self._theirs, encode(piece), config.model_dump_json(), GRACE), name="isolated"
+            target=child_main, args=(self._theirs, encode(task_slice), config.model_dump_json(), GRACE), name="isolated"
         )
         self._pid: int | None = None
         self._killed = False

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import structlog
 from pydantic import ValidationError
 
-from trinity_agents.runner.in_flight_slice import Work
+from trinity_agents.runner.in_flight_slice import InFlightSlice
 from trinity_mq.bus import Bus, MessageTooLarge, Topology
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import BrokerConfig
@@ -24,7 +24,7 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.transport.batch_blobs import Content, delete_blobs, part_name, stored
-from trinity_mq.transport.batched_publish import Together
+from trinity_mq.transport.batched_publish import BatchedPublish
 from trinity_mq.transport.blobs import BlobStore
 from trinity_mq.transport.co_batched_parts import Member, share_mail
 from trinity_mq.transport.experience_parts import part_mail, split_to_size
@@ -52,7 +52,7 @@ TOKEN_BYTES = 32
 PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
-class Reports:
+class ResultPublisher:
     """Publishes for one runner.
 
     Args:
@@ -81,15 +81,15 @@ class Reports:
         self._bus, self._topology, self._config, self._store = bus, topology, config, store
         self._in_hand = in_hand
         self._runner, self._woken, self._forgotten = runner, woken, forgotten
-        self._shares = Together(
+        self._shares = BatchedPublish(
             self._publish_shares, most=SHARED, weight=lambda member: member.size, linger=self._pause
         )
-        self._results = Together(self._publish_results, most=MOST_RESULTS, linger=self._pause)
+        self._results = BatchedPublish(self._publish_results, most=MOST_RESULTS, linger=self._pause)
 
-    def result(self, work: Work, end: Outcome, message: str | None = None) -> TaskResult:
+    def result(self, work: InFlightSlice, end: Outcome, message: str | None = None) -> TaskResult:
         """Return the result of a slice that leaves nothing."""
         return slice_result(
-            work.piece,
+            work.task_slice,
             work.attempt,
             self._runner,
             end,
@@ -98,39 +98,39 @@ class Reports:
             returned=work.delivery.deliveries_before,
         )
 
-    async def deliver(self, work: Work, outcome: SliceOutcome, end: Outcome) -> TaskResult:
+    async def deliver(self, work: InFlightSlice, outcome: SliceOutcome, end: Outcome) -> TaskResult:
         """Publish the experiences, confirmed, and return the result to report then. It is *late* when nobody takes them
         any more, and *failed* when they are not fit to travel: then none of them is out.
 
         Raises:
             StoreUnavailable: A part has to be stored, and cannot be.
         """
-        piece = work.piece
-        experiences = outcome.experiences if piece.deliver != "none" else []
+        task_slice = work.task_slice
+        experiences = outcome.experiences if task_slice.deliver != "none" else []
         size = size_at_most(experiences)
         try:
             if not experiences:
                 return self._done(work, outcome, end, parts=0)
             if size <= SMALL:
                 result = self._done(work, outcome, end, parts=1)
-                member = Member(piece, work.attempt, experiences, size, outcome.version_min)
+                member = Member(task_slice, work.attempt, experiences, size, outcome.version_min)
                 taken = await self._taken(work, functools.partial(self._share, member))
             else:
                 contents = await self._contents(work, experiences, size)
                 result = self._done(work, outcome, end, parts=len(contents))
                 taken = await self._publish(work, contents, outcome.version_min)
         except (EncodeError, DecodeError, MessageTooLarge, ValidationError) as error:
-            log.warning("slice_unfit", ticket=piece.ticket, task=piece.task_id, reason=str(error))
+            log.warning("slice_unfit", ticket=task_slice.ticket, task=task_slice.task_id, reason=str(error))
             return self.result(work, "failed", str(error))
         return result if taken else self.result(work, "late", "its batch is closed")
 
-    async def report(self, work: Work, result: TaskResult) -> None:
+    async def report(self, work: InFlightSlice, result: TaskResult) -> None:
         """Publish the result, confirmed.
 
         Raises:
             RestartMe: There is no stream of results.
         """
-        if not await self._results.ask(batch_key(work.piece.batch), result):
+        if not await self._results.ask(batch_key(work.task_slice.batch), result):
             raise RestartMe(f"{self._topology.results.name} does not exist any more; a start declares it again")
 
     async def close(self) -> None:
@@ -143,9 +143,9 @@ class Reports:
     def _pause(self) -> float:
         return LINGER if self._in_hand() >= CROWD else 0.0
 
-    def _done(self, work: Work, outcome: SliceOutcome, end: Outcome, *, parts: int) -> TaskResult:
+    def _done(self, work: InFlightSlice, outcome: SliceOutcome, end: Outcome, *, parts: int) -> TaskResult:
         return slice_result(
-            work.piece,
+            work.task_slice,
             work.attempt,
             self._runner,
             end,
@@ -155,39 +155,39 @@ class Reports:
             returned=work.delivery.deliveries_before,
         )
 
-    async def _contents(self, work: Work, experiences: list[Experience], size: int) -> list[Content]:
+    async def _contents(self, work: InFlightSlice, experiences: list[Experience], size: int) -> list[Content]:
         """Return the parts of one attempt, stored where they are too large for a message."""
         limit = self._bus.max_message_bytes
         split = functools.partial(split_to_size, compression=self._config.compression, store=self._store)
         bodies = await asyncio.to_thread(split, experiences, limit)
-        name = functools.partial(part_name, work.piece.ticket, work.attempt)
+        name = functools.partial(part_name, work.task_slice.ticket, work.attempt)
         return await stored(self._store, bodies, limit, name)
 
-    async def _publish(self, work: Work, contents: list[Content], oldest: Version | None) -> bool:
+    async def _publish(self, work: InFlightSlice, contents: list[Content], oldest: Version | None) -> bool:
         """Publish the parts of one attempt; False when nobody takes them any more, and then nothing is left of them in
         the store.
         """
-        piece = work.piece
+        task_slice = work.task_slice
         exchange, key = (
             self._topology.exchange("experiences"),
-            self._topology.batch_routing_key(piece.batch, piece.ticket),
+            self._topology.batch_routing_key(task_slice.batch, task_slice.ticket),
         )
         for part, content in enumerate(contents):
-            mail = part_mail(piece, work.attempt, part, len(contents), content, oldest)
+            mail = part_mail(task_slice, work.attempt, part, len(contents), content, oldest)
             if not await self._taken(work, functools.partial(self._bus.publish, exchange, key, mail)):
                 nobodys = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
-                await delete_blobs(self._store, *(part_name(piece.ticket, work.attempt, n) for n in nobodys))
+                await delete_blobs(self._store, *(part_name(task_slice.ticket, work.attempt, n) for n in nobodys))
                 return False
         return True
 
-    async def _taken(self, work: Work, publish: Callable[[], Awaitable[bool]]) -> bool:
+    async def _taken(self, work: InFlightSlice, publish: Callable[[], Awaitable[bool]]) -> bool:
         """Publish until the batch queue takes it; False when nobody waits for it any more."""
-        piece, loop = work.piece, asyncio.get_running_loop()
-        give_up = loop.time() + piece.slice_timeout
+        task_slice, loop = work.task_slice, asyncio.get_running_loop()
+        give_up = loop.time() + task_slice.slice_timeout
         replaced = False
         while not await publish():
-            gone = await self._bus.depth(self._topology.batch_queue(piece.batch, piece.ticket).name) is None
-            forgotten = self._forgotten(piece)
+            gone = await self._bus.depth(self._topology.batch_queue(task_slice.batch, task_slice.ticket).name) is None
+            forgotten = self._forgotten(task_slice)
             if gone and not forgotten and not replaced:
                 replaced = True  # or so it seems: then it is there a moment later
                 await asyncio.sleep(REPLACED_PAUSE)
@@ -200,7 +200,7 @@ class Reports:
         return True
 
     async def _share(self, member: Member) -> bool:
-        answer = await self._shares.ask((member.piece.batch, member.piece.ticket), member)
+        answer = await self._shares.ask((member.task_slice.batch, member.task_slice.ticket), member)
         if isinstance(answer, EncodeError | MessageTooLarge):
             raise answer
         return answer
@@ -214,7 +214,7 @@ class Reports:
             body = ExperienceBatch.of(experiences).encode(self._config.compression)
             first = members[0]
             mail = (
-                part_mail(first.piece, first.attempt, 0, 1, body, first.oldest)
+                part_mail(first.task_slice, first.attempt, 0, 1, body, first.oldest)
                 if len(members) == 1
                 else share_mail(members, body)
             )
@@ -255,15 +255,15 @@ def size_at_most(experiences: Sequence[Experience]) -> int:
     return size
 
 
-def end_of(piece: TaskSlice, outcome: SliceOutcome) -> Outcome:
+def end_of(task_slice: TaskSlice, outcome: SliceOutcome) -> Outcome:
     """Return how a slice ended whose workflow had its turn."""
-    if len(outcome.runs) == piece.repeat_times:
+    if len(outcome.runs) == task_slice.repeat_times:
         return "finished"
     return "partial" if outcome.runs else "failed"
 
 
 def slice_result(
-    piece: TaskSlice,
+    task_slice: TaskSlice,
     attempt: str,
     runner: str,
     end: Outcome,
@@ -282,11 +282,11 @@ def slice_result(
     done = outcome or SliceOutcome.failure(message or "")
     text = message if outcome is None else outcome.message
     return TaskResult(
-        batch=piece.batch,
-        ticket=piece.ticket,
-        task_id=piece.task_id,
-        run_base=piece.run_base,
-        repeat_times=piece.repeat_times,
+        batch=task_slice.batch,
+        ticket=task_slice.ticket,
+        task_id=task_slice.task_id,
+        run_base=task_slice.run_base,
+        repeat_times=task_slice.repeat_times,
         attempt=attempt,
         outcome=end,
         runner=runner,

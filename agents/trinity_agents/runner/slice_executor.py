@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import structlog
 
-from trinity_agents.runner.in_flight_slice import OVERDUE, Work
-from trinity_agents.runner.process_pool import GRACE, START_LIMIT, ChildDied, IsolatedPool
+from trinity_agents.runner.in_flight_slice import OVERDUE, InFlightSlice
+from trinity_agents.runner.process_pool import GRACE, START_LIMIT, ChildDied, ProcessPool
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskSlice
 from trinity_mq.models import InferenceModel
@@ -24,7 +24,7 @@ STOP_PATIENCE = 0.5
 """Seconds from telling a workflow to end until we go on without it."""
 
 
-class Turns:
+class SliceExecutor:
     """Gives workflows their turn.
 
     Args:
@@ -42,17 +42,17 @@ class Turns:
         models: Callable[[], InferenceModel],
         *,
         workflows: WorkflowRunner,
-        isolated: IsolatedPool | None,
-        go_on_without: Callable[[Work], None],
+        isolated: ProcessPool | None,
+        go_on_without: Callable[[InFlightSlice], None],
     ) -> None:
         self._config, self._models, self._go_on_without = config, models, go_on_without
         runner = config.runner
         self._workflows = workflows
-        self._isolated = isolated or IsolatedPool(runner.max_isolated)
+        self._isolated = isolated or ProcessPool(runner.max_isolated)
         # as many as there can be: a synchronous workflow waits for no other's process
-        self._processes = isolated or IsolatedPool(runner.concurrency + runner.eval_slots)
+        self._processes = isolated or ProcessPool(runner.concurrency + runner.eval_slots)
 
-    async def take(self, work: Work) -> SliceOutcome | None:
+    async def take(self, work: InFlightSlice) -> SliceOutcome | None:
         """Return what the workflow made of its turn; None if somebody else answers for it by now.
 
         Raises:
@@ -60,16 +60,16 @@ class Turns:
         """
         loop = asyncio.get_running_loop()
         again = work.delivery.deliveries_before > 0
-        in_process = again or (self._config.runner.blocking == "process" and self._workflows.blocks(work.piece))
+        in_process = again or (self._config.runner.blocking == "process" and self._workflows.blocks(work.task_slice))
         margin = STOP_PATIENCE + (ISOLATED_MARGIN if in_process else 0.0)
-        overdue = loop.call_later(work.piece.slice_timeout + margin, self.stop, work, OVERDUE)
+        overdue = loop.call_later(work.task_slice.slice_timeout + margin, self.stop, work, OVERDUE)
         work.running = True
         try:
             if in_process:
                 outcome = await self._in_process(work, self._isolated if again else self._processes)
             else:
-                piece, models = self._asking(work.piece)
-                outcome = await self._workflows.run_slice(piece, models, work.tally)
+                task_slice, models = self._asking(work.task_slice)
+                outcome = await self._workflows.run_slice(task_slice, models, work.tally)
         except asyncio.CancelledError:
             if not work.given_up and not work.was_ended():
                 raise
@@ -81,7 +81,7 @@ class Turns:
             overdue.cancel()
         return None if work.given_up else outcome
 
-    def stop(self, work: Work, why: str) -> None:
+    def stop(self, work: InFlightSlice, why: str) -> None:
         """End a workflow from outside; one that does not end is left behind."""
         if work.end(why):
             work.tally.trouble(why)
@@ -93,18 +93,23 @@ class Turns:
             await pool.close()
         await self._workflows.close()
 
-    async def _in_process(self, work: Work, pool: IsolatedPool) -> SliceOutcome:
+    async def _in_process(self, work: InFlightSlice, pool: ProcessPool) -> SliceOutcome:
         tally = work.tally
-        piece, models = self._asking(work.piece)
+        task_slice, models = self._asking(work.task_slice)
         if work.delivery.deliveries_before:
-            log.info("isolated", ticket=piece.ticket, task=piece.task_id, deliveries=work.delivery.deliveries_before)
+            log.info(
+                "isolated",
+                ticket=task_slice.ticket,
+                task=task_slice.task_id,
+                deliveries=work.delivery.deliveries_before,
+            )
         try:
             # the wait for a free process is the slice's time too: the broker takes back what is held for too long
-            async with asyncio.timeout(piece.slice_timeout + ISOLATED_MARGIN):
-                return await pool.run(piece, self._config, models, tally)
+            async with asyncio.timeout(task_slice.slice_timeout + ISOLATED_MARGIN):
+                return await pool.run(task_slice, self._config, models, tally)
         except TimeoutError:
             tally.trouble(
-                f"not done within the {piece.slice_timeout:g} s of the slice, the wait for one of "
+                f"not done within the {task_slice.slice_timeout:g} s of the slice, the wait for one of "
                 f"{self._config.runner.max_isolated} isolated processes (runner.max_isolated) included"
             )
         except ChildDied as error:
@@ -113,17 +118,19 @@ class Turns:
             tally.trouble(str(error))
         return tally.outcome(work.seconds)
 
-    def _asking(self, piece: TaskSlice) -> tuple[TaskSlice, Callable[[], InferenceModel]]:
+    def _asking(self, task_slice: TaskSlice) -> tuple[TaskSlice, Callable[[], InferenceModel]]:
         """Return who answers a slice: the policy, or for an evaluation the auxiliary model that its task names, which
         has no versions to be pinned to.
         """
-        name = piece.task.rollout_args.get("model")
-        if piece.lane != "eval" or name is None or not isinstance(self._models, AuxiliaryEngines):
-            return piece, self._models
-        return piece.model_copy(update={"pinned": None}), Answering(str(name), self._models)
+        name = task_slice.task.rollout_args.get("model")
+        if task_slice.lane != "eval" or name is None or not isinstance(self._models, AuxiliaryEngines):
+            return task_slice, self._models
+        return task_slice.model_copy(update={"pinned": None}), Answering(str(name), self._models)
 
-    def _leave_behind(self, work: Work) -> None:
+    def _leave_behind(self, work: InFlightSlice) -> None:
         if work.running:
-            log.warning("workflow_ignores_its_end", ticket=work.piece.ticket, task=work.piece.task_id, why=work.why)
+            log.warning(
+                "workflow_ignores_its_end", ticket=work.task_slice.ticket, task=work.task_slice.task_id, why=work.why
+            )
             work.given_up = True
             self._go_on_without(work)

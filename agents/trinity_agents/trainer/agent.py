@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.trainer.batch_result import Verdict, skipped_letter, work_off
+from trinity_agents.trainer.batch_result import BatchResult, skipped_batch_dead_letter, train_on
 from trinity_agents.trainer.chunk_blobs import ChunkBlobs
 from trinity_agents.trainer.history import History
 from trinity_agents.trainer.source import StreamSource, TrainBatch
@@ -28,7 +28,7 @@ from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.locks import ensure_held
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.factory import Channel, open_channel
-from trinity_mq.sync.gate.coordinator_driver import Gatekeeper
+from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.training.checkpoint import CheckpointStore, StepAttempts, TrainerState, publish_final
 from trinity_mq.training.learner import MODEL_FOLDER, Learner, TorchLearner
@@ -85,7 +85,7 @@ class Trainer(Agent):
         self._answered = 0
         """The last batch for which the explorer asked for our newest weights and for which they were committed."""
         self._in_hand: list[str] = []
-        self.gate = Gatekeeper(
+        self.gate = CoordinatorDriver(
             name=agent_id,
             config=config.synchronizer,
             dtype=config.model.dtype,
@@ -191,7 +191,7 @@ class Trainer(Agent):
                 await changed.wait()
                 self.woken.notify()
                 if beat:
-                    self.beat_soon()
+                    self.heartbeat_soon()
 
         async with asyncio.TaskGroup() as group:
             group.create_task(forward(self.source.changed, False))
@@ -253,7 +253,7 @@ class Trainer(Agent):
         if machine.committed == self.version and not self.gate.someone_is_behind:
             await self.gate.confirm_unchanged(self.progress)
             self._answered = max(self._answered, wanted)
-            self.beat_soon()
+            self.heartbeat_soon()
             return
         self.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
         started = asyncio.get_running_loop().time()
@@ -263,7 +263,7 @@ class Trainer(Agent):
             self._answered = max(self._answered, wanted)
             self.report(self.progress, {"time/sync_weight": spent, **self.gate.metrics()})
         await self.gate.settled()
-        self.beat_soon()
+        self.heartbeat_soon()
 
     async def _consume(self) -> None:
         self.set_state("working", None)
@@ -272,7 +272,7 @@ class Trainer(Agent):
         self._in_hand = [one.ticket for one in batches]
         loop = asyncio.get_running_loop()
         started = loop.time()
-        verdict = await work_off(
+        verdict = await train_on(
             batch,
             self.step,
             learner=self.learner,
@@ -285,7 +285,7 @@ class Trainer(Agent):
         along = list(zip(itertools.repeat(self.progress), batch.repaired, verdict.repaired, strict=False))
         for progress, one, end in (*ended, *along):
             if end.kills:
-                letter = skipped_letter(self._progress_of(progress, one, end), self.id, self.topology)
+                letter = skipped_batch_dead_letter(self._progress_of(progress, one, end), self.id, self.topology)
                 await self.bus.publish(self.topology.exchange("dead"), "ready", letter)
         self.source.consumed()
         self._in_hand = []
@@ -300,12 +300,12 @@ class Trainer(Agent):
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
         # the gate's once more: how long engines took to serve again is known only now
         self.report(self.progress, counters | metrics | self.gate.metrics())
-        self.beat_soon()
+        self.heartbeat_soon()
         due = self.progress - self._saved_progress >= self.config.trainer.save_interval
         if due or self.source.bytes_since_save > self.config.broker.ready_max_bytes / 4:
             await self._save()
 
-    def _record(self, progress: int, batch: TrainBatch, end: Verdict, *, repaired: bool) -> None:
+    def _record(self, progress: int, batch: TrainBatch, end: BatchResult, *, repaired: bool) -> None:
         assert self._history is not None
         self._history.record(
             progress=progress,
@@ -320,7 +320,7 @@ class Trainer(Agent):
         if repaired:
             log.info("repaired_batch", batch=batch.batch, outcome=end.outcome, reason=end.reason)
 
-    def _progress_of(self, progress: int, batch: TrainBatch, verdict: Verdict) -> Progress:
+    def _progress_of(self, progress: int, batch: TrainBatch, verdict: BatchResult) -> Progress:
         return Progress(
             progress=progress,
             generation=self.generation,
@@ -368,7 +368,7 @@ class Trainer(Agent):
             await asyncio.to_thread(publish_final, model, self.folder / "final")
         await self._blobs.saved(checkpoint.state.source["consumed"], last=True)
         self.finished = True
-        self.beat_soon()
+        self.heartbeat_soon()
 
     async def _publish_sync(self, event: SyncEvent) -> None:
         await self.publish("sync", f"weights.{event.verb}", event)

@@ -27,7 +27,7 @@ MAX_STARTS_REPAIRED = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BatchResult:
     """The end of one batch."""
 
     outcome: StepOutcome
@@ -40,9 +40,9 @@ class Verdict:
     """Experiences in those groups."""
     kills: bool = False
     """It was skipped because trainers did not survive it; its dead letter is for people to look at."""
-    beside: list[Verdict] = field(default_factory=list)
+    beside: list[BatchResult] = field(default_factory=list)
     """Of the other batches of the step, in their order."""
-    repaired: list[Verdict] = field(default_factory=list)
+    repaired: list[BatchResult] = field(default_factory=list)
     """Of the repaired batches that went along, in their order."""
 
     @property
@@ -59,9 +59,9 @@ class Verdict:
         return found
 
 
-async def work_off(
+async def train_on(
     batch: TrainBatch, step: int, *, learner: Learner, attempts: StepAttempts, max_staleness: int
-) -> Verdict:
+) -> BatchResult:
     """Train on ``batch`` and on what belongs to its step, if there is something to train on; what is left in each is
     what was trained on.
 
@@ -96,25 +96,25 @@ async def work_off(
             "dropped": sizes[number] - len(parts[number].experiences),
         }
         if not parts[number].experiences:
-            ends[number] = Verdict("dropped", "every group was too old", **too_old)
+            ends[number] = BatchResult("dropped", "every group was too old", **too_old)
         elif stepped:
-            ends[number] = Verdict("trained", **too_old)
+            ends[number] = BatchResult("trained", **too_old)
         else:
-            ends[number] = Verdict("skipped", "no optimizer step was possible", **too_old)
+            ends[number] = BatchResult("skipped", "no optimizer step was possible", **too_old)
     first, *others = [end for end in ends.values() if end is not None]
     return replace(first, metrics=metrics, beside=others[: own - 1], repaired=others[own - 1 :])
 
 
-def _unfit(batch: TrainBatch, attempts: StepAttempts, max_starts: int) -> Verdict | None:
+def _unfit(batch: TrainBatch, attempts: StepAttempts, max_starts: int) -> BatchResult | None:
     """Return why nothing is done with ``batch``, None if there is no reason."""
     if batch.state != "ready":
         log.warning("batch_skipped", batch=batch.batch, state=batch.state, reason=batch.reason)
-        return Verdict(batch.state, batch.reason)
+        return BatchResult(batch.state, batch.reason)
     if attempts.starts(batch.ticket) < max_starts:
         return None
     # its starts stay on record: a restart from an older checkpoint meets it again, and must skip it again
     starts = "1 start" if max_starts == 1 else f"{max_starts} starts"
-    return Verdict("skipped", f"the trainer did not survive {starts} on this batch", kills=True)
+    return BatchResult("skipped", f"the trainer did not survive {starts} on this batch", kills=True)
 
 
 def _fresh(parts: Sequence[TrainBatch], step: int, max_staleness: int) -> tuple[ExperienceBatch, dict[str, float]]:
@@ -131,7 +131,7 @@ def _fresh(parts: Sequence[TrainBatch], step: int, max_staleness: int) -> tuple[
     return kept, metrics
 
 
-def skipped_letter(told: Progress, by: str, topology: Topology) -> Envelope:
+def skipped_batch_dead_letter(told: Progress, by: str, topology: Topology) -> Envelope:
     """Return the dead letter of a batch that is not tried again: what is ``told`` of it, with its reason."""
     headers: dict[str, HeaderValue] = {
         "dead-reason": told.reason or "",

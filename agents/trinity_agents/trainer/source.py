@@ -16,7 +16,7 @@ from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.messages import BatchReady, Mark, RunEnd
 from trinity_mq.messages.batches import BatchState
-from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope, opened, park
+from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, dead_letter, decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently
@@ -221,7 +221,7 @@ class StreamSource:
         if delivery.content_type in {EXPERIENCES, REFERENCE}:
             await self._take_chunk(delivery, offset)
         else:
-            message = await opened(self._bus, self._topology, delivery, self._by)
+            message = await decode_or_dead_letter(self._bus, self._topology, delivery, self._by)
             if isinstance(message, BatchReady):
                 self._decider.ready(message, offset)
             else:
@@ -239,7 +239,9 @@ class StreamSource:
             self._decider.chunk(ticket, op, n, Chunk(delivery.body, delivery.content_type), offset)
         else:
             self._decider.other(offset)
-            await park(self._bus, self._topology, delivery, "a chunk needs the headers ticket, op and n", self._by)
+            await dead_letter(
+                self._bus, self._topology, delivery, "a chunk needs the headers ticket, op and n", self._by
+            )
 
 
 def _decode(decision: Decision, store: BlobStore | None) -> ExperienceBatch:

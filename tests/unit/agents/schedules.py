@@ -50,7 +50,7 @@ class Workflows:
         self._lots, self._engine, self._is_pool = lots, engine, is_pool
 
     async def run_slice(
-        self, piece: TaskSlice, models: Callable[[], InferenceModel], tally: object = None
+        self, task_slice: TaskSlice, models: Callable[[], InferenceModel], tally: object = None
     ) -> SliceOutcome:
         while (version := self._version(models)) is None:  # noqa: ASYNC110  # as a runner would: nobody tells it
             await asyncio.sleep(0.2)
@@ -59,11 +59,11 @@ class Workflows:
             raise ChildDied("its process was killed by lot")
         runs = [
             run
-            for run in range(piece.run_base, piece.run_base + piece.repeat_times)
-            if piece.lane == "eval" or not self._lots.fails(piece.batch, piece.task_id, run)
+            for run in range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times)
+            if task_slice.lane == "eval" or not self._lots.fails(task_slice.batch, task_slice.task_id, run)
         ]
         return SliceOutcome(
-            experiences=[one_experience(piece, run, version) for run in runs],
+            experiences=[one_experience(task_slice, run, version) for run in runs],
             runs=runs,
             metrics=[{"reward": 1.0, "accuracy": 1.0} for _ in runs],
             version_min=version,
@@ -71,9 +71,9 @@ class Workflows:
         )
 
     async def run(
-        self, piece: TaskSlice, config: object, models: Callable[[], InferenceModel], tally: object = None
+        self, task_slice: TaskSlice, config: object, models: Callable[[], InferenceModel], tally: object = None
     ) -> SliceOutcome:
-        return await self.run_slice(piece, models)
+        return await self.run_slice(task_slice, models)
 
     async def close(self) -> None:
         """Nothing to close."""

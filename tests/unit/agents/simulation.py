@@ -54,8 +54,8 @@ class Simulation:
     overrides: tuple[str, ...] = ()
     batches: int = 6
     step_seconds: float = 1.0
-    runner_seconds: Callable[[TaskSlice], float] = lambda piece: 0.1
-    spoil: Callable[[TaskSlice], str | None] = lambda piece: None
+    runner_seconds: Callable[[TaskSlice], float] = lambda task_slice: 0.1
+    spoil: Callable[[TaskSlice], str | None] = lambda task_slice: None
     broker: MemoryBroker = field(default_factory=MemoryBroker)
     engine: FakeEngine = field(default_factory=FakeEngine)
     channel: Any = field(default_factory=FakeChannel)

@@ -51,7 +51,7 @@ def test_empty_batches_do_not_stop_the_run(tmp_path: Path) -> None:
     sim = Simulation(
         tmp_path,
         ("explorer.max_consecutive_empty=100",),
-        spoil=lambda piece: "empty" if piece.lane == "train" else None,
+        spoil=lambda task_slice: "empty" if task_slice.lane == "train" else None,
     )
     run_virtually(sim.run(), limit=1000)
     assert sim.trainer.progress == 6
@@ -60,7 +60,7 @@ def test_empty_batches_do_not_stop_the_run(tmp_path: Path) -> None:
 
 
 def test_too_many_empty_batches_in_a_row_end_it_with_an_error(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, spoil=lambda piece: "empty" if piece.lane == "train" else None)
+    sim = Simulation(tmp_path, spoil=lambda task_slice: "empty" if task_slice.lane == "train" else None)
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(sim.run(), limit=1000)
     assert caught.value.subgroup(FatalError) is not None
@@ -68,7 +68,8 @@ def test_too_many_empty_batches_in_a_row_end_it_with_an_error(tmp_path: Path) ->
 
 def test_every_second_batch_parked(tmp_path: Path) -> None:
     sim = Simulation(
-        tmp_path, spoil=lambda piece: "failed" if piece.lane == "train" and int(piece.batch) % 2 == 0 else None
+        tmp_path,
+        spoil=lambda each: "failed" if each.lane == "train" and int(each.batch) % 2 == 0 else None,
     )
     run_virtually(sim.run(), limit=1000)
     assert (sim.trainer.progress, sim.trainer.step) == (6, 3)

@@ -107,7 +107,7 @@ def test_empty_batches_do_not_stop_the_run(tmp_path: Path, style: str) -> None:
         tmp_path,
         style,
         "explorer.max_consecutive_empty=100",
-        spoil=lambda piece: "empty" if piece.lane == "train" else None,
+        spoil=lambda task_slice: "empty" if task_slice.lane == "train" else None,
     )
     run_virtually(sim.run(), limit=1000)
     assert (sim.trainer.progress, sim.trainer.step) == (6, 0)
@@ -119,7 +119,7 @@ def test_every_second_batch_parked(tmp_path: Path, style: str) -> None:
     sim = styled(
         tmp_path,
         style,
-        spoil=lambda piece: "failed" if piece.lane == "train" and int(piece.batch) % 2 == 0 else None,
+        spoil=lambda each: "failed" if each.lane == "train" and int(each.batch) % 2 == 0 else None,
     )
     run_virtually(sim.run(), limit=1000)
     assert (sim.trainer.progress, sim.trainer.step) == (6, 3)
@@ -194,8 +194,8 @@ def behind(sim: Simulation, *lost: int) -> None:
     met: set[int] = set()
 
     async def runner(bus: Any, topology: Any) -> None:
-        def spoil(piece: TaskSlice) -> str | None:
-            number = piece.task.raw_task.get("n", -1)
+        def spoil(task_slice: TaskSlice) -> str | None:
+            number = task_slice.task.raw_task.get("n", -1)
             old = number in lost and number not in met
             met.add(number)
             now[0] = (1, 0) if old else sim.engine.snapshot.version
@@ -209,8 +209,8 @@ def behind(sim: Simulation, *lost: int) -> None:
 
 def tasks_done(sim: Simulation) -> list[tuple[int, int]]:
     """``(batch, number of the task)`` of every training slice published, in order."""
-    pieces = [piece for piece in sim.published(TaskSlice) if piece.lane == "train"]
-    return [(int(piece.batch), piece.task.raw_task["n"]) for piece in pieces]
+    task_slices = [each for each in sim.published(TaskSlice) if each.lane == "train"]
+    return [(int(task_slice.batch), task_slice.task.raw_task["n"]) for task_slice in task_slices]
 
 
 def test_a_group_beyond_the_bound_is_dropped_whole_before_the_step(tmp_path: Path) -> None:
@@ -244,8 +244,8 @@ def test_a_requeued_task_that_is_too_old_again_is_dropped_for_good(tmp_path: Pat
     async def runner(bus: Any, topology: Any) -> None:
         now: list[Any] = [None]
 
-        def spoil(piece: TaskSlice) -> str | None:
-            now[0] = (1, 0) if piece.task.raw_task.get("n") == 8 else sim.engine.snapshot.version
+        def spoil(task_slice: TaskSlice) -> str | None:
+            now[0] = (1, 0) if task_slice.task.raw_task.get("n") == 8 else sim.engine.snapshot.version
             return None
 
         await FakeRunner(bus, topology, lambda: now[0], sim.runner_seconds, spoil).run()

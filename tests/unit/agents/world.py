@@ -15,7 +15,7 @@ from trinity_mq.bus.base import BusError, Delivery
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.experience import EID, Experience
-from trinity_mq.messages import Beat, Message, TaskBody, TaskResults, TaskSlice, decode, decode_any
+from trinity_mq.messages import Heartbeat, Message, TaskBody, TaskResults, TaskSlice, decode, decode_any
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import envelope
@@ -74,7 +74,7 @@ class World:
         self, role: Any, name: str, seq: int | None = None, /, state: str = "working", **detail: Any
     ) -> None:
         self.seq += 1
-        found = Beat(
+        found = Heartbeat(
             role=role,
             id=name,
             seq=self.seq if seq is None else seq,
@@ -208,11 +208,11 @@ def a_slice(ticket: str = "t1", task: int = 0, runs: int = 2, **fields: Any) -> 
     )
 
 
-def an_outcome(piece: TaskSlice, **fields: Any) -> SliceOutcome:
-    runs = list(range(piece.run_base, piece.run_base + piece.repeat_times))
+def an_outcome(task_slice: TaskSlice, **fields: Any) -> SliceOutcome:
+    runs = list(range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times))
     return SliceOutcome(
         **{
-            "experiences": [experience(piece.task_id, run) for run in runs],
+            "experiences": [experience(task_slice.task_id, run) for run in runs],
             "runs": runs,
             "metrics": [{"reward": 1.0} for _ in runs],
             "version_min": (1, 3),
@@ -222,13 +222,13 @@ def an_outcome(piece: TaskSlice, **fields: Any) -> SliceOutcome:
     )
 
 
-async def send_slice(world: World, piece: TaskSlice) -> None:
+async def send_slice(world: World, task_slice: TaskSlice) -> None:
     """Publish a slice as its explorer would, its batch queue declared."""
     await world.ready()
-    if piece.deliver != "none":
-        await world.outside.declare(world.topology.batch_queue(piece.batch, piece.ticket))
-    mail = envelope(piece, message_id=f"{piece.ticket}-{piece.task_id}-{piece.run_base}")
-    await world.outside.publish(world.topology.exchange("tasks"), f"{piece.lane}.1", mail)
+    if task_slice.deliver != "none":
+        await world.outside.declare(world.topology.batch_queue(task_slice.batch, task_slice.ticket))
+    mail = envelope(task_slice, message_id=f"{task_slice.ticket}-{task_slice.task_id}-{task_slice.run_base}")
+    await world.outside.publish(world.topology.exchange("tasks"), f"{task_slice.lane}.1", mail)
 
 
 __all__ = ["World", "a_slice", "an_outcome", "decode", "experience", "kill", "send_slice"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiormq.exceptions import ChannelInvalidStateError
 
-from trinity_mq.bus.rabbit.acknowledgements import Answers
+from trinity_mq.bus.rabbit.acknowledgements import Acknowledgements
 
 
 class Channel:
@@ -38,9 +38,9 @@ class Channel:
         self.open.remove(tag)
 
 
-def answers(channel: Channel) -> Answers:
+def answers(channel: Channel) -> Acknowledgements:
     given: Any = channel
-    return Answers(given)
+    return Acknowledgements(given)
 
 
 async def test_what_is_done_in_one_turn_without_a_gap_is_one_frame() -> None:

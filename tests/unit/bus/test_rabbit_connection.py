@@ -16,23 +16,29 @@ from aiormq.exceptions import (
 )
 
 from trinity_mq.bus.base import BusRefused, QueueGone
-from trinity_mq.bus.rabbit.connection import InequivalentError, LinkError, Locked, _drain, address, amqp_errors
+from trinity_mq.bus.rabbit.connection import BrokerConnectError, InequivalentError, Locked, _drain, address, amqp_errors
 
 
 @pytest.mark.parametrize(
     ("raised", "wanted"),
     [
         (ChannelNotFoundEntity("NOT_FOUND - no queue 'q' in vhost '/'"), QueueGone),
-        (ChannelNotFoundEntity("NOT_FOUND - home node 'n' of durable queue 'q' is down or inaccessible"), LinkError),
-        (ChannelNotFoundEntity("NOT_FOUND - no exchange 'e' in vhost '/'"), LinkError),
+        (
+            ChannelNotFoundEntity("NOT_FOUND - home node 'n' of durable queue 'q' is down or inaccessible"),
+            BrokerConnectError,
+        ),
+        (ChannelNotFoundEntity("NOT_FOUND - no exchange 'e' in vhost '/'"), BrokerConnectError),
         (ChannelPreconditionFailed("inequivalent arg"), InequivalentError),
         (ChannelLockedResource("cannot obtain exclusive access"), Locked),
         (ChannelAccessRefused("no permission"), BusRefused),
-        (ChannelInvalidStateError("closed"), LinkError),
-        (ConnectionClosed(320, "CONNECTION_FORCED"), LinkError),
-        (ConnectionResetError("reset"), LinkError),
-        (asyncio.CancelledError(), LinkError),  # nobody cancelled us: the client did it to a dead connection's futures
-        (Exception(), LinkError),
+        (ChannelInvalidStateError("closed"), BrokerConnectError),
+        (ConnectionClosed(320, "CONNECTION_FORCED"), BrokerConnectError),
+        (ConnectionResetError("reset"), BrokerConnectError),
+        (
+            asyncio.CancelledError(),
+            BrokerConnectError,
+        ),  # nobody cancelled us: the client did it to a dead connection's futures
+        (Exception(), BrokerConnectError),
         (ValueError("routing key too long"), ValueError),
     ],
 )

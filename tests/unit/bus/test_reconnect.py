@@ -10,7 +10,7 @@ import pytest
 from trinity_mq.bus.base import BusUnavailable
 from trinity_mq.bus.rabbit import reconnect as _rabbit_keeper
 from trinity_mq.bus.rabbit.bus import RabbitBus
-from trinity_mq.bus.rabbit.connection import LinkError
+from trinity_mq.bus.rabbit.connection import BrokerConnectError
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.testing.virtual_time import run_virtually
@@ -23,19 +23,19 @@ def test_a_cancellation_that_meets_the_end_of_an_attempt_ends_the_routine(
     """As wait_for of Python 3.11 loses it: what it waited for is over in the same moment."""
     connecting = asyncio.Event()
 
-    async def open_link(*_: Any) -> Any:
+    async def open_connection(*_: Any) -> Any:
         connecting.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             if not ends_well:
-                raise LinkError("refused") from None
+                raise BrokerConnectError("refused") from None
         return None
 
     async def closed_while_it_connects() -> None:
         bus = RabbitBus("amqp://nobody@127.0.0.1:1/", Topology("r"), config=BrokerConfig(), name="test")
         keeper = bus._keeper
-        monkeypatch.setattr(_rabbit_keeper, "open_link", open_link)
+        monkeypatch.setattr(_rabbit_keeper, "open_link", open_connection)
         monkeypatch.setattr(keeper, "_renew_consuming", lambda _old: keeper._open("consumes", print))
         keeper._routine = asyncio.create_task(keeper._keep())
         keeper.repair_soon()

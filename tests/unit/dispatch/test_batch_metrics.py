@@ -16,8 +16,8 @@ def a_ticket(tasks: int = 2, runs: int = 4, per_slice: int | None = 2, **how: An
 
 
 def tell(ticket: Ticket, task: int, base: int, outcome: str = "finished", attempt: str = "", **fields: Any) -> None:
-    (piece,) = [each for each in ticket.slices if (each.task_id, each.run_base) == (task, base)]
-    given: dict[str, Any] = {"batch": ticket.batch, "ticket": ticket.ticket, "repeat_times": piece.repeat_times}
+    (task_slice,) = [each for each in ticket.slices if (each.task_id, each.run_base) == (task, base)]
+    given: dict[str, Any] = {"batch": ticket.batch, "ticket": ticket.ticket, "repeat_times": task_slice.repeat_times}
     attempt = attempt or f"{task}-{base}"
     ticket.record(TaskResult(**given, task_id=task, run_base=base, attempt=attempt, outcome=outcome, **fields))
 

@@ -102,14 +102,14 @@ class Scene:
         return f"deleted {self.name}" in self.world.wire
 
     def report(self, parts: int) -> None:
-        piece = self.ticket.slices[0]
+        task_slice = self.ticket.slices[0]
         self.ticket.record(
             TaskResult(
                 batch=1,
                 ticket=self.ticket.ticket,
-                task_id=piece.task_id,
-                run_base=piece.run_base,
-                repeat_times=piece.repeat_times,
+                task_id=task_slice.task_id,
+                run_base=task_slice.run_base,
+                repeat_times=task_slice.repeat_times,
                 attempt="a",
                 outcome="finished",
                 runs=[0],

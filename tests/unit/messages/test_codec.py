@@ -9,8 +9,8 @@ import pytest
 
 from trinity_mq.messages import (
     BatchClosed,
-    Beat,
     DecodeError,
+    Heartbeat,
     Mark,
     Message,
     Progress,
@@ -41,7 +41,7 @@ MESSAGES: list[Message] = [
     BatchClosed(batch=3, ticket="t", accepted=[Accepted(task_id=0, run_base=0, attempt="a", runs=[0], parts=1)]),
     Progress(progress=1, generation=1, step=1, batch=1, ticket="t", outcome="trained"),
     SyncEvent(verb="prepare", sender="t", version=(1, 0), manifest=[("w", "float32", [2, 3])]),
-    Beat(role="runner", id="r", seq=1, incarnation="i", lease=10.0, state="idle"),
+    Heartbeat(role="runner", id="r", seq=1, incarnation="i", lease=10.0, state="idle"),
     Mark(nonce="n"),
 ]
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from trinity_mq.models.engines.generation.batch_step import Rounds
+from trinity_mq.models.engines.generation.batch_step import StaticBatcher
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Watch
 from trinity_mq.models.engines.server.errors import ApiError
 from trinity_mq.models.engines.server.state import EngineState
@@ -50,10 +50,10 @@ ASK = GenerationRequest(prompt=[3], max_tokens=1, n=4)
 @contextlib.asynccontextmanager
 async def running(
     recorder: Recorder, *, max_sequences: int = 1000, max_delay: float = 0.005, hold: float = 60.0, grace: float = 5.0
-) -> AsyncIterator[tuple[Rounds, EngineState]]:
+) -> AsyncIterator[tuple[StaticBatcher, EngineState]]:
     state = EngineState()
     state.phase, state.version = "current", (1, 2)
-    rounds = Rounds(recorder, state, max_sequences=max_sequences, max_delay=max_delay, hold=hold)
+    rounds = StaticBatcher(recorder, state, max_sequences=max_sequences, max_delay=max_delay, hold=hold)
     async with asyncio.TaskGroup() as group:
         group.create_task(rounds.run())
         try:

@@ -6,9 +6,9 @@ import pytest
 
 from tests.unit.rollout.scripted_engine import scripted_engine
 from trinity_mq.config import Config
-from trinity_mq.messages import Beat, TaskBody, TaskSlice
+from trinity_mq.messages import Heartbeat, TaskBody, TaskSlice
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.engine_selection import SHUNNED, STALE, EngineChoice
+from trinity_mq.models.engine_selection import SHUNNED, STALE, EngineSelector
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.testing.virtual_time import run_virtually
@@ -20,15 +20,15 @@ class Engines:
 
     def __init__(self):
         self.beats, self.seq = {}, 0
-        self.choice = EngineChoice(self.beats.values)
+        self.choice = EngineSelector(self.beats.values)
 
     def beat(self, name, **detail):
         self.seq += 1
         found = {"id": name, "url": f"http://{name}", "name": "m", "role": "rollout", "version": [1, 0], **detail}
-        self.beats[name] = Beat(
+        self.beats[name] = Heartbeat(
             role="engine", id=name, seq=self.seq, incarnation="x", lease=10.0, state="working", detail=found
         )
-        self.choice.hear()
+        self.choice.receive()
 
     def chosen(self, times=20):
         return Counter(self.choice().id for _ in range(times))
@@ -106,7 +106,7 @@ def test_without_weights_or_role_or_address():
         engines.beat("serves", load=90)
         assert engines.chosen() == {"serves": 20}
         del engines.beats["serves"]
-        engines.choice.hear()
+        engines.choice.receive()
         assert engines.chosen(2) == {"empty": 2}
 
     run_virtually(main())

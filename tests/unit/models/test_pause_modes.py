@@ -13,8 +13,8 @@ import torch
 from transformers import DynamicCache
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.generation.batch_step import PauseMode, Rounds
-from trinity_mq.models.engines.generation.pause import Brake, RoundCutOff, Spans
+from trinity_mq.models.engines.generation.batch_step import PauseMode, StaticBatcher
+from trinity_mq.models.engines.generation.pause import BatchCutOff, PauseControl, Spans
 from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest, Token
 from trinity_mq.models.engines.server.errors import ApiError
 from trinity_mq.models.engines.server.state import EngineState
@@ -26,10 +26,10 @@ PROMPT = [3, 4, 5]
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=12, n=2, seed=7)
 
 
-class At(Brake):
+class At(PauseControl):
     """Begins the sync's pause when the round is before step :data:`AT`, and lets the round wait there."""
 
-    def __init__(self, rounds: Rounds, mode: PauseMode) -> None:
+    def __init__(self, rounds: StaticBatcher, mode: PauseMode) -> None:
         super().__init__(rounds._stands_still)
         self._mode, self.begun = mode, asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -42,10 +42,10 @@ class At(Brake):
 
 
 @contextlib.asynccontextmanager
-async def serving(generator: TextGenerator, mode: PauseMode) -> AsyncIterator[tuple[Rounds, EngineState, At]]:
+async def serving(generator: TextGenerator, mode: PauseMode) -> AsyncIterator[tuple[StaticBatcher, EngineState, At]]:
     state = EngineState()
     state.phase, state.version = "current", OLD
-    rounds = Rounds(generator, state, max_sequences=100, max_delay=0.0, pause_mode=mode)
+    rounds = StaticBatcher(generator, state, max_sequences=100, max_delay=0.0, pause_mode=mode)
     brake = rounds._brake = At(rounds, mode)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(rounds.run())
@@ -64,7 +64,9 @@ def other_weights(generator: TextGenerator) -> dict[str, torch.Tensor]:
     }
 
 
-async def sync(rounds: Rounds, state: EngineState, generator: TextGenerator, weights: dict[str, torch.Tensor]) -> None:
+async def sync(
+    rounds: StaticBatcher, state: EngineState, generator: TextGenerator, weights: dict[str, torch.Tensor]
+) -> None:
     """What the admin routes do."""
     state.pause(30.0)
     await rounds.idle()
@@ -174,11 +176,11 @@ async def test_a_kept_answer_to_a_request_pinned_to_the_old_version_is_refused(g
 
 
 def test_a_brake_that_is_off_changes_nothing() -> None:
-    brake, spans = Brake(), [(0, OLD)]
+    brake, spans = PauseControl(), [(0, OLD)]
     brake.begin(OLD)
     assert brake.between(1, spans) is None
     assert brake.submit(lambda: 1) is None, "nothing stands still: the worker does it"
     brake.cut()
-    with pytest.raises(RoundCutOff):
+    with pytest.raises(BatchCutOff):
         brake.between(2, spans)
     assert spans == [(0, OLD)]

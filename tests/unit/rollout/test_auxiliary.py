@@ -8,10 +8,10 @@ import pytest
 
 from tests.unit.models.test_engine_selection import Engines
 from tests.unit.rollout.scripted_engine import completion, scripted_engine
-from trinity_agents.runner.process_pool import IsolatedPool
-from trinity_agents.runner.slice_executor import Turns
+from trinity_agents.runner.process_pool import ProcessPool
+from trinity_agents.runner.slice_executor import SliceExecutor
 from trinity_mq.config import load_config
-from trinity_mq.messages import Beat, TaskBody, TaskSlice
+from trinity_mq.messages import Heartbeat, TaskBody, TaskSlice
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import SHUNNED, STALE, Answering, auxiliary_models
 from trinity_mq.models.errors import EngineLost
@@ -113,10 +113,10 @@ class Held:
 
     given_up = False
 
-    def __init__(self, piece, before=0):
-        from trinity_mq.rollout.run_results import Tally
+    def __init__(self, task_slice, before=0):
+        from trinity_mq.rollout.run_results import RunResults
 
-        self.piece, self.tally, self.running, self.seconds = piece, Tally(), False, 0.0
+        self.task_slice, self.tally, self.running, self.seconds = task_slice, RunResults(), False, 0.0
         self.delivery = type("Delivery", (), {"deliveries_before": before})()
 
     def was_ended(self):
@@ -134,8 +134,8 @@ async def test_a_workflow_gets_them_in_the_order_of_the_configuration(workflow, 
         first.script = lambda body: completion("good")
         second.script = lambda body: completion("bad")
         models = Alive(policy.model, critic=judge(second, "critic"), judge=judge(first, "judge"))
-        pool = IsolatedPool(1)
-        turns = Turns(
+        pool = ProcessPool(1)
+        turns = SliceExecutor(
             config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, go_on_without=lambda work: None
         )
         outcome = await turns.take(Held(a_slice(workflow), before))
@@ -148,8 +148,8 @@ async def test_a_workflow_gets_them_in_the_order_of_the_configuration(workflow, 
 async def test_without_a_living_judge_the_slice_waits_and_says_for_whom(workflow):
     async with scripted_engine() as policy:
         runner = WorkflowRunner(config(), None)
-        piece = a_slice(workflow).model_copy(update={"slice_timeout": 1.0, "max_timeout": 1.0})
-        outcome = await runner.run_slice(piece, Alive(policy.model))
+        task_slice = a_slice(workflow).model_copy(update={"slice_timeout": 1.0, "max_timeout": 1.0})
+        outcome = await runner.run_slice(task_slice, Alive(policy.model))
         await runner.close()
     assert outcome.runs == []
     assert "no living engine of auxiliary model 'judge' is known" in outcome.message
@@ -160,7 +160,7 @@ async def test_without_a_living_judge_the_slice_waits_and_says_for_whom(workflow
 async def test_an_evaluation_is_answered_by_the_model_it_names(workflow, before):
     async with scripted_engine() as policy, scripted_engine("j") as other:
         models = Alive(policy.model, judge=judge(other, "judge"), critic=judge(other, "critic"))
-        turns = Turns(
+        turns = SliceExecutor(
             config(), models, workflows=WorkflowRunner(config(), None), isolated=None, go_on_without=lambda work: None
         )
         asked = a_slice(workflow, is_eval=True, rollout_args={"model": "judge"})
@@ -197,12 +197,12 @@ async def test_a_judge_that_is_lost_is_named_and_left_out_and_the_rollout_engine
     dead = InferenceModel("dead-judge", "http://127.0.0.1:9", "judge", role="auxiliary")
     async with scripted_engine() as policy, scripted_engine("j") as other:
         models = Moving(policy.model, judge(other, "judge"), judge=dead, critic=judge(other, "critic"))
-        pool = IsolatedPool(1)
-        turns = Turns(
+        pool = ProcessPool(1)
+        turns = SliceExecutor(
             config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, go_on_without=lambda work: None
         )
-        piece = a_slice(workflow).model_copy(update={"max_retry_times": retries})
-        outcome = await turns.take(Held(piece, before))
+        task_slice = a_slice(workflow).model_copy(update={"max_retry_times": retries})
+        outcome = await turns.take(Held(task_slice, before))
         await turns.close()
     assert outcome.runs == [0], outcome.message
     assert models.gone == ["dead-judge"]
@@ -216,8 +216,8 @@ async def test_the_error_says_who_was_lost(tmp_path, workflow, kind):
     async with scripted_engine() as policy:
         models = Alive(policy.model, judge=dead, critic=dead)
         runner = WorkflowRunner(config(), None)
-        piece = a_slice(workflow).model_copy(update={"slice_timeout": 1.5, "max_timeout": 1.5})
-        outcome = await runner.run_slice(piece, models)
+        task_slice = a_slice(workflow).model_copy(update={"slice_timeout": 1.5, "max_timeout": 1.5})
+        outcome = await runner.run_slice(task_slice, models)
         await runner.close()
     assert outcome.runs == []
     assert "engine of auxiliary model 'judge' dead-judge is lost: http://127.0.0.1:9" in outcome.message
@@ -229,8 +229,8 @@ async def test_a_rollout_engine_that_is_lost_is_named_and_left_out(workflow):
     async with scripted_engine("j") as other:
         models = Alive(policy, judge=judge(other, "judge"), critic=judge(other, "critic"))
         runner = WorkflowRunner(config(), None)
-        piece = a_slice(workflow).model_copy(update={"slice_timeout": 1.0, "max_timeout": 1.0})
-        outcome = await runner.run_slice(piece, models)
+        task_slice = a_slice(workflow).model_copy(update={"slice_timeout": 1.0, "max_timeout": 1.0})
+        outcome = await runner.run_slice(task_slice, models)
         await runner.close()
     assert "rollout engine policy-7 is lost: http://127.0.0.1:9" in outcome.message
     assert set(models.gone) == {"policy-7"}
@@ -268,10 +268,10 @@ class Named(Engines):
     def beat(self, engine, **detail):
         self.seq += 1
         said = {"id": engine, "url": f"http://{engine}", "name": "m", "role": "rollout", "version": [1, 0], **detail}
-        self.beats[engine] = Beat(
+        self.beats[engine] = Heartbeat(
             role="engine", id=engine, seq=self.seq, incarnation="x", lease=10.0, state="working", detail=said
         )
-        self.choice.hear()
+        self.choice.receive()
 
 
 def test_the_engine_of_an_auxiliary_model_is_chosen_like_any():
@@ -297,7 +297,7 @@ def test_the_engine_of_an_auxiliary_model_is_chosen_like_any():
         await asyncio.sleep(max(SHUNNED, STALE) + 0.1)
         judges(load=0)
         engines.beats["j2"] = engines.beats["j2"].model_copy(update={"state": "holding"})
-        engines.choice.hear()
+        engines.choice.receive()
         assert {engines.choice.auxiliary("judge").id for _ in range(9)} == {"j1"}, "the other one's server is away"
 
     run_virtually(main())

@@ -29,7 +29,7 @@ def config(mode):
     )
 
 
-def piece(kind, runs=3, **limits):
+def task_slice(kind, runs=3, **limits):
     limits = {"max_timeout": 10.0, "max_retry_times": 1, "slice_timeout": 20.0, **limits}
     task = TaskBody(workflow=f"{THIS}.{kind}", raw_task={"question": "q"})
     return TaskSlice(batch=1, ticket="t", task_id=0, repeat_times=runs, task=task, seed=3, **limits)
@@ -51,7 +51,7 @@ def ran(engine, monkeypatch):
         runner = WorkflowRunner(config(mode))
         with capture_logs():
             try:
-                return await runner.run_slice(piece(kind, **fields), lambda: engine.model)
+                return await runner.run_slice(task_slice(kind, **fields), lambda: engine.model)
             finally:
                 await runner.close()
 

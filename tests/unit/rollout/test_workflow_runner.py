@@ -47,7 +47,7 @@ async def runner(config, monkeypatch):
     await made.close()
 
 
-def piece(workflow, runs=4, base=0, **keys):
+def task_slice(workflow, runs=4, base=0, **keys):
     body = {
         "workflow": workflow if "_" in workflow else f"{THIS}.{workflow}",
         "raw_task": {"question": "3+4=", "answer": "7"},
@@ -154,7 +154,7 @@ class Spoils(Asks):
 
 
 async def test_a_repeatable_workflow_makes_one_request_and_all_is_stamped(runner, engine):
-    outcome = await runner.run_slice(piece("async_simple_workflow", runs=3, base=4), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("async_simple_workflow", runs=3, base=4), lambda: engine.model)
     assert outcome.message is None
     (request,) = engine.requests
     assert (request["n"], request["temperature"], request["max_tokens"]) == (3, 0.9, 8)
@@ -177,7 +177,7 @@ async def test_other_workflows_run_all_at_once_each_by_itself(runner, engine):
         return completion()
 
     engine.script = script
-    outcome = await runner.run_slice(piece("Asks"), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("Asks"), lambda: engine.model)
     assert outcome.runs == [0, 1, 2, 3]
     assert len({exp.eid.rid for exp in outcome.experiences}) == 4
     assert len({request["seed"] for request in engine.requests}) == 4
@@ -191,13 +191,13 @@ async def test_blocking_workflows_run_in_threads_of_their_own(runner, engine):
         return completion()
 
     engine.script = script
-    outcome = await runner.run_slice(piece("Blocking", runs=3), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("Blocking", runs=3), lambda: engine.model)
     assert outcome.runs == [0, 1, 2]
     assert threading.current_thread().name not in Blocking.threads
 
 
 async def test_step_wise_workflows_have_histories_of_their_own(runner, engine):
-    outcome = await runner.run_slice(piece("Steps", runs=3), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("Steps", runs=3), lambda: engine.model)
     assert outcome.message is None
     assert [(exp.eid.run, exp.eid.step) for exp in outcome.experiences] == [
         (run, step) for run in range(3) for step in range(2)
@@ -208,7 +208,7 @@ async def test_step_wise_workflows_have_histories_of_their_own(runner, engine):
 
 async def test_only_failed_runs_are_tried_again(runner, engine):
     FailsOnce.made.clear()
-    outcome = await runner.run_slice(piece("FailsOnce"), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("FailsOnce"), lambda: engine.model)
     assert outcome.runs == [0, 1, 2, 3]
     assert FailsOnce.made["instances"] == 6
     assert len(engine.requests) == 4
@@ -217,7 +217,7 @@ async def test_only_failed_runs_are_tried_again(runner, engine):
 
 async def test_missing_runs_of_a_repeatable_workflow_are_asked_for_again(runner, engine):
     Skips.blocks.clear()
-    outcome = await runner.run_slice(piece("Skips", base=8), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("Skips", base=8), lambda: engine.model)
     # The first go answers for runs 8 to 11 with the first response left out.
     assert Skips.blocks == [(8, 4), (8, 1)]
     assert outcome.runs == [8, 9, 10, 11]
@@ -226,7 +226,7 @@ async def test_missing_runs_of_a_repeatable_workflow_are_asked_for_again(runner,
 
 
 async def test_runs_that_were_not_asked_for_are_refused(runner, engine):
-    outcome = await runner.run_slice(piece("Numberless", max_retry_times=0), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("Numberless", max_retry_times=0), lambda: engine.model)
     assert (outcome.runs, outcome.experiences) == ([], [])
     assert "returned experiences with eid.run [99], was asked for [0, 1, 2, 3]" in outcome.message
 
@@ -236,7 +236,7 @@ async def test_an_attempt_has_its_time_and_retries_have_an_end(runner, engine, k
     NeverReturns.release.clear()
     limits = {"max_timeout": 0.1, "max_retry_times": 1, "slice_timeout": 30.0}
     async with asyncio.timeout(10):
-        outcome = await runner.run_slice(piece(kind, runs=2, **limits), lambda: engine.model)
+        outcome = await runner.run_slice(task_slice(kind, runs=2, **limits), lambda: engine.model)
     NeverReturns.release.set()
     assert outcome.runs == []
     assert outcome.message == f"{kind} took longer than max_timeout, 0.1 s"
@@ -249,7 +249,7 @@ async def test_the_time_of_the_slice_ends_everything_but_keeps_what_is_done(runn
         return next(served, None) or await asyncio.Event().wait()
 
     engine.script = script
-    outcome = await runner.run_slice(piece("Asks", runs=2, slice_timeout=2.0), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("Asks", runs=2, slice_timeout=2.0), lambda: engine.model)
     assert len(outcome.runs) == len(outcome.experiences) == 1
     assert outcome.message == "not done within the 2 s of the slice"
 
@@ -257,7 +257,7 @@ async def test_the_time_of_the_slice_ends_everything_but_keeps_what_is_done(runn
 async def test_waiting_for_weights_is_no_attempt(runner, engine):
     answers = [refused(503, "engine_not_current", 0.01) for _ in range(5)]
     engine.script = lambda body: answers.pop() if answers else None
-    outcome = await runner.run_slice(piece("async_simple_workflow", max_retry_times=0), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("async_simple_workflow", max_retry_times=0), lambda: engine.model)
     assert len(outcome.runs) == 4
     assert outcome.message is None
 
@@ -270,7 +270,7 @@ async def test_having_no_engine_is_no_attempt(runner, engine):
             raise troubles.pop()
         return engine.model
 
-    outcome = await runner.run_slice(piece("async_simple_workflow", max_retry_times=0), models)
+    outcome = await runner.run_slice(task_slice("async_simple_workflow", max_retry_times=0), models)
     assert len(outcome.runs) == 4
     assert outcome.message is None
 
@@ -279,7 +279,7 @@ async def test_no_engine_at_all_ends_with_the_slice_and_says_so(runner):
     def models():
         raise EngineLost("no living engine is known")
 
-    outcome = await runner.run_slice(piece("Asks", slice_timeout=0.2), models)
+    outcome = await runner.run_slice(task_slice("Asks", slice_timeout=0.2), models)
     assert outcome.runs == []
     assert outcome.message == (
         "not done within the 0.2 s of the slice, waiting for an engine: no living engine is known"
@@ -297,14 +297,14 @@ async def test_a_lost_engine_is_replaced_by_another(runner, engine, kind):
         asked.append(engines.pop() if len(engines) > 1 else engines[0])
         return asked[-1]
 
-    outcome = await runner.run_slice(piece(kind, runs=1, max_retry_times=0), models)
+    outcome = await runner.run_slice(task_slice(kind, runs=1, max_retry_times=0), models)
     assert (outcome.runs, outcome.message) == ([0], None)
     assert [model.id for model in asked] == ["gone", "engine-0"]
 
 
 async def test_what_an_engine_refuses_is_not_asked_again(runner, engine):
     engine.script = lambda body: refused(400, "bad_request")
-    outcome = await runner.run_slice(piece("async_simple_workflow"), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("async_simple_workflow"), lambda: engine.model)
     assert outcome.runs == []
     assert "EngineRefused" in outcome.message
     assert len(engine.requests) == 1
@@ -313,11 +313,11 @@ async def test_what_an_engine_refuses_is_not_asked_again(runner, engine):
 async def test_a_pinned_slice_waits_for_newer_weights_but_not_for_older(runner, engine):
     held = [[1, 2]]
     engine.script = lambda body: refused(409, "version_mismatch", wanted=[1, 3], held=held.pop()) if held else None
-    outcome = await runner.run_slice(piece("Asks", runs=1, pinned=(1, 3), max_retry_times=0), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("Asks", runs=1, pinned=(1, 3), max_retry_times=0), lambda: engine.model)
     assert (outcome.runs, outcome.message) == ([0], None)
     assert engine.headers[0]["X-TMQ-Version"] == "1.3"
     held = [[1, 4]]
-    outcome = await runner.run_slice(piece("Asks", runs=1, pinned=(1, 3)), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("Asks", runs=1, pinned=(1, 3)), lambda: engine.model)
     assert outcome.runs == []
     assert "VersionMismatch" in outcome.message
     assert held == []
@@ -329,14 +329,14 @@ async def test_work_done_again_draws_the_same_and_a_retry_draws_anew(runner, eng
         await runner.run_slice(part, lambda: engine.model)
         return sorted(request["seed"] for request in engine.requests)
 
-    first = await seeds(piece("Asks"))
-    assert first == await seeds(piece("Asks"))
+    first = await seeds(task_slice("Asks"))
+    assert first == await seeds(task_slice("Asks"))
     assert len(set(first)) == 4
-    assert not set(first) & set(await seeds(piece("Asks", base=4)))
-    assert set(await seeds(piece("Asks", runs=2))) < set(first)
+    assert not set(first) & set(await seeds(task_slice("Asks", base=4)))
+    assert set(await seeds(task_slice("Asks", runs=2))) < set(first)
 
     FailsOnce.made.clear()
-    retried = await seeds(piece("FailsOnce"))
+    retried = await seeds(task_slice("FailsOnce"))
     assert len(set(retried) - set(first)) == 2
 
 
@@ -348,26 +348,26 @@ async def test_work_done_again_draws_the_same_and_a_retry_draws_anew(runner, eng
     ],
 )
 async def test_what_gives_nothing_has_failed(runner, engine, kind, said):
-    outcome = await runner.run_slice(piece(kind, runs=2, max_retry_times=0), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice(kind, runs=2, max_retry_times=0), lambda: engine.model)
     assert outcome.runs == []
     assert outcome.message.startswith(said)
 
 
 async def test_a_task_nobody_knows_fails_at_once(runner, engine):
-    outcome = await runner.run_slice(piece("async_simple_workflw"), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("async_simple_workflw"), lambda: engine.model)
     assert "did you mean 'async_simple_workflow'" in outcome.message
-    outcome = await runner.run_slice(piece("async_simple_workflow", task={"raw_task": {}}), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("async_simple_workflow", task={"raw_task": {}}), lambda: engine.model)
     assert outcome.message.startswith("TaskError: raw_task['question']")
     assert engine.requests == []
 
 
 async def test_a_run_sees_nothing_of_what_another_did_to_the_task(runner, engine):
-    outcome = await runner.run_slice(piece("Spoils", max_retry_times=0), lambda: engine.model)
+    outcome = await runner.run_slice(task_slice("Spoils", max_retry_times=0), lambda: engine.model)
     assert (len(outcome.runs), outcome.message) == (4, None)
 
 
 async def test_cancelling_reaches_the_workflow(runner, engine):
-    task = asyncio.ensure_future(runner.run_slice(piece("Never"), lambda: engine.model))
+    task = asyncio.ensure_future(runner.run_slice(task_slice("Never"), lambda: engine.model))
     await asyncio.sleep(0.05)
     task.cancel()
     async with asyncio.timeout(1):

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
-from trinity_mq.messages import Beat, ControlEvent, decode
-from trinity_mq.runtime.agent import BEAT_INTERVAL, Agent
+from trinity_mq.messages import ControlEvent, Heartbeat, decode
+from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.testing.virtual_time import run_virtually
@@ -54,14 +54,14 @@ class Outside:
 
     def __init__(self, broker: MemoryBroker) -> None:
         self.bus = MemoryBus(broker, TOPOLOGY, config=CONFIG.broker)
-        self.beats: list[tuple[float, Beat]] = []
+        self.beats: list[tuple[float, Heartbeat]] = []
 
     async def listen(self) -> None:
         await self.bus.connect()
         ears = TOPOLOGY.listener("outside", "x", "telemetry", "beat.#")
         await self.bus.declare(*TOPOLOGY.durable, ears)
         async for delivery in await self.bus.consume(ears):
-            self.beats.append((asyncio.get_running_loop().time(), decode(delivery.body, Beat)))
+            self.beats.append((asyncio.get_running_loop().time(), decode(delivery.body, Heartbeat)))
             await delivery.ack()
 
     async def tell(self, verb: Any, target: str, key: str | None = None) -> None:
@@ -96,14 +96,14 @@ def test_it_beats_every_interval_and_on_change_with_rising_numbers_and_says_good
     async def script(outside: Outside, idler: Idler) -> None:
         await asyncio.sleep(20)
         idler.level = 7
-        idler.beat_soon()
+        idler.heartbeat_soon()
         await asyncio.sleep(0.1)
 
     outside, (idler,) = simulate(script)
     beats = [beat for _, beat in outside.beats]
     assert [beat.seq for beat in beats] == list(range(1, len(beats) + 1))
     times = [time for time, _ in outside.beats]
-    assert max(b - a for a, b in itertools.pairwise(times)) < BEAT_INTERVAL + 0.1
+    assert max(b - a for a, b in itertools.pairwise(times)) < HEARTBEAT_INTERVAL + 0.1
     assert 10 < len(beats) < 18
     changed = next(time for time, beat in outside.beats if beat.detail == {"level": 7})
     assert changed < 20.6
@@ -178,7 +178,7 @@ def test_a_command_or_beat_that_does_not_decode_changes_nothing() -> None:
 
 def test_leases_stand_still_in_an_outage_and_start_anew_after_it() -> None:
     async def script(outside: Outside, idler: Idler) -> None:
-        beat = Beat(role="engine", id="e", seq=1, incarnation="x", lease=10.0, state="working")
+        beat = Heartbeat(role="engine", id="e", seq=1, incarnation="x", lease=10.0, state="working")
         await outside.bus.publish(TOPOLOGY.exchange("telemetry"), "beat.engine.e", envelope(beat))
         await asyncio.sleep(1)
         idler.bus._broker.drop(idler.bus, delay=60)

@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 from trinity_mq.bus import Delivery, Envelope, StaleDelivery, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config.bus import BrokerConfig
-from trinity_mq.messages import Beat, ControlEvent, TaskResult, decode, decode_any
-from trinity_mq.runtime.deliveries import envelope, give_back, opened, park, settle
+from trinity_mq.messages import ControlEvent, Heartbeat, TaskResult, decode, decode_any
+from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, envelope, requeue
 
 TOPOLOGY = Topology("w")
 CLOSED = TOPOLOGY.closed
@@ -53,7 +53,7 @@ def test_headers_repeat_what_a_router_needs() -> None:
 async def test_a_parked_body_keeps_what_it_came_with(bus: MemoryBus) -> None:
     how = {"message_id": "m7", "content_type": "text/plain", "correlation_id": "c", "reply_to": "r"}
     delivery = await received(bus, b"body", headers={"ticket": "t", "x-death": "no"}, **how)
-    await park(bus, TOPOLOGY, delivery, "why " * 1000, "me")
+    await dead_letter(bus, TOPOLOGY, delivery, "why " * 1000, "me")
     (copy,) = await dead(bus)
     assert (copy.body, copy.routing_key, copy.kind, copy.content_type) == (b"body", "closed", "odd", "text/plain")
     assert (copy.correlation_id, copy.reply_to, copy.message_id) == ("c", "r", f"dead-{CLOSED.name}-m7")
@@ -72,15 +72,15 @@ async def test_bodies_without_an_id_are_told_apart_and_repeats_are_not(bus: Memo
     for body in (b"one", b"two", b"one"):
         delivery = await received(bus, body)
         delivery.message_id = None
-        await park(bus, TOPOLOGY, delivery, "why", "me")
-        await settle(delivery)
+        await dead_letter(bus, TOPOLOGY, delivery, "why", "me")
+        await acknowledge(delivery)
     first, second, third = [copy.message_id for copy in await dead(bus)]
     assert first == third != second
 
 
 async def test_what_does_not_decode_is_parked_and_acknowledged(bus: MemoryBus) -> None:
     delivery = await received(bus, b"\xc1")
-    assert await opened(bus, TOPOLOGY, delivery, "me") is None
+    assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me") is None
     (copy,) = await dead(bus)
     assert str(copy.headers["dead-reason"]).startswith("does not decode: ")
     with pytest.raises(StaleDelivery):
@@ -89,37 +89,37 @@ async def test_what_does_not_decode_is_parked_and_acknowledged(bus: MemoryBus) -
 
 async def test_of_many_who_hear_a_broadcast_none_parks_it_when_told_so(bus: MemoryBus) -> None:
     delivery = await received(bus, b"\xc1")
-    assert await opened(bus, TOPOLOGY, delivery, "me", quiet=True) is None
+    assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me", quiet=True) is None
     assert await dead(bus) == []
-    assert await settle(delivery) is False
+    assert await acknowledge(delivery) is False
 
 
 async def test_only_what_is_expected_may_leave_its_kind_out(bus: MemoryBus) -> None:
     control = b'{"verb": "drain", "target": "all"}'
     delivery = await received(bus, control, content_type="application/json")
-    found = await opened(bus, TOPOLOGY, delivery, "me", expect=ControlEvent)
+    found = await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me", expect=ControlEvent)
     assert found == ControlEvent(verb="drain", target="all")
-    assert await settle(delivery) is True
+    assert await acknowledge(delivery) is True
     delivery = await received(bus, control, content_type="application/json")
-    assert await opened(bus, TOPOLOGY, delivery, "me") is None
+    assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me") is None
     delivery = await received(bus, envelope(found).body)
-    assert await opened(bus, TOPOLOGY, delivery, "me", expect=Beat) is None
+    assert await decode_or_dead_letter(bus, TOPOLOGY, delivery, "me", expect=Heartbeat) is None
 
 
 async def test_answers_to_void_deliveries_are_harmless(bus: MemoryBus) -> None:
     delivery = await received(bus)
     bus.disconnect("gone")
     bus.reconnect()
-    assert await settle(delivery) is False
+    assert await acknowledge(delivery) is False
     other = await received(bus)
     assert other.deliveries_before == 1
     bus.disconnect("gone")
     bus.reconnect()
-    await give_back(other)
+    await requeue(other)
 
 
 async def test_given_back_it_comes_again_one_delivery_older(bus: MemoryBus) -> None:
     delivery = await received(bus, b"again")
-    await give_back(delivery)
+    await requeue(delivery)
     again = await anext(bus._consumers[0])
     assert (again.body, again.deliveries_before) == (b"again", 1)

@@ -3,13 +3,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from trinity_mq.messages import Beat
+from trinity_mq.messages import Heartbeat
 from trinity_mq.runtime.peers import Peers
 from trinity_mq.testing.virtual_time import run_virtually
 
 
-def beat(name: str = "runner-0", seq: int = 1, incarnation: str = "a", **fields: Any) -> Beat:
-    return Beat(
+def beat(name: str = "runner-0", seq: int = 1, incarnation: str = "a", **fields: Any) -> Heartbeat:
+    return Heartbeat(
         **{
             "role": "runner",
             "id": name,
@@ -25,14 +25,14 @@ def beat(name: str = "runner-0", seq: int = 1, incarnation: str = "a", **fields:
 def test_a_peer_lives_as_long_as_its_lease() -> None:
     async def main() -> None:
         peers = Peers()
-        peers.hear(beat())
-        peers.hear(beat("runner-1", lease=3.0))
-        peers.hear(beat("engine-0", role="engine"))
+        peers.receive(beat())
+        peers.receive(beat("runner-1", lease=3.0))
+        peers.receive(beat("engine-0", role="engine"))
         assert [each.id for each in peers.alive("runner")] == ["runner-0", "runner-1"]
         await asyncio.sleep(3)
         assert [each.id for each in peers.alive("runner")] == ["runner-0"]
         await asyncio.sleep(6.9)
-        peers.hear(beat(seq=2))
+        peers.receive(beat(seq=2))
         await asyncio.sleep(9.9)
         assert [each.seq for each in peers.alive("runner")] == [2]
         await asyncio.sleep(0.1)
@@ -44,8 +44,8 @@ def test_a_peer_lives_as_long_as_its_lease() -> None:
 def test_one_that_is_gone_does_not_live_but_is_remembered() -> None:
     async def main() -> None:
         peers = Peers()
-        peers.hear(beat(detail={"open": ["t"]}))
-        peers.hear(beat(seq=2, state="gone", detail={"open": []}))
+        peers.receive(beat(detail={"open": ["t"]}))
+        peers.receive(beat(seq=2, state="gone", detail={"open": []}))
         assert peers.alive("runner") == []
         assert peers.detail("runner") == {}
         latest = peers.latest("runner-0")
@@ -69,7 +69,7 @@ def test_beats_that_overtook_each_other_count_by_number_within_a_life() -> None:
         counting = asyncio.create_task(count())
         for seq, incarnation, kept in ((5, "a", 5), (4, "a", 5), (5, "a", 5), (6, "a", 6), (1, "b", 1)):
             await asyncio.sleep(0.1)
-            peers.hear(beat(seq=seq, incarnation=incarnation))
+            peers.receive(beat(seq=seq, incarnation=incarnation))
             assert [each.seq for each in peers.alive("runner")] == [kept]
         await counting
         assert woken == 3
@@ -80,9 +80,9 @@ def test_beats_that_overtook_each_other_count_by_number_within_a_life() -> None:
 def test_an_old_beat_does_not_extend_a_lease() -> None:
     async def main() -> None:
         peers = Peers()
-        peers.hear(beat(seq=5))
+        peers.receive(beat(seq=5))
         await asyncio.sleep(9)
-        peers.hear(beat(seq=5))
+        peers.receive(beat(seq=5))
         await asyncio.sleep(2)
         assert peers.alive("runner") == []
 
@@ -92,7 +92,7 @@ def test_an_old_beat_does_not_extend_a_lease() -> None:
 def test_after_deafness_every_lease_starts_anew() -> None:
     async def main() -> None:
         peers = Peers()
-        peers.hear(beat(detail={"running": 1}))
+        peers.receive(beat(detail={"running": 1}))
         await asyncio.sleep(60)
         assert peers.alive("runner") == []
         peers.refresh()
@@ -106,8 +106,8 @@ def test_after_deafness_every_lease_starts_anew() -> None:
 def test_leases_stand_still_while_we_are_deaf() -> None:
     async def main() -> None:
         peers = Peers()
-        peers.hear(beat())
-        peers.deafen()
+        peers.receive(beat())
+        peers.suspend()
         await asyncio.sleep(60)
         assert [one.id for one in peers.alive("runner")] == ["runner-0"]
         peers.refresh()

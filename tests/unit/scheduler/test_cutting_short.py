@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from trinity_agents.explorer.state import ExplorerState
-from trinity_agents.explorer.task_source import Intake
-from trinity_agents.explorer.training_batches import Batches, enough
+from trinity_agents.explorer.task_source import TaskSource
+from trinity_agents.explorer.training_batches import TrainingBatches, enough
 from trinity_mq.bus import Queue, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
 from trinity_mq.dispatch.usable_clock import UsableClock
 from trinity_mq.messages import (
-    Beat,
+    Heartbeat,
     Progress,
     SubmissionOutcome,
     TaskBody,
@@ -41,14 +41,14 @@ class Desk:
         self.bus = MemoryBus(self.broker, self.topology, config=self.config.broker)
         self.beats = 0
         self.scheduler = Scheduler(
-            self.config, bus=self.bus, owner="explorer-0", beat_soon=self.beat, tickets=self.state.tickets
+            self.config, bus=self.bus, owner="explorer-0", heartbeat_soon=self.beat, tickets=self.state.tickets
         )
         nobody: Any = None
-        self.batches = Batches(
+        self.batches = TrainingBatches(
             self.config,
             self.state,
             self.scheduler,
-            Intake(self.config, self.state, None),
+            TaskSource(self.config, self.state, None),
             nobody,
             Peers(),
             save=self.saved,
@@ -286,7 +286,7 @@ def test_the_dynamic_timeout_follows_the_mean_and_never_exceeds_the_limit(second
 
 def test_a_scheduler_without_an_agent_beats_and_lists_what_is_open() -> None:
     desk = Desk()
-    beats: list[tuple[float, Beat]] = []
+    beats: list[tuple[float, Heartbeat]] = []
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -301,7 +301,7 @@ def test_a_scheduler_without_an_agent_beats_and_lists_what_is_open() -> None:
             async with await other.consume(ears) as feed:
                 async for delivery in feed:
                     beat = decode_any(delivery.body)
-                    assert isinstance(beat, Beat)
+                    assert isinstance(beat, Heartbeat)
                     beats.append((loop.time(), beat))
 
         hearing = asyncio.ensure_future(hears())
@@ -312,16 +312,20 @@ def test_a_scheduler_without_an_agent_beats_and_lists_what_is_open() -> None:
         await scheduler.abort_batch(1)
         await asyncio.sleep(0.5)
         async with await other.consume(desk.topology.tasks_train) as feed:
-            piece = decode((await anext(feed)).body, TaskSlice)
-        listing = [(when, beat) for when, beat in beats if beat.id == piece.explorer and beat.seq >= piece.opened_beat]
+            task_slice = decode((await anext(feed)).body, TaskSlice)
+        listing = [
+            (when, beat)
+            for when, beat in beats
+            if beat.id == task_slice.explorer and beat.seq >= task_slice.opened_beat
+        ]
         before = [beat.detail["open"] for when, beat in listing if when < aborted]
         assert len(before) >= 2, "every two seconds"
         assert all(listed == [ticket] for listed in before)
         when, beat = next(one for one in listing if one[0] >= aborted)
         assert when - aborted < 0.2
         assert (beat.role, beat.detail["open"]) == ("scheduler", [])
-        assert piece.explorer.startswith("scheduler-")
-        assert piece.keep_partial
+        assert task_slice.explorer.startswith("scheduler-")
+        assert task_slice.keep_partial
         await scheduler.stop()
         hearing.cancel()
 

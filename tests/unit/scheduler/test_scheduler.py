@@ -26,7 +26,7 @@ class Stage:
     """One broker, one runner, one scheduler."""
 
     def __init__(
-        self, *overrides: str, seconds: Callable[[TaskSlice], float] = lambda piece: 0.1, runner: bool = True
+        self, *overrides: str, seconds: Callable[[TaskSlice], float] = lambda task_slice: 0.1, runner: bool = True
     ) -> None:
         self.config: Config = load_config({"name": "sched", "model": {"tiny": {}}}, overrides)
         self.topology, self.broker, self.with_runner = Topology("sched"), MemoryBroker(), runner
@@ -70,7 +70,7 @@ def play(stage: Stage, scene: Callable[[Scheduler], Awaitable[Any]], limit: floa
 
 
 def by_number(seconds: dict[int, float]) -> Callable[[TaskSlice], float]:
-    return lambda piece: seconds.get(piece.task.raw_task["n"], 0.1)
+    return lambda task_slice: seconds.get(task_slice.task.raw_task["n"], 0.1)
 
 
 def now() -> float:
@@ -165,7 +165,7 @@ def test_slices_of_a_task_are_one_group_with_a_run_id_each() -> None:
         assert [one.completed_runs for one in statuses] == [8, 8]
         assert len({one.eid.rid for one in experiences}) == 16
         assert {one.eid.tid for one in experiences} == {"1/0", "1/1"}
-        assert sorted(piece.repeat_times for piece in stage.runner.done) == [2, 2, 3, 3, 3, 3]
+        assert sorted(task_slice.repeat_times for task_slice in stage.runner.done) == [2, 2, 3, 3, 3, 3]
 
     play(stage, scene)
 
@@ -182,7 +182,7 @@ def test_the_same_batch_twice_is_two_tickets() -> None:
 
 
 def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> None:
-    stage = Stage(seconds=lambda piece: 6.0 if piece.task.raw_task["which"] == "old" else 9.0)
+    stage = Stage(seconds=lambda task_slice: 6.0 if task_slice.task.raw_task["which"] == "old" else 9.0)
 
     async def scene(scheduler: Scheduler) -> None:
         scheduler.schedule(tasks(1, which="old"), 1)
@@ -217,9 +217,9 @@ def test_slices_go_out_in_the_order_of_their_tickets_and_evaluations_do_not_wait
         scheduler.schedule([Task(is_eval=True)], "3/eval", deliver="none")
         await until(lambda: len(sent) == 502)
         assert now() - started < 10.0, "many are under way at a time"
-        train = [piece.batch for piece in sent if piece.lane == "train"]
+        train = [task_slice.batch for task_slice in sent if task_slice.lane == "train"]
         assert train == [1] * 300 + [2] * 200 + [3]
-        assert [piece.lane for piece in sent].index("eval") < 300
+        assert [task_slice.lane for task_slice in sent].index("eval") < 300
         for batch in (1, 2, 3, "3/eval"):
             await scheduler.abort_batch(batch)
 
@@ -525,7 +525,7 @@ def test_run_with_retry_gives_each_caller_its_own_also_in_a_batch_that_is_under_
             assert {one.eid.batch for one in experiences} == {4}
         assert task.repeat_times == 16, "the caller's task is not changed"
 
-    play(Stage(seconds=lambda piece: 1.0), scene)
+    play(Stage(seconds=lambda task_slice: 1.0), scene)
 
 
 def test_run_with_retry_says_when_it_was_not_done() -> None:

@@ -67,9 +67,9 @@ class Bulk:
         async with await self.other.consume(self.topology.tasks_train, prefetch=64) as feed:
             for _ in range(count):
                 delivery = await anext(feed)
-                piece = decode(delivery.body, TaskSlice)
+                task_slice = decode(delivery.body, TaskSlice)
                 result = TaskResult(
-                    batch=1, ticket=piece.ticket, task_id=piece.task_id, attempt=f"a{piece.task_id}",
+                    batch=1, ticket=task_slice.ticket, task_id=task_slice.task_id, attempt=f"a{task_slice.task_id}",
                     outcome="finished", runs=[0], metrics=[{"reward": 1.0}],
                 )  # fmt: skip
                 await self.other.publish(self.topology.exchange("results"), batch_key(1), envelope(result))

@@ -82,7 +82,7 @@ def test_a_task_cut_off_whose_finished_runs_are_kept_has_a_status() -> None:
     stage = Stage(
         "explorer.over_rollout.return_partial_tasks=true",
         "explorer.max_repeat_times_per_runner=1",
-        seconds=lambda piece: 500.0 if piece.run_base else 0.1,
+        seconds=lambda task_slice: 500.0 if task_slice.run_base else 0.1,
     )
 
     async def scene(scheduler: Scheduler) -> list[Any]:

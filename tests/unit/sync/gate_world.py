@@ -25,7 +25,7 @@ from tests.unit.sync.gate_parts import (
     slots_copied,
 )
 from trinity_mq.messages import SyncEvent, Version
-from trinity_mq.sync.gate.catch_up import Pulls
+from trinity_mq.sync.gate.catch_up import CatchUpFetches
 from trinity_mq.sync.gate.commands import AbandonCollective, Committed, Send, StartCollective
 from trinity_mq.sync.gate.coordinator import Coordinator
 from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
@@ -80,7 +80,7 @@ class World:
         t = other.trainer = slots_copied(self.trainer)
         t.members = {name: slots_copied(member) for name, member in t.members.items()}
         t._ready, t._applied, t.phases = set(t._ready), set(t._applied), Phases()
-        t._pulls = Pulls(TIMEOUT, 1.0, {name: slots_copied(pull) for name, pull in t._pulls.under_way.items()})
+        t._pulls = CatchUpFetches(TIMEOUT, 1.0, {name: slots_copied(pull) for name, pull in t._pulls.under_way.items()})
         other.hosts = {name: Host(slots_copied(h.machine), copied(h.engine), h.work) for name, h in self.hosts.items()}
         for host in other.hosts.values():
             host.machine._waits = set(host.machine._waits)

@@ -10,8 +10,8 @@ import pytest
 
 from trinity_mq.config import SyncConfig
 from trinity_mq.messages import SyncEvent, Version
-from trinity_mq.sync.gate.coordinator_driver import Gatekeeper
-from trinity_mq.sync.gate.member_driver import Membership
+from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
+from trinity_mq.sync.gate.member_driver import MemberDriver
 from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -51,7 +51,7 @@ class Gate:
     def __init__(self, engines: int = 1, timeout: float = 5.0) -> None:
         self.wire, self.engines = Wire(), [FakeEngine(f"e{n}") for n in range(engines)]
         self.channel = FakeChannel()
-        self.keeper = Gatekeeper(
+        self.keeper = CoordinatorDriver(
             name="trainer-0",
             config=SyncConfig(sync_timeout=timeout),
             dtype="float32",
@@ -65,8 +65,8 @@ class Gate:
         self.commits: list[tuple[Version | None, int]] = []
         self.members = [self._member(n, engine) for n, engine in enumerate(self.engines)]
 
-    def _member(self, n: int, engine: FakeEngine) -> Membership:
-        member = Membership(
+    def _member(self, n: int, engine: FakeEngine) -> MemberDriver:
+        member = MemberDriver(
             name=f"m{n}",
             lease=15.0,
             engine=engine,

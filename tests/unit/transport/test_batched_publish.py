@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from trinity_mq.transport.batched_publish import Together
+from trinity_mq.transport.batched_publish import BatchedPublish
 
 
 class Calls:
@@ -24,8 +24,8 @@ class Calls:
         return [f"{key}:{item}" for item in items]
 
 
-def made(calls: Calls, *, most: int = 100, weight: Callable[[str], int] = len) -> Together[str, str, str]:
-    return Together(calls, most=most, weight=weight)
+def made(calls: Calls, *, most: int = 100, weight: Callable[[str], int] = len) -> BatchedPublish[str, str, str]:
+    return BatchedPublish(calls, most=most, weight=weight)
 
 
 async def turns(count: int = 3) -> None:
@@ -106,7 +106,7 @@ async def test_lingering_gathers_what_comes_apart_in_time() -> None:
     calls = Calls()
     calls.gate.set()
     seconds = [0.05]
-    together: Together[str, str, str] = Together(calls, most=10, linger=lambda: seconds[0])
+    together: BatchedPublish[str, str, str] = BatchedPublish(calls, most=10, linger=lambda: seconds[0])
 
     async def later() -> str:
         await asyncio.sleep(0.005)
@@ -123,6 +123,6 @@ async def test_a_wrong_number_of_answers_is_an_error() -> None:
     async def short(key: str, items: list[str]) -> list[str]:
         return items[:-1]
 
-    together: Together[str, str, str] = Together(short, most=10)
+    together: BatchedPublish[str, str, str] = BatchedPublish(short, most=10)
     with pytest.raises(ValueError, match="zip"):
         await together.ask("k", "a")

@@ -7,10 +7,10 @@ import contextlib
 
 from aiormq.channel import Channel
 
-from trinity_mq.bus.rabbit.connection import LinkError, amqp_errors
+from trinity_mq.bus.rabbit.connection import BrokerConnectError, amqp_errors
 
 
-class Answers:
+class Acknowledgements:
     """Collects the acknowledgements of one turn of the event loop.
 
     One frame acknowledges all deliveries up to a tag, so it stands for those that are answered without a gap; behind a
@@ -54,7 +54,7 @@ class Answers:
             await self._sending
 
     async def _send(self) -> None:
-        with contextlib.suppress(LinkError), amqp_errors():
+        with contextlib.suppress(BrokerConnectError), amqp_errors():
             while self._acks:
                 acks, self._acks = sorted(self._acks), []
                 self._answered.update(acks)

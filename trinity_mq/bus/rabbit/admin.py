@@ -12,7 +12,13 @@ import structlog
 from aiormq.channel import Channel
 
 from trinity_mq.bus.base import BusRefused, QueueGone
-from trinity_mq.bus.rabbit.connection import InequivalentError, Link, LinkError, Locked, amqp_errors
+from trinity_mq.bus.rabbit.connection import (
+    BrokerConnectError,
+    BrokerConnection,
+    InequivalentError,
+    Locked,
+    amqp_errors,
+)
 from trinity_mq.bus.retry import backoff, retrying
 from trinity_mq.bus.topology import Queue, Topology
 
@@ -31,11 +37,11 @@ class Admin:
         self._topology, self._ghost_seconds = topology, ghost_seconds
         self._declared: dict[str, Queue] = {}
         self._warned: set[str] = set()
-        self._link: Link | None = None
+        self._link: BrokerConnection | None = None
         self._channel: Channel | None = None
         self._one_at_a_time = asyncio.Lock()  # one failure would fail the others on the channel
 
-    def use(self, link: Link) -> None:
+    def use(self, link: BrokerConnection) -> None:
         """Work on this connection from now on."""
         self._link, self._channel = link, None
 
@@ -50,7 +56,7 @@ class Admin:
         except BusRefused as refused:
             try:
                 await self._each_exchange(passive=True)
-            except LinkError as error:
+            except BrokerConnectError as error:
                 if "no exchange" not in str(error):
                     raise
                 raise _not_there(f"run {self._topology.run!r}", refused) from error
@@ -144,7 +150,7 @@ class Admin:
     async def _opened(self) -> AsyncIterator[Channel]:
         async with self._one_at_a_time:
             if self._link is None:
-                raise LinkError("not connected")
+                raise BrokerConnectError("not connected")
             if self._channel is None or self._channel.is_closed:
                 self._channel = await self._link.channel()
             yield self._channel

@@ -11,7 +11,7 @@ from trinity_mq.bus.checks import check_outgoing, lock_queue
 from trinity_mq.bus.rabbit.connection import Locked
 from trinity_mq.bus.rabbit.consumer import RabbitConsumer
 from trinity_mq.bus.rabbit.lock import RabbitLock
-from trinity_mq.bus.rabbit.reconnect import Keeper
+from trinity_mq.bus.rabbit.reconnect import Reconnector
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 
@@ -35,7 +35,7 @@ class RabbitBus(Bus):
         self._topology, self._config = topology, config
         self._exchanges = frozenset(topology.exchanges)
         addresses = Addresses(url, password_file=config.password_file, tls=config.tls) if isinstance(url, str) else url
-        self._keeper = Keeper(addresses, topology, config, name)
+        self._keeper = Reconnector(addresses, topology, config, name)
 
     async def connect(self) -> None:
         """Open the connections."""

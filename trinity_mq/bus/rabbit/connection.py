@@ -43,7 +43,7 @@ for _name in ("aiormq", "aio_pika"):
         logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 
-class LinkError(Exception):
+class BrokerConnectError(Exception):
     """The connection or channel was lost, or the broker is not ready for this queue: try again."""
 
 
@@ -51,11 +51,11 @@ class Locked(BusRefused):
     """The exclusive queue belongs to another connection."""
 
 
-class OwnQueueLost(LinkError):
+class OwnQueueLost(BrokerConnectError):
     """An exclusive queue of ours is gone, though our connection stands: to be declared again."""
 
 
-class InequivalentError(LinkError):
+class InequivalentError(BrokerConnectError):
     """The queue exists with other arguments."""
 
 
@@ -69,12 +69,12 @@ def amqp_errors() -> Iterator[None]:
         if task is None or task.cancelling():
             raise
         # The client cancels the futures of a connection that died; nobody cancelled us.
-        raise LinkError("connection lost") from error
+        raise BrokerConnectError("connection lost") from error
     except ChannelNotFoundEntity as error:
         # Just after a restart a durable queue is "down or inaccessible": also not found, but not gone.
         if "no queue" in str(error):
             raise QueueGone(str(error)) from error
-        raise LinkError(str(error)) from error
+        raise BrokerConnectError(str(error)) from error
     except ChannelLockedResource as error:
         raise Locked(str(error)) from error
     except ChannelPreconditionFailed as error:
@@ -82,15 +82,15 @@ def amqp_errors() -> Iterator[None]:
     except ChannelAccessRefused as error:
         raise BusRefused(refused_access(str(error))) from error
     except (AMQPError, ChannelInvalidStateError, OSError) as error:
-        raise LinkError(str(error) or type(error).__name__) from error
+        raise BrokerConnectError(str(error) or type(error).__name__) from error
     except Exception as error:
         if type(error) is not Exception:
             raise
         # Futures of a connection that we closed ourselves are rejected with a bare Exception.
-        raise LinkError("connection closed") from error
+        raise BrokerConnectError("connection closed") from error
 
 
-class Link:
+class BrokerConnection:
     """An open connection."""
 
     def __init__(self, connection: Connection, transport: AbstractConnection) -> None:
@@ -99,7 +99,7 @@ class Link:
     @classmethod
     async def open(
         cls, url: str, name: str, heartbeat: float, on_lost: Callable[[str], None], tls: TlsConfig | None = None
-    ) -> Link:
+    ) -> BrokerConnection:
         """Connect; ``on_lost`` is called with the reason when the connection goes.
 
         Raises:
@@ -124,7 +124,7 @@ class Link:
                         raise
                     raise refusal from error
             if connection.transport is None:
-                raise LinkError("connection lost")
+                raise BrokerConnectError("connection lost")
         except BaseException:
             await connection.close()
             raise
@@ -156,7 +156,7 @@ class Link:
         """Open a channel; with ``confirms``, a returned message raises PublishError."""
         with amqp_errors():
             if self._transport.is_closed:
-                raise LinkError("connection lost")
+                raise BrokerConnectError("connection lost")
             channel = await self._transport.channel(publisher_confirms=confirms, on_return_raises=True)
         if not isinstance(channel, Channel):
             raise TypeError(f"the AMQP client made a {type(channel).__name__}, wanted {Channel.__name__}")
@@ -173,9 +173,9 @@ class Link:
                 await self._connection.close()
 
 
-async def open_link(
+async def open_connection(
     urls: tuple[str, ...], tls: TlsConfig | None, name: str, heartbeat: float, on_lost: Callable[[str], None]
-) -> Link:
+) -> BrokerConnection:
     """Connect to the first of the broker's nodes that lets us in, beginning with a random one.
 
     Raises:
@@ -183,18 +183,18 @@ async def open_link(
         BusRefused: Each refuses.
         LinkError: None can be reached now.
     """
-    failed: dict[str, LinkError | BusRefused] = {}
+    failed: dict[str, BrokerConnectError | BusRefused] = {}
     for url in in_turn(urls):
         try:
-            return await Link.open(url, name, heartbeat, on_lost, tls)
-        except (LinkError, BusRefused) as error:
+            return await BrokerConnection.open(url, name, heartbeat, on_lost, tls)
+        except (BrokerConnectError, BusRefused) as error:
             failed[url] = error
     if len(failed) == 1:
         raise next(iter(failed.values()))
     told = "; ".join(f"{address(url)}: {failed[url]}" for url in urls)
     if all(isinstance(error, BusRefused) for error in failed.values()):
         raise BusRefused(told)
-    raise LinkError(told)
+    raise BrokerConnectError(told)
 
 
 def _refusal(error: Exception, url: str, tls: TlsConfig | None, first: bytes) -> BusRefused | None:

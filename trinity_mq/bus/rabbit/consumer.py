@@ -13,8 +13,8 @@ from aiormq.channel import Channel
 
 from trinity_mq.bus.base import BusRefused, Delivery, QueueGone, StaleDelivery, StreamCut
 from trinity_mq.bus.checks import STREAM_WINDOW, AnsweredOnce, BufferedConsumer
-from trinity_mq.bus.rabbit.acknowledgements import Answers
-from trinity_mq.bus.rabbit.connection import Link, LinkError, Locked, OwnQueueLost, amqp_errors
+from trinity_mq.bus.rabbit.acknowledgements import Acknowledgements
+from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, Locked, OwnQueueLost, amqp_errors
 from trinity_mq.bus.topology import Queue
 
 SEGMENT_ENTRIES = 1
@@ -27,7 +27,7 @@ leader may never serve a reader again that came while its replicas were restarte
 
 
 class _Arrived(NamedTuple):
-    answers: Answers
+    answers: Acknowledgements
     message: DeliveredMessage
     offset: int | None
 
@@ -65,7 +65,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._attaching = asyncio.Lock()
         self._to_ack = 0
         self._acking: asyncio.Task[None] | None = None
-        self._answers: Answers | None = None
+        self._answers: Acknowledgements | None = None
         self._idle: asyncio.TimerHandle | None = None
 
     @property
@@ -73,7 +73,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         """Consuming, or at its end."""
         return self.over or (self._channel is not None and not self._channel.is_closed)
 
-    async def attach(self, link: Link) -> None:
+    async def attach(self, link: BrokerConnection) -> None:
         """Start, or go on, consuming; a queue that does not exist ends the consumer.
 
         Raises:
@@ -109,7 +109,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._arrived.clear()
         self._to_ack = 0
         self._channel = channel
-        answers = self._answers = Answers(channel)
+        answers = self._answers = Acknowledgements(channel)
 
         async def receive(message: DeliveredMessage) -> None:
             self._receive(channel, answers, message)
@@ -144,7 +144,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         # Lost before anything arrived: what was published meanwhile must not be missed, so rather a little too much.
         return self._began - CLOCK_MARGIN
 
-    def _receive(self, channel: Channel, answers: Answers, message: DeliveredMessage) -> None:
+    def _receive(self, channel: Channel, answers: Acknowledgements, message: DeliveredMessage) -> None:
         if channel is not self._channel or self.over:
             return
         offset = (message.header.properties.headers or {}).get("x-stream-offset") if self._stream else None
@@ -184,7 +184,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
 
     async def _acknowledge(self, channel: Channel) -> None:
         """Acknowledge all that was handed over of a stream, at once: these are credit, not progress."""
-        with contextlib.suppress(LinkError), amqp_errors():
+        with contextlib.suppress(BrokerConnectError), amqp_errors():
             while channel is self._channel and self._to_ack:
                 tag, self._to_ack = self._to_ack, 0
                 await channel.basic_ack(tag, multiple=True, wait=False)
@@ -194,7 +194,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         async with self._attaching:
             channel = self._channel
             if channel is not None and not self.over:
-                with contextlib.suppress(LinkError), amqp_errors():
+                with contextlib.suppress(BrokerConnectError), amqp_errors():
                     await channel.basic_cancel(self._tag)
             self._finish()
 
@@ -267,10 +267,10 @@ class RabbitDelivery(AnsweredOnce):
     def _stale_if_lost(self) -> Iterator[None]:
         try:
             yield
-        except LinkError as error:
+        except BrokerConnectError as error:
             raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: {error}") from error
 
 
 async def _close(channel: Channel) -> None:
-    with contextlib.suppress(LinkError), amqp_errors():
+    with contextlib.suppress(BrokerConnectError), amqp_errors():
         await channel.close(timeout=CLOSE_TIMEOUT)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trinity_mq.bus.base import BusRefused, QueueGone
-from trinity_mq.bus.rabbit.connection import Link, LinkError, Locked, amqp_errors, open_link
+from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, Locked, amqp_errors, open_connection
 from trinity_mq.bus.topology import Topology
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ async def examine(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topolo
         LinkError: It cannot be reached, or was lost.
         TimeoutError: It does not answer.
     """
-    link = await open_link(urls, tls, "doctor", HEARTBEAT, lambda _reason: None)
+    link = await open_connection(urls, tls, "doctor", HEARTBEAT, lambda _reason: None)
     try:
         found = Examined(properties=dict(link.server_properties))
         if topology is not None:
@@ -72,7 +72,7 @@ async def examine(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topolo
 class _Asker:
     """One question at a time; a refusal costs the channel, and the next question has a new one."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: BrokerConnection) -> None:
         self._link = link
         self._channel: Channel | None = None
 
@@ -99,7 +99,7 @@ async def _look(asker: _Asker, topology: Topology, found: Examined) -> None:
             seen = await asker.ask(functools.partial(_passive, queue.name))
         except QueueGone:
             continue
-        except (LinkError, Locked, BusRefused) as error:
+        except (BrokerConnectError, Locked, BusRefused) as error:
             found.refused.setdefault("look", str(error))
             continue
         found.queues[queue.name] = Depth(messages=seen.message_count or 0, consumers=seen.consumer_count or 0)
@@ -119,7 +119,7 @@ async def _try(asker: _Asker, topology: Topology, found: Examined) -> None:
         return
     try:
         await asker.ask(lambda channel: channel.exchange_declare(exchange, passive=True))
-    except (LinkError, BusRefused):
+    except (BrokerConnectError, BusRefused):
         await _permitted(asker, found, "read", lambda channel: channel.basic_get(name))
         return  # the run has not begun: there is no exchange of its own to publish to
     await _permitted(asker, found, "write", lambda channel: channel.queue_bind(name, exchange, key))

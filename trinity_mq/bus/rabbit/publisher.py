@@ -12,7 +12,7 @@ from aiormq.exceptions import ChannelAccessRefused, DeliveryError, PublishError
 
 from trinity_mq.bus.base import BusUnavailable, Envelope
 from trinity_mq.bus.checks import CLOSED
-from trinity_mq.bus.rabbit.connection import Link, LinkError, amqp_errors
+from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, amqp_errors
 from trinity_mq.bus.rabbit.sending import Places
 from trinity_mq.bus.retry import retrying
 
@@ -52,7 +52,7 @@ class Publisher:
         """There is an open channel."""
         return self._channel is not None and not self._channel.is_closed
 
-    async def open(self, link: Link, on_lost: Callable[[], None]) -> None:
+    async def open(self, link: BrokerConnection, on_lost: Callable[[], None]) -> None:
         """Publish on this connection from now on; ``on_lost`` is called when the channel closes."""
         channel = await link.channel(confirms=True)
         channel.closing.add_done_callback(lambda closing: on_lost())
@@ -66,7 +66,7 @@ class Publisher:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def watch(self, link: Link) -> None:
+    async def watch(self, link: BrokerConnection) -> None:
         """Tell when the broker blocks this connection and when that ends, until cancelled."""
         while True:
             await self._overdue.wait()
@@ -90,9 +90,9 @@ class Publisher:
         try:
             try:
                 return await self._once(exchange, routing_key, envelope, PATIENCE)
-            except LinkError:
+            except BrokerConnectError:
                 patience = itertools.chain((2 * PATIENCE, 4 * PATIENCE), itertools.repeat(6 * PATIENCE))
-                return await retrying(LinkError)(self._again, exchange, routing_key, envelope, patience)
+                return await retrying(BrokerConnectError)(self._again, exchange, routing_key, envelope, patience)
         finally:
             del self._same_id[envelope.message_id]
             done.set_result(None)
@@ -120,14 +120,14 @@ class Publisher:
                     except PublishError:
                         return False
                     except DeliveryError as error:
-                        raise LinkError(f"the broker did not store it: {error}") from error
+                        raise BrokerConnectError(f"the broker did not store it: {error}") from error
                     except ChannelAccessRefused as error:
                         if _is_of(str(error), exchange, routing_key):
                             raise
-                        raise LinkError(f"the channel was closed for another's refusal: {error}") from error
+                        raise BrokerConnectError(f"the channel was closed for another's refusal: {error}") from error
             return True
         except TimeoutError as error:
-            raise LinkError(f"not confirmed in {patience:g} s") from error
+            raise BrokerConnectError(f"not confirmed in {patience:g} s") from error
         finally:
             del self._under_way[confirmed]
 

@@ -13,7 +13,7 @@ from trinity_mq.bus.addresses import Addresses, address
 from trinity_mq.bus.base import BusError, BusUnavailable
 from trinity_mq.bus.checks import BLOCKED, CLOSED, NOT_CONNECTED, Health
 from trinity_mq.bus.rabbit.admin import Admin
-from trinity_mq.bus.rabbit.connection import Link, LinkError, OwnQueueLost, open_link
+from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, OwnQueueLost, open_connection
 from trinity_mq.bus.rabbit.consumer import RabbitConsumer
 from trinity_mq.bus.rabbit.lock import RabbitLock
 from trinity_mq.bus.rabbit.publisher import Publisher
@@ -30,7 +30,7 @@ GHOST_HEARTBEATS = 4
 log = structlog.get_logger(__name__)
 
 
-class Keeper:
+class Reconnector:
     """Keeps two connections standing: one publishes, the other consumes, declares and holds the locks.
 
     Args:
@@ -48,8 +48,8 @@ class Keeper:
         self.publisher = Publisher(self._on_blocked)
         self.consumers: set[RabbitConsumer] = set()
         self.locks: dict[str, RabbitLock] = {}
-        self._consuming: Link | None = None
-        self._publishing: Link | None = None
+        self._consuming: BrokerConnection | None = None
+        self._publishing: BrokerConnection | None = None
         self._down: str | None = NOT_CONNECTED
         self._blocked = False
         self._closed = False
@@ -78,7 +78,7 @@ class Keeper:
         seconds = self._config.connect_timeout
         try:
             async with asyncio.timeout(seconds):
-                await retrying(LinkError, before_sleep=self._note_failure)(self._repair)
+                await retrying(BrokerConnectError, before_sleep=self._note_failure)(self._repair)
         except BaseException as error:
             await self._drop_links()
             if isinstance(error, TimeoutError):
@@ -122,7 +122,7 @@ class Keeper:
         seconds = self._config.connect_timeout
         try:
             async with asyncio.timeout(seconds):
-                return await retrying(LinkError)(once)
+                return await retrying(BrokerConnectError)(once)
         except TimeoutError:
             why = self.health.trouble or "no reply"
             raise BusUnavailable(f"the broker did not answer in {seconds:g} s: {why}") from None
@@ -130,7 +130,7 @@ class Keeper:
     async def attach(self, consumer: RabbitConsumer) -> None:
         """Let a consumer begin on the consuming connection. Raises LinkError."""
         if self._consuming is None:
-            raise LinkError("not connected")
+            raise BrokerConnectError("not connected")
         await self._attach(consumer, self._consuming)
 
     def repair_soon(self) -> None:
@@ -163,13 +163,13 @@ class Keeper:
             await self.admin.make_exchanges()  # a missing one closes the channel
             await self.publisher.open(self._publishing, self._lost_channel)
         if not (self._consuming.alive and self._publishing.alive and self.publisher.ready):
-            raise LinkError("lost again while it was being made")
+            raise BrokerConnectError("lost again while it was being made")
         if self._down not in {None, NOT_CONNECTED}:
             log.info("connected to the broker again", broker=self._shown, bus=self._name)
         self._down = None
         self._refresh()
 
-    async def _attach(self, consumer: RabbitConsumer, link: Link) -> None:
+    async def _attach(self, consumer: RabbitConsumer, link: BrokerConnection) -> None:
         try:
             await consumer.attach(link)
         except OwnQueueLost:
@@ -184,7 +184,7 @@ class Keeper:
             if not await lock.retake(self.admin):
                 del self.locks[lock.queue]
 
-    async def _renew_consuming(self, old: Link | None) -> Link:
+    async def _renew_consuming(self, old: BrokerConnection | None) -> BrokerConnection:
         if old is not None:
             await old.close()
         link = await self._open("consumes", self._lost_consuming)
@@ -198,7 +198,7 @@ class Keeper:
             raise
         return link
 
-    async def _renew_publishing(self, old: Link | None) -> Link:
+    async def _renew_publishing(self, old: BrokerConnection | None) -> BrokerConnection:
         if self._watcher is not None:
             await _end(self._watcher)
         if old is not None:
@@ -207,12 +207,12 @@ class Keeper:
         self._watcher = asyncio.create_task(self.publisher.watch(link), name=f"{self._name}: watch for alarms")
         return link
 
-    async def _open(self, use: str, on_lost: Callable[[str], None]) -> Link:
+    async def _open(self, use: str, on_lost: Callable[[str], None]) -> BrokerConnection:
         if self._closed:
-            raise LinkError(CLOSED)
+            raise BrokerConnectError(CLOSED)
         urls = await asyncio.to_thread(self._addresses.read)
         self._shown = address(",".join(urls))
-        return await open_link(urls, self._addresses.tls, f"{self._name} {use}", self._config.heartbeat, on_lost)
+        return await open_connection(urls, self._addresses.tls, f"{self._name} {use}", self._config.heartbeat, on_lost)
 
     def _lost_consuming(self, reason: str) -> None:
         if not self._closed:
@@ -232,7 +232,7 @@ class Keeper:
 
     def _note_failure(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
-        unexpected = None if isinstance(error, LinkError | BusError) else error
+        unexpected = None if isinstance(error, BrokerConnectError | BusError) else error
         self._note(f"no connection to the broker at {self._shown}: {error}", unexpected)
 
     def _note(self, reason: str, unexpected: BaseException | None) -> None:

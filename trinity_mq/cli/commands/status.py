@@ -9,7 +9,7 @@ import sys
 
 from trinity_mq.cli.broker.connection import connected, target
 from trinity_mq.cli.run.follow import depths, follow
-from trinity_mq.cli.run.run_view import Board, View
+from trinity_mq.cli.run.run_view import RunView, View
 from trinity_mq.config import BrokerConfig
 
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
@@ -32,7 +32,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 async def _look(run: str, broker: BrokerConfig, seconds: float) -> View:
     async with connected(run, broker, "status") as (bus, topology):
-        board = Board(run, None)
+        board = RunView(run, None)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await follow(bus, topology, board, "status")

@@ -72,7 +72,7 @@ async def look_there(
         node: Folder of a private node that it may be.
         ctl: Runs its rabbitmqctl; None: that of ``node``, if it is that node.
     """
-    from trinity_mq.bus.rabbit.connection import LinkError  # the AMQP client takes a while to import
+    from trinity_mq.bus.rabbit.connection import BrokerConnectError  # the AMQP client takes a while to import
     from trinity_mq.bus.rabbit.probe import examine
 
     subject, wanted = "broker", "one that answers"
@@ -87,7 +87,7 @@ async def look_there(
     except (AddressError, BusRefused) as error:
         do = "see what it says above"
         return [Finding(subject=subject, verdict="problem", seen=mask_passwords(str(error)), wanted=wanted, do=do)]
-    except (LinkError, TimeoutError) as error:
+    except (BrokerConnectError, TimeoutError) as error:
         seen = mask_passwords(str(error)) or "it does not answer"
         do = "is it running, and are host and port right? Is a firewall between?"
         return [Finding(subject=subject, verdict="problem", seen=seen, wanted=wanted, do=do)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.cli.run.run_view import Board
+from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.messages import DecodeError, Metrics, decode_any
 from trinity_mq.telemetry import METRICS_FILE
 
@@ -17,7 +17,7 @@ from trinity_mq.telemetry import METRICS_FILE
 async def follow(
     bus: Bus,
     topology: Topology,
-    board: Board,
+    board: RunView,
     who: str,
     on_change: Callable[[], None] = lambda: None,
     *,
@@ -36,7 +36,7 @@ async def follow(
             except DecodeError:
                 message = None  # of the many who hear it, the explorer reports it
             if message is not None:
-                board.hear(message, asyncio.get_running_loop().time())
+                board.receive(message, asyncio.get_running_loop().time())
                 on_change()
             await delivery.ack()
 

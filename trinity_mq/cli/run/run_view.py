@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_mq.cli.run.metric_names import REWARD, STALENESS, TOKENS_PER_SECOND, evaluations
-from trinity_mq.messages import Beat, Metrics
+from trinity_mq.messages import Heartbeat, Metrics
 from trinity_mq.runtime.supervisor import ProcessEvent
 
 RATE_WINDOW = 50
@@ -92,11 +92,11 @@ class View:
 
 @dataclass(slots=True)
 class _Heard:
-    beat: Beat
+    beat: Heartbeat
     at: float
 
 
-class Board:
+class RunView:
     """Takes in messages, gives out :class:`View` and news.
 
     Args:
@@ -114,9 +114,9 @@ class Board:
         self._passed: collections.deque[tuple[float, int]] = collections.deque(maxlen=RATE_WINDOW)
         self._news: list[str] = []
 
-    def hear(self, message: object, now: float) -> None:
+    def receive(self, message: object, now: float) -> None:
         """Take in a beat or metrics; anything else says nothing here."""
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             self._hear_beat(message, now)
         elif isinstance(message, Metrics):
             self._hear_metrics(message)
@@ -155,7 +155,7 @@ class Board:
         return news
 
     def view(self, now: float) -> View:
-        """Return the state at ``now``, on the clock of :meth:`hear`."""
+        """Return the state at ``now``, on the clock of :meth:`receive`."""
         tokens = next((self._metrics[name] for name in TOKENS_PER_SECOND if name in self._metrics), None)
         return View(
             run=self._run,
@@ -173,7 +173,7 @@ class Board:
             sync=_sync(self._gate()),
         )
 
-    def _hear_beat(self, beat: Beat, now: float) -> None:
+    def _hear_beat(self, beat: Heartbeat, now: float) -> None:
         known = self._agents.get(beat.id)
         if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
             return

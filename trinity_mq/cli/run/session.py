@@ -18,7 +18,7 @@ from trinity_mq.cli.broker.connection import connected
 from trinity_mq.cli.run.display import Display
 from trinity_mq.cli.run.follow import MetricsTail, depths, follow
 from trinity_mq.cli.run.run_folder import RunFolder
-from trinity_mq.cli.run.run_view import Board
+from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.config import Config
 from trinity_mq.messages import ControlEvent, DecodeError, decode
 from trinity_mq.runtime.notify import Notifier
@@ -51,7 +51,7 @@ class Session:
         given = Addresses.of(config.broker)
         self._in_file = url is not None and given is not None and given.from_file
         """It is read anew at each connect, so nobody is handed what it holds now."""
-        self.board = Board(config.name, config.buffer.total_steps)
+        self.board = RunView(config.name, config.buffer.total_steps)
         self.signal: signal.Signals | None = None
         """The first one that asked us to stop."""
         self.failures: list[ProcessEvent] = []
@@ -60,7 +60,7 @@ class Session:
         """The explorer said that the run is over."""
         self._metrics = MetricsTail(folder.path)
         for message in self._metrics.read():
-            self.board.hear(message, 0.0)
+            self.board.receive(message, 0.0)
         self.board.take_news()  # of an earlier start
         self._supervisor: Supervisor | None = None
         self._changed = Notifier()
@@ -177,7 +177,7 @@ class Session:
     def _draw(self) -> None:
         now = asyncio.get_running_loop().time()
         for message in self._metrics.read():
-            self.board.hear(message, now)
+            self.board.receive(message, now)
         self._display.show(self.board.view(now), self.board.take_news(), now)
 
     def _on_event(self, event: ProcessEvent) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from trinity_mq.sync.channels.buckets import Bucket
 
 
-class Spare:
+class SpareBuffers:
     """Flat host buffers that nobody uses any more. Threads may take and put at the same time."""
 
     def __init__(self, flats: Iterable[Tensor] = ()) -> None:

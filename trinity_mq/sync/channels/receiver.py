@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.buffers import SpareBuffers
 from trinity_mq.sync.channels.checkpoint import fetch as checkpoint_fetch
 from trinity_mq.sync.channels.collective import broadcast as collective
 from trinity_mq.sync.channels.factory import ChannelError, in_daemon_thread
@@ -20,7 +20,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self._collective = collective.Receiver()
-        self._spare = Spare()
+        self._spare = SpareBuffers()
 
     async def receive(self, spec: dict[str, Any]) -> dict[str, Tensor]:
         """Return the tensors by name once all have arrived; no model is touched. The next call may write over them.
@@ -34,13 +34,13 @@ class Receiver:
         """
         method = _method_of(spec)
         # ours again only when all has arrived: what was given up may write into its buffers later
-        spare, self._spare = self._spare, Spare()
+        spare, self._spare = self._spare, SpareBuffers()
         if method == "collective":
             tensors, flats = await self._collective.receive_into(spare, spec)
         else:
             seconds, name = float(spec["seconds"]) + 1.0, f"receive by {method}"
             tensors, flats = await in_daemon_thread(lambda: _fetch(method, spec, spare), seconds, name)
-        self._spare = Spare(flats)
+        self._spare = SpareBuffers(flats)
         return tensors
 
     def receive_blocking(self, spec: dict[str, Any]) -> dict[str, Tensor]:
@@ -48,10 +48,10 @@ class Receiver:
         method = _method_of(spec)
         if method == "collective":
             return self._collective.receive_blocking(spec)
-        return _fetch(method, spec, Spare())[0]
+        return _fetch(method, spec, SpareBuffers())[0]
 
 
-def _fetch(method: str, spec: dict[str, Any], spare: Spare) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _fetch(method: str, spec: dict[str, Any], spare: SpareBuffers) -> tuple[dict[str, Tensor], list[Tensor]]:
     return memory_fetch.fetch(spec, spare) if method == "memory" else (checkpoint_fetch.fetch(spec), [])
 
 

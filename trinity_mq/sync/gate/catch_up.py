@@ -27,7 +27,7 @@ class Pull:
 
 
 @dataclass(slots=True)
-class Pulls:
+class CatchUpFetches:
     """The pulls under way, and when those that failed may begin again. Times in seconds of one monotonic clock."""
 
     timeout: float

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trinity_mq.messages import SyncEvent, Version
-from trinity_mq.sync.gate.catch_up import Pulls, following
+from trinity_mq.sync.gate.catch_up import CatchUpFetches, following
 from trinity_mq.sync.gate.commands import AbandonCollective, Command, Committed, Failed, Send, StartCollective
 from trinity_mq.sync.gate.member_table import Member, Phase
 from trinity_mq.sync.gate.phases import Phases
@@ -51,7 +51,7 @@ class Coordinator:
     """Members that have caught up alone."""
     phases: Phases = field(default_factory=Phases)
     """Of the latest try."""
-    _pulls: Pulls = field(init=False)
+    _pulls: CatchUpFetches = field(init=False)
     _tries: int = 0
     """Those of all and those of one alone."""
     _version: Version = (0, 0)
@@ -69,7 +69,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         """Give the pulls our times."""
-        self._pulls = Pulls(2 * self.timeout, RESEND_INTERVAL)
+        self._pulls = CatchUpFetches(2 * self.timeout, RESEND_INTERVAL)
 
     # -- membership
 

@@ -43,7 +43,7 @@ class Weights(Protocol):
         """Return the policy's own logprobs of the canary prompt."""
 
 
-class Gatekeeper:
+class CoordinatorDriver:
     """Leads the weight sync of one trainer."""
 
     def __init__(

@@ -38,7 +38,7 @@ class EnginePort(Protocol):
         """Serve what was served before."""
 
 
-class Membership:
+class MemberDriver:
     """Keeps one engine in the gate."""
 
     def __init__(

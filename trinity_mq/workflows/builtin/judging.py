@@ -123,7 +123,7 @@ class Talk:
         self._opening, self._count, self._arguments = list(messages), count, arguments
         self._left = arguments.judge_tries
 
-    def hear(self, answer: str) -> None:
+    def receive(self, answer: str) -> None:
         """Take an answer: there is a verdict now, or a further question.
 
         Raises:
@@ -172,7 +172,7 @@ class Judge:
         while talk.verdict is None:
             with asking(self._model, JUDGE):
                 completion = self._client().chat.completions.create(messages=talk.messages, **self._options())
-            talk.hear(_text(completion))
+            talk.receive(_text(completion))
         return talk.verdict
 
     async def scores_async(self, messages: Sequence[Message], count: int) -> Verdict:
@@ -181,7 +181,7 @@ class Judge:
         while talk.verdict is None:
             with asking(self._model, JUDGE):
                 completion = await self._client().chat.completions.create(messages=talk.messages, **self._options())
-            talk.hear(_text(completion))
+            talk.receive(_text(completion))
         return talk.verdict
 
     def _client(self) -> Any:

@@ -56,7 +56,7 @@ class Bench:
         topology, broker = Topology("ev"), MemoryBroker()
         self.bus, other = (MemoryBus(broker, topology, config=config.broker) for _ in range(2))
         self.gate, self.woken, self.saves = Gate(), Notifier(), 0
-        self.runner = FakeRunner(other, topology, lambda: self.gate.version, spoil=spoil or (lambda piece: None))
+        self.runner = FakeRunner(other, topology, lambda: self.gate.version, spoil=spoil or (lambda task_slice: None))
         self.scheduler = Scheduler(config, bus=self.bus, tickets=self.state.tickets, results_offset=0)
         self.reports: list[tuple[int, dict[str, float]]] = []
         sets = {name: [TaskBody(workflow="none", is_eval=True) for _ in range(2)] for name in ("a", "b")}
@@ -105,7 +105,7 @@ def test_a_label_asked_for_twice_is_done_once_and_holds_the_gate_meanwhile() -> 
     assert label == 4
     assert (metrics["eval/a/version/min"], metrics["eval/b/version/max"]) == (3.0, 3.0)
     assert len(bench.runner.done) == 4
-    assert all(piece.pinned == (1, 3) and piece.deliver == "none" for piece in bench.runner.done)
+    assert all(task_slice.pinned == (1, 3) and task_slice.deliver == "none" for task_slice in bench.runner.done)
     assert bench.gate.held is None
     assert bench.state.tickets == {}
     bench.evaluations.request(4)
@@ -119,7 +119,7 @@ def test_in_other_styles_engines_go_on_taking_weights_and_the_metrics_tell_which
     bench.runner.version = lambda: next(versions)
     bench.play(4)
     assert [label for label, _ in bench.reports] == [2, 4]
-    assert all(piece.pinned is None for piece in bench.runner.done)
+    assert all(task_slice.pinned is None for task_slice in bench.runner.done)
     for _, metrics in bench.reports:
         lows, highs = ([metrics[f"eval/{name}/version/{end}"] for name in ("a", "b")] for end in ("min", "max"))
         assert (min(lows), max(highs)) == (3.0, 6.0)
@@ -127,7 +127,7 @@ def test_in_other_styles_engines_go_on_taking_weights_and_the_metrics_tell_which
 
 
 def test_a_run_that_fails_is_no_reason_to_do_an_evaluation_again_that_is_of_no_version() -> None:
-    bench = Bench(spoil=lambda piece: "failed", style="trainer_driven")
+    bench = Bench(spoil=lambda task_slice: "failed", style="trainer_driven")
     bench.play(4)
     assert len(bench.runner.done) == 4
     assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0
@@ -160,7 +160,7 @@ def test_a_life_that_saved_one_of_two_tickets_leaves_no_orphan() -> None:
 
 
 def test_a_version_that_is_lost_is_replaced_but_not_for_ever() -> None:
-    bench = Bench(spoil=lambda piece: "failed")
+    bench = Bench(spoil=lambda task_slice: "failed")
     seen: list[Version | None] = []
     open_one = bench.scheduler.open
 

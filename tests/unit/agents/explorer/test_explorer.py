@@ -63,7 +63,7 @@ def test_killed_at_any_moment_and_started_again(tmp_path: Path, after: float) ->
     assert sim.labels().count(4) == 1
     assert sorted(set(sim.labels())) == [0, 2, 4]
     assert sim.state().finished
-    given = [piece.task.raw_task["n"] for piece in sim.published(TaskSlice) if piece.lane == "train"]
+    given = [each.task.raw_task["n"] for each in sim.published(TaskSlice) if each.lane == "train"]
     assert sorted(set(given)) == list(range(8)), "the taskset goes on where it was"
 
 
@@ -91,13 +91,13 @@ def test_a_progress_that_comes_while_submitters_are_answered_counts(
     async def slowly(self: Any, *rest: Any) -> None:
         await asyncio.sleep(60.0)
 
-    monkeypatch.setattr("trinity_mq.dispatch.dispatcher.Dispatch.answer", slowly)
+    monkeypatch.setattr("trinity_mq.dispatch.dispatcher.Dispatcher.answer", slowly)
     run_virtually(sim.run(beside=scene), limit=300)
     assert len(sim.published(BatchClosed)) == 1
 
 
 def test_published_slices_are_not_published_again(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda piece: 8.0)
+    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda task_slice: 8.0)
 
     async def published() -> None:
         await until(lambda: any(t.published and t.lane == "train" for t in sim.explorer_tickets()))
@@ -107,7 +107,7 @@ def test_published_slices_are_not_published_again(tmp_path: Path) -> None:
         list(sim.explorer.exploration.state.tickets.values()) if sim.explorers and sim.explorer.exploration else []
     )
     run_virtually(sim.run(explorer=restarted(sim, published)), limit=1000)
-    slices = [(piece.ticket, piece.task_id, piece.run_base) for piece in sim.published(TaskSlice)]
+    slices = [(task_slice.ticket, task_slice.task_id, task_slice.run_base) for task_slice in sim.published(TaskSlice)]
     assert len(slices) == len(set(slices))
     check_history(sim, 2)
 
@@ -131,16 +131,18 @@ def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_rest
 
 
 def test_an_interrupted_evaluation_is_resumed_and_not_begun_anew(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda piece: 5.0 if piece.lane == "eval" else 0.1)
+    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda task_slice: 5.0 if task_slice.lane == "eval" else 0.1)
     tasks = [TaskBody(workflow="none", is_eval=True, raw_task={"n": n}) for n in range(3)]
     sim.eval_sets = {"held": tasks[:2], "other": tasks[2:]}
 
     async def half_way() -> None:
-        await until(lambda: any(piece.batch == "2/held" for piece in sim.published(TaskSlice)), 0.5)
+        await until(lambda: any(task_slice.batch == "2/held" for task_slice in sim.published(TaskSlice)), 0.5)
         await asyncio.sleep(2.0)
 
     run_virtually(sim.run(explorer=restarted(sim, half_way)), limit=1000)
-    batches = collections.Counter(piece.batch for piece in sim.published(TaskSlice) if piece.lane == "eval")
+    batches = collections.Counter(
+        task_slice.batch for task_slice in sim.published(TaskSlice) if task_slice.lane == "eval"
+    )
     assert batches == {"0/held": 2, "0/other": 1, "2/held": 2, "2/other": 1}
     assert sim.labels() == [0, 2]
     assert sim.values("eval/held/version/min") == [(0, 0.0), (2, 2.0)]
@@ -148,10 +150,10 @@ def test_an_interrupted_evaluation_is_resumed_and_not_begun_anew(tmp_path: Path)
 
 def test_a_restart_keeps_the_version_of_an_evaluation_that_is_due(tmp_path: Path) -> None:
     """Due is what belongs to the version of then: the gate is held from the first moment of the new life."""
-    sim = Simulation(tmp_path, batches=4, runner_seconds=lambda piece: 20.0 if piece.lane == "eval" else 0.1)
+    sim = Simulation(tmp_path, batches=4, runner_seconds=lambda task_slice: 20.0 if task_slice.lane == "eval" else 0.1)
 
     async def due() -> None:
-        await until(lambda: any(piece.batch == "2/held" for piece in sim.published(TaskSlice)))
+        await until(lambda: any(task_slice.batch == "2/held" for task_slice in sim.published(TaskSlice)))
 
     run_virtually(sim.run(explorer=restarted(sim, due, pause=0.1)), limit=1000)
     assert dict(sim.values("eval/held/version/min"))[2] == 1.0
@@ -189,7 +191,7 @@ def test_two_explorers_exclude_each_other_and_the_second_takes_over(tmp_path: Pa
 
     run_virtually(sim.run(explorer=both), limit=1000)
     check_history(sim, 5)
-    given = [piece.task.raw_task["n"] for piece in sim.published(TaskSlice) if piece.lane == "train"]
+    given = [each.task.raw_task["n"] for each in sim.published(TaskSlice) if each.lane == "train"]
     assert sorted(given) == list(range(10)), "it goes on in the taskset where the first one was, not where it began"
 
 
@@ -252,7 +254,7 @@ def test_a_connection_lost_for_30_seconds_costs_time_only(tmp_path: Path, at: fl
         tmp_path,
         ("explorer.batch_timeout=10", "explorer.eval_timeout=10", "explorer.max_timeout=3"),
         batches=3,
-        runner_seconds=lambda piece: 1.0,
+        runner_seconds=lambda task_slice: 1.0,
     )
 
     async def cut() -> None:
@@ -277,7 +279,7 @@ def test_an_alarm_of_60_seconds_stops_the_clocks(tmp_path: Path, at: float) -> N
         tmp_path,
         ("explorer.batch_timeout=10", "explorer.eval_timeout=10", "explorer.max_timeout=3"),
         batches=3,
-        runner_seconds=lambda piece: 1.0,
+        runner_seconds=lambda task_slice: 1.0,
     )
 
     async def alarm() -> None:
@@ -375,7 +377,7 @@ def test_a_slow_run_that_moves_is_no_stall(tmp_path: Path) -> None:
         SHORT,
         batches=3,
         step_seconds=35.0,
-        runner_seconds=lambda piece: 10.0 if piece.lane == "eval" else 40.0,
+        runner_seconds=lambda task_slice: 10.0 if task_slice.lane == "eval" else 40.0,
     )
     run_virtually(sim.run(), limit=2000)
     check_history(sim, 3)
@@ -386,10 +388,14 @@ def test_unfinished_tasks_are_given_back_once(tmp_path: Path) -> None:
         tmp_path,
         ("explorer.batch_timeout=30", "explorer.max_timeout=10", "explorer.max_consecutive_empty=100"),
         batches=4,
-        runner_seconds=lambda piece: 1e4 if piece.task.raw_task.get("n") == 1 else 0.1,
+        runner_seconds=lambda task_slice: 1e4 if task_slice.task.raw_task.get("n") == 1 else 0.1,
     )
     run_virtually(sim.run(), limit=2000)
-    given = [(piece.batch, piece.task.raw_task["n"]) for piece in sim.published(TaskSlice) if piece.lane == "train"]
+    given = [
+        (task_slice.batch, task_slice.task.raw_task["n"])
+        for task_slice in sim.published(TaskSlice)
+        if task_slice.lane == "train"
+    ]
     assert [batch for batch, n in given if n == 1] == [1, 2], "a second time, not a third"
     assert sorted({n for _, n in given}) == list(range(7))
     assert sim.trainer.progress == 4
@@ -400,10 +406,14 @@ def test_a_task_all_of_whose_tries_failed_is_given_back_once_too(tmp_path: Path)
         tmp_path,
         ("explorer.max_consecutive_empty=100",),
         batches=4,
-        spoil=lambda piece: "failed" if piece.task.raw_task.get("n") == 0 else None,
+        spoil=lambda task_slice: "failed" if task_slice.task.raw_task.get("n") == 0 else None,
     )
     run_virtually(sim.run(), limit=2000)
-    given = [(piece.batch, piece.task.raw_task["n"]) for piece in sim.published(TaskSlice) if piece.lane == "train"]
+    given = [
+        (task_slice.batch, task_slice.task.raw_task["n"])
+        for task_slice in sim.published(TaskSlice)
+        if task_slice.lane == "train"
+    ]
     assert [batch for batch, n in given if n == 0] == [1, 2]
     assert sim.trainer.progress == 4
 
@@ -413,7 +423,7 @@ def test_over_rollout_closes_batches_without_their_slowest_tasks(tmp_path: Path)
         tmp_path,
         ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min=5", "explorer.unfinished=drop"),
         batches=4,
-        runner_seconds=lambda piece: 1e5 if piece.task.raw_task.get("n", 1) % 2 == 0 else 0.1,
+        runner_seconds=lambda task_slice: 1e5 if task_slice.task.raw_task.get("n", 1) % 2 == 0 else 0.1,
     )
     run_virtually(sim.run(), limit=200)
     manifests = {manifest.ticket: manifest for manifest in sim.published(BatchClosed)}
@@ -426,7 +436,7 @@ def test_over_rollout_closes_batches_without_their_slowest_tasks(tmp_path: Path)
 
 
 def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their_batch_closed(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2, taskset=False, runner_seconds=lambda piece: 3.0)
+    sim = Simulation(tmp_path, batches=2, taskset=False, runner_seconds=lambda task_slice: 3.0)
 
     async def scene() -> None:
         client = await sim.client()
@@ -439,7 +449,7 @@ def test_submissions_count_once_also_over_a_restart_and_are_answered_after_their
         await sim.submit(2, reply_to=REPLIES.name)
 
     async def opened() -> None:
-        await until(lambda: any(piece.batch == 1 for piece in sim.published(TaskSlice)))
+        await until(lambda: any(task_slice.batch == 1 for task_slice in sim.published(TaskSlice)))
 
     run_virtually(sim.run(explorer=restarted(sim, opened), beside=scene), limit=1000)
     told = [one for one in _replies(sim) if isinstance(one, SubmissionOutcome)]
@@ -473,12 +483,12 @@ def test_submitted_evaluations_have_outcomes_and_train_nothing(tmp_path: Path) -
 
 def test_what_no_batch_takes_any_more_is_told_so_also_when_it_comes_late(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, batches=1, step_seconds=30.0)
-    sim.runner_seconds = lambda piece: 60.0 if "submitted" in str(piece.batch) else 0.1
+    sim.runner_seconds = lambda task_slice: 60.0 if "submitted" in str(task_slice.batch) else 0.1
 
     async def scene() -> None:
         client = await sim.client()
         await client.declare(REPLIES)
-        await until(lambda: any(piece.batch == 1 for piece in sim.published(TaskSlice)))
+        await until(lambda: any(task_slice.batch == 1 for task_slice in sim.published(TaskSlice)))
         await sim.submit(1, reply_to=REPLIES.name)
         await until(lambda: bool(sim.published(RunEnd)))
         await asyncio.sleep(5.0)
@@ -570,7 +580,7 @@ class MortalEngine(FakeEngine):
 
 def strict(sim: Simulation) -> Callable[[TaskSlice], str | None]:
     """A slice pinned to a version that the engine does not hold fails, as a real one does."""
-    return lambda piece: "failed" if piece.pinned not in {None, sim.engine.snapshot.version} else None
+    return lambda task_slice: "failed" if task_slice.pinned not in {None, sim.engine.snapshot.version} else None
 
 
 def test_an_engine_that_dies_during_an_evaluation_is_synced_again_and_the_evaluation_pinned_anew(
@@ -578,12 +588,12 @@ def test_an_engine_that_dies_during_an_evaluation_is_synced_again_and_the_evalua
 ) -> None:
     engine = MortalEngine()
     sim = Simulation(
-        tmp_path, batches=4, engine=engine, runner_seconds=lambda piece: 10.0 if piece.lane == "eval" else 0.1
+        tmp_path, batches=4, engine=engine, runner_seconds=lambda task_slice: 10.0 if task_slice.lane == "eval" else 0.1
     )
     sim.spoil = strict(sim)
 
     async def scene() -> None:
-        await until(lambda: any(piece.batch == "2/held" for piece in sim.published(TaskSlice)))
+        await until(lambda: any(task_slice.batch == "2/held" for task_slice in sim.published(TaskSlice)))
         await engine.die()
 
     run_virtually(sim.run(beside=scene), limit=1000)

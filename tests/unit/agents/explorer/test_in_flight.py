@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_agents.explorer.in_flight import ClosedTickets
+from trinity_agents.explorer.in_flight import InFlightBatches
 from trinity_agents.explorer.state import ExplorerState, PendingTask
-from trinity_agents.explorer.task_source import Intake
+from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.config import Config, SyncConfig, load_config
 from trinity_mq.dispatch.batch_ids import sort_batch_id
 from trinity_mq.dispatch.pacing import Counters, may_open, required_progress
@@ -60,8 +60,13 @@ def result(
 
 
 def test_slices_cover_the_runs_once() -> None:
-    pieces = cut([TaskBody(repeat_times=7), TaskBody(repeat_times=2)], 3)
-    assert [(p.task_id, p.run_base, p.repeat_times) for p in pieces] == [(0, 0, 3), (0, 3, 3), (0, 6, 1), (1, 0, 2)]
+    slices = cut([TaskBody(repeat_times=7), TaskBody(repeat_times=2)], 3)
+    assert [(p.task_id, p.run_base, p.repeat_times) for p in slices] == [
+        (0, 0, 3),
+        (0, 3, 3),
+        (0, 6, 1),
+        (1, 0, 2),
+    ]
 
 
 def test_the_first_outcome_of_a_slice_decides_and_others_are_counted() -> None:
@@ -88,7 +93,7 @@ def test_cancelling_the_rest_completes_a_ticket() -> None:
 
 
 def test_closed_tickets_are_published_again_and_then_buried() -> None:
-    following = ClosedTickets()
+    following = InFlightBatches()
     manifest = ticket().make_manifest()
     following.add(manifest)
     ask = {"deadline": 10.0, "max_tries": 2}
@@ -103,10 +108,10 @@ def test_closed_tickets_are_published_again_and_then_buried() -> None:
 
 
 def test_tasks_that_came_out_too_old_are_given_back_in_order_and_no_others() -> None:
-    following = ClosedTickets()
+    following = InFlightBatches()
     one = ticket(tasks=4)
     following.add(one.make_manifest(), (), {n: task for n, task in enumerate(one.tasks) if n != 1})
-    again = ClosedTickets.model_validate(following.model_dump(mode="python"))
+    again = InFlightBatches.model_validate(following.model_dump(mode="python"))
     returned = again.tickets[one.ticket].returned([3, 0, 1, 3, 77])
     assert [pending.task for pending in returned] == [one.tasks[0], one.tasks[3]]
     assert all(pending.given_back for pending in returned)
@@ -136,7 +141,7 @@ def config(**buffer: object) -> Config:
 
 def test_epochs_give_every_task_the_last_batch_being_what_is_left() -> None:
     state, taskset = ExplorerState(), Endless(10)
-    intake = Intake(config(total_epochs=1), state, taskset)
+    intake = TaskSource(config(total_epochs=1), state, taskset)
     assert intake.total_batches == 3
     sizes = []
     while not intake.is_over:
@@ -147,7 +152,7 @@ def test_epochs_give_every_task_the_last_batch_being_what_is_left() -> None:
 
 def test_pending_tasks_come_first() -> None:
     state, taskset = ExplorerState(), Endless(100)
-    intake = Intake(config(total_steps=5), state, taskset)
+    intake = TaskSource(config(total_steps=5), state, taskset)
     state.pending.append(PendingTask(task=TaskBody(raw_task={"mine": 1}), given_back=True))
     batch = intake.take()
     assert batch[0].task.raw_task == {"mine": 1}
@@ -158,7 +163,7 @@ def test_pending_tasks_come_first() -> None:
 
 def test_under_epochs_what_comes_from_elsewhere_displaces_no_task() -> None:
     state, taskset = ExplorerState(), Endless(10)
-    intake = Intake(config(total_epochs=1), state, taskset)
+    intake = TaskSource(config(total_epochs=1), state, taskset)
     state.pending += [PendingTask(task=TaskBody(raw_task={"again": n}), given_back=True) for n in range(6)]
     taken = []
     while not intake.is_over:
@@ -170,7 +175,7 @@ def test_under_epochs_what_comes_from_elsewhere_displaces_no_task() -> None:
 
 def test_a_submission_counts_once_and_is_completed_from_the_taskset() -> None:
     state = ExplorerState()
-    intake = Intake(config(), state, None)
+    intake = TaskSource(config(), state, None)
     assert not intake.has_tasks
     one = TaskSubmission(task=TaskBody(raw_task={"question": "1"}))
     assert intake.submit(one, SubmissionRef(submission_id="s"))

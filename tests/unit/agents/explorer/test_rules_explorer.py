@@ -31,7 +31,7 @@ def open_tickets(sim: WatchedSimulation) -> list[Any]:
 
 
 def test_open_is_save_then_queue_then_slices_then_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sim = WatchedSimulation(tmp_path, batches=2, runner_seconds=lambda piece: 5.0)
+    sim = WatchedSimulation(tmp_path, batches=2, runner_seconds=lambda task_slice: 5.0)
     sim.watch_saves(monkeypatch)
     run_virtually(sim.run(), limit=300)
     trained = sim.tickets("batch_closed")
@@ -50,7 +50,7 @@ def test_open_is_save_then_queue_then_slices_then_save(tmp_path: Path, monkeypat
 def test_a_submission_is_acknowledged_once_saved_and_long_before_its_batch_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sim = WatchedSimulation(tmp_path, batches=1, taskset=False, runner_seconds=lambda piece: 60.0)
+    sim = WatchedSimulation(tmp_path, batches=1, taskset=False, runner_seconds=lambda task_slice: 60.0)
     sim.watch_saves(monkeypatch)
 
     async def scene() -> None:
@@ -115,7 +115,7 @@ def test_a_ticket_with_a_manifest_is_never_declared_again(
 ) -> None:
     """Killed behind the saved manifest, and kept waiting by the daily round: neither brings the queue back."""
     monkeypatch.setattr(exploration, "KEEP_QUEUES_INTERVAL", 5.0)
-    sim = WatchedSimulation(tmp_path, batches=2, runner_seconds=lambda piece: 3.0)
+    sim = WatchedSimulation(tmp_path, batches=2, runner_seconds=lambda task_slice: 3.0)
     sim.watch_saves(monkeypatch)
     sim.holds = lambda who, mail: 30.0 if mail.kind == "batch_closed" and who == "explorer-0" else 0.0
 
@@ -141,7 +141,7 @@ def test_open_queues_are_declared_again_at_start_and_every_day(tmp_path: Path, m
     """Publishing does not refresh their expiry."""
     assert exploration.KEEP_QUEUES_INTERVAL <= 24 * 3600
     monkeypatch.setattr(exploration, "KEEP_QUEUES_INTERVAL", 5.0)
-    sim = WatchedSimulation(tmp_path, batches=1, runner_seconds=lambda piece: 40.0)
+    sim = WatchedSimulation(tmp_path, batches=1, runner_seconds=lambda task_slice: 40.0)
 
     async def published() -> None:
         await until(lambda: any(ticket.published for ticket in open_tickets(sim)))
@@ -160,7 +160,7 @@ def test_open_queues_are_declared_again_at_start_and_every_day(tmp_path: Path, m
 
 
 def test_a_queue_that_was_deleted_is_not_brought_back_by_a_reconnect(tmp_path: Path) -> None:
-    sim = WatchedSimulation(tmp_path, batches=1, runner_seconds=lambda piece: 5.0)
+    sim = WatchedSimulation(tmp_path, batches=1, runner_seconds=lambda task_slice: 5.0)
     seen: list[str] = []
 
     async def scene() -> None:
@@ -180,7 +180,7 @@ def test_a_queue_that_was_deleted_is_not_brought_back_by_a_reconnect(tmp_path: P
 
 
 def test_a_restarted_explorer_decides_nothing_and_lets_no_time_pass_before_its_mark(tmp_path: Path) -> None:
-    sim = WatchedSimulation(tmp_path, batches=2, runner_seconds=lambda piece: 8.0)
+    sim = WatchedSimulation(tmp_path, batches=2, runner_seconds=lambda task_slice: 8.0)
     sim.holds = lambda who, mail: 20.0 if mail.kind == "mark" and who == "explorer-0'" else 0.0
     left: list[float] = []
 
@@ -209,10 +209,10 @@ def test_a_restarted_explorer_decides_nothing_and_lets_no_time_pass_before_its_m
 
 def test_a_restarted_explorer_reads_results_from_where_it_stood(tmp_path: Path) -> None:
     """Outcomes that came while nobody lived are taken in; those taken in before are not asked for again."""
-    sim = WatchedSimulation(tmp_path, batches=3, runner_seconds=lambda piece: 2.0)
+    sim = WatchedSimulation(tmp_path, batches=3, runner_seconds=lambda task_slice: 2.0)
 
     async def published() -> None:
-        await until(lambda: any(piece.batch == 2 for piece in sim.published(TaskSlice)))
+        await until(lambda: any(task_slice.batch == 2 for task_slice in sim.published(TaskSlice)))
 
     run_virtually(sim.run(explorer=restarted(sim, published, pause=30.0)), limit=500)
     check_history(sim, 3)
@@ -225,7 +225,7 @@ def test_a_restarted_explorer_reads_results_from_where_it_stood(tmp_path: Path) 
 
 
 def test_an_explorer_that_lost_its_lock_stops_acting(tmp_path: Path) -> None:
-    sim = WatchedSimulation(tmp_path, batches=60, runner_seconds=lambda piece: 100.0 if piece.lane == "train" else 0.1)
+    sim = WatchedSimulation(tmp_path, batches=60, runner_seconds=lambda each: 100.0 if each.lane == "train" else 0.1)
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()
@@ -274,8 +274,8 @@ def test_an_explorer_without_the_lock_opens_nothing(tmp_path: Path) -> None:
 def test_an_evaluation_has_no_queue_no_manifest_and_is_never_ready(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, batches=2)
     run_virtually(sim.run(), limit=300)
-    evaluated = {piece.ticket for piece in sim.published(TaskSlice) if piece.lane == "eval"}
-    trained = {piece.ticket for piece in sim.published(TaskSlice) if piece.lane == "train"}
+    evaluated = {task_slice.ticket for task_slice in sim.published(TaskSlice) if task_slice.lane == "eval"}
+    trained = {task_slice.ticket for task_slice in sim.published(TaskSlice) if task_slice.lane == "train"}
     assert len(evaluated) == len(trained) == 2
     declared = {act.subject for act in sim.acts if act.what == "declare" and act.subject.startswith("batch.")}
     assert declared == {f"batch.{ticket}" for ticket in trained}
@@ -300,7 +300,7 @@ def test_every_message_may_come_twice(tmp_path: Path) -> None:
     check_history(sim, 4)
     assert sorted(set(sim.labels())) == [0, 2, 4]
     assert sim.learners[0].steps == [1, 2, 3, 4]
-    given = [piece.task.raw_task for piece in sim.published(TaskSlice) if piece.lane == "train"]
+    given = [each.task.raw_task for each in sim.published(TaskSlice) if each.lane == "train"]
     assert sum("s" in task for task in given) == 2, "one submission, its slice twice"
 
 
@@ -343,7 +343,7 @@ def test_a_tap_that_takes_everything_changes_nothing(tmp_path: Path) -> None:
             "explorer.unfinished=drop",
         ),
         batches=3,
-        runner_seconds=lambda piece: 45.0 if piece.task.raw_task.get("n") == 1 else 0.1,
+        runner_seconds=lambda task_slice: 45.0 if task_slice.task.raw_task.get("n") == 1 else 0.1,
         step_seconds=20.0,
     )
 

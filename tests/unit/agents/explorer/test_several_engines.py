@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.agents.simulation import Simulation, until
 from trinity_agents.explorer.agent import EngineHosting, Explorer
-from trinity_mq.messages import Beat, SyncEvent
-from trinity_mq.models.engine_selection import EngineChoice
+from trinity_mq.messages import Heartbeat, SyncEvent
+from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.fakes import FakeEngine
 from trinity_mq.testing.virtual_time import run_virtually
@@ -65,7 +65,7 @@ def test_all_engines_of_all_hosts_get_every_version(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_is_not_waited_for_by_the_engines_that_answer_it(tmp_path: Path) -> None:
-    sim = Engines(tmp_path, batches=4, runner_seconds=lambda piece: 20.0 if piece.lane == "eval" else 0.1)
+    sim = Engines(tmp_path, batches=4, runner_seconds=lambda task_slice: 20.0 if task_slice.lane == "eval" else 0.1)
     still: list[int] = []
 
     async def watch() -> None:
@@ -152,7 +152,7 @@ def test_without_an_engine_of_its_own_the_explorer_uses_those_of_others(tmp_path
 
 def test_beats_say_which_engine_is_gone_and_the_host_is_taken_for_no_engine(tmp_path: Path) -> None:
     sim = Engines(tmp_path, batches=3)
-    heard: dict[str, list[Beat]] = {}
+    heard: dict[str, list[Heartbeat]] = {}
 
     async def beside() -> None:
         host = sim.make_host()
@@ -160,7 +160,7 @@ def test_beats_say_which_engine_is_gone_and_the_host_is_taken_for_no_engine(tmp_
         await until(lambda: len(sim.remote[0].served) >= 2)
         dies(sim.remote[1])
         await asyncio.sleep(0.5)
-        choice = EngineChoice(lambda: host.peers.alive("engine"))
+        choice = EngineSelector(lambda: host.peers.alive("engine"))
         assert {choice().id for _ in range(50)} == {"engine", "explorer-0-engine-1", "far-engine"}
         heard["far-engine-1"] = [host.peers.latest("far-engine-1")]  # type: ignore[list-item]
         heard["far"] = [host.peers.latest("far")]  # type: ignore[list-item]

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from trinity_agents.explorer.state import ExplorerState, PendingTask
-from trinity_agents.explorer.task_source import Intake
-from trinity_agents.explorer.training_batches import NO_TASKS, Batches
+from trinity_agents.explorer.task_source import TaskSource
+from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
-from trinity_mq.messages import Beat, Progress, TaskBody
+from trinity_mq.messages import Heartbeat, Progress, TaskBody
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
@@ -28,8 +28,8 @@ class Desk:
         self.state, self.peers = ExplorerState(), Peers()
         self.bus = MemoryBus(MemoryBroker(), Topology("desk"), config=self.config.broker)
         self.scheduler = Scheduler(self.config, bus=self.bus, tickets=self.state.tickets)
-        intake, nobody = Intake(self.config, self.state, None), Any
-        self.batches = Batches(
+        intake, nobody = TaskSource(self.config, self.state, None), Any
+        self.batches = TrainingBatches(
             self.config,
             self.state,
             self.scheduler,
@@ -90,7 +90,7 @@ def test_what_the_next_batch_waits_for_in_order() -> None:
         await desk.bus.connect()
         assert batches.obstacle(False) == "an engine to take the weights"
         assert batches.obstacle(True) == "a trainer"
-        desk.peers.hear(Beat(role="trainer", id="t", seq=1, incarnation="x", lease=10, state="idle"))
+        desk.peers.receive(Heartbeat(role="trainer", id="t", seq=1, incarnation="x", lease=10, state="idle"))
         desk.state.opened = 1
         assert batches.obstacle(True) == "weights of progress 1 (committed: 0)"
         batches.heard(1, progress=1, committed=1)

@@ -8,12 +8,12 @@ import pytest
 
 from tests.unit.rollout.scripted_engine import completion, scripted_engine
 from trinity_agents.runner import process_pool as isolated
-from trinity_agents.runner.process_pool import ChildDied, IsolatedPool
+from trinity_agents.runner.process_pool import ChildDied, ProcessPool
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskBody, TaskSlice, encode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
-from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 
 WORKFLOWS = """
@@ -110,7 +110,7 @@ def changed(tmp_path, **runner):
 
 @pytest.fixture
 async def pool():
-    made = IsolatedPool(2)
+    made = ProcessPool(2)
     yield made
     await made.close()
 
@@ -121,7 +121,7 @@ async def engine():
         yield served
 
 
-def piece(kind, runs=2, **limits):
+def task_slice(kind, runs=2, **limits):
     limits = {"max_timeout": 30.0, "max_retry_times": 0, "slice_timeout": 30.0, **limits}
     task = TaskBody(workflow=f"isolated_workflows.{kind}", index={"taskset": "t", "index": 1})
     return TaskSlice(batch="3/e", ticket="t", task_id=4, run_base=6, repeat_times=runs, task=task, seed=5, **limits)
@@ -156,9 +156,9 @@ async def ends(number):
 
 
 async def test_a_slice_comes_out_as_it_does_in_the_runner(here, pool, config, engine):
-    outcome = await pool.run(piece("Asks"), config, lambda: engine.model)
+    outcome = await pool.run(task_slice("Asks"), config, lambda: engine.model)
     runner = WorkflowRunner(config)
-    wanted = await runner.run_slice(piece("Asks"), lambda: engine.model)
+    wanted = await runner.run_slice(task_slice("Asks"), lambda: engine.model)
     await runner.close()
     assert (outcome.runs, outcome.message) == ([6, 7], None)
     assert (outcome.version_min, outcome.version_max) == (wanted.version_min, wanted.version_max) == ((1, 3), (1, 3))
@@ -179,9 +179,9 @@ async def test_a_slice_comes_out_as_it_does_in_the_runner(here, pool, config, en
     ],
 )
 async def test_what_a_slice_kills_is_its_own_process_only(here, pool, config, engine, kind, said, exitcode):
-    neighbour = asyncio.ensure_future(pool.run(piece("Asks"), config, lambda: engine.model))
+    neighbour = asyncio.ensure_future(pool.run(task_slice("Asks"), config, lambda: engine.model))
     with pytest.raises(ChildDied, match=said) as caught:
-        await pool.run(piece(kind), config, lambda: engine.model)
+        await pool.run(task_slice(kind), config, lambda: engine.model)
     assert caught.value.exitcode == exitcode
     assert (await neighbour).runs == [6, 7]
 
@@ -189,7 +189,7 @@ async def test_what_a_slice_kills_is_its_own_process_only(here, pool, config, en
 async def test_a_slice_that_hangs_is_killed_when_its_time_is_over(here, pool, config, engine, pid, monkeypatch):
     monkeypatch.setattr(isolated, "GRACE", 0.5)
     with pytest.raises(ChildDied, match="did not end within 1 s and was killed") as caught:
-        await pool.run(piece("Hangs", slice_timeout=0.5), config, lambda: engine.model)
+        await pool.run(task_slice("Hangs", slice_timeout=0.5), config, lambda: engine.model)
     assert caught.value.overdue
     await ends(await pid)
 
@@ -200,8 +200,8 @@ async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, e
     config = changed(tmp_path, concurrent_mode="sequential")
     answers = [completion("hang"), completion("8"), completion("7")]
     engine.script = lambda body: answers.pop() if answers else completion("hang")
-    tally = Tally()
-    running = pool.run(piece(kind, runs=3, slice_timeout=1.5), config, lambda: engine.model, tally)
+    tally = RunResults()
+    running = pool.run(task_slice(kind, runs=3, slice_timeout=1.5), config, lambda: engine.model, tally)
     if kind == "HoldsOn":
         await running  # its thread is left behind in the process
     else:
@@ -216,10 +216,10 @@ async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, e
 
 async def test_memory_has_a_limit_that_costs_the_run_only(here, pool, tmp_path, engine):
     config = changed(tmp_path, memory_limit=200 * 2**20)
-    outcome = await pool.run(piece("Eats", runs=1), config, lambda: engine.model)
+    outcome = await pool.run(task_slice("Eats", runs=1), config, lambda: engine.model)
     assert outcome.runs == []
     assert "MemoryError" in outcome.message
-    outcome = await pool.run(piece("Asks", runs=1), config, lambda: engine.model)
+    outcome = await pool.run(task_slice("Asks", runs=1), config, lambda: engine.model)
     assert (outcome.runs, outcome.message) == ([6], None)
 
 
@@ -238,12 +238,12 @@ async def test_the_process_tells_which_engine_did_not_answer(here, pool, config,
             self.told.append(model)
 
     models = Models()
-    outcome = await pool.run(piece("Asks", runs=1), config, models)
+    outcome = await pool.run(task_slice("Asks", runs=1), config, models)
     assert (outcome.runs, models.told) == ([6], [gone])
 
 
 async def test_cancelling_kills_the_process(here, pool, config, engine, pid):
-    task = asyncio.ensure_future(pool.run(piece("Hangs"), config, lambda: engine.model))
+    task = asyncio.ensure_future(pool.run(task_slice("Hangs"), config, lambda: engine.model))
     await pid
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -252,7 +252,7 @@ async def test_cancelling_kills_the_process(here, pool, config, engine, pid):
 
 
 async def test_closing_kills_what_runs(here, pool, config, engine, pid):
-    task = asyncio.ensure_future(pool.run(piece("Hangs"), config, lambda: engine.model))
+    task = asyncio.ensure_future(pool.run(task_slice("Hangs"), config, lambda: engine.model))
     await pid
     await pool.close()
     with pytest.raises(ChildDied, match="SIGKILL"):
@@ -262,7 +262,7 @@ async def test_closing_kills_what_runs(here, pool, config, engine, pid):
 
 async def test_what_a_slice_has_started_dies_with_it(here, pool, config, engine, pid):
     with pytest.raises(ChildDied, match="exit code 0"):
-        await pool.run(piece("Spawns", runs=1), config, lambda: engine.model)
+        await pool.run(task_slice("Spawns", runs=1), config, lambda: engine.model)
     await ends(await pid)
 
 
@@ -277,25 +277,25 @@ async def test_the_process_asks_which_engine_to_use(here, pool, config, engine):
             raise answer
         return answer
 
-    outcome = await pool.run(piece("Asks", runs=1), config, models)
+    outcome = await pool.run(task_slice("Asks", runs=1), config, models)
     assert (outcome.runs, outcome.message) == ([6], None)
     assert answers == [engine.model]
 
 
 async def test_failures_come_back_as_outcomes(here, pool, config, engine):
-    outcome = await pool.run(piece("Raises"), config, lambda: engine.model)
+    outcome = await pool.run(task_slice("Raises"), config, lambda: engine.model)
     assert outcome.runs == []
     assert "called sys.exit('no')" in outcome.message
-    outcome = await pool.run(piece("Unsendable"), config, lambda: engine.model)
+    outcome = await pool.run(task_slice("Unsendable"), config, lambda: engine.model)
     assert outcome.runs == []
     assert "do not encode" in outcome.message
 
 
 async def test_no_more_processes_at_a_time_than_allowed(here, config, engine, pid):
-    pool = IsolatedPool(1)
-    first = asyncio.ensure_future(pool.run(piece("Hangs"), config, lambda: engine.model))
+    pool = ProcessPool(1)
+    first = asyncio.ensure_future(pool.run(task_slice("Hangs"), config, lambda: engine.model))
     await pid
-    second = asyncio.ensure_future(pool.run(piece("Asks"), config, lambda: engine.model))
+    second = asyncio.ensure_future(pool.run(task_slice("Asks"), config, lambda: engine.model))
     done, _ = await asyncio.wait([second], timeout=0.3)
     assert not done
     first.cancel()
@@ -323,7 +323,7 @@ if __name__ == "__main__":
 async def test_the_process_does_not_outlive_its_runner(here, config, pid):
     (here / "runner.py").write_text(RUNNER)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), *sys.path])}
-    arguments = [str(here / "runner.py"), encode(piece("Hangs")).hex(), config.run_dir]
+    arguments = [str(here / "runner.py"), encode(task_slice("Hangs")).hex(), config.run_dir]
     runner = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environ)
     await pid
     runner.kill()

@@ -24,7 +24,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-async def forever(piece: TaskSlice) -> SliceOutcome:
+async def forever(task_slice: TaskSlice) -> SliceOutcome:
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -50,9 +50,9 @@ def test_nothing_is_delivered_that_is_not_started() -> None:
 def test_a_slot_that_becomes_free_takes_the_next() -> None:
     world = World("runner.concurrency=2")
 
-    async def slow(piece: TaskSlice) -> SliceOutcome:
-        await asyncio.sleep(10 * (1 + piece.task_id))
-        return an_outcome(piece)
+    async def slow(task_slice: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(10 * (1 + task_slice.task_id))
+        return an_outcome(task_slice)
 
     runner = make(world, slow)
 
@@ -156,9 +156,9 @@ def test_a_runner_away_from_the_broker_loses_no_time_of_its_tickets_and_keeps_it
     """What is done while the broker is away goes out afterwards, once, under the attempt it was done in."""
     world = World()
 
-    async def slow(piece: TaskSlice) -> SliceOutcome:
+    async def slow(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(5)
-        return an_outcome(piece, experiences=[experience(run=run) for run in range(2)])
+        return an_outcome(task_slice, experiences=[experience(run=run) for run in range(2)])
 
     runner = make(world, slow)
 

@@ -17,7 +17,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.messages import TaskBody, TaskResult, TaskSlice
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost
-from trinity_mq.rollout.run_results import Tally
+from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
@@ -34,8 +34,8 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-async def at_once(piece: TaskSlice) -> SliceOutcome:
-    return an_outcome(piece)
+async def at_once(task_slice: TaskSlice) -> SliceOutcome:
+    return an_outcome(task_slice)
 
 
 class Scripted:
@@ -44,13 +44,13 @@ class Scripted:
     def __init__(self, does: Does = at_once) -> None:
         self.does, self.ran, self.models = does, [], None
 
-    async def run_slice(self, piece: TaskSlice, models: Models, tally: Tally | None = None) -> SliceOutcome:
-        self.ran.append((piece.ticket, piece.task_id))
+    async def run_slice(self, task_slice: TaskSlice, models: Models, tally: RunResults | None = None) -> SliceOutcome:
+        self.ran.append((task_slice.ticket, task_slice.task_id))
         self.models = models
-        return await self.does(piece)
+        return await self.does(task_slice)
 
-    async def run(self, piece: TaskSlice, config: object, models: Models, tally: Tally) -> SliceOutcome:
-        return await self.run_slice(piece, models)
+    async def run(self, task_slice: TaskSlice, config: object, models: Models, tally: RunResults) -> SliceOutcome:
+        return await self.run_slice(task_slice, models)
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -179,7 +179,7 @@ def test_what_has_come_back_before_runs_in_a_process_of_its_own() -> None:
 def test_what_kills_its_process_comes_back_until_the_limit() -> None:
     world = World("broker.delivery_limit=3")
 
-    async def dies(piece: TaskSlice) -> SliceOutcome:
+    async def dies(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(0.1)
         raise ChildDied("its process was killed by SIGSEGV", -11)
 
@@ -206,12 +206,12 @@ def test_a_child_that_dies_under_a_void_delivery_does_not_take_the_runner_with_i
     world = World()
     tries: list[int] = []
 
-    async def dies_once(piece: TaskSlice) -> SliceOutcome:
+    async def dies_once(task_slice: TaskSlice) -> SliceOutcome:
         tries.append(1)
         await asyncio.sleep(10)
         if len(tries) == 1:
             raise ChildDied("killed", -9)
-        return an_outcome(piece)
+        return an_outcome(task_slice)
 
     runner = make(world, isolated=dies_once)
 
@@ -231,7 +231,7 @@ def test_a_child_that_dies_under_a_void_delivery_does_not_take_the_runner_with_i
 def test_the_wait_for_a_free_process_ends() -> None:
     world = World()
 
-    async def full(piece: TaskSlice) -> SliceOutcome:
+    async def full(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -291,9 +291,9 @@ def test_another_explorers_beat_forgets_nothing() -> None:
 def test_parts_are_confirmed_before_the_result_and_the_result_before_the_ack() -> None:
     world = World("broker.max_message_bytes=65536")
 
-    async def large(piece: TaskSlice) -> SliceOutcome:
+    async def large(task_slice: TaskSlice) -> SliceOutcome:
         world.broker.lose_confirm_once()
-        return an_outcome(piece, experiences=[experience(run=run, length=6000) for run in range(4)])
+        return an_outcome(task_slice, experiences=[experience(run=run, length=6000) for run in range(4)])
 
     async def main() -> None:
         await send_slice(world, a_slice(runs=4))
@@ -327,8 +327,8 @@ def test_parts_are_confirmed_before_the_result_and_the_result_before_the_ack() -
 def test_what_cannot_travel_fails_its_slice_and_leaves_no_part(fields: dict[str, Any]) -> None:
     world = World("broker.max_message_bytes=65536")
 
-    async def unfit(piece: TaskSlice) -> SliceOutcome:
-        return an_outcome(piece, **fields)
+    async def unfit(task_slice: TaskSlice) -> SliceOutcome:
+        return an_outcome(task_slice, **fields)
 
     async def main() -> None:
         await send_slice(world, a_slice())
@@ -346,7 +346,7 @@ def test_what_cannot_travel_fails_its_slice_and_leaves_no_part(fields: dict[str,
 def test_a_message_of_any_length_and_any_characters_travels() -> None:
     world = World()
 
-    async def strange(piece: TaskSlice) -> SliceOutcome:
+    async def strange(task_slice: TaskSlice) -> SliceOutcome:
         return SliceOutcome.failure("\udcff" + "x" * 20_000_000)
 
     async def main() -> None:
@@ -363,8 +363,8 @@ def test_a_message_of_any_length_and_any_characters_travels() -> None:
 def test_some_of_the_runs_are_a_partial_outcome() -> None:
     world = World()
 
-    async def half(piece: TaskSlice) -> SliceOutcome:
-        return an_outcome(piece, experiences=[experience()], runs=[0], metrics=[{}], message="one failed")
+    async def half(task_slice: TaskSlice) -> SliceOutcome:
+        return an_outcome(task_slice, experiences=[experience()], runs=[0], metrics=[{}], message="one failed")
 
     async def main() -> None:
         await send_slice(world, a_slice())
@@ -404,9 +404,9 @@ def test_nothing_is_acknowledged_when_nobody_keeps_results() -> None:
         assert isinstance(task.exception(), ExceptionGroup)
         assert task.exception().subgroup(RestartMe) is not None
 
-    async def gone(piece: TaskSlice) -> SliceOutcome:
+    async def gone(task_slice: TaskSlice) -> SliceOutcome:
         await world.outside.delete(world.topology.results.name)
-        return an_outcome(piece)
+        return an_outcome(task_slice)
 
     run_virtually(main())
     assert unanswered(world) == 1
@@ -510,9 +510,9 @@ def test_a_part_is_not_tried_for_longer_than_its_slice_may_take() -> None:
 def test_a_connection_lost_mid_slice_costs_no_second_run() -> None:
     world = World()
 
-    async def slow(piece: TaskSlice) -> SliceOutcome:
+    async def slow(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(10)
-        return an_outcome(piece)
+        return an_outcome(task_slice)
 
     runner = make(world, slow)
 
@@ -537,9 +537,9 @@ def test_a_connection_lost_mid_slice_costs_no_second_run() -> None:
 def test_duplicates_that_come_while_it_runs_wait_for_it() -> None:
     world = World()
 
-    async def slow(piece: TaskSlice) -> SliceOutcome:
+    async def slow(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(10)
-        return an_outcome(piece)
+        return an_outcome(task_slice)
 
     runner = make(world, slow)
 
@@ -563,7 +563,7 @@ def test_duplicates_of_one_that_failed_with_its_process_run_one_after_the_other(
     world = World()
     at_work, most = 0, 0
 
-    async def dies(piece: TaskSlice) -> SliceOutcome:
+    async def dies(task_slice: TaskSlice) -> SliceOutcome:
         nonlocal at_work, most
         at_work, most = at_work + 1, max(most, at_work + 1)
         await asyncio.sleep(5)
@@ -634,7 +634,7 @@ def test_while_the_broker_blocks_nothing_is_reported_and_nothing_lost() -> None:
 def test_another_runner_does_what_a_killed_one_held() -> None:
     world = World()
 
-    async def forever(piece: TaskSlice) -> SliceOutcome:
+    async def forever(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -681,9 +681,9 @@ def test_killed_after_any_step_what_counts_is_complete(after: int) -> None:
 def test_draining_finishes_what_it_holds_and_takes_nothing_new() -> None:
     world = World()
 
-    async def slow(piece: TaskSlice) -> SliceOutcome:
+    async def slow(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(10)
-        return an_outcome(piece)
+        return an_outcome(task_slice)
 
     runner = make(world, slow)
 
@@ -704,7 +704,7 @@ def test_draining_finishes_what_it_holds_and_takes_nothing_new() -> None:
 def test_draining_gives_back_what_takes_too_long() -> None:
     world = World("runner.drain_timeout=5")
 
-    async def forever(piece: TaskSlice) -> SliceOutcome:
+    async def forever(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -803,9 +803,9 @@ def test_it_asks_the_least_loaded_living_engine() -> None:
 def test_its_beat_says_what_it_does() -> None:
     world = World()
 
-    async def slow(piece: TaskSlice) -> SliceOutcome:
+    async def slow(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(10)
-        return an_outcome(piece)
+        return an_outcome(task_slice)
 
     runner = make(world, slow)
 
@@ -830,9 +830,9 @@ def test_its_beat_says_what_it_does() -> None:
 def test_the_beat_names_the_oldest_slices_in_hand() -> None:
     world = World("runner.concurrency=20")
 
-    async def slow(piece: TaskSlice) -> SliceOutcome:
+    async def slow(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(10)
-        return an_outcome(piece)
+        return an_outcome(task_slice)
 
     runner = make(world, slow)
 

@@ -21,8 +21,8 @@ from trinity_agents.runner.agent import main as runner_main
 from trinity_agents.runner.process_pool import ChildDied
 from trinity_agents.runner.slice_executor import STOP_PATIENCE
 from trinity_mq.experience import Experience
-from trinity_mq.messages import Beat, TaskBody, TaskSlice
-from trinity_mq.rollout.run_results import Tally
+from trinity_mq.messages import Heartbeat, TaskBody, TaskSlice
+from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.errors import RecycleMe, RestartMe
 from trinity_mq.runtime.serve import first_leaf
@@ -45,10 +45,10 @@ class Stepwise:
     def __init__(self, done: int = 1, deaf: float = 0.0) -> None:
         self.done, self.deaf, self.began, self.cancelled = done, deaf, 0, 0
 
-    async def run_slice(self, piece: TaskSlice, models: Models, tally: Tally) -> SliceOutcome:
+    async def run_slice(self, task_slice: TaskSlice, models: Models, tally: RunResults) -> SliceOutcome:
         self.began += 1
         for run in range(self.done):
-            tally.keep(run, [experience(piece.task_id, run)], {"reward": 1.0})
+            tally.keep(run, [experience(task_slice.task_id, run)], {"reward": 1.0})
         until = asyncio.get_running_loop().time() + self.deaf
         try:
             await asyncio.Event().wait()
@@ -62,14 +62,14 @@ class Stepwise:
             raise
         raise AssertionError
 
-    async def run(self, piece: TaskSlice, config: object, models: Models, tally: Tally) -> SliceOutcome:
-        return await self.run_slice(piece, models, tally)
+    async def run(self, task_slice: TaskSlice, config: object, models: Models, tally: RunResults) -> SliceOutcome:
+        return await self.run_slice(task_slice, models, tally)
 
     async def close(self) -> None:
         """Nothing to close."""
 
     @staticmethod
-    def blocks(piece: TaskSlice) -> bool:
+    def blocks(task_slice: TaskSlice) -> bool:
         return True
 
 
@@ -250,7 +250,7 @@ def test_after_so_many_slices_it_is_started_again() -> None:
     world = World("runner.recycle_after=3", "runner.concurrency=1", "runner.drain_timeout=5")
 
     class AtOnce(Stepwise):
-        async def run_slice(self, piece: TaskSlice, models: Models, tally: Tally) -> SliceOutcome:
+        async def run_slice(self, task_slice: TaskSlice, models: Models, tally: RunResults) -> SliceOutcome:
             await asyncio.sleep(1)
             return SliceOutcome(runs=[0, 1], metrics=[{}, {}])
 
@@ -318,7 +318,7 @@ def test_the_dead_letter_tells_the_history_by_all_runners() -> None:
     world = World("broker.delivery_limit=4")
 
     class Dies(Stepwise):
-        async def run(self, piece: TaskSlice, config: object, models: Models, tally: Tally) -> SliceOutcome:
+        async def run(self, task_slice: TaskSlice, config: object, models: Models, tally: RunResults) -> SliceOutcome:
             await asyncio.sleep(1)
             raise ChildDied(f"its process was killed by SIG{self.began}")
 
@@ -346,15 +346,15 @@ def test_what_others_say_of_deaths_may_be_anything(died: object) -> None:
     world = World("broker.delivery_limit=2")
 
     class Dies(Stepwise):
-        async def run(self, piece: TaskSlice, config: object, models: Models, tally: Tally) -> SliceOutcome:
+        async def run(self, task_slice: TaskSlice, config: object, models: Models, tally: RunResults) -> SliceOutcome:
             raise ChildDied("killed")
 
     async def main() -> None:
         await send_slice(world, a_slice())
         world.held_back("tasks.train", 1)
         runner = make(world, Dies())
-        runner.peers.hear(
-            Beat(role="runner", id="r", seq=1, incarnation="x", lease=100.0, state="idle", detail={"died": died})
+        runner.peers.receive(
+            Heartbeat(role="runner", id="r", seq=1, incarnation="x", lease=100.0, state="idle", detail={"died": died})
         )
         async with world.living(runner):
             await asyncio.sleep(1)

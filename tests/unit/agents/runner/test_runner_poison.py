@@ -73,15 +73,15 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def piece(kind: str, task: int, **fields: object) -> TaskSlice:
+def task_slice(kind: str, task: int, **fields: object) -> TaskSlice:
     limits = {"max_timeout": 20.0, "slice_timeout": 20.0, "max_retry_times": 0, **fields}
     body = TaskBody(workflow=f"poison_workflows.{kind}", raw_task={"n": 0})
     return a_slice(task=task, runs=1, **limits).model_copy(update={"task": body})
 
 
-async def outcomes(world: World, wanted: int, *pieces: TaskSlice, returns: int) -> dict[int, str]:
+async def outcomes(world: World, wanted: int, *task_slices: TaskSlice, returns: int) -> dict[int, str]:
     """Have one runner do the slices, which have come back ``returns`` times; return how they ended."""
-    for each in pieces:
+    for each in task_slices:
         await send_slice(world, each)
     if returns:
         world.held_back("tasks.train", returns)
@@ -97,15 +97,15 @@ async def outcomes(world: World, wanted: int, *pieces: TaskSlice, returns: int) 
 async def test_each_poisonous_slice_costs_itself_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolated, "GRACE", 0.3)
     world = World("broker.delivery_limit=3", "runner.memory_limit=200000000", f"run_dir={tmp_path / 'run'}")
-    pieces = [
-        piece("Fine", 0),
-        piece("Exits", 1),
-        piece("PointsNowhere", 2),
-        piece("Eats", 3),
-        piece("Ignores", 4, slice_timeout=1.0),
-        piece("Fine", 5),
+    task_slices = [
+        task_slice("Fine", 0),
+        task_slice("Exits", 1),
+        task_slice("PointsNowhere", 2),
+        task_slice("Eats", 3),
+        task_slice("Ignores", 4, slice_timeout=1.0),
+        task_slice("Fine", 5),
     ]
-    ended = await outcomes(world, 6, *pieces, returns=1)
+    ended = await outcomes(world, 6, *task_slices, returns=1)
     assert ended == {0: "finished", 1: "poisoned", 2: "poisoned", 3: "failed", 4: "failed", 5: "finished"}
     messages = {result.task_id: str(result.message) for result in results(world)}
     assert "killed its process 3 times" in messages[1]
@@ -126,6 +126,10 @@ async def test_a_blocking_slice_in_a_process_can_be_killed_the_first_time(
 ) -> None:
     monkeypatch.setattr(isolated, "GRACE", 0.3)
     world = World("broker.delivery_limit=2", "runner.blocking=process", f"run_dir={tmp_path / 'run'}")
-    pieces = [piece("Blocks", 0), piece("BlockingExits", 1), piece("BlockingHangs", 2, slice_timeout=1.0)]
-    ended = await outcomes(world, 3, *pieces, returns=0)
+    task_slices = [
+        task_slice("Blocks", 0),
+        task_slice("BlockingExits", 1),
+        task_slice("BlockingHangs", 2, slice_timeout=1.0),
+    ]
+    ended = await outcomes(world, 3, *task_slices, returns=0)
     assert ended == {0: "finished", 1: "poisoned", 2: "failed"}

@@ -40,9 +40,9 @@ def counted(world: World) -> dict[tuple[str, int], list[int]]:
     return found
 
 
-async def together(piece: TaskSlice) -> SliceOutcome:
+async def together(task_slice: TaskSlice) -> SliceOutcome:
     await asyncio.sleep(1.0)
-    return an_outcome(piece)
+    return an_outcome(task_slice)
 
 
 async def done(world: World, runner: Any, slices: int, **fields: Any) -> None:
@@ -77,9 +77,9 @@ def test_parts_are_confirmed_before_their_results_and_those_before_the_acknowled
 def test_one_unfit_to_travel_keeps_nobody_else_from_it() -> None:
     world = World()
 
-    async def does(piece: TaskSlice) -> SliceOutcome:
-        outcome = await together(piece)
-        if piece.task_id == 3:
+    async def does(task_slice: TaskSlice) -> SliceOutcome:
+        outcome = await together(task_slice)
+        if task_slice.task_id == 3:
             outcome.experiences[0].reward = "much"  # type: ignore[assignment]
         return outcome
 
@@ -115,9 +115,9 @@ def test_a_closed_batch_makes_each_of_them_late() -> None:
 def test_long_ones_travel_alone() -> None:
     world = World()
 
-    async def does(piece: TaskSlice) -> SliceOutcome:
+    async def does(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(1.0)
-        return an_outcome(piece, experiences=[experience(piece.task_id, piece.run_base, length=4000)])
+        return an_outcome(task_slice, experiences=[experience(task_slice.task_id, task_slice.run_base, length=4000)])
 
     run_virtually(done(world, make(world, does), 4))
     assert len(parts(world)) == 4

@@ -52,7 +52,7 @@ async def test_from_taskset_to_advantages(config, engine):
     runner = WorkflowRunner(config)
     experiences = []
     for number, body in enumerate(taskset.next_batch(4)):
-        piece = TaskSlice(
+        task_slice = TaskSlice(
             batch=1,
             ticket="t",
             task_id=number,
@@ -62,10 +62,10 @@ async def test_from_taskset_to_advantages(config, engine):
             slice_timeout=30,
             max_timeout=30,
         )
-        outcome = await runner.run_slice(piece, lambda: engine)
+        outcome = await runner.run_slice(task_slice, lambda: engine)
         assert (outcome.runs, outcome.message) == (list(range(16)), None)
         assert (outcome.version_min, outcome.version_max) == ((1, 7), (1, 7))
-        again = await runner.run_slice(piece, lambda: engine)
+        again = await runner.run_slice(task_slice, lambda: engine)
         assert [exp.response_text for exp in again.experiences] == [exp.response_text for exp in outcome.experiences]
         experiences += Experience.deserialize_many(Experience.serialize_many(outcome.experiences))
     await runner.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trinity_agents.trainer.batch_result import MAX_STARTS, Verdict, work_off
+from trinity_agents.trainer.batch_result import MAX_STARTS, BatchResult, train_on
 from trinity_agents.trainer.source import TrainBatch
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.training.checkpoint import StepAttempts
@@ -42,11 +42,11 @@ def batch(*steps: int, state: str = "ready") -> TrainBatch:
     return TrainBatch(1, "t", "o", state, ExperienceBatch.of(experiences), reason="why")  # type: ignore[arg-type]
 
 
-async def judged(folder: Path, one: TrainBatch, learner: Learner | None = None) -> tuple[Verdict, Learner]:
+async def judged(folder: Path, one: TrainBatch, learner: Learner | None = None) -> tuple[BatchResult, Learner]:
     folder.mkdir(exist_ok=True)
     attempts = StepAttempts(folder) if learner is None else learner.attempts
     learner = learner or Learner(attempts)
-    return await work_off(one, 5, learner=learner, attempts=attempts, max_staleness=2), learner  # type: ignore[arg-type]
+    return await train_on(one, 5, learner=learner, attempts=attempts, max_staleness=2), learner  # type: ignore[arg-type]
 
 
 async def test_what_is_fit_is_trained_on_and_the_rest_told(tmp_path: Path) -> None:

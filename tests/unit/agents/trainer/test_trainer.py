@@ -435,8 +435,8 @@ def test_a_restarted_trainer_and_a_member_of_its_predecessors_try_understand_eac
 
 
 def test_a_finished_trainer_stays_and_serves_an_engine_that_comes_back_empty(tmp_path: Path) -> None:
-    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda piece: 10.0 if piece.batch == "2/held" else 0.1)
-    sim.spoil = lambda piece: "failed" if piece.pinned not in {None, sim.engine.snapshot.version} else None
+    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda each: 10.0 if each.batch == "2/held" else 0.1)
+    sim.spoil = lambda task_slice: "failed" if task_slice.pinned not in {None, sim.engine.snapshot.version} else None
 
     async def scene() -> None:
         await until(lambda: any(label == 2 for label in sim.explorer.exploration.state.due) if _up(sim) else False)
@@ -455,7 +455,7 @@ def test_a_finished_trainer_stays_and_serves_an_engine_that_comes_back_empty(tmp
 
 @pytest.mark.parametrize("after", [0.0, 0.15, 0.3, 1.2, 1.4, 2.0, 3.0])
 def test_killed_during_its_end(tmp_path: Path, after: float) -> None:
-    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda piece: 4.0 if piece.batch == "2/held" else 0.1)
+    sim = Simulation(tmp_path, batches=2, runner_seconds=lambda each: 4.0 if each.batch == "2/held" else 0.1)
 
     async def killed_at_the_end() -> None:
         first = asyncio.get_running_loop().create_task(sim.make_trainer().run())

@@ -13,9 +13,9 @@ from typing import Any, Literal, Protocol, TypeVar
 import structlog
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.generation.pause import Brake, RoundCutOff, Spans
+from trinity_mq.models.engines.generation.pause import BatchCutOff, PauseControl, Spans
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Watch
-from trinity_mq.models.engines.generation.token_stream import Feed, Job, RoundWatch, stamped
+from trinity_mq.models.engines.generation.token_stream import BatchListener, Job, TokenStream, stamped
 from trinity_mq.models.engines.server.errors import ApiError, not_current, stopping
 from trinity_mq.models.engines.server.state import EngineState
 
@@ -54,7 +54,7 @@ class Counters:
     busy_seconds: float = 0.0
 
 
-class Rounds:
+class StaticBatcher:
     """The queue in front of the model. :meth:`run` must be running."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Rounds:
         self._still = asyncio.Event()
         """Set while no step is being computed: between rounds, and where one stands still."""
         self._still.set()
-        self._brake = Brake(self._stands_still)
+        self._brake = PauseControl(self._stands_still)
         state.on_resume = self._resumed
         self._closing = False
         self._running_sequences = 0
@@ -105,7 +105,7 @@ class Rounds:
         return await self._submit([(request, 1) for request in requests], pin)
 
     @contextlib.asynccontextmanager
-    async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[Feed]:
+    async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[TokenStream]:
         """Hand out the tokens of one request as they are sampled; leaving the block early ends the sampling.
 
         Raises:
@@ -114,7 +114,7 @@ class Rounds:
         if problem := self._state.problem(pin):
             raise problem
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        feed = Feed(answer)
+        feed = TokenStream(answer)
         self._pending.append(Job(request, pin, answer, request.n, feed))
         self._arrived.set()
         try:
@@ -250,7 +250,7 @@ class Rounds:
                 job.feed.put(version)
         try:
             results = await loop.run_in_executor(self._worker, self._work, jobs, loop, spans)
-        except RoundCutOff:
+        except BatchCutOff:
             self._begin_anew(jobs)
         except Exception as error:
             if self._closing:  # it was cut off
@@ -297,7 +297,7 @@ class Rounds:
         to_score = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, ScoreRequest)]
         results: list[Any] = [None] * len(jobs)
         if to_generate:
-            watch = RoundWatch([jobs[place] for place, _ in to_generate], loop, self._brake, spans)
+            watch = BatchListener([jobs[place] for place, _ in to_generate], loop, self._brake, spans)
             generated = self._generator.generate([request for _, request in to_generate], watch)
             for (place, _), completions in zip(to_generate, generated, strict=True):
                 results[place] = completions

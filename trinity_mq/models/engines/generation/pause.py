@@ -19,11 +19,11 @@ Spans = list[tuple[int, Version]]
 """``(first step, version)`` of each stretch of a round that was sampled by other weights than the one before."""
 
 
-class RoundCutOff(Exception):
+class BatchCutOff(Exception):
     """The round was ended between two steps; its requests may begin anew."""
 
 
-class Brake:
+class PauseControl:
     """One engine's brake. :meth:`between` is called in the worker thread, everything else on the event loop."""
 
     def __init__(self, on_standing: Callable[[], None] = lambda: None) -> None:
@@ -41,7 +41,7 @@ class Brake:
             self._held = True
 
     def cut(self) -> None:
-        """Have the round raise :class:`RoundCutOff` at its next step."""
+        """Have the round raise :class:`BatchCutOff` at its next step."""
         with self._changed:
             self._cut = True
 
@@ -74,7 +74,7 @@ class Brake:
                 self._stand()
             if self._cut:
                 self._cut = False
-                raise RoundCutOff
+                raise BatchCutOff
             if self._version is None or self._version == spans[-1][1]:
                 return None
             spans.append((step, self._version))

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.generation.pause import Brake, Spans
+from trinity_mq.models.engines.generation.pause import PauseControl, Spans
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Token
 
 
-class Feed:
+class TokenStream:
     """The tokens of one request, as they are sampled: ``begun``, then iterate."""
 
     def __init__(self, answer: asyncio.Future[Any]) -> None:
@@ -67,13 +67,13 @@ class Job:
     pin: Version | None
     answer: asyncio.Future[Any]
     sequences: int
-    feed: Feed | None = None
+    feed: TokenStream | None = None
 
 
-class RoundWatch:
+class BatchListener:
     """Who waits for the generating ``jobs`` of a round; its methods are called in the worker thread."""
 
-    def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop, brake: Brake, spans: Spans) -> None:
+    def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop, brake: PauseControl, spans: Spans) -> None:
         """``spans`` says under which version the round begins, and is added to when that changes."""
         self._jobs, self._loop, self._brake, self._spans = jobs, loop, brake, spans
         self._changed: Version | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from trinity_mq.models.engines.generation.batch_step import Rounds
+from trinity_mq.models.engines.generation.batch_step import StaticBatcher
 from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.models.engines.server.admin_bodies import CommitBody, LeaseBody, PauseBody, ReceiveBody, parsed
 from trinity_mq.models.engines.server.errors import ApiError, bad_request, not_current
@@ -47,7 +47,7 @@ class AdminApi:
     def __init__(
         self,
         *,
-        rounds: Rounds,
+        rounds: StaticBatcher,
         state: EngineState,
         generator: Any,
         lease: Lease,

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from trinity_mq.models.engines.generation.batch_step import PauseMode, Rounds
+from trinity_mq.models.engines.generation.batch_step import PauseMode, StaticBatcher
 from trinity_mq.models.engines.server.admin_api import AdminApi, Receiver
 from trinity_mq.models.engines.server.lease import Lease
 from trinity_mq.models.engines.server.openai.api import OpenAIApi, Served, errors_as_json
@@ -54,12 +54,12 @@ class EngineServer:
         receiver: Receiver,
         rounds: Callable[[EngineState], Any] | None = None,
     ) -> None:
-        """``rounds`` makes what stands in for :class:`Rounds`, where the generator batches by itself."""
+        """``rounds`` makes what stands in for :class:`StaticBatcher`, where the generator batches by itself."""
         self.state = EngineState()
         self.rounds = (
             rounds(self.state)
             if rounds
-            else Rounds(
+            else StaticBatcher(
                 generator,
                 self.state,
                 max_sequences=settings.max_batch_sequences,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.models.engines.generation.request import FinishReason, GenerationRequest
-from trinity_mq.models.engines.torch.listeners import RowWatch
+from trinity_mq.models.engines.torch.listeners import RowListener
 from trinity_mq.models.engines.torch.sampling import Uniforms, choose
 
 COMPACT_BELOW = 0.5
@@ -88,7 +88,7 @@ def decode(
     pad_id: int,
     device: torch.device,
     stop_watch: StopWatch | None = None,
-    row_watch: RowWatch | None = None,
+    row_watch: RowListener | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Sampled]:
     """Return what each row sampled; request i has ``n`` rows, requests in order.

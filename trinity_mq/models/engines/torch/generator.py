@@ -15,7 +15,7 @@ from trinity_mq.models.engines.generation.request import Completion, GenerationR
 from trinity_mq.models.engines.generation.stopping import StopStrings, cut, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.torch.decoding import decode
-from trinity_mq.models.engines.torch.listeners import RowWatch
+from trinity_mq.models.engines.torch.listeners import RowListener
 from trinity_mq.models.engines.torch.sampling import tempered_logprobs
 from trinity_mq.models.engines.torch.weights import (
     ManifestEntry,
@@ -82,7 +82,7 @@ class TextGenerator:
             pad_id=self.codec.pad_id,
             device=self.device,
             stop_watch=StopStrings(stops, self.codec.decode) if any(stops) else None,
-            row_watch=None if watch is None else RowWatch(requests, watch, self.device),
+            row_watch=None if watch is None else RowListener(requests, watch, self.device),
             cancelled=self._cancelled.is_set,
         )
         stop_ids = [request.stop_ids for request in requests for _ in range(request.n)]

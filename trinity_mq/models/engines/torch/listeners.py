@@ -10,7 +10,7 @@ from torch import Tensor
 from trinity_mq.models.engines.generation.request import GenerationRequest, Token, Watch
 
 
-class RowWatch:
+class RowListener:
     """A :class:`Watch` in terms of the decode loop's rows."""
 
     def __init__(self, requests: Sequence[GenerationRequest], watch: Watch, device: torch.device) -> None:

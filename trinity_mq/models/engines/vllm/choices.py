@@ -9,7 +9,7 @@ from typing import Any
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.generation.request import Completion, FinishReason, GenerationRequest, Token
 from trinity_mq.models.engines.generation.stopping import TAIL_SLACK, Decode
-from trinity_mq.models.engines.generation.token_stream import Feed
+from trinity_mq.models.engines.generation.token_stream import TokenStream
 from trinity_mq.models.engines.vllm import api
 
 SEED_MASK = (1 << 63) - 1
@@ -31,7 +31,7 @@ class Choices:
     A request that is cut off can go on: :meth:`rest` is what to ask for then.
     """
 
-    def __init__(self, request: GenerationRequest, decode: Decode, feed: Feed | None) -> None:
+    def __init__(self, request: GenerationRequest, decode: Decode, feed: TokenStream | None) -> None:
         self._stops, self._decode, self._feed = request.stop, decode, feed
         self._tail = max(map(len, request.stop), default=0) + TAIL_SLACK
         self._request = request

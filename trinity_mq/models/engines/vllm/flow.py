@@ -1,6 +1,6 @@
 """Requests on their way to vLLM, which batches them by itself: admitted like a round's, counted, held at a pause.
 
-Has the methods of :class:`~trinity_mq.models.engines.generation.batch_step.Rounds`, which the API and the
+Has the methods of :class:`~trinity_mq.models.engines.generation.batch_step.StaticBatcher`, which the API and the
 admin routes use.
 """
 
@@ -20,7 +20,7 @@ from trinity_mq.models.engines.generation.batch_step import HOLD_SECONDS, Counte
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.stopping import cut, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.generation.token_stream import Feed
+from trinity_mq.models.engines.generation.token_stream import TokenStream
 from trinity_mq.models.engines.server.errors import ApiError, bad_request, not_current, stopping
 from trinity_mq.models.engines.server.state import EngineState
 from trinity_mq.models.engines.vllm import api
@@ -87,7 +87,7 @@ class Flow:
         return await together([self._scored(request, pin) for request in requests])
 
     @contextlib.asynccontextmanager
-    async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[Feed]:
+    async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[TokenStream]:
         """Hand out the tokens of one request as they are sampled; leaving the block early ends the sampling.
 
         Raises:
@@ -96,7 +96,7 @@ class Flow:
         if problem := self._state.problem(pin):
             raise problem
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        feed = Feed(answer)
+        feed = TokenStream(answer)
         # no TaskGroup: what the block raises must come out as it is
         feeding = asyncio.create_task(self._feed(request, pin, feed, answer), name="feed")
         try:
@@ -228,7 +228,7 @@ class Flow:
                     break
 
     async def _feed(
-        self, request: GenerationRequest, pin: Version | None, feed: Feed, answer: asyncio.Future[Any]
+        self, request: GenerationRequest, pin: Version | None, feed: TokenStream, answer: asyncio.Future[Any]
     ) -> None:
         try:
             # with top_p, logprobs are known at the end; at temperature 0, all choices are one
@@ -244,7 +244,7 @@ class Flow:
             if not answer.done():
                 answer.set_exception(error)
 
-    async def _fed(self, request: GenerationRequest, pin: Version | None, feed: Feed) -> None:
+    async def _fed(self, request: GenerationRequest, pin: Version | None, feed: TokenStream) -> None:
         choices = Choices(request, self._codec.decode, feed)
         while not choices.all_ended:
             parts = choices.rest()

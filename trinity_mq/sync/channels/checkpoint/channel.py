@@ -8,7 +8,7 @@ import structlog
 
 from trinity_mq.messages import Version
 from trinity_mq.sync.channels.buckets import ahead, packed, plan
-from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.buffers import SpareBuffers
 from trinity_mq.sync.channels.checkpoint.files import WeightFiles
 from trinity_mq.sync.channels.factory import STAGING_TRIES, ChannelError, Manifest, Pull, Tensors, in_daemon_thread
 
@@ -38,7 +38,7 @@ class CheckpointChannel:
             buckets = plan(manifest, self._bucket_bytes)
 
             def write() -> tuple[str, str]:
-                spare = Spare()
+                spare = SpareBuffers()
                 flats = ahead(packed(buckets, tensors, empty=spare.take))
                 return self._files.write(version, buckets, flats, spare.put)
 

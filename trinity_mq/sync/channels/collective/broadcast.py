@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trinity_mq.sync.channels.buckets import Bucket, ahead, entries_of, packed, plan, split
-from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.buffers import SpareBuffers
 from trinity_mq.sync.channels.factory import ChannelError, Manifest, Tensors, in_daemon_thread
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class Sender:
         """Meet ``world - 1`` members at the barrier and send them the tensors, each gathered and packed while the
         bucket before is on the wire; see :meth:`send`.
         """
-        spare = Spare()
+        spare = SpareBuffers()
         buckets = plan(manifest, self.bucket_bytes)
 
         def flats(group: Group) -> Iterator[Tensor]:
@@ -178,9 +178,9 @@ class Receiver:
         Raises:
             CollectiveError: Nothing was received; nothing of the model was touched.
         """
-        return (await self.receive_into(Spare(), spec))[0]
+        return (await self.receive_into(SpareBuffers(), spec))[0]
 
-    async def receive_into(self, spare: Spare, spec: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    async def receive_into(self, spare: SpareBuffers, spec: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return the tensors and the buffers, taken from ``spare``, that they are views of; see :meth:`receive`."""
         work = self._prepared(spec, spare)
         group, tensors, flats = await _in_thread(work, float(spec["seconds"]) + 1.0, "receive")
@@ -189,12 +189,12 @@ class Receiver:
 
     def receive_blocking(self, spec: dict[str, Any]) -> dict[str, Tensor]:
         """Receive in this thread, for a process that has no event loop; see :meth:`receive`. Raises what torch does."""
-        group, tensors, _ = self._prepared(spec, Spare())()
+        group, tensors, _ = self._prepared(spec, SpareBuffers())()
         self._keep(group, spec)
         return tensors
 
     def _prepared(
-        self, spec: dict[str, Any], spare: Spare
+        self, spec: dict[str, Any], spare: SpareBuffers
     ) -> Callable[[], tuple[Group, dict[str, Tensor], list[Tensor]]]:
         seconds = float(spec["seconds"])
         address = _address(spec)

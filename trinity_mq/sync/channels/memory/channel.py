@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_mq.messages import Version
-from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.buffers import SpareBuffers
 from trinity_mq.sync.channels.factory import STAGING_TRIES, Manifest, Pull, Tensors, in_daemon_thread, label
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
 from trinity_mq.sync.channels.memory.server import WeightServer
@@ -17,7 +17,7 @@ class MemoryChannel:
     def __init__(self, host: str, bucket_bytes: int, seconds: float) -> None:
         self._bucket_bytes, self._seconds = bucket_bytes, seconds
         self._server = WeightServer(host, seconds)
-        self._spare = Spare()
+        self._spare = SpareBuffers()
         self._committed: HostCopy | None = None
         self._offered: HostCopy | None = None
 

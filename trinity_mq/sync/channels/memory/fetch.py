@@ -14,7 +14,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 from torch import Tensor
 
 from trinity_mq.sync.channels.buckets import entries_of, plan, raw, split
-from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.buffers import SpareBuffers
 from trinity_mq.sync.channels.factory import ChannelError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class _Damaged(Exception):
     """What arrived is not what was sent."""
 
 
-def fetch(spec: dict[str, Any], spare: Spare) -> tuple[dict[str, Tensor], list[Tensor]]:
+def fetch(spec: dict[str, Any], spare: SpareBuffers) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Return the tensors by name, on the CPU, every bucket verified, and the buffers that they are views of.
 
     Args:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trinity_mq.messages import Version
 from trinity_mq.sync.channels.buckets import Bucket, packed, plan, raw
-from trinity_mq.sync.channels.buffers import Spare
+from trinity_mq.sync.channels.buffers import SpareBuffers
 from trinity_mq.sync.channels.factory import Manifest
 
 
@@ -21,7 +21,7 @@ class HostCopy:
     version: Version
     manifest: Manifest
     bucket_bytes: int
-    spare: Spare = field(default_factory=Spare)
+    spare: SpareBuffers = field(default_factory=SpareBuffers)
     """Where buffers come from and, once the copy is of no use, go back to."""
     readers: int = 0
     """Who streams it now; its buffers must stay as they are."""

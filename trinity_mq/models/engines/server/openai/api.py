@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.generation.batch_step import Rounds
+from trinity_mq.models.engines.generation.batch_step import StaticBatcher
 from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.text import TextCodec, TextError
 from trinity_mq.models.engines.server.errors import ApiError, bad_request
@@ -50,7 +50,7 @@ class Served:
 class OpenAIApi:
     """The routes under ``/v1``."""
 
-    def __init__(self, rounds: Rounds, state: EngineState, codec: TextCodec, served: Served) -> None:
+    def __init__(self, rounds: StaticBatcher, state: EngineState, codec: TextCodec, served: Served) -> None:
         self._rounds, self._state, self._codec, self._served = rounds, state, codec, served
         self._created = int(time.time())
 

@@ -18,7 +18,7 @@ from trinity_mq.messages import Version
 from trinity_mq.models.engines.generation.request import GenerationRequest, Token
 from trinity_mq.models.engines.generation.stopping import cut, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.generation.token_stream import Feed
+from trinity_mq.models.engines.generation.token_stream import TokenStream
 from trinity_mq.models.engines.server.errors import ApiError
 from trinity_mq.models.engines.server.openai.requests import ChatBody, CompletionBody
 from trinity_mq.models.engines.server.openai.responses import chat_logprobs, chat_message, text_logprobs, usage
@@ -129,7 +129,7 @@ class Chunks:
 
 
 async def send(
-    request: web.Request, feed: Feed, chunks: Chunks, version: Version, headers: dict[str, str]
+    request: web.Request, feed: TokenStream, chunks: Chunks, version: Version, headers: dict[str, str]
 ) -> web.StreamResponse:
     """Answer with what ``feed`` brings. An error after the first byte is an event: the status has gone out."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
