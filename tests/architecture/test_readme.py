@@ -1,4 +1,4 @@
-"""The workflows in the README do what it says."""
+"""The code in README and docs does what they say, and the files that they name are there."""
 
 from __future__ import annotations
 
@@ -8,23 +8,31 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from trinity_mq.experience import Experience
+from trinity_mq.rewards import create_reward
+from trinity_mq.rewards.registry import parts_of
 from trinity_mq.workflows import Task
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+ROOMS = ("", "agents/trinity_agents", "trinity_mq", "docs")
+"""Folders that a path in a document may be relative to."""
+SIBLINGS = ("trinity_mq/sync", "trinity_mq/bus", "trinity_mq/models")
 STEP_WISE = ROOT / "examples" / "step_wise.py"
 LONGEST = 30
 """Lines that a step-wise workflow may take."""
 
 
 def blocks() -> dict[str, str]:
-    """The README's Python by the workflow class that it defines."""
-    found = {}
-    for code in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL):
-        for node in ast.parse(code).body:
-            if isinstance(node, ast.ClassDef):
-                found[node.name] = code
+    """Return the documents' Python by the class or function that it defines; the same name is the same code."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for node in ast.parse(code).body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    assert found.setdefault(node.name, code) == code, f"{page.name} has another {node.name}"
     return found
 
 
@@ -88,3 +96,30 @@ def test_the_step_wise_workflow_of_the_readme_is_the_example_and_runs() -> None:
         assert [one.reward for one in experiences] == rewards
         assert [one.eid.step for one in experiences] == list(range(len(rewards)))
         assert [one.metrics["accuracy"] for one in experiences] == rewards
+
+
+def test_the_reward_of_the_documents_judges() -> None:
+    reward = create_reward(defined(blocks()["brief_and_right"])["brief_and_right"], {})
+    assert parts_of(reward, " 7 ", "7", finished=True) == {"accuracy": 1.0, "brevity": 0.1}
+    assert parts_of(reward, "8", "7", finished=False) == {"accuracy": 0.0, "brevity": 0.0}
+
+
+async def test_the_operator_of_the_documents_filters() -> None:
+    operator = defined(blocks()["KeepShort"])["KeepShort"](max_tokens=2)
+    short, long = Experience(tokens=[1, 2, 3], prompt_length=1), Experience(tokens=[1, 2, 3, 4], prompt_length=1)
+    assert await operator.process([short, long]) == ([short], {"dropped": 1})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    paths = set(re.findall(r"`((?:[\w-]+/)+(?:[\w.-]+\.(?:py|md|yaml|toml))?)`", text))
+    links = set(re.findall(r"\]\(([^)#:]+)\)", text))
+    outside = re.compile(r"^(runs|checkpoints|state|broker|history|logs|final|tensorboard)/")
+    missing = {
+        path
+        for path in paths
+        if not outside.match(path) and not any((ROOT / room / path).exists() for room in (*ROOMS, *SIBLINGS))
+    }
+    assert missing == set()
+    assert {link for link in links if not (page.parent / link).exists()} == set()
