@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import re
@@ -11,7 +12,10 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 COPIED = ("pyproject.toml", "constraints-cpu.txt", "tests/containers/prepare", "tests/containers/build-images")
@@ -229,6 +233,16 @@ def test_an_end_at_any_point_cleans_up(clone: Clone, tmp_path: Path) -> None:
     assert {point: end for point, end in ends.items() if end != (7, "", [])} == {}
 
 
+def can_make_machines() -> bool:
+    """As fresh-machine judges: root on Debian, in a clone, new namespaces allowed."""
+    asked = [
+        "sh",
+        "-c",
+        "grep -qx ID=debian /etc/os-release && git rev-parse HEAD && unshare --mount --pid --fork true",
+    ]
+    return os.geteuid() == 0 and subprocess.run(asked, cwd=ROOT, check=False, capture_output=True).returncode == 0
+
+
 class TestFreshMachine:
     def test_it_says_why_it_cannot_run(self, clone: Clone) -> None:
         done = clone.run("scripts/fresh-machine")
@@ -239,6 +253,27 @@ class TestFreshMachine:
         done = clone.run("scripts/fresh-machine", *words)
         assert done.returncode == 2
         assert "scripts/fresh-machine [--as root|user]" in done.stderr
+
+    @pytest.mark.skipif(not can_make_machines(), reason="needs root on Debian, a git clone and namespaces")
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+    @pytest.mark.timeout(90)
+    async def test_a_signal_ends_all_that_it_started(
+        self, clone: Clone, tmp_path: Path, number: signal.Signals
+    ) -> None:
+        """Here while it makes the bare system, with a debootstrap that only waits."""
+        started = tmp_path / "started"
+        clone.has("debootstrap", f"sleep 300 & echo $! >{started}.part; mv {started}.part {started}; wait")
+        settings = {"PATH": f"{clone.bin}:{os.environ['PATH']}", "TRINITY_MQ_FRESH_FOLDER": str(tmp_path / "fresh")}
+        (clone.bin / "id").unlink()
+        script = await asyncio.create_subprocess_exec(ROOT / "scripts/fresh-machine", env=os.environ | settings)
+        await until(started.exists, 30)
+        inside = [one for one in psutil.Process(script.pid).children(recursive=True) if one.name() == "sleep"]
+        assert len(inside) == 1
+        script.send_signal(number)
+        async with asyncio.timeout(30):
+            status = await script.wait()
+        assert status == (-number if number == signal.SIGKILL else 128 + number)
+        await until(lambda: not inside[0].is_running(), 10)
 
     def test_the_tests_that_it_runs_are_there(self) -> None:
         script = (ROOT / "scripts/fresh-machine").read_text(encoding="utf-8")
