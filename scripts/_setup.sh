@@ -3,6 +3,7 @@
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$PWD/.venv
+. scripts/_failures.sh
 
 say() { printf '\n== %s\n' "$*"; }
 
@@ -20,27 +21,43 @@ apt_install() {
     apt-get install -y -qq --no-install-recommends "$@" >/dev/null || give_up "apt-get install $* failed"
 }
 
-make_environment() {
-    local python=${PYTHON:-python3} stamp=$venv/.installed wanted
-    command -v "$python" >/dev/null || give_up "$python is not there: install Python 3.11 or newer"
+# Sets python, a recent one.
+find_python() {
+    python=${PYTHON:-python3}
+    if ! command -v "$python" >/dev/null; then
+        { [ -z "${PYTHON:-}" ] && may_install; } || give_up "$python is not there: install Python 3.11 or newer, or set PYTHON to it"
+        say python3
+        apt_install python3 python3-venv
+    fi
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        give_up "$("$python" --version) is too old: install Python 3.11 or newer, or set PYTHON to it"
+        give_up "$("$python" --version 2>&1) is too old: install Python 3.11 or newer, or set PYTHON to it"
+}
+
+# A virtual environment in $venv, of the Python that find_python has found.
+make_venv() {
+    local said
+    rm -rf "$venv"
+    said=$("$python" -m venv "$venv" 2>&1) && return
+    # Debian's Python comes without the module that puts pip into an environment
+    may_install || give_up "$python -m venv failed, install python3-venv: ${said##*$'\n'}"
+    apt_install python3-venv
+    said=$("$python" -m venv "$venv" 2>&1) || give_up "$python -m venv failed: ${said##*$'\n'}"
+}
+
+make_environment() {
+    local python stamp=$venv/.installed wanted
+    find_python
     # an environment knows its own path: one that was moved is made again
     if [ -f "$stamp" ] && [ "$(cut -d' ' -f2- "$stamp")" != "$PWD" ]; then rm -rf "$venv"; fi
     if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         say "virtual environment in .venv"
-        rm -rf "$venv"
-        if ! "$python" -m venv "$venv" 2>/dev/null; then
-            # Debian's Python comes without the module that puts pip into an environment
-            may_install || give_up "$python -m venv failed: install python3-venv"
-            apt_install python3-venv
-            "$python" -m venv "$venv" || give_up "$python -m venv failed"
-        fi
+        make_venv
     fi
     wanted=$(cat pyproject.toml constraints-cpu.txt | sha256sum | cut -d' ' -f1)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted $PWD" ]; then
         say "dependencies, as pinned in constraints-cpu.txt (minutes, once)"
-        "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]'
+        "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]' ||
+            give_up "pip could not install what constraints-cpu.txt pins: is the network there, and the package index?"
         echo "$wanted $PWD" >"$stamp"
     fi
 }

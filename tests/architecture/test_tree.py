@@ -27,7 +27,8 @@ def files() -> Iterator[Path]:
         folders[:] = [name for name in folders if name == ".ci" or not (name in SKIPPED or name.startswith("."))]
         for name in names:
             path = Path(folder) / name
-            if path.suffix in TEXT and not path.is_symlink():
+            # of a work tree of its own, .git is a file
+            if path.suffix in TEXT and name != ".git" and not path.is_symlink():
                 yield path
 
 
@@ -57,13 +58,27 @@ def test_no_file_knows_the_machine_it_was_written_on() -> None:
     assert found == []
 
 
-def test_scripts_can_be_run() -> None:
-    made = ("tests/containers/build-images", "tests/containers/prepare")
-    for name in ("scripts/demo", "scripts/test", "scripts/docker-engine", "scripts/compose-demo", *made, ".ci/run"):
-        path = ROOT / name
-        assert os.access(path, os.X_OK), name
-        assert text(path).startswith("#!"), name
-        assert subprocess.run(["bash", "-n", path], check=False).returncode == 0, name
+def scripts() -> list[Path]:
+    """Everything in scripts/, and what is called from there. Files that begin with _ are read by the others."""
+    made = ("tests/containers/build-images", "tests/containers/prepare", ".ci/run")
+    return [*(ROOT / "scripts").iterdir(), *(ROOT / name for name in made)]
+
+
+@pytest.mark.parametrize("path", scripts(), ids=lambda path: path.name)
+def test_scripts_can_be_run(path: Path) -> None:
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    assert os.access(path, os.X_OK) == (not path.name.startswith("_"))
+    assert text(path).startswith("#" if path.name.startswith("_") else "#!/usr/bin/env bash\n")
+
+
+@pytest.mark.parametrize("path", scripts(), ids=lambda path: path.name)
+def test_scripts_tell_of_each_command_that_ends_them(path: Path) -> None:
+    code = text(path)
+    if "set -euo pipefail" in code:
+        assert "/_failures.sh" in code or "/_setup.sh" in code
+    if "trap take_away EXIT" in code:
+        body = code[code.index("take_away() {") :]
+        assert re.search(r"^    trap - EXIT ERR\n    set \+eu\b", body[: body.index("\n}\n")], re.MULTILINE)
 
 
 def test_what_the_readme_says_to_run_is_there() -> None:

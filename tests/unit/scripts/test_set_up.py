@@ -1,0 +1,281 @@
+"""scripts/demo and scripts/test on a bare machine: they name what is missing, and clean up from any point."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.waiting import until
+
+ROOT = Path(__file__).parents[3]
+COPIED = ("pyproject.toml", "constraints-cpu.txt", "tests/containers/prepare", "tests/containers/build-images")
+ESSENTIAL = (
+    "awk basename bash cat chmod chown comm cp cut date dirname env find flock grep head ln ls mkdir mktemp mv nproc "
+    "nsenter od printf realpath rm rmdir sed setpriv setsid sh sha256sum sleep sort stat tail tar tee timeout touch tr "
+    "uname unshare wc xargs"
+)
+"""Programs of Debian's required packages. Not among them: ps, ip, iptables, docker, apt-get, python3."""
+BROKER = {"TRINITY_MQ_BROKER_URL": "amqp://127.0.0.1:1"}
+ORDER = """
+if [ "${0##*/}" = test ]; then
+    point=0
+    at_point() {
+        case " ${FUNCNAME[*]} $BASH_COMMAND" in *' take_away '* | *' exit '*) return ;; esac # the end has begun
+        [ "$BASH_SUBSHELL" = 0 ] || return 0
+        point=$((point + 1))
+        [ "$END_AT" != 0 ] || echo "$(trap -p EXIT)" >>"$POINTS/points"
+        [ "$point" != "$END_AT" ] || exit 7
+    }
+    set -T
+    trap at_point DEBUG
+fi
+"""
+"""For BASH_ENV: ends scripts/test in front of its command number END_AT."""
+PYTHON_39 = 'case $1 in -c) exit 1 ;; --version) echo "Python 3.9.2" ;; esac'
+NO_VENV = 'case $* in *"-m venv"*) echo "No module named venv" >&2; exit 1 ;; esac'
+PIP_FAILS = """
+case $* in
+    *"-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    *"pip install"*) echo "ERROR: No matching distribution found" >&2; exit 1 ;;
+    *"pip --version"*) [ "${0##*/}" = python ] ;;
+esac
+"""
+FAILS = "exit 100"
+DEMO_AND_TEST = pytest.mark.parametrize("script", ["demo", "test"])
+
+
+class Clone:
+    """The scripts in a folder of their own, with stand-ins for what they start and a PATH of a bare system."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "clone"
+        shutil.copytree(ROOT / "scripts", self.folder / "scripts")
+        for name in COPIED:
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.folder / name)
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for name in ESSENTIAL.split():
+            if found := shutil.which(name):
+                (self.bin / name).symlink_to(found)
+        self.be(1000)
+        # what other tests make meanwhile is not looked at
+        self.change("_left_behind.sh", "/sys/class/net/", "$PLACE/net/")
+        self.change("_left_behind.sh", "{/tmp,/var/tmp,/dev/shm}/", "$PLACE/")
+        self.change("_left_behind.sh", "/tmp/tmqXXX", "$PLACE/tmqXXX")
+        self.place = folder / "place"
+        self.place.mkdir()
+
+    def program(self, path: Path, code: str = "") -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{code}\n")
+        path.chmod(0o755)
+
+    def has(self, name: str, code: str = "") -> None:
+        self.program(self.bin / name, code)
+
+    def be(self, uid: int) -> None:
+        self.has("id", f"echo {uid}")
+
+    def install(self, **programs: str) -> None:
+        """A virtual environment that is up to date, its programs stand-ins."""
+        self.has("python3")
+        code = {"python": "", "ruff": "", "mypy": "", "lint-imports": "", "pytest": "", "trinity-mq": "", **programs}
+        for name, lines in code.items():
+            self.program(self.folder / ".venv/bin" / name, lines)
+        pins = b"".join((self.folder / name).read_bytes() for name in ("pyproject.toml", "constraints-cpu.txt"))
+        stamp = f"{hashlib.sha256(pins).hexdigest()} {self.folder}\n"
+        (self.folder / ".venv/.installed").write_text(stamp)
+
+    def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.folder / words[0]), *words[1:]],
+            cwd=self.folder.parent, env={"PATH": str(self.bin), "HOME": "/", "PLACE": str(self.place)} | environment,
+            capture_output=True, text=True, check=False, timeout=50,
+        )  # fmt: skip
+
+    def change(self, name: str, old: str, new: str) -> None:
+        path = self.folder / "scripts" / name
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+
+    def why(self, script: str, status: int = 1) -> str:
+        """The one line of a script that cannot go on."""
+        done = self.run(f"scripts/{script}")
+        assert done.returncode == status
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+        assert done.stderr.endswith(f"{line}\n")
+        return line.removeprefix("error: ")
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path)
+
+
+@DEMO_AND_TEST
+class TestOneLineNamesWhatIsMissing:
+    def test_python(self, clone: Clone, script: str) -> None:
+        assert clone.why(script) == "python3 is not there: install Python 3.11 or newer, or set PYTHON to it"
+
+    def test_a_newer_python(self, clone: Clone, script: str) -> None:
+        clone.has("python3", PYTHON_39)
+        assert clone.why(script) == "Python 3.9.2 is too old: install Python 3.11 or newer, or set PYTHON to it"
+
+    def test_the_module_venv(self, clone: Clone, script: str) -> None:
+        clone.has("python3", NO_VENV)
+        assert clone.why(script) == "python3 -m venv failed, install python3-venv: No module named venv"
+
+    def test_packages(self, clone: Clone, script: str) -> None:
+        clone.has("python3", PIP_FAILS)
+        expected = "pip could not install what constraints-cpu.txt pins: is the network there, and the package index?"
+        assert clone.why(script) == expected
+
+    def test_a_broker(self, clone: Clone, script: str) -> None:
+        clone.install()
+        clone.change("_setup.sh", "/usr/lib/rabbitmq/", "/nowhere/")
+        expected = "no broker: install RabbitMQ (rabbitmq-server), or start Docker, or set TRINITY_MQ_BROKER_URL"
+        assert clone.why(script) == expected
+
+    def test_the_network_of_one_who_may_install(self, clone: Clone, script: str) -> None:
+        clone.be(0)
+        clone.has("apt-get", FAILS)
+        assert clone.why(script) == "apt-get update failed: is the network there?"
+
+    def test_a_tool_that_nobody_thought_of(self, clone: Clone, script: str) -> None:
+        clone.has("python3", PIP_FAILS)
+        (clone.bin / "sha256sum").unlink()
+        expected = r".*scripts/_setup\.sh, line \d+ ended with 127: wanted=.*sha256sum.*"
+        assert re.fullmatch(expected, clone.why(script, status=127))
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_the_tests_pass_where_no_tool_is_installed(clone: Clone, uid: int) -> None:
+    clone.be(uid)
+    clone.install(pytest="echo 1 passed")
+    done = clone.run("scripts/test", "tests/unit", **BROKER)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("== pytest tests/unit\n1 passed\n")
+
+
+def test_a_process_left_behind_is_named_without_ps(clone: Clone) -> None:
+    clone.change("_left_behind.sh", "ENDING_SECONDS=20", "ENDING_SECONDS=0")
+    clone.install(pytest="sleep 47 >/dev/null 2>&1 &")
+    done = clone.run("scripts/test", "tests/unit", **BROKER)
+    (left,) = re.findall(r"(?m)^process (\d+) sleep 47 $", done.stderr)
+    os.kill(int(left), signal.SIGKILL)
+    assert done.returncode == 1
+
+
+def test_what_else_is_left_behind_is_named(clone: Clone, tmp_path: Path) -> None:
+    rules = tmp_path / "rules"
+    rules.write_text("*filter\n:INPUT ACCEPT [3:180]\n-A INPUT -j DROP\nCOMMIT\n")
+    (clone.place / "net/lo").mkdir(parents=True)
+    clone.be(0)
+    clone.has("iptables-save", f"cat {rules}")
+    clone.install(
+        pytest=f"""
+        echo '-A INPUT -j ACCEPT' >>{rules}
+        sed -i s/180/360/ {rules}
+        mkdir "$PLACE/net/docker0"
+        touch "$PLACE/trinity-mq"
+        """
+    )
+    done = clone.run("scripts/test", "tests/unit", **BROKER)
+    left = ["interface docker0", "packet rule -A INPUT -j ACCEPT", f"file {clone.place}/trinity-mq"]
+    assert done.stderr.splitlines()[1:] == left
+    assert done.returncode == 0, "others may have made it"
+
+
+def test_rules_are_compared_only_where_they_were_seen_before(clone: Clone) -> None:
+    """The set-up of the tests may install iptables."""
+    clone.be(0)
+    tool = clone.bin / "iptables-save"
+    clone.install(pytest=f"printf '#!/bin/sh\\necho -A INPUT -j DROP\\n' >{tool}; chmod +x {tool}")
+    done = clone.run("scripts/test", "tests/unit", **BROKER)
+    assert os.access(tool, os.X_OK)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.timeout(180)
+def test_an_end_at_any_point_cleans_up(clone: Clone, tmp_path: Path) -> None:
+    """From the moment on at which the trap is set; the whole script is run once for each command of it."""
+    clone.be(0)
+    clone.install()
+    order = tmp_path / "order"
+    order.write_text(ORDER)
+
+    def end_at(point: int) -> tuple[int, str, list[str]]:
+        place = tmp_path / f"place.{point}"
+        place.mkdir()
+        settings = {"BASH_ENV": str(order), "POINTS": str(tmp_path), "END_AT": str(point), "PLACE": str(place)}
+        done = clone.run("scripts/test", "tests/unit", **settings, **BROKER)
+        return done.returncode, done.stderr, os.listdir(place)
+
+    assert end_at(0) == (0, "", [])
+    points = (tmp_path / "points").read_text().splitlines()
+    trapped = [number for number, line in enumerate(points, 1) if "take_away" in line]
+    assert len(trapped) > 20
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        ends = dict(zip(trapped, pool.map(end_at, trapped), strict=True))
+    assert {point: end for point, end in ends.items() if end != (7, "", [])} == {}
+
+
+def can_make_machines() -> bool:
+    """As fresh-machine judges: root on Debian, in a clone, new namespaces allowed."""
+    asked = [
+        "sh",
+        "-c",
+        "grep -qx ID=debian /etc/os-release && git rev-parse HEAD && unshare --mount --pid --fork true",
+    ]
+    return os.geteuid() == 0 and subprocess.run(asked, cwd=ROOT, check=False, capture_output=True).returncode == 0
+
+
+class TestFreshMachine:
+    def test_it_says_why_it_cannot_run(self, clone: Clone) -> None:
+        done = clone.run("scripts/fresh-machine")
+        assert (done.returncode, done.stderr) == (69, "no fresh machine: not root\n")
+
+    @pytest.mark.parametrize("words", [("--as", "me"), ("--only", "lint"), ("--minutes", "0"), ("--fast",)])
+    def test_wrong_words_are_told(self, clone: Clone, words: tuple[str, ...]) -> None:
+        done = clone.run("scripts/fresh-machine", *words)
+        assert done.returncode == 2
+        assert "scripts/fresh-machine [--as root|user]" in done.stderr
+
+    @pytest.mark.skipif(not can_make_machines(), reason="needs root on Debian, a git clone and namespaces")
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+    @pytest.mark.timeout(90)
+    async def test_a_signal_ends_all_that_it_started(
+        self, clone: Clone, tmp_path: Path, number: signal.Signals
+    ) -> None:
+        """Here while it makes the bare system, with a debootstrap that only waits."""
+        started = tmp_path / "started"
+        clone.has("debootstrap", f"sleep 300 & echo $! >{started}.part; mv {started}.part {started}; wait")
+        settings = {"PATH": f"{clone.bin}:{os.environ['PATH']}", "TRINITY_MQ_FRESH_FOLDER": str(tmp_path / "fresh")}
+        (clone.bin / "id").unlink()
+        script = await asyncio.create_subprocess_exec(ROOT / "scripts/fresh-machine", env=os.environ | settings)
+        await until(started.exists, 30)
+        inside = [one for one in psutil.Process(script.pid).children(recursive=True) if one.name() == "sleep"]
+        assert len(inside) == 1
+        script.send_signal(number)
+        async with asyncio.timeout(30):
+            status = await script.wait()
+        assert status == (-number if number == signal.SIGKILL else 128 + number)
+        await until(lambda: not inside[0].is_running(), 10)
+
+    def test_the_tests_that_it_runs_are_there(self) -> None:
+        script = (ROOT / "scripts/fresh-machine").read_text(encoding="utf-8")
+        (named,) = re.findall(r'(?m)^TESTS="(.*)"$', script)
+        assert [name for name in named.split() if not (ROOT / name).exists()] == []
