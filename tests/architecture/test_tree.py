@@ -27,7 +27,7 @@ def files() -> Iterator[Path]:
         folders[:] = [name for name in folders if name == ".ci" or not (name in SKIPPED or name.startswith("."))]
         for name in names:
             path = Path(folder) / name
-            if path.suffix in TEXT and not path.is_symlink():
+            if path.suffix in TEXT and not path.is_symlink() and name != ".git":  # a file in a worktree
                 yield path
 
 
