@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import extended
+
 
 @pytest.fixture(autouse=True)
 def _nothing_left_in_the_environment() -> Iterator[None]:
@@ -20,8 +22,10 @@ def _nothing_left_in_the_environment() -> Iterator[None]:
     assert after == before, "a test changed the environment of those after it"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``gpu`` where there is no CUDA device: it could only fail."""
+    """Note what is marked ``extended``; leave out what is marked ``gpu`` where there is no CUDA device."""
+    extended.note(config, items)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return

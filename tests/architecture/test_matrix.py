@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.matrix import FILE_VARIABLE, Cell, Column, table
+from tests.matrix import FILE_VARIABLE, Cell, Column, Part, from_line, table, to_line
 
 ROOT = Path(__file__).parents[2]
-EARLIER = Column("RabbitMQ 4.0.5", {"broker": Cell(5, 0, 1, 61.2)})
+EARLIER = Column("RabbitMQ 4.0.5", {"broker": Cell(5, 0, 1, 61.2)}, 31.0)
 CODE = """
 import pytest
 
@@ -32,7 +32,7 @@ def test_the_table_counts_each_test_once_and_tells_of_earlier_sessions(tmp_path:
     (tmp_path / "tests" / "e2e").mkdir(parents=True)
     (tmp_path / "tests" / "e2e" / "test_some.py").write_text(CODE)
     file = tmp_path / "matrix"
-    file.write_text(EARLIER.to_line() + "\n")
+    file.write_text(to_line(EARLIER) + "\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "tests.broker_fixtures", "-n", "1", "tests"],
         cwd=tmp_path,
@@ -44,12 +44,28 @@ def test_the_table_counts_each_test_once_and_tells_of_earlier_sessions(tmp_path:
     said = done.stdout.splitlines()
     at = next(number for number, line in enumerate(said) if "RabbitMQ not asked for" in line)
     heads, broker, e2e = (" ".join(line.split()) for line in said[at : at + 3])
+    assert re.fullmatch(r"start to end +0\.5 min +\d+\.\d min", said[at + 3])
     assert heads == "RabbitMQ 4.0.5 RabbitMQ not asked for"
-    assert broker == "broker 5 passed, 1 skipped, 61 s -"
-    assert re.fullmatch(r"e2e - 1 passed, 2 failed, 1 skipped, \d+ s", e2e)
+    assert broker == "broker 5 passed, 1 skipped, 1.0 min -"
+    assert re.fullmatch(r"e2e - 1 passed, 2 failed, 1 skipped, \d+\.\d min", e2e)
     assert re.fullmatch(r"1 failed, 2 passed, 1 skipped, 2 errors in [\d.]+s", said[-1]), "pytest's own line comes last"
 
 
 def test_what_is_read_back_is_what_was_written() -> None:
-    assert Column.from_line(EARLIER.to_line()) == EARLIER
-    assert table([EARLIER]) == ["        RabbitMQ 4.0.5", "broker  5 passed, 1 skipped, 61 s"]
+    part = Part("fresh machine", "FAILED", 420.0)
+    assert [from_line(to_line(entry)) for entry in (EARLIER, part)] == [EARLIER, part]
+    assert table([EARLIER, part]) == [
+        "              RabbitMQ 4.0.5",
+        "broker        5 passed, 1 skipped, 1.0 min",
+        "start to end  0.5 min",
+        "fresh machine  FAILED  7.0 min",
+    ]
+
+
+def test_parts_that_are_no_sessions_are_added_from_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "matrix"
+    file.write_text(to_line(EARLIER) + "\n")
+    command = [sys.executable, "-m", "tests.matrix", str(file)]
+    subprocess.run([*command, "docker compose", "left out", "0"], cwd=ROOT, check=True)
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert said.splitlines() == table([EARLIER, Part("docker compose", "left out", 0.0)])

@@ -200,6 +200,7 @@ async def test_another_root_must_hold_a_server(base: Path, tmp_path: Path) -> No
         await PrivateNode(base, root=tmp_path).start()
 
 
+@pytest.mark.extended
 async def test_a_queue_made_just_before_a_crash_answers_again(base: Path) -> None:
     """What was in it may be gone, confirmed or not; that nobody could ask it any more was worse."""
     queue = Topology("crash").tasks_train

@@ -141,6 +141,7 @@ def uids(experiences: list[Experience]) -> list[str]:
     return sorted(experience.eid.rid for experience in experiences)
 
 
+@pytest.mark.extended
 async def test_poison_costs_its_slices_only_and_the_batch_completes(
     broker_url: str, topology: Topology, folder: Path
 ) -> None:

@@ -32,6 +32,7 @@ LIMIT = 350.0
 """Seconds: three brokers and six agents share what a single broker has in the other tests."""
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.chaos,
     pytest.mark.broker,
     pytest.mark.e2e,

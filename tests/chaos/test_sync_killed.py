@@ -33,6 +33,7 @@ ALL = bool(os.environ.get("CHAOS_ALL"))
 SCENES = EVERY_SCENE if ALL else [EVERY_SCENE[number] for number in (0, 2, 4, 8)]
 
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.chaos,
     pytest.mark.any_broker,
     pytest.mark.broker,

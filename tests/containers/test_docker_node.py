@@ -26,6 +26,7 @@ from trinity_mq.local_broker.ports import LOOPBACK, accepts
 
 IMAGE = chosen_image()
 pytestmark = [
+    pytest.mark.extended,
     pytest.mark.broker,
     pytest.mark.timeout(240),
     pytest.mark.skipif(

@@ -106,6 +106,7 @@ def machine() -> Iterator[Machine]:
     made.close()
 
 
+@pytest.mark.extended
 @can_run
 def test_stop_puts_back_what_was_there(machine: Machine) -> None:
     machine.run("iptables", "-A", "INPUT", "-s", "192.0.2.9", "-j", "DROP")
@@ -128,6 +129,7 @@ def test_stop_puts_back_what_was_there(machine: Machine) -> None:
     assert machine.state() == before
 
 
+@pytest.mark.extended
 @can_run
 @pytest.mark.parametrize("verb", ["stop", "start"])
 def test_what_a_killed_engine_leaves_is_taken_away(machine: Machine, verb: str) -> None:
@@ -142,6 +144,7 @@ def test_what_a_killed_engine_leaves_is_taken_away(machine: Machine, verb: str) 
     assert machine.state() == before
 
 
+@pytest.mark.extended
 @can_run
 def test_an_engine_that_answers_is_used_and_left_alone(machine: Machine) -> None:
     host = machine.engine("start").stdout.strip().partition("=")[2]

@@ -61,6 +61,7 @@ async def broker(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Containe
     await docker("rm", "--force", "--volumes", identity)
 
 
+@pytest.mark.extended
 @pytest.mark.broker
 @pytest.mark.timeout(300)
 async def test_a_broker_is_as_the_official_one(broker: tuple[Container, str]) -> None:
@@ -89,6 +90,7 @@ async def test_a_broker_is_as_the_official_one(broker: tuple[Container, str]) ->
     assert await container.ask("{{.State.ExitCode}} {{.State.OOMKilled}}") == "0 false"
 
 
+@pytest.mark.extended
 @wanted(PYTHON)
 @pytest.mark.timeout(240)
 async def test_the_python_image_makes_environments_and_has_no_compiler() -> None:
@@ -100,6 +102,7 @@ async def test_the_python_image_makes_environments_and_has_no_compiler() -> None
     assert said.endswith("none")
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(engine_version() is None, reason="needs a Docker engine")
 def test_what_is_there_is_not_built_again() -> None:
     if not all(has_image(f"trinity-mq-test/rabbitmq:{tag}") for tag in BROKERS) or not has_image(PYTHON):

@@ -29,7 +29,7 @@ class Judged(Workflow):
         return [experience]
 """
 
-pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -120,6 +120,7 @@ async def test_one_task_without_a_broker(folder: Path) -> None:
     assert left(folder) == [], "no run folder, no files of the engine"
 
 
+@pytest.mark.extended
 async def test_auxiliary_models_are_there_and_seen(folder: Path) -> None:
     settings = yaml.safe_load(EXAMPLE.read_text())
     judge = {"tiny": {"characters": "abc"}, "max_model_len": 32, "max_prompt_tokens": 16, "max_response_tokens": 8}
@@ -137,6 +138,7 @@ async def test_auxiliary_models_are_there_and_seen(folder: Path) -> None:
     assert left(folder) == []
 
 
+@pytest.mark.extended
 async def test_an_auxiliary_model_may_be_served_elsewhere(folder: Path) -> None:
     """By our own engine here: an OpenAI-compatible server like any."""
     settings = yaml.safe_load(EXAMPLE.read_text())
@@ -170,6 +172,7 @@ async def test_interrupted_it_ends_its_engine(folder: Path) -> None:
     assert left(folder) == []
 
 
+@pytest.mark.extended
 async def test_killed_it_leaves_an_engine_that_ends_by_its_lease(folder: Path) -> None:
     lease = f"explorer.rollout_model.lease={LEASE}"
     async with command(folder, "buffer.taskset.workflow=mine.Waits", lease) as process:
@@ -180,6 +183,7 @@ async def test_killed_it_leaves_an_engine_that_ends_by_its_lease(folder: Path) -
         await gone(pids, LEASE + 60.0)
 
 
+@pytest.mark.extended
 async def test_an_engine_that_dies_is_the_end(folder: Path) -> None:
     async with command(folder, "buffer.taskset.workflow=mine.Kills", "--json") as process:
         code, events, err = await ended(process)

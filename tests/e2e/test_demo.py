@@ -13,7 +13,7 @@ from trinity_mq.telemetry import read_metrics
 ROOT = Path(__file__).parents[2]
 ACCURACY = "eval/ops3_held_out/accuracy/mean@1"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(1200)]
 
 
 async def test_the_demo_learns_from_random_weights(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(600)]
 
 
 async def test_frozen_lakes_are_walked_and_learned_from(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(300)]
 
 
 def make_model(folder: Path) -> None:

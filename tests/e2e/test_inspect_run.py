@@ -22,7 +22,7 @@ STEPS = 40
 """So many that the run goes on for several times as long as a look takes."""
 RUNS = 16 * 8
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 async def inspected(run: LocalRun, *words: str) -> tuple[int, list[dict[str, Any]], str]:

@@ -28,7 +28,7 @@ class Choosy(ExperienceOperator):
 SEEN = "experience_pipeline/0_Choosy/seen"
 BATCHES = 40
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 async def test_the_run_goes_on_without_the_batch_and_a_replay_does_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(400)]
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the GSM8K files are not beside this checkout")

@@ -24,7 +24,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.broker, pytest.mar
 
 @pytest.mark.parametrize(
     "method",
-    ["collective", *(pytest.param(method, marks=pytest.mark.any_broker) for method in ("checkpoint", "memory"))],
+    [
+        "collective",
+        *(
+            pytest.param(name, marks=[pytest.mark.any_broker, pytest.mark.extended])
+            for name in ("checkpoint", "memory")
+        ),
+    ],
 )
 async def test_after_everything_died_no_rollout_is_made_by_other_weights_than_the_checkpoints(
     tmp_path: Path, broker_url: str, unique_run: str, monkeypatch: pytest.MonkeyPatch, method: str

@@ -137,6 +137,7 @@ async def test_ready_pings_freeze_outage_drain(
     assert not health.exists()
 
 
+@pytest.mark.extended
 async def test_children_do_not_speak_for_their_agent(
     broker_url: str, run_folder: Path, tmp_path: Path, manager: Manager
 ) -> None:

@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ACCURACY = "eval/max3_held_out/accuracy/mean@1"
 ENGINES = ("explorer-0-engine", "engines-1-engine")
 
-pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(700)]
 
 
 @asynccontextmanager

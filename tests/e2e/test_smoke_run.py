@@ -60,6 +60,7 @@ async def test_it_learns_and_leaves_behind_what_it_promises(tmp_path: Path) -> N
     assert len(run.metrics()) == len(again.metrics())
 
 
+@pytest.mark.extended
 async def test_ctrl_c_drains_and_the_same_command_resumes(tmp_path: Path) -> None:
     overrides = ("buffer.total_steps=30", "trainer.save_interval=100")
     async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", overrides) as run:

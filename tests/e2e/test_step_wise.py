@@ -14,6 +14,7 @@ ACCURACY = "eval/max3_held_out/accuracy/mean@1"
 pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(500)]
 
 
+@pytest.mark.extended
 async def test_a_step_wise_workflow_from_a_plug_in_folder_learns(tmp_path: Path) -> None:
     overrides = ("buffer.total_steps=30", f"plugin_dirs=['{EXAMPLES}']")
     async with LocalRun(EXAMPLES / "step-wise.yaml", tmp_path / "run", overrides) as run:

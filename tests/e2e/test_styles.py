@@ -41,6 +41,7 @@ def mean(values: list[Any]) -> float:
     return math.fsum(value for _, value in values) / len(values)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("style", ["trainer_driven", "explorer_driven", "fully_async"])
 async def test_it_ends_learns_and_trains_on_nothing_older_than_allowed(tmp_path: Path, style: str) -> None:
     settings = (f"synchronizer.sync_style={style}", "synchronizer.sync_interval=2", "synchronizer.sync_offset=0")
@@ -56,6 +57,7 @@ async def test_it_ends_learns_and_trains_on_nothing_older_than_allowed(tmp_path:
     assert trained + 8 * dropped == 30 * 16 * 8
 
 
+@pytest.mark.extended
 async def test_what_is_too_old_is_dropped_by_groups_and_its_tasks_are_done_again(tmp_path: Path) -> None:
     run = await run_to_its_end(
         tmp_path / "run",
@@ -114,6 +116,7 @@ def check_the_phases(run: LocalRun) -> None:
         assert all(0 <= value < 60_000 for _, value in values), (phase, values)
 
 
+@pytest.mark.extended
 async def test_status_shows_members_versions_and_the_last_syncs_phases(tmp_path: Path) -> None:
     async with LocalRun(SMOKE, tmp_path / "run", ("buffer.total_steps=400",)) as run:
         await run.until_progress(3, 120.0)

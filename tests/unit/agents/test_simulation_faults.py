@@ -13,20 +13,20 @@ import pytest
 
 from tests.unit.agents.schedules import play
 
-IN_CI = 80
-"""Seeds played where nobody asks for more."""
-CHUNKS = 4
+SEEDS = 80
+"""Played where nobody asks for more."""
+CHUNKS = [0, 1, *(pytest.param(chunk, marks=pytest.mark.extended) for chunk in (2, 3))]
 """Tests that they are dealt to, so that each stays within the time limit of a test."""
 
 
 def seeds(chunk: int) -> list[int]:
     if given := os.environ.get("SEED"):
         return [int(given)] if chunk == 0 else []
-    return list(range(int(os.environ.get("SEEDS", IN_CI))))[chunk::CHUNKS]
+    return list(range(int(os.environ.get("SEEDS", SEEDS))))[chunk :: len(CHUNKS)]
 
 
 @pytest.mark.timeout(60 if "SEEDS" not in os.environ else 0)
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_simulation_under_faults_counts_every_run_once(chunk: int, tmp_path: Path) -> None:
     played = [play(seed, tmp_path / str(seed)) for seed in seeds(chunk)]
     deaths = [bus.died_at for schedule in played for bus in schedule.lives if bus.dead]

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("script", "said"),
     [
