@@ -209,7 +209,7 @@ class SyncArena:
         async with aiohttp.ClientSession(timeout=limit) as session:
             while True:
                 _, beat = self.beats.get(engine, (0.0, None))
-                url = beat.detail.get("url") if beat is not None else None
+                url = beat.detail.url if beat is not None else None
                 if url:
                     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                         async with session.post(f"{url}/v1/completions", json=body) as response:

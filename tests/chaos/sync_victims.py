@@ -25,7 +25,7 @@ from trinity_agents.engine import agent as engine_daemon
 from trinity_agents.explorer.agent import EngineHosting
 from trinity_mq.bus import Bus, LockHeld, Topology
 from trinity_mq.config import Config
-from trinity_mq.messages import SyncEvent
+from trinity_mq.messages import SyncEvent, TrainerStatus
 from trinity_mq.models import EngineHost, ensure_model_folder
 from trinity_mq.models.engines.server.admin_api import AdminApi
 from trinity_mq.models.engines.torch.generator import TextGenerator
@@ -71,10 +71,10 @@ class SyncTrainer(Agent):
     role = "trainer"
     gate: CoordinatorDriver
 
-    def detail(self) -> dict[str, Any]:
+    def detail(self) -> TrainerStatus:
         if not hasattr(self, "gate"):
-            return {}
-        return {"committed": self.gate.machine.committed, "sync": self.gate.report()}
+            return TrainerStatus()
+        return TrainerStatus(committed=self.gate.machine.committed, sync=self.gate.report())
 
     async def serve(self) -> None:
         while True:

@@ -243,11 +243,11 @@ def _add_timeline(commands: _Commands[argparse.ArgumentParser]) -> None:
         commands,
         "timeline",
         "trinity_mq.cli.commands.timeline:timeline",
-        "draw what each agent of a run did when, from the metrics in its folder",
+        "write what each agent of a run did when, as a trace for https://ui.perfetto.dev",
     )
     timeline.add_argument("target", metavar="RUN", help="the run's folder, its YAML file or its name")
     timeline.add_argument("--steps", metavar="FIRST-LAST", help="only of these batches, such as 10-30")
-    timeline.add_argument("--out", metavar="FILE", help="where to (default: timeline.svg in the run's folder)")
+    timeline.add_argument("--out", metavar="FILE", help="where to (default: timeline.json in the run's folder)")
 
 
 def _add_inspect(commands: _Commands[argparse.ArgumentParser]) -> None:

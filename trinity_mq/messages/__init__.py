@@ -1,6 +1,6 @@
-"""What travels besides experiences: tasks, batches, sync and control events, telemetry."""
+"""Every message body except experiences: tasks, batches, sync and control events, telemetry."""
 
-from trinity_mq.messages.base import BatchId, Message, Version
+from trinity_mq.messages.base import BatchId, Message, Role, Version
 from trinity_mq.messages.batches import (
     Accepted,
     BatchClosed,
@@ -12,6 +12,18 @@ from trinity_mq.messages.batches import (
     Wanted,
 )
 from trinity_mq.messages.codec import CONTENT_TYPE, JSON_CONTENT_TYPE, DecodeError, decode, decode_any, encode
+from trinity_mq.messages.status import (
+    BatchCounters,
+    EngineStatus,
+    ExplorerStatus,
+    GateStatus,
+    MemberStatus,
+    OperatorStatus,
+    RunnerStatus,
+    SchedulerStatus,
+    Status,
+    TrainerStatus,
+)
 from trinity_mq.messages.sync import SyncEvent, SyncVerb
 from trinity_mq.messages.tasks import (
     Deliver,
@@ -24,28 +36,37 @@ from trinity_mq.messages.tasks import (
     TaskSlice,
     TaskSubmission,
 )
-from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics, Role
+from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
 
 __all__ = [
     "CONTENT_TYPE",
     "JSON_CONTENT_TYPE",
     "Accepted",
     "BatchClosed",
+    "BatchCounters",
     "BatchId",
     "BatchReady",
     "ControlEvent",
     "DecodeError",
     "Deliver",
+    "EngineStatus",
     "ExperienceReference",
+    "ExplorerStatus",
+    "GateStatus",
     "Heartbeat",
     "Lane",
     "Mark",
+    "MemberStatus",
     "Message",
     "Metrics",
+    "OperatorStatus",
     "Outcome",
     "Progress",
     "Role",
     "RunEnd",
+    "RunnerStatus",
+    "SchedulerStatus",
+    "Status",
     "SubmissionOutcome",
     "SyncEvent",
     "SyncVerb",
@@ -54,6 +75,7 @@ __all__ = [
     "TaskResults",
     "TaskSlice",
     "TaskSubmission",
+    "TrainerStatus",
     "Version",
     "Wanted",
     "decode",

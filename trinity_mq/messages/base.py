@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,6 +12,10 @@ trainer."""
 
 BatchId = int | str
 """An int (training) or a string that starts with one, such as ``"3/gsm8k"`` (evaluation)."""
+
+
+Role = Literal["explorer", "scheduler", "runner", "operator", "trainer", "engine", "supervisor"]
+"""The kinds of agents that send heartbeats and metrics."""
 
 
 class Message(BaseModel):

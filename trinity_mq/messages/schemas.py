@@ -9,6 +9,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from trinity_mq.messages.base import Message
 from trinity_mq.messages.codec import CATALOGUE
+from trinity_mq.messages.status import STATUS_BY_ROLE
+from trinity_mq.messages.telemetry import Heartbeat
 
 _ROLE = re.compile(r":\w+:`(?:\w+\.)*(\w+)`")
 
@@ -39,6 +41,15 @@ def _schema(cls: type[Message]) -> dict[str, Any]:
     }
     if "$defs" in made:
         result["$defs"] = {name: _open(part) for name, part in made["$defs"].items()}
+    if cls is Heartbeat:
+        result["properties"]["detail"] = {"type": "object", "description": made["properties"]["detail"]["description"]}
+        result["allOf"] = [
+            {
+                "if": {"properties": {"role": {"const": role}}},
+                "then": {"properties": {"detail": {"$ref": f"#/$defs/{status.__name__}"}}},
+            }
+            for role, status in STATUS_BY_ROLE.items()
+        ]
     plain: dict[str, Any] = _plain_words(result)
     return plain
 

@@ -1,14 +1,17 @@
-"""Beats, metrics and control events: state travels as level, so a lost one costs one beat."""
+"""Heartbeats, metrics and control events. A heartbeat carries the whole state, so a lost one costs one interval."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_serializer, field_validator
 
-from trinity_mq.messages.base import Message
+from trinity_mq.messages.base import Message, Role
+from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus, Status
 
-Role = Literal["explorer", "scheduler", "runner", "operator", "trainer", "engine", "supervisor"]
+
+def _status_class(fields: dict[str, Any]) -> type[AnyStatus]:
+    return STATUS_BY_ROLE.get(fields.get("role", "supervisor"), Status)
 
 
 class Heartbeat(Message):
@@ -20,16 +23,32 @@ class Heartbeat(Message):
     role: Role
     id: str
     seq: int
-    """Rises with each beat of this process."""
+    """Rises with each heartbeat of this process."""
     incarnation: str
-    """Born with the process: a new one means the agent was restarted."""
+    """Identifies the process: a new one means that the agent was restarted."""
     lease: float
-    """Seconds after which, without another beat, the agent is taken for dead."""
+    """Seconds after which the agent is taken for dead, unless another heartbeat comes."""
     state: str
-    """starting, working, idle, holding, paused, draining, finished."""
+    """starting, working, idle, holding, paused, draining, finished or gone."""
     waits_for: str | None = None
+    """What the agent waits for; null while it works."""
     waits_seconds: float = 0.0
-    detail: dict[str, Any] = Field(default_factory=dict)
+    """Seconds that it has waited for it."""
+    detail: AnyStatus = Field(default_factory=lambda fields: _status_class(fields)())
+    """The status of the agent's role."""
+
+    @field_validator("detail", mode="before")
+    @classmethod
+    def _parse_detail(cls, detail: Any, info: ValidationInfo) -> Status:
+        try:
+            return _status_class(info.data).model_validate(detail)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'detail'}: {first['msg']}") from error
+
+    @field_serializer("detail")
+    def _dump_detail(self, detail: Status) -> dict[str, Any]:
+        return detail.as_map()
 
 
 class Metrics(Message):

@@ -6,11 +6,12 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, get_args, runtime_checkable
 
-from trinity_mq.messages import Heartbeat
+from trinity_mq.messages import EngineStatus, Heartbeat
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost
+from trinity_mq.models.inference import ModelRole
 
 STALE = 5.0
 """Seconds without a beat (they come every two) after which an engine is asked only if all others are as silent."""
@@ -184,16 +185,18 @@ class EngineSelector:
 
 def _known(beat: Heartbeat, now: float) -> _Known | None:
     """Return the engine in a beat; None for one that does not say what it serves, and where."""
-    load, model = beat.detail.get("load", 0), known_model(beat)
-    if model is None or beat.detail.get("role") not in ("rollout", "auxiliary") or not isinstance(load, int):
+    model = known_model(beat)
+    if model is None or not isinstance(beat.detail, EngineStatus):
         return None
-    return _Known(model=model, load=load, beat=beat, heard=now)
+    return _Known(model=model, load=beat.detail.load, beat=beat, heard=now)
 
 
 def known_model(beat: Heartbeat) -> InferenceModel | None:
-    """Return the model that an engine's beat speaks of, None for one that does not say what is served and where."""
-    try:
-        model = InferenceModel.from_dict(beat.detail)
-    except (KeyError, TypeError, ValueError, IndexError):
+    """Return the model that an engine's heartbeat announces; None if it does not say what is served and where."""
+    status = beat.detail
+    if not isinstance(status, EngineStatus) or status.id is None or status.url is None or status.name is None:
         return None
-    return model if isinstance(model.name, str) and isinstance(model.url, str) else None
+    role = next((role for role in get_args(ModelRole) if role == status.role), None)
+    if role is None:
+        return None
+    return InferenceModel(status.id, status.url, status.name, status.model_path, status.version, role)

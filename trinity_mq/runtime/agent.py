@@ -14,6 +14,7 @@ import structlog
 from trinity_mq.bus import Bus, Consumer, Delivery, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import ControlEvent, Heartbeat, Message, Metrics, Role
+from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus
 from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.heartbeats import HEARTBEAT_INTERVAL, HEARTBEAT_LEASE, HeartbeatPublisher
@@ -62,9 +63,9 @@ class Agent(ABC):
     async def serve(self) -> None:
         """Do the agent's work."""
 
-    def detail(self) -> dict[str, Any]:
-        """Return what the others need to know, as level; sent with each beat."""
-        return {}
+    def detail(self) -> AnyStatus:
+        """Return the role's status, which each heartbeat carries."""
+        return STATUS_BY_ROLE[self.role]()
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
         """Return beats sent on behalf of processes that this agent hosts."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
-from trinity_mq.messages import Heartbeat, Role
+from trinity_mq.messages import ExplorerStatus, Heartbeat, Role, Status, TrainerStatus
 from trinity_mq.runtime.notify import Notifier
+
+S = TypeVar("S", bound=Status)
 
 
 @dataclass(slots=True)
@@ -62,7 +64,23 @@ class Peers:
         peer = self._peers.get(agent_id)
         return peer.beat if peer else None
 
-    def detail(self, role: Role) -> dict[str, Any]:
-        """Return the ``detail`` of the one living agent of a role, empty when there is none."""
-        beats = self.alive(role)
-        return beats[-1].detail if beats else {}
+    def statuses(self, role: Role, status: type[S], *, without: str = "") -> list[S]:
+        """Return what the living agents of a role report, oldest id first, the agent ``without`` left out.
+
+        Args:
+            role: The role.
+            status: The class of its status.
+            without: Id of an agent, usually the caller's.
+        """
+        details = (beat.detail for beat in self.alive(role) if beat.id != without)
+        return [detail for detail in details if isinstance(detail, status)]
+
+    @property
+    def explorer(self) -> ExplorerStatus:
+        """Status of the living explorer, of defaults when there is none."""
+        return next(reversed(self.statuses("explorer", ExplorerStatus)), ExplorerStatus())
+
+    @property
+    def trainer(self) -> TrainerStatus:
+        """Status of the living trainer, of defaults when there is none."""
+        return next(reversed(self.statuses("trainer", TrainerStatus)), TrainerStatus())

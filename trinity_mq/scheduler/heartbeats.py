@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from trinity_mq.bus import Bus, Topology
-from trinity_mq.messages import Heartbeat
+from trinity_mq.messages import Heartbeat, SchedulerStatus
 from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter
 from trinity_mq.runtime.heartbeats import HEARTBEAT_LEASE, HeartbeatPublisher
 from trinity_mq.runtime.peers import Peers
@@ -22,12 +21,12 @@ class SchedulerHeartbeats:
     Args:
         bus: A connected bus.
         topology: The run's names.
-        detail: Returns what the beats carry.
+        open_tickets: Returns the tickets that are open.
         peers: Takes in what is heard.
     """
 
-    def __init__(self, bus: Bus, topology: Topology, detail: Callable[[], dict[str, Any]], peers: Peers) -> None:
-        self._bus, self._topology, self._detail, self._peers = bus, topology, detail, peers
+    def __init__(self, bus: Bus, topology: Topology, open_tickets: Callable[[], list[str]], peers: Peers) -> None:
+        self._bus, self._topology, self._open_tickets, self._peers = bus, topology, open_tickets, peers
         self.id = f"{ROLE}-{uuid.uuid4().hex[:8]}"
         self.seq = 0
         self._incarnation = uuid.uuid4().hex[:12]
@@ -68,7 +67,7 @@ class SchedulerHeartbeats:
             incarnation=self._incarnation,
             lease=HEARTBEAT_LEASE,
             state="working",
-            detail=self._detail(),
+            detail=SchedulerStatus(open=self._open_tickets()),
         )
         return (beat,)
 

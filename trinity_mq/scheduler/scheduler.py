@@ -71,7 +71,7 @@ class Scheduler(Shelving):
         topology, peers = topology or Topology(config.name), peers or Peers()
         beacon = None
         if not owner:
-            beacon = SchedulerHeartbeats(bus, topology, lambda: {"open": self.open_tickets}, peers)
+            beacon = SchedulerHeartbeats(bus, topology, lambda: self.open_tickets, peers)
             owner, heartbeat_soon = beacon.id, beacon.soon
         super().__init__(
             config,
@@ -244,7 +244,7 @@ class Scheduler(Shelving):
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """Return what the living runners said last, by id."""
         return {
-            beat.id: {"state": beat.state, "waits_for": beat.waits_for, **beat.detail}
+            beat.id: {"state": beat.state, "waits_for": beat.waits_for, **beat.detail.as_map()}
             for beat in self.peers.alive("runner")
         }
 

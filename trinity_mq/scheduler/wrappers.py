@@ -60,7 +60,7 @@ class RunnerWrapper:
     def state(self) -> dict[str, Any]:
         """What the runner's last beat said, empty when none was heard."""
         beat: Heartbeat | None = self._peers.latest(self.agent_id) if self._peers else None
-        return {} if beat is None else {"state": beat.state, **beat.detail}
+        return {} if beat is None else {"state": beat.state, **beat.detail.as_map()}
 
     async def run_with_retry(self, task: TaskWrapper) -> tuple[Status, list[Experience], int | str]:
         """Have the task done, attempts and back-off included, and return its status, its experiences and this runner's

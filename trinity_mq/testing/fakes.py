@@ -230,5 +230,5 @@ class FakeRunnerAgent(Agent):
 
     async def serve(self) -> None:
         """Work until the explorer has finished."""
-        over = self.woken.until(lambda: self.draining.is_set() or self.peers.detail("explorer").get("finished", False))
+        over = self.woken.until(lambda: self.draining.is_set() or self.peers.explorer.finished)
         await self.with_background(over, self._work(self.bus, self.topology))

@@ -22,7 +22,7 @@ from trinity_agents.explorer.task_source import TaskReader
 from trinity_mq.bus import Bus, Lock, LockHeld, Topology
 from trinity_mq.config import Config
 from trinity_mq.data import Taskset, open_taskset
-from trinity_mq.messages import Heartbeat, TaskBody
+from trinity_mq.messages import EngineStatus, ExplorerStatus, Heartbeat, TaskBody
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.run_marker import mark_over
@@ -70,13 +70,13 @@ class Explorer(Agent):
         self._taskset, self._eval_sets = taskset, eval_sets or {}
         self.exploration: ExplorerLoop | None = None
 
-    def detail(self) -> dict[str, Any]:
+    def detail(self) -> ExplorerStatus:
         """Return what runners, the trainer and the display need to know."""
         if self.exploration is not None:
             return self.exploration.detail()
         # while we wait: whoever asks for the explorer's level must not find an empty one in our beat
-        others = [beat.detail for beat in self.peers.alive("explorer") if beat.id != self.id]
-        return others[0] if others else {"open": [], "finished": False}
+        others = self.peers.statuses("explorer", ExplorerStatus, without=self.id)
+        return others[0] if others else ExplorerStatus(open=[], finished=False)
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
         """Return the engines' beats."""
@@ -191,7 +191,7 @@ class Explorer(Agent):
 
     async def _lock(self) -> Lock | None:
         """Return the run's lock; None when asked to drain or when the run has ended without us."""
-        while not (self.draining.is_set() or self.detail()["finished"]):
+        while not (self.draining.is_set() or self.detail().finished):
             try:
                 return await self.bus.lock(self.topology.lock("explorer"))
             except LockHeld:
@@ -215,9 +215,9 @@ class EngineHosting(Agent):
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
         self.room = HostedEngines(self, engines)
 
-    def detail(self) -> dict[str, Any]:
+    def detail(self) -> EngineStatus:
         """Return whose host it is; without a URL nobody takes it for an engine."""
-        return {"hosts": [engine.snapshot.id for engine in self.room.engines]}
+        return EngineStatus(hosts=[engine.snapshot.id for engine in self.room.engines])
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
         """Return the engines' beats."""
@@ -243,7 +243,7 @@ class EngineHosting(Agent):
             await self.room.close(stop=self._is_over())
 
     def _is_over(self) -> bool:
-        return self.draining.is_set() or bool(self.peers.detail("explorer").get("finished"))
+        return self.draining.is_set() or self.peers.explorer.finished
 
     async def _lock(self) -> Lock | None:
         """Return what makes our name, and so the names of our engines, ours alone; None when asked to drain."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trinity_mq.messages import Heartbeat, SyncEvent, Version
+from trinity_mq.messages import GateStatus, Heartbeat, MemberStatus, SyncEvent, Version
 from trinity_mq.models.engine_selection import known_model
 from trinity_mq.models.inference import ModelRole
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
@@ -161,7 +161,7 @@ class HostedEngines:
             lease=ENGINE_LEASE,
             state=state,
             waits_for=waits_for,
-            detail={**snapshot.detail(role), "version": version},
+            detail=snapshot.detail(role).model_copy(update={"version": version}),
         )
 
     def _elsewhere(self) -> list[Version]:
@@ -205,21 +205,19 @@ class HostedEngines:
             self._agent.heartbeat_soon()
         self._agent.woken.notify()
 
-    def _told(self, engine: str) -> dict[str, Any]:
-        """Return what the trainer's beat says of an engine."""
-        sync = self._agent.peers.detail("trainer").get("sync") or {}
-        told: dict[str, Any] = (sync.get("members") or {}).get(engine) or {}
-        return told
+    def _told(self, engine: str) -> MemberStatus:
+        """Return what the trainer's heartbeat says of an engine."""
+        sync = self._agent.peers.trainer.sync or GateStatus()
+        return sync.members.get(engine) or MemberStatus()
 
     def _lack(self, engine: str) -> str:
-        quarantined = self._told(engine).get("state") == "quarantined"
+        quarantined = self._told(engine).state == "quarantined"
         return "weights that its canary shows: it is quarantined" if quarantined else "weights"
 
     def _given(self, engine: str) -> Key | None:
         """Return what the trainer's beat says was last committed at an engine, and in which try."""
         told = self._told(engine)
-        version, given = told.get("version"), told.get("given")
-        return ((version[0], version[1]), given[0], given[1]) if version and given else None
+        return (told.version, *told.given) if told.version and told.given else None
 
     def _committed_here(self, version: Version | None, progress: int) -> None:
         self._on_commit(version, progress)

@@ -15,7 +15,15 @@ from trinity_agents.explorer.task_source import TaskReader, TaskSource
 from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
 from trinity_mq.bus import Delivery, Lock
 from trinity_mq.dispatch.tickets import SubmissionRef
-from trinity_mq.messages import RunEnd, SubmissionOutcome, TaskBody, TaskSubmission, Version
+from trinity_mq.messages import (
+    BatchCounters,
+    ExplorerStatus,
+    RunEnd,
+    SubmissionOutcome,
+    TaskBody,
+    TaskSubmission,
+    Version,
+)
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError
@@ -86,24 +94,22 @@ class ExplorerLoop:
         await self._file.save(self.state)
         self.agent.heartbeat_soon()
 
-    def detail(self) -> dict[str, Any]:
-        """Return the explorer's level for its beat."""
-        return {
-            "open": self.scheduler.open_tickets,
-            "opened": self.state.opened,
-            "closed": self.state.closed,
-            "following": list(self.state.following.tickets),
-            "total_batches": self.intake.total_batches,
-            "counters": {
-                "progress": self.batches.counters.progress,
-                "committed_progress": self.batches.counters.committed_progress,
-            },
-            "wants": self.batches.wants,
-            "evaluating": self.evaluations.running,
-            "pending": len(self.state.pending),
-            "ended": self.state.ended,
-            "finished": self.state.finished,
-        }
+    def detail(self) -> ExplorerStatus:
+        """Return the explorer's status for its heartbeat."""
+        counters = self.batches.counters
+        return ExplorerStatus(
+            open=self.scheduler.open_tickets,
+            opened=self.state.opened,
+            closed=self.state.closed,
+            following=list(self.state.following.tickets),
+            total_batches=self.intake.total_batches,
+            counters=BatchCounters(progress=counters.progress, committed_progress=counters.committed_progress),
+            wants=self.batches.wants,
+            evaluating=self.evaluations.running,
+            pending=len(self.state.pending),
+            ended=self.state.ended,
+            finished=self.state.finished,
+        )
 
     async def background(self) -> list[Any]:
         """Return the coroutines that run beside :meth:`run`; what they need to be ready is."""
@@ -189,10 +195,10 @@ class ExplorerLoop:
         await self.scheduler.answer(submission, told)
 
     def _has_final_weights(self) -> bool:
-        trainer = self.agent.peers.detail("trainer")
-        if not (trainer.get("finished") and self.batches.are_all_consumed):
+        trainer = self.agent.peers.trainer
+        if not (trainer.finished and self.batches.are_all_consumed):
             return False
-        return self.room.version == (trainer["generation"], trainer["step"])
+        return self.room.version == (trainer.generation, trainer.step)
 
     async def _let_runners_finish(self) -> None:
         """Keep the engine up while draining runners finish what they hold."""
@@ -302,13 +308,13 @@ class ExplorerLoop:
     async def _follow_trainer(self) -> None:
         """Take the trainer's level from its beats: a lost event costs one beat."""
         while True:
-            trainer = self.agent.peers.detail("trainer")
-            if trainer.get("generation"):
+            trainer = self.agent.peers.trainer
+            if trainer.generation:
                 self.batches.heard(
-                    trainer["generation"],
-                    progress=trainer.get("progress"),
-                    committed=trainer.get("committed_progress"),
-                    answered=trainer.get("answered"),
+                    trainer.generation,
+                    progress=trainer.progress,
+                    committed=trainer.committed_progress,
+                    answered=trainer.answered,
                 )
             await self.agent.peers.changed.wait()
 

@@ -21,7 +21,7 @@ from trinity_mq.dispatch.batch_ids import sort_batch_id
 from trinity_mq.dispatch.batch_metrics import rollout_metrics, submission_outcome
 from trinity_mq.dispatch.pacing import Counters, may_open, must_ask, required_answer, required_progress
 from trinity_mq.dispatch.tickets import Ticket
-from trinity_mq.messages import BatchReady, Progress, TaskBody
+from trinity_mq.messages import BatchReady, OperatorStatus, Progress, TaskBody
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
@@ -177,11 +177,11 @@ class TrainingBatches:
             return
         self._asked_for += seconds
         if self._asked_for > config.request_timeout:
-            detail = trainers[-1].detail
+            status = self._peers.trainer
             raise FatalError(
                 f"the trainer has not given us the weights we asked for at batch {self.wants} in "
-                f"{config.request_timeout:g} s (synchronizer.request_timeout). It says: step {detail.get('step')}, "
-                f"progress {detail.get('progress')}, gate {detail.get('phase')}, {trainers[-1].state}. If a train step "
+                f"{config.request_timeout:g} s (synchronizer.request_timeout). It says: step {status.step}, "
+                f"progress {status.progress}, gate {status.phase}, {trainers[-1].state}. If a train step "
                 "takes longer, raise the limit; else look at the trainer's log and the engines'. The state is saved"
             )
 
@@ -334,8 +334,8 @@ class TrainingBatches:
         if not self._peers.alive("trainer"):
             return
         explorer = self._config.explorer
-        operators = [beat.detail.get("ticket") for beat in self._peers.alive("operator")]
-        in_hand = {*operators, *self._peers.detail("trainer").get("in_hand", ())}
+        operators = [status.ticket for status in self._peers.statuses("operator", OperatorStatus)]
+        in_hand = {*operators, *self._peers.trainer.in_hand}
         if operators and all(operators):
             in_hand |= set(self._state.following.tickets)  # they wait their turn: every operator is at work
         remedies = self._state.following.tick(

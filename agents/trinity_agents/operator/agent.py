@@ -32,7 +32,7 @@ from trinity_mq.bus import (
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.dispatch.collector import UNBOUND_BEFORE_DELETE
-from trinity_mq.messages import BatchClosed, BatchReady, DecodeError, Mark
+from trinity_mq.messages import BatchClosed, BatchReady, DecodeError, Mark, OperatorStatus
 from trinity_mq.models.auxiliary_clients import auxiliary_clients
 from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, OperatorError, create_operators, run_chain
@@ -91,9 +91,9 @@ class Operator(Agent):
         self._stopped = asyncio.Event()
         """No further manifest comes to us."""
 
-    def detail(self) -> dict[str, Any]:
+    def detail(self) -> OperatorStatus:
         """Return the ticket at work: the explorer's deadline for it does not run meanwhile."""
-        return {"ticket": self._ticket}
+        return OperatorStatus(ticket=self._ticket)
 
     async def serve(self) -> None:
         """Process batches until drained or the run is over."""
@@ -116,9 +116,7 @@ class Operator(Agent):
             if self._store is not None:
                 sweep = deletions.create_task(Sweep(self.bus, self.topology, self._store).run())
                 stack.callback(sweep.cancel)
-            await self.woken.until(
-                lambda: self.draining.is_set() or self.peers.detail("explorer").get("finished", False)
-            )
+            await self.woken.until(lambda: self.draining.is_set() or self.peers.explorer.finished)
             await feed.stop()
             self._stopped.set()
             await asyncio.wait([work], timeout=self.config.runner.drain_timeout)
@@ -262,7 +260,8 @@ class Operator(Agent):
             raise QueueGone(queue)
         others = (beat for beat in self.peers.alive("operator") if beat.id != self.id)
         # one that has the same batch and waits for nothing is the queue's single active consumer
-        held = any(beat.detail.get("ticket") == manifest.ticket and beat.waits_for is None for beat in others)
+        working = (beat.detail for beat in others if beat.waits_for is None)
+        held = any(isinstance(status, OperatorStatus) and status.ticket == manifest.ticket for status in working)
         return 0.0 if held else IDLE_CHECK
 
     async def _send_wanted(self, manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> None:

@@ -25,7 +25,7 @@ from trinity_agents.runner.slice_executor import STOP_PATIENCE, SliceExecutor
 from trinity_agents.runner.watchdog import Watchdog
 from trinity_mq.bus import Bus, Consumer, Delivery, Topology
 from trinity_mq.config import Config
-from trinity_mq.messages import Outcome, TaskSlice
+from trinity_mq.messages import Outcome, RunnerStatus, TaskSlice
 from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.rollout.workflow_runner import SliceOutcome, WorkflowRunner
 from trinity_mq.runtime.agent import Agent
@@ -102,17 +102,14 @@ class Runner(Agent):
         self._done = 0
         self._counts: Counter[str] = Counter()
 
-    def detail(self) -> dict[str, Any]:
-        """Return what runs here (the oldest slices by name), what became of the rest, and what is known of deaths."""
-        died = self._deaths.level()
+    def detail(self) -> RunnerStatus:
+        """Return what runs here (the oldest slices by name) and how many slices ended in which way."""
         oldest = itertools.islice(self._held.values(), LISTED)
-        return {
-            "running": len(self._held),
-            "slices": [[*work.key, round(work.seconds, 1)] for work in oldest],
-            "done": self._done,
-            **self._counts,
-            **({"died": died} if died else {}),
-        }
+        return RunnerStatus(
+            running=len(self._held),
+            slices=[(*work.key, round(work.seconds, 1)) for work in oldest],
+            done=self._done,
+        ).model_copy(update=self._counts)
 
     # -- taking slices
 
@@ -163,7 +160,7 @@ class Runner(Agent):
     def _is_over(self) -> bool:
         if self._failure is not None:
             raise self._failure
-        return bool(self._leaving or self.draining.is_set() or self.peers.detail("explorer").get("finished", False))
+        return bool(self._leaving or self.draining.is_set() or self.peers.explorer.finished)
 
     async def _take(self, feed: Consumer) -> None:
         async for delivery in feed:
@@ -305,7 +302,6 @@ class Runner(Agent):
                 "slice_comes_again", ticket=task_slice.ticket, task=task_slice.task_id, why=what, reason=str(error)
             )
             self._counts["given_back"] += 1
-            self.heartbeat_soon()  # whoever gets it next may have to tell its history
             await requeue(work.delivery)
         else:
             await self._poison(work, f"{what} {limit} times, last: {error}")
@@ -315,7 +311,7 @@ class Runner(Agent):
         self._counts["poisoned"] += 1
         await self._reports.report(work, self._reports.result(work, "poisoned", reason))
         self._remember(work)
-        history = self._deaths.history(work, self.peers.alive("runner"))
+        history = self._deaths.history(work)
         work.delivery.headers = {**work.delivery.headers, "dead-history": "\n".join(history)}
         await dead_letter(self.bus, self.topology, work.delivery, reason, self.id)
         self._deaths.forget(work)

@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 from trinity_mq.bus import Delivery
-from trinity_mq.messages import TaskSlice
+from trinity_mq.messages import SchedulerStatus, TaskSlice
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.runtime.peers import Peers
 
@@ -71,7 +71,6 @@ class OpenTickets:
             return False
         known = self._known.get(task_slice.explorer)
         if known is None or known[0] is not beat:
-            listed = beat.detail.get("open", ())
-            tickets = frozenset(each for each in listed if isinstance(each, str))
+            tickets = frozenset(beat.detail.open) if isinstance(beat.detail, SchedulerStatus) else frozenset()
             known = self._known[task_slice.explorer] = (beat, tickets)
         return task_slice.ticket not in known[1]

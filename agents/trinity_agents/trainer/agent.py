@@ -20,7 +20,7 @@ from trinity_agents.trainer.source import StreamSource, TrainBatch
 from trinity_mq.bus import Bus, Lock, LockHeld, Topology
 from trinity_mq.config import Config
 from trinity_mq.dispatch.pacing import Boundary, sync_due
-from trinity_mq.messages import Progress, SyncEvent
+from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
 from trinity_mq.models import ensure_model_folder, fingerprint
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import envelope
@@ -102,28 +102,28 @@ class Trainer(Agent):
         """The version of the weights the learner holds."""
         return (self.generation, self.step)
 
-    def detail(self) -> dict[str, Any]:
+    def detail(self) -> TrainerStatus:
         """Return the counters that pace the others."""
         machine = self.gate.machine
         if not self.generation:
             # while we wait: whoever asks for the trainer's level must not find an empty one in our beat
-            others = [beat.detail for beat in self.peers.alive("trainer") if beat.id != self.id]
+            others = self.peers.statuses("trainer", TrainerStatus, without=self.id)
             if others:
                 return others[0]
-        return {
-            "generation": self.generation,
-            "step": self.step,
-            "progress": self.progress,
-            "committed": machine.committed,
-            "committed_progress": machine.committed_progress,
-            "answered": self._answered,
-            "epoch": machine.epoch,
-            "phase": self.gate.phase,
-            "members": sorted(machine.members),
-            "in_hand": [*self.source.waiting, *self._in_hand],
-            "sync": self.gate.report(),
-            "finished": self.finished,
-        }
+        return TrainerStatus(
+            generation=self.generation,
+            step=self.step,
+            progress=self.progress,
+            committed=machine.committed,
+            committed_progress=machine.committed_progress,
+            answered=self._answered,
+            epoch=machine.epoch,
+            phase=self.gate.phase,
+            members=sorted(machine.members),
+            in_hand=[*self.source.waiting, *self._in_hand],
+            sync=self.gate.report(),
+            finished=self.finished,
+        )
 
     async def serve(self) -> None:
         """Train until the run is over or drained."""
@@ -222,7 +222,7 @@ class Trainer(Agent):
     @property
     def _is_run_over(self) -> bool:
         """The explorer has done the last evaluation."""
-        return any(beat.detail.get("finished", False) for beat in self.peers.alive("explorer"))
+        return any(explorer.finished for explorer in self.peers.statuses("explorer", ExplorerStatus))
 
     @property
     def _is_at_end(self) -> bool:
@@ -231,8 +231,7 @@ class Trainer(Agent):
     @property
     def _wanted(self) -> int:
         """The last batch for which the explorer asks for our newest weights."""
-        wanted = self.peers.detail("explorer").get("wants", 0)
-        return wanted if isinstance(wanted, int) else 0
+        return self.peers.explorer.wants
 
     def _sync_is_due(self) -> bool:
         machine = self.gate.machine

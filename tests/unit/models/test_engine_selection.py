@@ -97,8 +97,8 @@ def test_without_weights_or_role_or_address():
         with pytest.raises(EngineLost):
             engines.choice()
         engines.beat("judge", role="auxiliary")
-        engines.beat("odd", load="high")
-        engines.beats["nowhere"] = engines.beats["odd"].model_copy(update={"id": "nowhere", "detail": {"load": 0}})
+        engines.beat("odd", role="of a later release")
+        engines.beat("nowhere", url=None)
         with pytest.raises(EngineLost):
             engines.choice()
         engines.beat("empty", version=None)

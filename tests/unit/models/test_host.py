@@ -127,7 +127,7 @@ async def test_an_engines_life(
     successor = host_of(config, ["/bin/false"])
     await successor.start()
     assert (successor.snapshot.version, successor.snapshot.state) == ((1, 1), "current")
-    assert successor.snapshot.detail()["url"] == ready.url
+    assert successor.snapshot.detail().url == ready.url
     async with asyncio.TaskGroup() as group:
         keeping = group.create_task(successor.keep())
         await asyncio.sleep(0)

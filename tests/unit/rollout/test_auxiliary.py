@@ -303,15 +303,13 @@ def test_the_engine_of_an_auxiliary_model_is_chosen_like_any():
     run_virtually(main())
 
 
-@pytest.mark.parametrize(
-    "strange", [{"role": ["rollout"]}, {"name": {"a": 1}}, {"url": None}, {"load": "much"}, {"version": "x"}]
-)
-def test_strange_beats_are_no_engines(strange):
+@pytest.mark.parametrize("lacking", [{"role": ""}, {"role": "other"}, {"name": None}, {"url": None}, {"id": None}])
+def test_heartbeats_without_what_a_client_needs_are_no_engines(lacking):
     async def main():
         engines = Named()
         engines.beat("good", load=9)
-        engines.beat("odd", **strange)
-        engines.beat("odd too", **{"role": "auxiliary", "name": "judge", **strange})
+        engines.beat("odd", **lacking)
+        engines.beat("odd too", **{"role": "auxiliary", "name": "judge", **lacking})
         assert engines.chosen() == {"good": 20}
 
     run_virtually(main())

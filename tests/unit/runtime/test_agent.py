@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
-from trinity_mq.messages import ControlEvent, Heartbeat, decode
+from trinity_mq.messages import ControlEvent, Heartbeat, RunnerStatus, decode
 from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
@@ -38,8 +38,8 @@ class Idler(Agent):
         self.heard: list[str] = []
         self.level = 0
 
-    def detail(self) -> dict[str, Any]:
-        return {"level": self.level}
+    def detail(self) -> RunnerStatus:
+        return RunnerStatus(running=self.level)
 
     async def serve(self) -> None:
         self.set_state("idle", "work")
@@ -105,7 +105,7 @@ def test_it_beats_every_interval_and_on_change_with_rising_numbers_and_says_good
     times = [time for time, _ in outside.beats]
     assert max(b - a for a, b in itertools.pairwise(times)) < HEARTBEAT_INTERVAL + 0.1
     assert 10 < len(beats) < 18
-    changed = next(time for time, beat in outside.beats if beat.detail == {"level": 7})
+    changed = next(time for time, beat in outside.beats if beat.detail == RunnerStatus(running=7))
     assert changed < 20.6
     assert (beats[-1].state, beats[-1].waits_for) == ("gone", None)
     waiting = [beat for beat in beats if beat.waits_for == "work"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from trinity_mq.messages import Heartbeat
+from trinity_mq.messages import ExplorerStatus, Heartbeat, RunnerStatus, TrainerStatus
 from trinity_mq.runtime.peers import Peers
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -44,13 +44,13 @@ def test_a_peer_lives_as_long_as_its_lease() -> None:
 def test_one_that_is_gone_does_not_live_but_is_remembered() -> None:
     async def main() -> None:
         peers = Peers()
-        peers.receive(beat(detail={"open": ["t"]}))
-        peers.receive(beat(seq=2, state="gone", detail={"open": []}))
+        peers.receive(beat(detail={"running": 1}))
+        peers.receive(beat(seq=2, state="gone", detail={"running": 0}))
         assert peers.alive("runner") == []
-        assert peers.detail("runner") == {}
+        assert peers.statuses("runner", RunnerStatus) == []
         latest = peers.latest("runner-0")
         assert latest is not None
-        assert latest.detail == {"open": []}
+        assert latest.detail == RunnerStatus(running=0)
         assert peers.latest("nobody") is None
 
     run_virtually(main())
@@ -96,9 +96,9 @@ def test_after_deafness_every_lease_starts_anew() -> None:
         await asyncio.sleep(60)
         assert peers.alive("runner") == []
         peers.refresh()
-        assert peers.detail("runner") == {"running": 1}
+        assert peers.statuses("runner", RunnerStatus) == [RunnerStatus(running=1)]
         await asyncio.sleep(10)
-        assert peers.detail("runner") == {}
+        assert peers.statuses("runner", RunnerStatus) == []
 
     run_virtually(main())
 
@@ -113,5 +113,21 @@ def test_leases_stand_still_while_we_are_deaf() -> None:
         peers.refresh()
         await asyncio.sleep(11)
         assert peers.alive("runner") == []
+
+    run_virtually(main())
+
+
+def test_the_status_of_the_living_explorer_and_trainer_is_that_of_the_last_id() -> None:
+    async def main() -> None:
+        peers = Peers()
+        assert (peers.explorer, peers.trainer) == (ExplorerStatus(), TrainerStatus())
+        peers.receive(beat("explorer-1", role="explorer", detail={"wants": 2}))
+        peers.receive(beat("explorer-0", role="explorer", detail={"wants": 1}))
+        peers.receive(beat("trainer-0", role="trainer", detail={"committed": [1, 3]}))
+        assert peers.explorer.wants == 2
+        assert peers.trainer.committed == (1, 3)
+        assert [one.wants for one in peers.statuses("explorer", ExplorerStatus, without="explorer-1")] == [1]
+        await asyncio.sleep(10)
+        assert (peers.explorer, peers.trainer) == (ExplorerStatus(), TrainerStatus())
 
     run_virtually(main())

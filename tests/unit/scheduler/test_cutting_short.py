@@ -318,12 +318,12 @@ def test_a_scheduler_without_an_agent_beats_and_lists_what_is_open() -> None:
             for when, beat in beats
             if beat.id == task_slice.explorer and beat.seq >= task_slice.opened_beat
         ]
-        before = [beat.detail["open"] for when, beat in listing if when < aborted]
+        before = [beat.detail.open for when, beat in listing if when < aborted]
         assert len(before) >= 2, "every two seconds"
         assert all(listed == [ticket] for listed in before)
         when, beat = next(one for one in listing if one[0] >= aborted)
         assert when - aborted < 0.2
-        assert (beat.role, beat.detail["open"]) == ("scheduler", [])
+        assert (beat.role, beat.detail.open) == ("scheduler", [])
         assert task_slice.explorer.startswith("scheduler-")
         assert task_slice.keep_partial
         await scheduler.stop()

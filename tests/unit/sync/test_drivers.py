@@ -79,8 +79,8 @@ class Gate:
 
     def _given(self, member: str) -> Any:
         """As the trainer's beat tells it."""
-        known = self.keeper.report()["members"].get(member)
-        return (known["version"], *known["given"]) if known else None
+        known = self.keeper.report().members.get(member)
+        return (known.version, *known.given) if known and known.given else None
 
     def play(self, act: Callable[[], Awaitable[Any]], limit: float = 500) -> Any:
         async def main() -> Any:

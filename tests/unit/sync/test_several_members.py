@@ -200,11 +200,11 @@ def test_an_engine_that_keeps_its_old_weights_is_left_out_in_that_round_and_free
         assert now() - began < 2.0
         assert keeper.aborts == 1
         assert (1, 1) not in gate.engines[1].served
-        assert keeper.report()["members"]["m1"]["state"] == "quarantined"
+        assert keeper.report().members["m1"].state == "quarantined"
         assert keeper.metrics()["sync/quarantined"] == 1.0
         await keeper.changed.until(lambda: not keeper.machine.stale_members())
         assert keeper.metrics()["sync/canary_failures"] == lies
-        assert keeper.report()["members"]["m1"]["state"] == "current"
+        assert keeper.report().members["m1"].state == "current"
         await keeper.sync((1, 2), 2)
 
     gate.play(act, limit=100)

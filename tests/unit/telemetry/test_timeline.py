@@ -1,19 +1,16 @@
-"""The timeline read from metrics and drawn."""
+"""The timeline read from metrics and written as a Chrome trace."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
-from xml.etree import ElementTree
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_mq.telemetry import timeline
-from trinity_mq.telemetry.timeline import Span, draw, lanes, spans
-
-SVG = "{http://www.w3.org/2000/svg}"
+from trinity_mq.telemetry.timeline import Span, chrome_trace, spans, tracks
 
 
 def line(role: str, step: int, at: float, **values: float) -> dict[str, Any]:
@@ -59,62 +56,41 @@ def test_lines_of_others_and_nonsense_tell_nothing() -> None:
     assert spans(odd) == []
 
 
-def test_a_sync_tells_its_phases_to_whoever_points_at_it() -> None:
-    (sync,) = (span for span in spans(PERIOD) if span.what == "sync")
-    assert sync.words == "sync, progress 1: 0.500 s (pause 3 ms, transfer 400 ms)"
+def events(lines: list[dict[str, Any]]) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    """``(names of processes, activities)`` of the trace."""
+    every = json.loads(chrome_trace(spans(lines)))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in every if event["name"] == "process_name"}
+    return names, [event for event in every if event["ph"] == "X"]
 
 
-def bars(picture: str) -> list[tuple[str, float, float, float]]:
-    """``(words, x, y, width)`` of every bar."""
-    found = []
-    for rect in ElementTree.fromstring(picture).iter(f"{SVG}rect"):
-        title = rect.find(f"{SVG}title")
-        if title is not None:
-            found.append((str(title.text), *(float(rect.attrib[name]) for name in ("x", "y", "width"))))
-    return found
+def test_the_trace_has_each_activity_in_microseconds_and_a_sync_with_the_explorer_too() -> None:
+    processes, found = events(PERIOD)
+    assert set(processes.values()) == {"explorer-0", "operator-0", "trainer-0"}
+    shown = {(processes[event["pid"]], event["name"]): event for event in found}
+    assert len(shown) == len(found) == 8
+    explore, train = shown["explorer-0", "explore 1"], shown["trainer-0", "train 1"]
+    assert (explore["ts"], explore["dur"], explore["args"]) == (0, 2_000_000, {"batch": 1})
+    assert (train["ts"], train["dur"], train["args"]) == (2_500_000, 1_500_000, {"progress": 1})
+    theirs, ours = shown["trainer-0", "sync 1"], shown["explorer-0", "sync 1"]
+    assert theirs["args"] == {"progress": 1, "pause_ms": 3.0, "transfer_ms": 400.0}
+    assert (theirs["ts"], theirs["dur"]) == (ours["ts"], ours["dur"]) == (4_000_000, 500_000)
 
 
-def test_the_picture_has_a_bar_for_each_to_scale_and_the_sync_in_the_explorers_row_too() -> None:
-    picture = draw("a <run> & more", spans(PERIOD))
-    drawn = {words: (x, y, width) for words, x, y, width in bars(picture)}
-    explore, train = drawn["explore, batch 1: 2.000 s"], drawn["train, progress 1: 1.500 s"]
-    assert train[2] / explore[2] == pytest.approx(0.75, rel=0.01)
-    assert train[0] == pytest.approx(explore[0] + 1.25 * explore[2], abs=0.1), "begins 2.5 s after it"
-    syncs = [(x, y) for words, x, y, _ in bars(picture) if words.startswith("sync")]
-    assert len(syncs) == 2
-    assert syncs[0][0] == syncs[1][0]
-    assert {y for _, y in syncs} == {explore[1], train[1]}
-    texts = [text.text for text in ElementTree.fromstring(picture).iter(f"{SVG}text")]
-    assert "a <run> & more: 7.0 s" in texts
-    assert {"explorer-0", "operator-0", "trainer-0"} <= set(texts)
-    dashes = [one for one in ElementTree.fromstring(picture).iter(f"{SVG}line") if "stroke-dasharray" in one.attrib]
-    assert len(dashes) == 1
-
-
-def test_a_very_long_run_is_drawn_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline, "MAX_SPANS", 5)
-    many = spans(line("trainer", n, 1000.0 + n, **{"time/batch": 0.5}) for n in range(20))
-    picture = draw("r", many)
-    assert "the last 5 of 20 spans" in picture
-    assert [words for words, *_ in bars(picture)] == [f"train, progress {n}: 0.500 s" for n in range(15, 20)]
-
-
-def test_nothing_to_draw_is_said() -> None:
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw("r", [])
+def test_batches_explored_at_the_same_time_have_threads_of_their_own() -> None:
+    _, found = events([line("explorer", n, 1000.0 + n, **{"time/explore": 1.5}) for n in range(4)])
+    assert [(event["name"], event["tid"]) for event in sorted(found, key=lambda event: event["ts"])] == [
+        ("explore 0", 0),
+        ("explore 1", 1),
+        ("explore 2", 0),
+        ("explore 3", 1),
+    ]
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 20)), max_size=40))
-def test_no_span_covers_another_in_its_lane_and_none_is_lost(times: list[tuple[float, float]]) -> None:
-    every = sorted(
-        (Span("a", "explorer", "explore", n, start, start + seconds) for n, (start, seconds) in enumerate(times)),
-        key=lambda span: (span.start, span.end),
-    )
-    spread = lanes(every)
-    assert sorted(span.step for lane in spread for span in lane) == list(range(len(times)))
-    for lane in spread:
-        for before, after in itertools.pairwise(lane):
+def test_no_span_covers_another_in_its_track_and_none_is_lost(times: list[tuple[float, float]]) -> None:
+    every = [Span("a", "explorer", "explore", n, start, start + seconds) for n, (start, seconds) in enumerate(times)]
+    spread = tracks(every)
+    assert sorted(span.step for track in spread for span in track) == list(range(len(times)))
+    for track in spread:
+        for before, after in itertools.pairwise(track):
             assert before.end <= after.start + timeline.SLACK
-    if every:
-        picture = draw("r", every)
-        assert len(bars(picture)) == len(every)

@@ -1,4 +1,4 @@
-"""``trinity-mq timeline``: a run's periods as a picture, from the metrics in its folder."""
+"""``trinity-mq timeline``: a run's timeline as a Chrome trace, from the metrics in its folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import load_config
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics
-from trinity_mq.telemetry.timeline import draw, spans
+from trinity_mq.telemetry.timeline import chrome_trace, spans
 
-TIMELINE_FILE = "timeline.svg"
+TIMELINE_FILE = "timeline.json"
 
 
 def timeline(arguments: argparse.Namespace) -> int:
-    """Draw the run's timeline and print where it is; 0 when done."""
+    """Write the run's timeline and print where it is; 0 when done."""
     folder = run_folder(arguments.target)
     out = Path(arguments.out) if arguments.out else folder / TIMELINE_FILE
     print(write_timeline(folder, out, _steps(arguments.steps)))
@@ -24,19 +24,19 @@ def timeline(arguments: argparse.Namespace) -> int:
 
 
 def write_timeline(folder: Path, out: Path | None = None, steps: tuple[int, int] | None = None) -> Path:
-    """Draw what the metrics in ``folder`` tell, of the batches ``steps`` (both included) if given; return the picture.
+    """Write the timeline of the run in ``folder``, of the batches ``steps`` (both included) if given; return the file.
 
     Raises:
-        CommandError: The metrics tell nothing that could be drawn, or the picture cannot be written.
+        CommandError: The metrics hold no durations, or the file cannot be written.
     """
     metrics, out = folder / METRICS_FILE, out or folder / TIMELINE_FILE
     every = spans(read_metrics(metrics))
     chosen = [span for span in every if steps is None or steps[0] <= span.step <= steps[1]]
     if not chosen:
         missing = f"no batch from {steps[0]} to {steps[1]}" if steps and every else "no line that says how long it took"
-        raise CommandError(f"{metrics} has {missing}: nothing to draw; wait for the run's first batch, or look there")
+        raise CommandError(f"{metrics} has {missing}: nothing to show; wait for the run's first batch, or look there")
     try:
-        write_atomic(out, draw(folder.name, chosen).encode())
+        write_atomic(out, chrome_trace(chosen).encode())
     except OSError as error:
         raise CommandError(f"{out} cannot be written: {error.strerror or error}; give --out another place") from error
     return out

@@ -56,7 +56,7 @@ def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse
         print(_obituary(failure, folder.logs), file=sys.stderr)
     if code == 0 and session.finished:
         folder.mark_finished()
-    with contextlib.suppress(CommandError):  # nothing was done that could be drawn
+    with contextlib.suppress(CommandError):  # nothing was done that took time
         write_timeline(folder.path)
     print(make_report(config.name, folder.path))
     if code != 0 or not session.finished:

@@ -7,10 +7,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from trinity_mq.cli.run.metric_names import REWARD, STALENESS, TOKENS_PER_SECOND, evaluations
-from trinity_mq.messages import Heartbeat, Metrics
+from trinity_mq.messages import ExplorerStatus, GateStatus, Heartbeat, Metrics, TrainerStatus, Version
 from trinity_mq.runtime.supervisor import ProcessEvent
 
 RATE_WINDOW = 50
@@ -178,10 +177,10 @@ class RunView:
         if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
             return
         self._agents[beat.id] = _Heard(beat, now)
-        if beat.role == "explorer":
-            self._total = _whole(beat.detail, "total_batches") or self._total
-        if beat.role == "trainer":
-            step = _whole(beat.detail, "progress")
+        if isinstance(beat.detail, ExplorerStatus):
+            self._total = beat.detail.total_batches or self._total
+        if isinstance(beat.detail, TrainerStatus):
+            step = beat.detail.progress
             if step is not None and step != self._step:
                 if step < self._step:
                     self._passed.clear()  # went back to its checkpoint
@@ -197,16 +196,15 @@ class RunView:
             self._news.append(f"evaluation at step {metrics.step}: {taskset} accuracy {value:.3f}")
 
     def _version(self) -> str | None:
-        found = (_version(heard.beat.detail.get("committed")) for heard in self._trainers())
-        return next((version for version in found if version is not None), None)
+        return next((_version(trainer.committed) for trainer in self._trainers() if trainer.committed), None)
 
-    def _gate(self) -> Mapping[str, Any]:
-        """Return what the trainer says of its gate."""
-        found = (heard.beat.detail.get("sync") for heard in self._trainers())
-        return next((gate for gate in found if isinstance(gate, Mapping)), {})
+    def _gate(self) -> GateStatus:
+        """Return the trainer's status of its gate."""
+        return next((trainer.sync for trainer in self._trainers() if trainer.sync), GateStatus())
 
-    def _trainers(self) -> list[_Heard]:
-        return [heard for heard in self._agents.values() if heard.beat.role == "trainer"]
+    def _trainers(self) -> list[TrainerStatus]:
+        details = (heard.beat.detail for heard in self._agents.values())
+        return [detail for detail in details if isinstance(detail, TrainerStatus)]
 
     def _seconds_left(self, now: float) -> float | None:
         if self._total is None or len(self._passed) < 2:
@@ -231,33 +229,18 @@ def _row(heard: _Heard, now: float) -> AgentRow:
     return AgentRow(beat.id, beat.role, beat.state, beat.waits_for, beat.waits_seconds + age if beat.waits_for else 0.0)
 
 
-def _members(gate: Mapping[str, Any]) -> tuple[MemberRow, ...]:
-    members = gate.get("members")
-    if not isinstance(members, Mapping):
-        return ()
+def _members(gate: GateStatus) -> tuple[MemberRow, ...]:
     return tuple(
-        MemberRow(str(name), _version(one.get("version")), str(one.get("state", "")))
-        for name, one in sorted(members.items(), key=lambda item: str(item[0]))
-        if isinstance(one, Mapping)
+        MemberRow(name, _version(member.version), member.state) for name, member in sorted(gate.members.items())
     )
 
 
-def _sync(gate: Mapping[str, Any]) -> SyncRow | None:
-    phases = gate.get("phases")
-    if not (isinstance(phases, Mapping) and phases):
+def _sync(gate: GateStatus) -> SyncRow | None:
+    if not gate.phases:
         return None
-    counts = {name: gate.get(name) for name in SYNC_COUNTS}
-    return SyncRow(
-        _version(gate.get("version")),
-        {str(name): float(value) for name, value in phases.items() if isinstance(value, int | float)},
-        {words: value for words, value in counts.items() if isinstance(value, int) and value},
-    )
+    counts = {name: getattr(gate, name) for name in SYNC_COUNTS}
+    return SyncRow(_version(gate.version), gate.phases, {name: count for name, count in counts.items() if count})
 
 
-def _version(pair: object) -> str | None:
-    return f"{pair[0]}.{pair[1]}" if isinstance(pair, list | tuple) and len(pair) == 2 else None
-
-
-def _whole(detail: Mapping[str, Any], key: str) -> int | None:
-    value = detail.get(key)
-    return value if isinstance(value, int) else None
+def _version(version: Version | None) -> str | None:
+    return None if version is None else f"{version[0]}.{version[1]}"

@@ -14,7 +14,7 @@ import structlog
 
 from trinity_mq.bus import Consumer, Delivery
 from trinity_mq.config import SyncConfig
-from trinity_mq.messages import Message, SyncEvent, Version
+from trinity_mq.messages import GateStatus, MemberStatus, Message, SyncEvent, Version
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.channels.factory import Channel, ChannelError, Pull
 from trinity_mq.sync.gate.canary import Canary
@@ -106,30 +106,30 @@ class CoordinatorDriver:
     def _may_pull(self) -> bool:
         return self._to_pull is not None and self._to_pull[0] == self.machine.committed
 
-    def report(self) -> dict[str, Any]:
-        """Return the gate's part of the trainer's beat: members, their versions, the last sync by its phases."""
+    def report(self) -> GateStatus:
+        """Return the gate's part of the trainer's heartbeat: members, their versions, the last sync by its phases."""
         machine = self.machine
-        members = {
-            name: {"version": member.version, "given": member.given, "state": machine.state_of(name)}
-            for name, member in machine.members.items()
-        }
-        return {
-            "version": machine.committed,
-            "members": members,
-            "phases": self.phases,
-            "seconds": self.last_seconds,
-            "syncs": self.syncs,
-            "aborts": self.aborts,
-            "pulls": machine.pulled,
-            "canary_failures": machine.canary_failures,
-            "quarantined": len(machine.quarantined()),
-        }
+        return GateStatus(
+            version=machine.committed,
+            members={
+                name: MemberStatus(version=member.version, given=member.given, state=machine.state_of(name))
+                for name, member in machine.members.items()
+            },
+            phases=self.phases,
+            seconds=self.last_seconds,
+            syncs=self.syncs,
+            aborts=self.aborts,
+            pulls=machine.pulled,
+            canary_failures=machine.canary_failures,
+            quarantined=len(machine.quarantined()),
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return the same as metrics: counts since the trainer's start, and the last sync's phases in milliseconds."""
         report = self.report()
-        counts = {name: float(report[name]) for name in ("aborts", "pulls", "canary_failures", "quarantined")}
-        counts["members"] = float(len(report["members"]))
+        names = ("aborts", "pulls", "canary_failures", "quarantined")
+        counts = {name: float(getattr(report, name)) for name in names}
+        counts["members"] = float(len(report.members))
         return {f"sync/{name}": value for name, value in counts.items()} | {
             f"sync/{name}_ms": value for name, value in self.phases.items()
         }

@@ -169,7 +169,7 @@ def test_beats_say_which_engine_is_gone_and_the_host_is_taken_for_no_engine(tmp_
 
     run_virtually(sim.run(beside=beside), limit=1000)
     assert heard["far-engine-1"][0].state == "gone"
-    assert heard["far"][0].detail == {"hosts": ["far-engine", "far-engine-1"]}
+    assert heard["far"][0].detail.as_map() == {"hosts": ["far-engine", "far-engine-1"]}
 
 
 def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:

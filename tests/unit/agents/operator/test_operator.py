@@ -805,9 +805,9 @@ def test_the_end_of_the_run_ends_it_and_its_beat_names_the_batch_at_work() -> No
         await batch_of(world, "a")
         task = asyncio.create_task(operator.run())
         await asyncio.sleep(1)
-        assert operator.detail() == {"ticket": "t1"}
+        assert operator.detail().ticket == "t1"
         await asyncio.sleep(6)
-        assert operator.detail() == {"ticket": None}
+        assert operator.detail().ticket is None
         await world.beat("explorer", "explorer-0", finished=True)
         await asyncio.sleep(2)
         assert task.done()

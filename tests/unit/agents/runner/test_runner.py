@@ -14,7 +14,7 @@ from trinity_agents.runner.agent import Runner
 from trinity_agents.runner.process_pool import ChildDied
 from trinity_agents.runner.result_publisher import RETURNED_PAUSE
 from trinity_mq.experience import Experience
-from trinity_mq.messages import TaskBody, TaskResult, TaskSlice
+from trinity_mq.messages import RunnerStatus, TaskBody, TaskResult, TaskSlice
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.run_results import RunResults
@@ -813,10 +813,10 @@ def test_its_beat_says_what_it_does() -> None:
         await send_slice(world, a_slice())
         async with world.living(runner):
             seconds = pytest.approx(0.2, abs=0.2)
-            assert runner.detail() == {"running": 1, "slices": [["t1", 0, 0, seconds]], "done": 0}
+            assert runner.detail() == RunnerStatus(running=1, slices=[("t1", 0, 0, seconds)], done=0)
             assert runner.state == "working"
             await asyncio.sleep(11)
-            assert (runner.state, runner.detail()) == ("idle", {"running": 0, "slices": [], "done": 1})
+            assert (runner.state, runner.detail()) == ("idle", RunnerStatus(running=0, slices=[], done=1))
             await world.outside.publish("", world.topology.tasks_train.name, envelope(a_slice(task=1)))
             await asyncio.sleep(1)
             runner.drain()
@@ -842,9 +842,9 @@ def test_the_beat_names_the_oldest_slices_in_hand() -> None:
         async with world.living(runner):
             await asyncio.sleep(5)
             detail = runner.detail()
-            assert (detail["running"], len(detail["slices"])) == (18, 16)
-            assert [entry[:3] for entry in detail["slices"]] == [["t1", task, 4] for task in range(16)]
-            assert all(5.0 <= entry[3] < 6.0 for entry in detail["slices"])
+            assert (detail.running, len(detail.slices)) == (18, 16)
+            assert [entry[:3] for entry in detail.slices] == [("t1", task, 4) for task in range(16)]
+            assert all(5.0 <= entry[3] < 6.0 for entry in detail.slices)
 
     run_virtually(main())
-    assert runner.detail()["slices"] == []
+    assert runner.detail().slices == []

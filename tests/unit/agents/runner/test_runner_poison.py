@@ -116,7 +116,7 @@ async def test_each_poisonous_slice_costs_itself_only(tmp_path: Path, monkeypatc
     dead = {str(each.headers["dead-reason"]): str(each.headers["dead-history"]) for each in world.stored("dead")}
     assert len(dead) == 2
     for history in dead.values():
-        assert history.startswith("0: of 1 earlier deliveries no runner says anything")
+        assert history.startswith("1 earlier deliveries ended without a reason known here")
         assert "delivery 2: attempt " in history
         assert "delivery 3: attempt " in history
 

@@ -13,7 +13,7 @@ from tests.unit.agents.simulation import killed, until
 from tests.unit.agents.watched import WatchedSimulation
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.source import StreamSource
-from trinity_mq.messages import BatchReady, Progress, SyncEvent
+from trinity_mq.messages import BatchReady, Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.testing.virtual_time import run_virtually
@@ -219,16 +219,16 @@ def test_a_trainer_decides_nothing_before_it_has_read_its_mark(tmp_path: Path) -
 
 def test_a_trainers_beat_carries_generation_committed_version_epoch_and_phase(tmp_path: Path) -> None:
     sim = WatchedSimulation(tmp_path, batches=2)
-    told: list[dict[str, Any]] = []
+    told: list[TrainerStatus] = []
 
     async def scene() -> None:
-        await until(lambda: sim.explorer.peers.detail("trainer").get("committed") == [1, 1])
-        told.append(sim.explorer.peers.detail("trainer"))
+        await until(lambda: sim.explorer.peers.trainer.committed == (1, 1))
+        told.append(sim.explorer.peers.trainer)
 
     run_virtually(sim.run(beside=scene), limit=300)
     (level,) = told
-    assert (level["generation"], level["committed"], level["epoch"]) == (1, [1, 1], sim.trainer.gate.machine.epoch)
-    assert level["phase"] in {"idle", "applying"}
+    assert (level.generation, level.committed, level.epoch) == (1, (1, 1), sim.trainer.gate.machine.epoch)
+    assert level.phase in {"idle", "applying"}
 
 
 class _Over(Exception):

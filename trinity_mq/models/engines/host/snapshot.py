@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from trinity_mq.messages import Version
+from trinity_mq.messages import EngineStatus, Version
 from trinity_mq.models.inference import InferenceModel, ModelRole
 
 
@@ -33,14 +32,19 @@ class EngineSnapshot:
         """Return the handle that runners use."""
         return InferenceModel(self.id, self.url, self.name, self.model_path, self.version, role)
 
-    def detail(self, role: ModelRole = "rollout") -> dict[str, Any]:
-        """Return what the engine's beat carries."""
-        return {
-            **self.model(role).to_dict(),
-            "load": self.load,
-            "state": self.state,
-            "fingerprint": self.fingerprint,
-            "progress": self.progress,
-            "tokens": self.tokens,
-            "restarts": self.restarts,
-        }
+    def detail(self, role: ModelRole = "rollout") -> EngineStatus:
+        """Return the status in the engine's heartbeat."""
+        return EngineStatus(
+            id=self.id,
+            url=self.url,
+            name=self.name,
+            model_path=self.model_path,
+            version=self.version,
+            role=role,
+            load=self.load,
+            state=self.state,
+            fingerprint=self.fingerprint,
+            progress=self.progress,
+            tokens=self.tokens,
+            restarts=self.restarts,
+        )

@@ -1,0 +1,203 @@
+"""The state that each role reports in its heartbeats.
+
+On the wire a status is the heartbeat's ``detail``: a map of the keys that were set. Every field has a default, so that
+a heartbeat of an older agent decodes; keys that this release does not know are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trinity_mq.messages.base import Role, Version
+
+
+class Status(BaseModel):
+    """A heartbeat's ``detail``, or a map in it. A supervisor has no keys of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", use_attribute_docstrings=True)
+
+    def as_map(self) -> dict[str, Any]:
+        """Return the keys that were set, in the order in which the fields are declared."""
+        return self.model_dump(exclude_unset=True)
+
+
+class SchedulerStatus(Status):
+    """Status of an agent that schedules task slices."""
+
+    open: list[str] = Field(default_factory=list)
+    """Tickets whose results are still expected; a runner drops a slice whose ticket is missing (``opened_beat``)."""
+
+
+class BatchCounters(Status):
+    """Numbers of closed batches, as the explorer last received them from the trainer."""
+
+    progress: int = 0
+    """Batches that the trainer has consumed."""
+    committed_progress: int = 0
+    """Batches behind the weights that the engines serve."""
+
+
+class ExplorerStatus(SchedulerStatus):
+    """Status of an explorer."""
+
+    opened: int = 0
+    """Training batches opened so far."""
+    closed: int = 0
+    """Training batches closed so far."""
+    following: list[str] = Field(default_factory=list)
+    """Tickets of closed batches that the trainer has not consumed yet."""
+    total_batches: int | None = None
+    """Training batches of the whole run; null where the taskset does not say."""
+    counters: BatchCounters = Field(default_factory=BatchCounters)
+    """Progress of the trainer that paces the explorer."""
+    wants: int = 0
+    """The last batch for which the explorer requests the newest weights; 0: none."""
+    evaluating: int | None = None
+    """Training batches closed before the evaluation that is running; null: none is running."""
+    pending: int = 0
+    """Tasks that wait for a batch: submitted ones and those given back."""
+    ended: bool = False
+    """No further batch will be opened."""
+    finished: bool = False
+    """The run is over: runners, operators and the trainer end."""
+
+
+class RunnerStatus(Status):
+    """Status of a runner. The counters count slices since the process started."""
+
+    running: int = 0
+    """Slices in flight."""
+    slices: list[tuple[str, int, int, float]] = Field(default_factory=list)
+    """The oldest slices in flight, at most 16: ticket, task id, first run, seconds since delivery."""
+    done: int = 0
+    """Slices whose result was published."""
+    cancelled: int = 0
+    """Slices dropped because their ticket was no longer open."""
+    given_back: int = 0
+    """Slices requeued for another try."""
+    late: int = 0
+    """Slices whose result came too late to count."""
+    poisoned: int = 0
+    """Slices ended at ``broker.delivery_limit`` and dead-lettered."""
+    duplicates: int = 0
+    """Redelivered slices whose result was out already."""
+    stuck: int = 0
+    """Abandoned workflows that still run."""
+
+
+class OperatorStatus(Status):
+    """Status of an operator."""
+
+    ticket: str | None = None
+    """Ticket of the batch being processed; null: none."""
+
+
+class MemberStatus(Status):
+    """One engine in the gate of weight syncs."""
+
+    version: Version | None = None
+    """Version that the engine serves; null: none that counts."""
+    given: tuple[int, int] | None = None
+    """Membership epoch and attempt of the commit that gave the engine its version."""
+    state: str = ""
+    """The engine's state in the gate, such as current, pulling or quarantined."""
+
+
+class GateStatus(Status):
+    """The gate of weight syncs as the trainer coordinates it. The counters count since the trainer started."""
+
+    version: Version | None = None
+    """Version committed last."""
+    members: dict[str, MemberStatus] = Field(default_factory=dict)
+    """Engines in the gate, by id."""
+    phases: dict[str, float] = Field(default_factory=dict)
+    """Milliseconds of the last sync, by phase: wait, pause, transfer, apply, resume."""
+    seconds: float = 0.0
+    """Duration of the last sync."""
+    syncs: int = 0
+    """Syncs that were committed."""
+    aborts: int = 0
+    """Attempts at a sync that were aborted."""
+    pulls: int = 0
+    """Committed versions fetched by single engines."""
+    canary_failures: int = 0
+    """Engines whose logprobs of the canary prompt did not fit the weights they were sent."""
+    quarantined: int = 0
+    """Engines that are quarantined now."""
+
+
+class TrainerStatus(Status):
+    """Status of a trainer: the counters that pace the others."""
+
+    generation: int = 0
+    """Rises with each start of the trainer; 0: it has not started to train."""
+    step: int = 0
+    """Train steps that changed the weights."""
+    progress: int | None = None
+    """Closed batches consumed."""
+    committed: Version | None = None
+    """Version of the weights committed last."""
+    committed_progress: int | None = None
+    """Closed batches behind the committed weights."""
+    answered: int | None = None
+    """The last batch for which a request of the explorer for newer weights has been answered."""
+    epoch: int = 0
+    """Membership epoch of the gate."""
+    phase: str = ""
+    """Phase of the sync that is under way: idle where none is."""
+    members: list[str] = Field(default_factory=list)
+    """Ids of the engines in the gate."""
+    in_hand: list[str] = Field(default_factory=list)
+    """Tickets of batches that have arrived and are not consumed yet."""
+    sync: GateStatus | None = None
+    """The gate in detail."""
+    finished: bool = False
+    """The last batch has been consumed and its weights are committed."""
+
+
+class EngineStatus(Status):
+    """Status of an engine, sent by its host; a process that hosts engines for an explorer elsewhere sends ``hosts``
+    alone.
+    """
+
+    id: str | None = None
+    """The engine's id."""
+    url: str | None = None
+    """Base URL of its HTTP server; null: this heartbeat is not an engine's."""
+    name: str | None = None
+    """Name under which the server serves the model."""
+    model_path: str = ""
+    """Folder or hub id of the model."""
+    version: Version | None = None
+    """Version of the weights served; null: none, or an auxiliary model."""
+    role: str = ""
+    """``rollout`` (the policy) or ``auxiliary``."""
+    load: int = 0
+    """Sequences being generated or waiting."""
+    state: str = ""
+    """loading, empty, current, paused, dirty, draining or gone."""
+    fingerprint: str = ""
+    """Fingerprint of the model's architecture."""
+    progress: int = 0
+    """Closed batches behind the weights served."""
+    tokens: int = 0
+    """Tokens sampled since the engine's process started."""
+    restarts: int = 0
+    """Starts of the engine's process after its first."""
+    hosts: list[str] = Field(default_factory=list)
+    """Ids of the engines that the sender hosts."""
+
+
+AnyStatus = ExplorerStatus | SchedulerStatus | RunnerStatus | OperatorStatus | TrainerStatus | EngineStatus | Status
+
+STATUS_BY_ROLE: dict[Role, type[AnyStatus]] = {
+    "explorer": ExplorerStatus,
+    "scheduler": SchedulerStatus,
+    "runner": RunnerStatus,
+    "operator": OperatorStatus,
+    "trainer": TrainerStatus,
+    "engine": EngineStatus,
+    "supervisor": Status,
+}
