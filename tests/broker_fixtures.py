@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import aiormq
 import pytest
 
-from tests import matrix
+from tests import matrix, other_debian
 from tests.containers.broker_container import (
     IMAGE_VARIABLE,
     broker_container,
@@ -28,7 +29,6 @@ from trinity_mq.local_broker.node import NodeError, PrivateNode, find_rabbitmq
 URL_VARIABLE = "TRINITY_MQ_TEST_BROKER_URL"
 KIND_VARIABLE = "TRINITY_MQ_TEST_BROKER"
 """``docker`` or ``node``: that, and nothing else. Not set: Docker where an engine answers, else a private node."""
-ROOT_VARIABLE = "TRINITY_MQ_RABBITMQ_ROOT"
 KINDS = ("docker", "node")
 START_TIMEOUT = 60.0
 CONTAINER_TIMEOUT = 180.0
@@ -62,6 +62,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if (asked := matrix.asked(config)) is not None:
         config.stash[MATRIX] = asked
         config.pluginmanager.register(asked)
+    root = os.environ.get(other_debian.ROOT_VARIABLE)
+    if root and not hasattr(config, "workerinput"):  # workers inherit the environment
+        folder = Path(tempfile.mkdtemp(prefix="tmq-root-"))
+        config.add_cleanup(lambda: shutil.rmtree(folder))
+        try:
+            os.environ.update(other_debian.wrapped(Path(root), folder, os.environ["PATH"]))
+        except other_debian.UnusableRoot as error:
+            raise pytest.UsageError(str(error)) from error
 
 
 def pytest_report_header() -> str:
@@ -78,10 +86,7 @@ def _expected() -> str:
 
 
 def _own() -> str:
-    try:
-        script = find_rabbitmq()
-    except NodeError as error:
-        return f"none ({error})"
+    script = find_rabbitmq()
     return script.parts[-3] if script else "none: RabbitMQ is not installed"
 
 
@@ -98,7 +103,7 @@ def _kind() -> str:
         )
     if wish:
         return wish
-    return "docker" if not os.environ.get(ROOT_VARIABLE) and engine_version() is not None else "node"
+    return "docker" if not os.environ.get(other_debian.ROOT_VARIABLE) and engine_version() is not None else "node"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

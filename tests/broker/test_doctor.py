@@ -40,7 +40,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[PrivateNode]:
-    """Of the installed version, or of that below TRINITY_MQ_RABBITMQ_ROOT."""
+    """A private node of the RabbitMQ that tests use."""
     base = Path(tempfile.mkdtemp(prefix="tmq-"))
     made = PrivateNode(base / "broker", plugins=("rabbitmq_management",), config=WRONG)
 

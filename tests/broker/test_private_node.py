@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.other_debian import SERVERS, UnusableRoot, wrapped
 from tests.waiting import queues_noted, until
 from trinity_mq.bus.base import Envelope
 from trinity_mq.bus.rabbit.bus import RabbitBus
@@ -27,6 +28,7 @@ from trinity_mq.local_broker.node import UNLESS_ORPHANED, NodeError, PrivateNode
 from trinity_mq.local_broker.ports import LOOPBACK, accepts, free_ports
 
 pytestmark = [pytest.mark.broker, pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")]
+DEBIAN_SERVER = next(Path("/").glob(SERVERS), None)
 
 
 @pytest.fixture
@@ -190,14 +192,26 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="for root")
-async def test_another_root_must_hold_a_server(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(NodeError, match=r"holds no system of its own.*TRINITY_MQ_RABBITMQ_ROOT"):
-        await PrivateNode(base, root=tmp_path).start()
+def test_another_root_must_hold_a_server(tmp_path: Path) -> None:
+    with pytest.raises(UnusableRoot, match=r"holds no system of its own.*TRINITY_MQ_RABBITMQ_ROOT"):
+        wrapped(tmp_path, tmp_path / "wrappers", "")
     (tmp_path / "usr/bin").mkdir(parents=True)
     (tmp_path / "usr/bin/sh").touch()
     (tmp_path / "lib").symlink_to("usr/lib")
-    with pytest.raises(NodeError, match=rf"no sbin/rabbitmq-server below {tmp_path}"):
-        await PrivateNode(base, root=tmp_path).start()
+    with pytest.raises(UnusableRoot, match=rf"no .*/sbin/rabbitmq-server below {tmp_path}"):
+        wrapped(tmp_path, tmp_path / "wrappers", "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not DEBIAN_SERVER, reason="for root, with RabbitMQ of a Debian package")
+async def test_the_server_of_another_root_runs(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own root stands for another system's: the same way leads to its programs."""
+    for name, value in wrapped(Path("/"), tmp_path, os.environ["PATH"]).items():
+        monkeypatch.setenv(name, value)
+    assert find_rabbitmq() == next(tmp_path.glob("rabbitmq_server-*/sbin/rabbitmq-server"))
+    async with PrivateNode(base) as node:
+        server = psutil.Process(node.pid)
+        assert os.readlink(f"/proc/{server.pid}/ns/mnt") != os.readlink("/proc/self/ns/mnt")
+        assert "RabbitMQ" in await node.ctl("status")
 
 
 @pytest.mark.extended

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.waiting import until
-from trinity_mq.local_broker.node import Mates, PrivateNode, epmd_command
+from trinity_mq.local_broker.node import ClusterMembership, PrivateNode, epmd_command
 from trinity_mq.local_broker.ports import LOOPBACK, accepts, free_ports
 
 COUNT = 3
@@ -43,12 +43,13 @@ class PrivateCluster:
         self._base = base
         self._epmd_port = free_ports(1)[0]
         self._epmd: subprocess.Popen[bytes] | None = None
-        mates = Mates(cookie=secrets.token_hex(16), epmd_port=self._epmd_port)
+        cluster = ClusterMembership(cookie=secrets.token_hex(16), epmd_port=self._epmd_port)
         names = [f"n{number}" for number in range(1, count + 1)]
         peers = [f"cluster_formation.classic_config.nodes.{name[1:]} = {name}@localhost" for name in names]
         config, password = SETTINGS + "\n".join(peers), secrets.token_hex(16)
         self.nodes = {
-            name: PrivateNode(base / name, name=name, password=password, config=config, mates=mates) for name in names
+            name: PrivateNode(base / name, name=name, password=password, config=config, cluster=cluster)
+            for name in names
         }
         self._frozen: set[str] = set()
         self.tell: Callable[[str], None] = print

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from trinity_mq.local_broker.container import ERLANG, LIMITS, NodeError
-from trinity_mq.local_broker.docker_command import Owned, docker
+from tests.containers.docker_command import Owned, docker
+from trinity_mq.local_broker.container import ERLANG, OPEN_FILES, NodeError
 
 if TYPE_CHECKING:
     from testcontainers.core.container import DockerContainer
@@ -131,9 +131,7 @@ def _seen_port(container: DockerContainer) -> int:
 def _limit() -> Any:
     from docker.types import Ulimit
 
-    name, _, limits = LIMITS.partition("=")
-    soft, _, hard = limits.partition(":")
-    return Ulimit(name=name, soft=int(soft), hard=int(hard))
+    return Ulimit(name="nofile", soft=OPEN_FILES, hard=OPEN_FILES)
 
 
 def owner_of(process: psutil.Process) -> str:

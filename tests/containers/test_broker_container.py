@@ -22,8 +22,8 @@ from tests.containers.broker_container import (
     owner_of,
     remove_orphans,
 )
+from tests.containers.docker_command import docker
 from tests.waiting import until
-from trinity_mq.local_broker.docker_command import docker
 
 SESSION = """
 import sys

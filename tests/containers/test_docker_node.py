@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.containers.broker_container import chosen_image, engine_version, has_image
+from tests.containers.docker_command import docker
 from tests.waiting import queues_noted, until
 from trinity_mq.bus.base import Envelope
 from trinity_mq.bus.rabbit.bus import RabbitBus
@@ -20,7 +21,6 @@ from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker import choose as local
 from trinity_mq.local_broker.container import LABEL, DockerNode
-from trinity_mq.local_broker.docker_command import docker
 from trinity_mq.local_broker.node import NodeError
 from trinity_mq.local_broker.ports import LOOPBACK, accepts
 
@@ -189,7 +189,7 @@ async def test_no_such_image_and_no_engine(base: Path, monkeypatch: pytest.Monke
     with pytest.raises(NodeError, match=r"no image trinity-mq-test/no-such-image:0.*TRINITY_MQ_RABBITMQ_IMAGE"):
         await missing.start()
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
-    with pytest.raises(NodeError, match=r"Cannot connect to the Docker daemon at unix:///nowhere\.sock"):
+    with pytest.raises(NodeError, match=r"no Docker engine answers at unix:///nowhere\.sock"):
         await node_in(base).start()
 
 

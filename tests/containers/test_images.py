@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from tests.containers.broker_container import OWNER_LABEL, engine_version, has_image, owner_of
+from tests.containers.docker_command import docker
 from tests.waiting import until
-from trinity_mq.local_broker.docker_command import docker
 from trinity_mq.local_broker.node import NodeError
 
 BUILD = Path(__file__).parent / "build-images"

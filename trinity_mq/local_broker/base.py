@@ -1,17 +1,18 @@
-"""What every broker that we start ourselves has in common."""
+"""Base class of the brokers that the project starts on this machine."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 import structlog
 
-from trinity_mq.local_broker.node_files import FolderLock, NodeError, NodeState
-from trinity_mq.local_broker.ports import LOOPBACK
+from trinity_mq.local_broker.node_files import POLL_SECONDS, FolderLock, NodeError, NodeState
+from trinity_mq.local_broker.ports import LOOPBACK, speaks_amqp
 
 log = structlog.get_logger(__name__)
 
@@ -19,40 +20,44 @@ ELECT = (
     "[ra:trigger_election(amqqueue:get_pid(Q)) || Q <- rabbit_amqqueue:list(), "
     "amqqueue:get_type(Q) =:= rabbit_quorum_queue], ok."
 )
-"""Has every quorum queue of the node hold an election; where there is a leader, that changes nothing that lasts."""
+"""Erlang expression that triggers an election in every quorum queue of the node; queues with a leader keep working."""
+READY_TIMEOUT = 180.0
+
+
+class NodeOptions(TypedDict, total=False):
+    """Optional arguments of every local broker."""
+
+    name: str
+    """First part of the node's name, ``tmq`` by default."""
+    port: int | None
+    """Fixed AMQP port, None for a free one."""
+    user: str
+    """Name of the broker's only user, ``tmq`` by default."""
+    password: str | None
+    """None for a random one, kept in the node's folder."""
+    plugins: Sequence[str]
+    """Names of RabbitMQ plugins to enable."""
+    config: str
+    """Further lines for ``rabbitmq.conf``."""
 
 
 class LocalNode(ABC):
-    """A RabbitMQ of our own on loopback, whose folder keeps what the next start needs to find its data again.
+    """RabbitMQ on loopback, with a folder that keeps its ports and password for the next start.
 
     Args:
         base: The folder; made with mode 0700. Keep it short and on a local disk.
-        name: First part of the node's name.
-        port: Fixed AMQP port, None for a free one.
-        user: Name of the broker's only user.
-        password: None for a random one, kept in ``base``.
-        plugins: Names of RabbitMQ plugins to enable.
-        config: Further lines for ``rabbitmq.conf``.
+        options: See :class:`NodeOptions`.
     """
 
-    def __init__(
-        self,
-        base: Path,
-        *,
-        name: str = "tmq",
-        port: int | None = None,
-        user: str = "tmq",
-        password: str | None = None,
-        plugins: Sequence[str] = (),
-        config: str = "",
-    ) -> None:
+    def __init__(self, base: Path, **options: Unpack[NodeOptions]) -> None:
         self.base = base.absolute()
-        self.plugins, self.config = tuple(plugins), config
-        self._name, self._port, self._user, self._password = name, port, user, password
+        self.plugins, self.config = tuple(options.get("plugins", ())), options.get("config", "")
+        self._name, self._port = options.get("name", "tmq"), options.get("port")
+        self._user, self._password = options.get("user", "tmq"), options.get("password")
         self._lock = FolderLock(self.base / "lock")
         self._state: NodeState | None = None
         self._recovers = False
-        """It starts with data of an earlier life, and has not been ready since."""
+        """The node starts on data of an earlier start and was not ready yet."""
 
     @property
     def url(self) -> str:
@@ -66,7 +71,7 @@ class LocalNode(ABC):
         return dict(self._known_state().ports)
 
     def attach(self) -> None:
-        """Know the node that another process has started in this folder: its URL, its ports and its tools.
+        """Load the state of the node that another process has started in this folder: URL, ports and tools.
 
         Raises:
             NodeError: None was ever started in it.
@@ -89,13 +94,23 @@ class LocalNode(ABC):
             NodeError: It cannot be run here, or the folder or the port is in use.
         """
 
-    @abstractmethod
-    async def wait_ready(self, timeout: float = 120.0) -> None:
-        """Return when the broker accepts connections.
+    async def wait_ready(self, timeout: float = READY_TIMEOUT) -> None:
+        """Return when the broker accepts connections; ``timeout`` in seconds.
 
         Raises:
-            NodeError: The server died or was not ready in time; says what its log says.
+            NodeError: The server died or was not ready in time; carries the end of its log.
         """
+        port = self._known_state().ports["amqp"]
+        try:
+            async with asyncio.timeout(timeout):
+                while not await speaks_amqp(port):
+                    if self.pid is None:
+                        raise NodeError(await self._failure())
+                    await asyncio.sleep(POLL_SECONDS)  # nothing signals that a listener opens
+                if self._recovers:
+                    await self._elect()
+        except TimeoutError:
+            raise NodeError(f"not ready in {timeout:g} s: {await self._failure()}") from None
 
     @abstractmethod
     async def stop(self) -> None:
@@ -103,7 +118,7 @@ class LocalNode(ABC):
 
     @abstractmethod
     async def kill(self) -> None:
-        """End at once all that was started: a crash. The data stays."""
+        """End everything at once, as a crash would. The data stays."""
 
     @abstractmethod
     async def ctl(self, *arguments: str) -> str:
@@ -134,15 +149,20 @@ class LocalNode(ABC):
         await self.stop()
 
     async def _elect(self) -> None:
-        """See to it that every quorum queue has a leader again. One that was declared just before a crash may come back
-        without its log (seen on 3.10 and 4.0); RabbitMQ takes it for a new one, whose election others will call, and
-        from then on it answers nobody.
+        """Trigger an election in every quorum queue.
+
+        A queue that was declared just before a crash may come back without its log (seen on 3.10 and 4.0): RabbitMQ
+        takes it for a new one, waits for an election that nobody triggers, and answers no request.
         """
         try:
             await self.ctl("eval", ELECT)
         except NodeError as error:
             log.warning("no_election", node=str(self.base), reason=str(error))
         self._recovers = False
+
+    @abstractmethod
+    async def _failure(self) -> str:
+        """Say why the server is not ready, with the end of its log."""
 
     def _known_state(self) -> NodeState:
         if self._state is None:

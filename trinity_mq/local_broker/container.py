@@ -1,83 +1,90 @@
-"""RabbitMQ in a container of ours, by the ``docker`` command line, where it is not installed but Docker is."""
+"""RabbitMQ in a Docker container, for machines without an installed server."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import re
-from collections.abc import Sequence
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, Unpack
 from urllib.parse import urlsplit
 
-from trinity_mq.local_broker.base import LocalNode
-from trinity_mq.local_broker.docker_command import Owned, docker
-from trinity_mq.local_broker.node_files import (
-    EXCERPT_LINES,
-    LOG_PREFIX,
-    POLL_SECONDS,
-    NodeError,
-    NodeState,
-    write_private,
-)
-from trinity_mq.local_broker.ports import LOOPBACK, speaks_amqp
+from trinity_mq.local_broker.base import LocalNode, NodeOptions
+from trinity_mq.local_broker.node_files import EXCERPT_LINES, LOG_PREFIX, NodeError, NodeState
+from trinity_mq.local_broker.ports import LOOPBACK
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+    from docker.models.containers import Container
+
+T = TypeVar("T")
 
 IMAGE_VARIABLE = "TRINITY_MQ_RABBITMQ_IMAGE"
 DEFAULT_IMAGE = "rabbitmq:4-management"
 LABEL = "trinity-mq.broker"
-ANSWER_TIMEOUT = 10.0
-READY_TIMEOUT = 180.0
+ENGINE_TIMEOUT = 60.0
+"""Seconds that the engine may take for a request."""
 STOP_SECONDS = 20
 LOG_LINES = 200
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 HOME = "/var/lib/rabbitmq"
-LIMITS = "nofile=16384:16384"
-"""Erlang makes a table as long as the number of files it may open, which some engines set to a thousand million."""
+OPEN_FILES = 16384
+"""Limit of open files: Erlang allocates a table of this size, and some engines allow a thousand million files."""
 ERLANG = "+S 2:2 +sbwt none +sbwtdcpu none +sbwtdio none"
-"""Two schedulers that sleep when idle: the cores belong to the model."""
+"""Erlang arguments: two schedulers that sleep when idle, since the cores belong to the model."""
+GUARD = """
+import os, sys, threading
+from trinity_mq.local_broker.container import connect
+container = connect(timeout=None).containers.get(sys.argv[1])
+threading.Thread(target=lambda: (container.wait(), os._exit(0)), daemon=True).start()
+if sys.stdin.read() != "released":
+    container.remove(force=True, v=True)
+os._exit(0)
+"""
+"""Program of the guard process: ends with the container, and removes it when the owner's end of the pipe closes."""
 
 
 async def docker_answers() -> bool:
-    """Return whether there is a ``docker`` command and an engine behind it."""
+    """Return whether a Docker engine answers."""
     try:
-        await docker("version", "--format", "{{.Server.Version}}", timeout=ANSWER_TIMEOUT)
+        await asyncio.to_thread(lambda: connect().close())
     except NodeError:
         return False
     return True
 
 
 class DockerNode(LocalNode):
-    """A container of our own; takes the arguments of its base class, and an image.
+    """Container with a RabbitMQ server; takes the arguments of its base class, and an image.
 
-    Its port is published on loopback only. It is removed when stopped, and when the process that started it ends, also
-    when that is killed. Its data is in a volume, which stays: its name is that of the container, its label
-    ``trinity-mq.broker`` says whose it is.
+    Its port is published on loopback only. It is removed when it is stopped and when the process that started it ends,
+    even if that is killed. Its data is in a volume, which stays: the volume has the container's name, and its label
+    ``trinity-mq.broker`` is the folder ``base``.
 
     Args:
         image: None for ``TRINITY_MQ_RABBITMQ_IMAGE``, else the official image.
     """
 
-    def __init__(
-        self,
-        base: Path,
-        *,
-        name: str = "tmq",
-        port: int | None = None,
-        user: str = "tmq",
-        password: str | None = None,
-        plugins: Sequence[str] = (),
-        config: str = "",
-        image: str | None = None,
-    ) -> None:
-        super().__init__(base, name=name, port=port, user=user, password=password, plugins=plugins, config=config)
+    def __init__(self, base: Path, *, image: str | None = None, **options: Unpack[NodeOptions]) -> None:
+        super().__init__(base, **options)
         self.image = image or os.environ.get(IMAGE_VARIABLE) or DEFAULT_IMAGE
-        self._made = False
-        self._owned: Owned | None = None
+        self._engine: DockerClient | None = None
+        self._cancelled = threading.Event()
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
-        """Process id of a watcher that ends when the container does; None when it does not run."""
-        return self._owned.pid if self._owned is not None else None
+        """Process id of a guard that ends when the container does; None when it does not run.
+
+        The container's own processes may belong to a virtual machine or a name space, where their ids mean nothing.
+        """
+        return self._guard.pid if self._guard is not None and self._guard.poll() is None else None
 
     @property
     def container(self) -> str:
@@ -85,79 +92,70 @@ class DockerNode(LocalNode):
         return f"{self._name}-{self._known_state().identity}"
 
     async def start(self) -> None:
-        """Create and start the container; its image is pulled where it is not there.
+        """Create and start the container; pull its image where it is missing.
 
         Raises:
-            NodeError: The folder or the port is in use, the image cannot be had, or Docker refuses; says what it said.
+            NodeError: The folder or the port is in use, the image is not available, or Docker refuses.
         """
-        if self._owned is not None and self._owned.pid is None:
-            await self.kill()  # it ended by itself: clear what is left of it
+        if self._guard is not None and self.pid is None:
+            await self.kill()  # clears the remains of a container that ended
         self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
         await self._lock.take()
         try:
             self._lock.note(None)
+            self._cancelled.clear()
             await self._require_image()
             state_file = self.base / "docker.json"
             self._recovers = state_file.exists()
             state = NodeState.load(state_file, self._user, self._password)
             state.choose_ports(("amqp",), {} if self._port is None else {"amqp": self._port})
             state.save(state_file)
-            self._state, self._made = state, True
-            await self._remove()  # of a start that was killed: the lock says that nobody uses it
-            await docker("volume", "create", f"--label={LABEL}={self.base}", self.container)
-            await docker("create", *self._options(state), self.image)
-            for file, place in self._files():
-                await docker("cp", str(file), f"{self.container}:{place}")
-            await docker("start", self.container)
-            self._owned = Owned(self.container)
+            self._state = state
+            await self._remove()  # a container that a killed start has left: we hold the folder's lock
+            await self._ask("create", self._create)
+            await self._ask("start", lambda engine: self._found(engine).start())
+            self._guard = _start_guard(self.container)
         except BaseException:
             await self.kill()
             raise
 
-    async def wait_ready(self, timeout: float = READY_TIMEOUT) -> None:
-        """Return when the broker accepts connections.
-
-        Raises:
-            NodeError: The container ended or was not ready in time; carries the end of its log.
-        """
-        port = self._known_state().ports["amqp"]
-        what = f"container {self.container} of {self.image}"
-        try:
-            async with asyncio.timeout(timeout):
-                while not await speaks_amqp(port):
-                    if self.pid is None:
-                        raise NodeError(f"{what} ended\n{await self._log_tail()}")
-                    await asyncio.sleep(POLL_SECONDS)  # nothing tells when a listener opens
-                if self._recovers:
-                    await self._elect()
-        except TimeoutError:
-            raise NodeError(f"{what} was not ready in {timeout:g} s\n{await self._log_tail()}") from None
-
     async def stop(self) -> None:
         """Stop cleanly and remove the container; its volume stays."""
-        if self._owned is not None:
-            with contextlib.suppress(NodeError):  # one that ended by itself cannot be stopped, only removed
-                await docker("stop", "-t", str(STOP_SECONDS), self.container)
+        if self._guard is not None:
+            with contextlib.suppress(NodeError):  # a container that ended by itself can only be removed
+                await self._ask("stop", lambda engine: self._found(engine).stop(timeout=STOP_SECONDS))
         await self.kill()
 
     async def kill(self) -> None:
-        """Remove the container as it runs: a crash. Its volume stays."""
-        if self._made:  # else it may be that of another process, to whom we left the folder
-            await self._remove()
-            self._made = False
-        if self._owned is not None:
-            await self._owned.release()
-            self._owned = None
+        """Remove the running container, as a crash would. Its volume stays."""
+        if self._engine is not None:  # otherwise the container may be that of another process, which holds the folder
+            if self._state is not None:
+                await self._remove()
+            await asyncio.to_thread(self._engine.close)
+            self._engine = None
+        if self._guard is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended with the container
+                await asyncio.to_thread(self._guard.communicate, b"released")
+            self._guard = None
         self._lock.free()
 
     async def ctl(self, *arguments: str) -> str:
-        """Run ``rabbitmqctl`` in the container and return what it prints.
+        """Run ``rabbitmqctl`` in the container and return its output.
 
         Raises:
             NodeError: It failed; carries its output.
         """
-        # Not as root: before the server wrote its cookie, that would leave one which the server cannot read.
-        return await docker("exec", "--user", "rabbitmq", self.container, "rabbitmqctl", "-q", *arguments)
+
+        def run(engine: DockerClient) -> tuple[int, bytes]:
+            # Not as root: before the server wrote its cookie, that would leave one which the server cannot read.
+            code, output = self._found(engine).exec_run(["rabbitmqctl", "-q", *arguments], user="rabbitmq")
+            return code, output
+
+        code, output = await self._ask("exec", run)
+        printed = output.decode(errors="replace")
+        if code:
+            raise NodeError(f"rabbitmqctl {' '.join(arguments)}: exit code {code}\n{printed.strip()}")
+        return printed
 
     async def _require_image(self) -> None:
         host = os.environ.get("DOCKER_HOST", "")
@@ -166,59 +164,147 @@ class DockerNode(LocalNode):
                 f"the Docker engine of DOCKER_HOST={host} is on another machine, and the broker would listen there: "
                 "start a broker on it, and set broker.url"
             )
-        await docker("version", "--format", "{{.Server.Version}}", timeout=ANSWER_TIMEOUT)
+        self._engine = await asyncio.to_thread(connect)
         try:
-            await docker("image", "inspect", "--format", "{{.Id}}", self.image)
+            await self._ask("inspect", lambda engine: engine.images.get(self.image))
         except NodeError:
             try:
-                await docker("pull", "--quiet", self.image, timeout=None)
+                await self._ask("pull", self._pull)
             except NodeError as error:
                 raise NodeError(
                     f"the Docker engine has no image {self.image}, and cannot fetch it ({error}): "
                     f"set {IMAGE_VARIABLE} to a RabbitMQ image that is there, or install rabbitmq-server"
                 ) from error
 
-    def _options(self, state: NodeState) -> list[str]:
-        secrets_file = self.base / "container.env"
-        write_private(secrets_file, f"RABBITMQ_DEFAULT_USER={state.user}\nRABBITMQ_DEFAULT_PASS={state.password}\n")
-        return [
-            "--pull=never",
-            f"--name={self.container}",
-            f"--label={LABEL}={self.base}",
-            "--hostname=tmq",  # part of the node's name, by which it finds its data again
-            f"--publish={LOOPBACK}:{state.ports['amqp']}:5672",
-            f"--env-file={secrets_file}",  # not on the command line, which everyone can read
-            f"--env=RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS={ERLANG}",
-            f"--ulimit={LIMITS}",
-            f"--volume={self.container}:{HOME}",
-        ]
+    def _pull(self, engine: DockerClient) -> None:
+        from docker.errors import ImageNotFound
+        from docker.utils import parse_repository_tag
 
-    def _files(self) -> list[tuple[Path, str]]:
-        """Write what the container is given, readable by its user, and return where it goes."""
-        given = []
+        repository, tag = parse_repository_tag(self.image)
+        for line in engine.api.pull(repository, tag=tag or "latest", stream=True, decode=True):
+            if self._cancelled.is_set():
+                return
+            if "error" in line:
+                raise ImageNotFound(line["error"])
+
+    def _create(self, engine: DockerClient) -> None:
+        from docker.types import Ulimit
+
+        state, labels = self._known_state(), {LABEL: str(self.base)}
+        engine.volumes.create(self.container, labels=labels)
+        container = engine.containers.create(
+            self.image,
+            name=self.container,
+            labels=labels,
+            hostname="tmq",  # part of the node's name, by which the node finds its data again
+            ports={"5672/tcp": (LOOPBACK, state.ports["amqp"])},
+            environment={
+                "RABBITMQ_DEFAULT_USER": state.user,
+                "RABBITMQ_DEFAULT_PASS": state.password,
+                "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": ERLANG,
+            },
+            ulimits=[Ulimit(name="nofile", soft=OPEN_FILES, hard=OPEN_FILES)],
+            volumes={self.container: {"bind": HOME, "mode": "rw"}},
+        )
+        files = {}
         if self.config:
-            given.append((self.base / "extra.conf", "/etc/rabbitmq/conf.d/90-extra.conf", self.config))
+            files["conf.d/90-extra.conf"] = self.config
         if self.plugins:
-            given.append(
-                (self.base / "enabled_plugins", "/etc/rabbitmq/enabled_plugins", f"[{','.join(self.plugins)}].\n")
-            )
-        for file, _, text in given:
-            write_private(file, text, 0o644)
-            file.chmod(0o644)  # whatever the umask is
-        return [(file, place) for file, place, _ in given]
+            files["enabled_plugins"] = f"[{','.join(self.plugins)}].\n"
+        if files:
+            container.put_archive("/etc/rabbitmq", _archive(files))
+
+    def _found(self, engine: DockerClient) -> Container:
+        return engine.containers.get(self.container)
 
     async def _remove(self) -> None:
-        with contextlib.suppress(NodeError):  # none of that name is fine
-            await docker("rm", "--force", self.container)
+        from docker.errors import NotFound
+
+        def remove(engine: DockerClient) -> None:
+            with contextlib.suppress(NotFound):
+                self._found(engine).remove(force=True)
+
+        with contextlib.suppress(NodeError):
+            await self._ask("remove", remove)
+
+    async def _failure(self) -> str:
+        ended = "ended" if self.pid is None else "is not ready"
+        return f"container {self.container} of {self.image} {ended}\n{await self._log_tail()}"
 
     async def _log_tail(self) -> str:
-        """The part of its log that says why it did not start, else the end of it."""
+        """Return the part of the log that says why the server did not start, else the end of the log."""
         try:
-            log = await docker("logs", "--tail", str(LOG_LINES), self.container)
+            log = await self._ask("logs", lambda engine: self._found(engine).logs(tail=LOG_LINES))
         except NodeError as error:
             return str(error)
-        lines = [line for raw in log.splitlines() if (line := LOG_PREFIX.sub("", COLOUR.sub("", raw)).rstrip())]
+        text = COLOUR.sub("", log.decode(errors="replace"))
+        lines = [line for raw in text.splitlines() if (line := LOG_PREFIX.sub("", raw).rstrip())]
         if "BOOT FAILED" in lines:
             at = lines.index("BOOT FAILED")
             return "\n".join(lines[max(0, at - EXCERPT_LINES // 2) : at + EXCERPT_LINES])
         return "\n".join(lines[-EXCERPT_LINES:])
+
+    async def _ask(self, action: str, work: Callable[[DockerClient], T]) -> T:
+        """Run requests to the engine in a thread, to their end also when cancelled.
+
+        Raises:
+            NodeError: The engine refused or did not answer; carries its answer.
+        """
+        if self._engine is None:
+            raise NodeError(f"the broker in {self.base} was not started")
+        request = asyncio.ensure_future(asyncio.to_thread(work, self._engine))
+        with _engine_errors(action):
+            try:
+                return await asyncio.shield(request)
+            except asyncio.CancelledError:
+                self._cancelled.set()
+                await asyncio.wait([request])
+                raise
+
+
+def connect(timeout: float | None = ENGINE_TIMEOUT) -> DockerClient:
+    """Connect to the engine of ``DOCKER_HOST``, else of Docker's current context; ``timeout`` in seconds a request.
+
+    Raises:
+        NodeError: No engine answers.
+    """
+    import docker
+    from docker.context import ContextAPI
+
+    host = os.environ.get("DOCKER_HOST") or ContextAPI.get_current_context().Host
+    if host.startswith("unix://") and not Path(host.removeprefix("unix://")).is_socket():
+        raise NodeError(f"no Docker engine answers at {host}: there is no such socket")
+    try:
+        return docker.from_env(environment={**os.environ, "DOCKER_HOST": host}, timeout=timeout)
+    except docker.errors.DockerException as error:
+        raise NodeError(f"no Docker engine answers at {host}: {error}") from error
+
+
+def _start_guard(container: str) -> subprocess.Popen[bytes]:
+    silent = subprocess.DEVNULL
+    command = [sys.executable, "-c", GUARD, container]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
+
+
+def _archive(files: dict[str, str]) -> bytes:
+    """Return a tar archive of ``files`` by name, readable by everyone."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, text in files.items():
+            body = text.encode()
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(body), 0o644
+            archive.addfile(entry, io.BytesIO(body))
+    return buffer.getvalue()
+
+
+@contextlib.contextmanager
+def _engine_errors(action: str) -> Iterator[None]:
+    """Translate the errors of the Docker client into NodeError."""
+    from docker.errors import DockerException
+    from requests.exceptions import RequestException
+
+    try:
+        yield
+    except (DockerException, RequestException) as error:
+        raise NodeError(f"docker {action}: {error}") from error

@@ -1,4 +1,4 @@
-"""A private RabbitMQ node: a child process of ours with its own data, ports, cookie and password, on loopback only."""
+"""A private RabbitMQ node: a child process on loopback with its own data, ports, cookie and password."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
-from trinity_mq.local_broker.base import LocalNode
+from trinity_mq.local_broker.base import LocalNode, NodeOptions
 from trinity_mq.local_broker.node_files import (
     PLUGIN_LISTENERS,
     POLL_SECONDS,
@@ -26,10 +27,9 @@ from trinity_mq.local_broker.node_files import (
     server_user,
     write_private,
 )
-from trinity_mq.local_broker.node_root import WANTED, ServerRoot
-from trinity_mq.local_broker.ports import LOOPBACK, accepts, is_free, speaks_amqp
+from trinity_mq.local_broker.ports import LOOPBACK, accepts, is_free
 
-__all__ = ["Mates", "NodeError", "PrivateNode", "epmd_command", "find_rabbitmq"]
+__all__ = ["ClusterMembership", "NodeError", "PrivateNode", "epmd_command", "find_rabbitmq"]
 
 HOMES = (
     "/usr/lib/rabbitmq/lib/rabbitmq_server-*",
@@ -43,22 +43,21 @@ NOT_INSTALLED = (
     "RabbitMQ is not installed: `apt-get install rabbitmq-server` (Debian, Ubuntu) or `brew install rabbitmq` (macOS), "
     "or start Docker, or set broker.url to a broker that runs elsewhere"
 )
-READY_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
 EPMD_TIMEOUT = 10.0
 
 
-def find_rabbitmq(root: Path | None = None) -> Path | None:
+UNLESS_ORPHANED = ("sh", "-c", '[ "$PPID" = "$1" ] && shift && exec "$@"', "sh")
+"""Shell prefix before a parent's process id and a command: runs the command unless that parent has already ended,
+since a parent that ends before its child asked for the parent-death signal sends none."""
+
+
+def find_rabbitmq() -> Path | None:
     """Return the ``rabbitmq-server`` script of an installed RabbitMQ, None where there is none.
 
-    Never the wrapper that Debian puts on the path: it changes user and folder. Where ``root`` or
-    ``TRINITY_MQ_RABBITMQ_ROOT`` names a root folder, the script of the RabbitMQ in there, as its own programs see it.
-
-    Raises:
-        NodeError: There is none below that folder, or it cannot be run here.
+    ``RABBITMQ_HOME``, a folder with ``sbin/rabbitmq-server`` and ``sbin/rabbitmqctl``, comes before the usual places.
+    Debian's wrapper on the path is never returned, since it changes user and folder.
     """
-    if other := ServerRoot.chosen(root):
-        return _in_root(other, [home for home in HOMES if home.startswith("/usr/")], "sbin/rabbitmq-server")
     places = [os.environ["RABBITMQ_HOME"]] if "RABBITMQ_HOME" in os.environ else []
     for pattern in (*places, *HOMES):
         for home in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
@@ -69,54 +68,45 @@ def find_rabbitmq(root: Path | None = None) -> Path | None:
     return script if script and (script.parent / "rabbitmq-env").exists() else None
 
 
-def _in_root(root: ServerRoot, places: Sequence[str], name: str) -> Path:
-    for place in places:
-        for found in root.inside(f"{place}/{name}"):
-            return found
-    raise NodeError(f"there is no {name} below {root.folder} in {', '.join(places)}: {WANTED}")
+def epmd_command(*arguments: str) -> list[str]:
+    """Return the command that runs epmd, Erlang's port mapper, with ``arguments``.
 
-
-UNLESS_ORPHANED = ("sh", "-c", '[ "$PPID" = "$1" ] && shift && exec "$@"', "sh")
-"""Before a parent's process id and a command: runs the command, unless the parent has ended by now. A parent that ends
-before its child has asked for the signal sends none."""
+    Raises:
+        NodeError: epmd is not installed.
+    """
+    if on_path := shutil.which("epmd"):
+        return [on_path, *arguments]
+    for folder in EPMD_FOLDERS:
+        for path in Path("/").glob(f"{folder.lstrip('/')}/epmd"):
+            return [str(path), *arguments]
+    raise NodeError(
+        "epmd, a part of Erlang, is not on the path: install Erlang completely (Debian: `apt-get install erlang-base`)"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mates:
-    """What the nodes of one cluster share. They start at once: on RabbitMQ 4 each waits for the others."""
+class ClusterMembership:
+    """Settings that the nodes of one cluster share. All start at once: on RabbitMQ 4 each waits for the others."""
 
     cookie: str
     epmd_port: int
-    """Of an epmd that is somebody else's to start and to stop."""
+    """Port of an epmd that the caller starts and stops."""
 
 
 class PrivateNode(LocalNode):
-    """A server process of our own, from the RabbitMQ that is installed here; takes the arguments of its base class.
+    """Server process of the installed RabbitMQ; takes the arguments of its base class.
 
-    It has its own data, ports, epmd, Erlang cookie and password, all of them in ``base``. Where ``setpriv`` exists it
-    dies with the process that started it, also when that is killed.
+    Data, Erlang cookie and password are kept in ``base``, and an epmd of its own runs beside it. Where ``setpriv``
+    exists, the node dies with the process that started it, even if that is killed.
 
     Args:
-        root: A root folder whose RabbitMQ is run instead of the installed one, None for ``TRINITY_MQ_RABBITMQ_ROOT``.
-        mates: What it shares with the other nodes of its cluster, None for a node on its own.
+        cluster: Settings shared with the other nodes of its cluster, None for a single node.
     """
 
-    def __init__(
-        self,
-        base: Path,
-        *,
-        name: str = "tmq",
-        port: int | None = None,
-        user: str = "tmq",
-        password: str | None = None,
-        plugins: Sequence[str] = (),
-        config: str = "",
-        root: Path | None = None,
-        mates: Mates | None = None,
-    ) -> None:
-        super().__init__(base, name=name, port=port, user=user, password=password, plugins=plugins, config=config)
-        self._root, self._mates = root, mates
-        self._node = f"{name}@localhost"
+    def __init__(self, base: Path, *, cluster: ClusterMembership | None = None, **options: Unpack[NodeOptions]) -> None:
+        super().__init__(base, **options)
+        self._cluster = cluster
+        self._node = f"{self._name}@localhost"
         self._server: subprocess.Popen[bytes] | None = None
         self._epmd: subprocess.Popen[bytes] | None = None
 
@@ -133,46 +123,21 @@ class PrivateNode(LocalNode):
         """
         script = self._script()
         if self._server is not None and self._server.poll() is not None:
-            await self.kill()  # it died by itself: clear what is left of it
+            await self.kill()  # clears the remains of a server that died
         self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
         await self._lock.take()
         try:
-            self._recovers = (self.base / "data").exists() and self._mates is None  # mates elect among themselves
+            self._recovers = (self.base / "data").exists() and self._cluster is None  # a cluster elects by itself
             environment = await self._prepare()
-            if self._mates is None:
-                self._epmd = self._spawn(
-                    epmd_command("-port", environment["ERL_EPMD_PORT"], "-address", LOOPBACK, root=self._root),
-                    environment,
-                )
+            if self._cluster is None:
+                epmd = epmd_command("-port", environment["ERL_EPMD_PORT"], "-address", LOOPBACK)
+                self._epmd = self._spawn(epmd, environment)
                 await self._wait_for_epmd()
-            self._server = self._spawn(self._inside([str(script)]), environment, pass_fds=(self._lock.fd,))
+            self._server = self._spawn([str(script)], environment, pass_fds=(self._lock.fd,))
             self._lock.note(self._server.pid)
         except BaseException:
             await self.kill()
             raise
-
-    async def wait_ready(self, timeout: float = READY_TIMEOUT) -> None:
-        """Return when the broker accepts connections.
-
-        Raises:
-            NodeError: The server died or was not ready in time; carries the end of its log.
-        """
-        port = self._known_state().ports["amqp"]
-        try:
-            async with asyncio.timeout(timeout):
-                while not await speaks_amqp(port):
-                    if self.pid is None:
-                        code = self._server.returncode if self._server else None
-                        raise NodeError(
-                            f"RabbitMQ in {self.base} died (exit code {code})\n{failure_excerpt(self.base)}"
-                        )
-                    await asyncio.sleep(POLL_SECONDS)  # nothing tells when a listener opens
-                if self._recovers:
-                    await self._elect()
-        except TimeoutError:
-            raise NodeError(
-                f"RabbitMQ in {self.base} was not ready in {timeout:g} s\n{failure_excerpt(self.base)}"
-            ) from None
 
     async def stop(self) -> None:
         """Stop cleanly, so that everything is on disk; kill what does not stop in time."""
@@ -183,7 +148,7 @@ class PrivateNode(LocalNode):
         await self.kill()
 
     async def kill(self) -> None:
-        """SIGKILL to the server and all that it started: a crash. Its data stays."""
+        """Send SIGKILL to the server and its children, as a crash would. The data stays."""
         for process in (self._server, self._epmd):
             if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -198,7 +163,7 @@ class PrivateNode(LocalNode):
             NodeError: It failed; carries its output.
         """
         process = await asyncio.create_subprocess_exec(
-            *self._inside([str(self._script().with_name("rabbitmqctl")), "-q", "-n", self._node, *arguments]),
+            str(self._script().with_name("rabbitmqctl")), "-q", "-n", self._node, *arguments,
             env=server_environment(self.base, self._node, self._known_state()),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -216,18 +181,18 @@ class PrivateNode(LocalNode):
         """Write the folder's files and return the server's environment."""
         state_file = self.base / "node.json"
         state = NodeState.load(state_file, self._user, self._password)
-        if self._mates is None and (left_over := state.ports.get("epmd")) and not is_free(left_over):
+        if self._cluster is None and (left_over := state.ports.get("epmd")) and not is_free(left_over):
             await self._end_left_over_epmd(left_over)
         names = ("amqp", "dist", "epmd", *(plugin for plugin in self.plugins if plugin in PLUGIN_LISTENERS))
         state.choose_ports(names, {} if self._port is None else {"amqp": self._port})
-        if self._mates is not None:
-            state.ports["epmd"] = self._mates.epmd_port
+        if self._cluster is not None:
+            state.ports["epmd"] = self._cluster.epmd_port
         state.save(state_file)
         self._state = state
         (self.base / "home").mkdir(exist_ok=True)
         cookie = self.base / "home" / ".erlang.cookie"
         if not cookie.exists():
-            write_private(cookie, self._mates.cookie if self._mates else secrets.token_hex(16), 0o400)
+            write_private(cookie, self._cluster.cookie if self._cluster else secrets.token_hex(16), 0o400)
         write_private(self.base / "rabbitmq.conf", server_config(state, self.plugins, self.config))
         write_private(self.base / "advanced.config", server_user(state))
         write_private(self.base / "enabled_plugins", f"[{','.join(self.plugins)}].\n")
@@ -236,15 +201,15 @@ class PrivateNode(LocalNode):
         return server_environment(self.base, self._node, state)
 
     async def _end_left_over_epmd(self, port: int) -> None:
-        """Ask the epmd of an earlier start to end. One that still serves a node refuses, and we take another port."""
+        """Ask the epmd of an earlier start to end. One that still serves a node refuses and keeps its port."""
         process = await asyncio.create_subprocess_exec(
-            *epmd_command("-port", str(port), "-kill", root=self._root),
+            *epmd_command("-port", str(port), "-kill"),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         await process.wait()
 
     async def _wait_for_epmd(self) -> None:
-        """The server would start one of its own, which nobody stops, if ours did not answer yet."""
+        """Wait until epmd answers: otherwise the server starts one of its own, which nobody stops."""
         port = self._known_state().ports["epmd"]
         try:
             async with asyncio.timeout(EPMD_TIMEOUT):
@@ -259,7 +224,7 @@ class PrivateNode(LocalNode):
     def _spawn(
         self, command: list[str], environment: dict[str, str], pass_fds: Sequence[int] = ()
     ) -> subprocess.Popen[bytes]:
-        # The parent-death signal follows the thread that forked: only one that lives as long as we do may ask for it.
+        # The kernel sends the parent-death signal when the forking thread ends: ask for it from the main thread only.
         guard = shutil.which("setpriv") if threading.current_thread() is threading.main_thread() else None
         with (self.base / "console.log").open("ab") as console:
             return subprocess.Popen(
@@ -268,30 +233,14 @@ class PrivateNode(LocalNode):
                 start_new_session=True, pass_fds=pass_fds, umask=0o077,
             )  # fmt: skip
 
-    def _script(self) -> Path:
-        script = find_rabbitmq(self._root)
+    async def _failure(self) -> str:
+        code = self._server.poll() if self._server is not None else None
+        ended = f"died (exit code {code})" if self.pid is None else "is not ready"
+        return f"RabbitMQ in {self.base} {ended}\n{failure_excerpt(self.base)}"
+
+    @staticmethod
+    def _script() -> Path:
+        script = find_rabbitmq()
         if script is None:
             raise NodeError(NOT_INSTALLED)
         return script
-
-    def _inside(self, command: list[str]) -> list[str]:
-        root = ServerRoot.chosen(self._root)
-        return root.command(command) if root else command
-
-
-def epmd_command(*arguments: str, root: Path | None = None) -> list[str]:
-    """Return what runs epmd, Erlang's port mapper; ``root`` as for :func:`find_rabbitmq`.
-
-    Raises:
-        NodeError: There is none.
-    """
-    if other := ServerRoot.chosen(root):
-        return other.command([str(_in_root(other, EPMD_FOLDERS, "epmd")), *arguments])
-    if on_path := shutil.which("epmd"):
-        return [on_path, *arguments]
-    for folder in EPMD_FOLDERS:
-        for path in Path("/").glob(f"{folder.lstrip('/')}/epmd"):
-            return [str(path), *arguments]
-    raise NodeError(
-        "epmd, a part of Erlang, is not on the path: install Erlang completely (Debian: `apt-get install erlang-base`)"
-    )
