@@ -18,8 +18,9 @@ import pytest
 from tests.waiting import until
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
-from trinity_mq.cli.doctor.command import look_there
-from trinity_mq.cli.doctor.facts import Finding, Needs
+from trinity_mq.cli.doctor.checks import Finding
+from trinity_mq.cli.doctor.command import check_broker
+from trinity_mq.cli.doctor.facts import Needs
 from trinity_mq.config import load_config
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
@@ -29,7 +30,7 @@ TOPOLOGY = Topology(RUN)
 NEEDS = Needs.of(load_config({"name": RUN, "model": {"tiny": {}}, "run_dir": "/nonexistent"}), None)
 WRONG = "consumer_timeout = 60000\nmax_message_size = 1048576"
 FINE = {"connection", "version", "capabilities", "permissions", "feature flags", "clock", "policies", "alarms"}
-FINE |= {"queues of the run", "broker's disk"}
+FINE |= {"queues of the run", "dead letters", "broker's disk"}
 
 pytestmark = [
     pytest.mark.broker,
@@ -62,7 +63,7 @@ async def look(
     """The findings by subject; the worst one where there are several."""
     port = node.ports["rabbitmq_management"] if management else 1  # where nobody listens
     broker = BrokerConfig(url=url or node.url)
-    found = await look_there(broker, NEEDS, f"http://127.0.0.1:{port}", None, node.ctl if ctl else None)
+    found = await check_broker(broker, NEEDS, f"http://127.0.0.1:{port}", None, node.ctl if ctl else None)
     worst: dict[str, Finding] = {}
     order = ("not looked at", "ok", "warning", "problem")
     for one in found:
@@ -138,7 +139,7 @@ async def test_the_management_api_tells_the_rest(node: PrivateNode) -> None:
 
 async def test_amqp_alone_says_what_it_can_and_what_it_cannot(node: PrivateNode) -> None:
     found = await look(node)
-    by_amqp = {"connection", "version", "capabilities", "queues of the run"}
+    by_amqp = {"connection", "version", "capabilities", "queues of the run", "dead letters"}
     assert {subject for subject, verdict in verdicts(found).items() if verdict == "ok"} == by_amqp
     assert set(verdicts(found).values()) == {"ok", "not looked at"}
     assert "no management API at http://127.0.0.1:1" in found["alarms"].seen
@@ -157,7 +158,7 @@ async def test_policies_that_clash(node: PrivateNode) -> None:
         by_ctl, by_api = await look(node, ctl=True), await look(node, management=True)
         for found in (by_ctl, by_api):
             assert found["policies"].verdict == "problem"
-        everything = await look_there(BrokerConfig(url=node.url), NEEDS, "http://127.0.0.1:1", None, node.ctl)
+        everything = await check_broker(BrokerConfig(url=node.url), NEEDS, "http://127.0.0.1:1", None, node.ctl)
     finally:
         for words in (("clear_policy", "short"), ("clear_operator_policy", "small"), ("clear_policy", "others")):
             await node.ctl(*words)

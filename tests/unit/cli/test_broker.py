@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.bus import Topology, create_bus
-from trinity_mq.cli.broker.command import BrokerHome, OwnBroker
+from trinity_mq.cli.broker.command import BrokerHome
+from trinity_mq.cli.broker.own import OwnBroker
 from trinity_mq.config import BrokerConfig, SupervisorConfig
 from trinity_mq.local_broker.node import NodeError, find_rabbitmq
 

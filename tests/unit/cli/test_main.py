@@ -25,7 +25,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     def command(_arguments: object) -> int:
         raise HolderError.error
 
-    monkeypatch.setattr(cli, "_function", lambda _path: command)
+    for target in ("validate.validate", "agents.run_agent"):
+        monkeypatch.setattr(f"trinity_mq.cli.commands.{target}", command)
     return HolderError
 
 
@@ -82,12 +83,43 @@ def test_every_command_leads_to_a_function() -> None:
         "status": ["--run", "r", "--broker", "amqp://h/"],
         "dead": ["list", "x"],
         "broker": ["start", "folder"],
+        "debug": ["workflow", "x"],
+        "doctor": ["--run", "r"],
+        "health": [],
+        "timeline": ["r"],
+        "inspect": ["r", "--last"],
+        "convert-experiences": ["x", "--out", "y"],
+        "schema": ["--check"],
     }
+    assert set(words) == {name for name, _, _ in cli.COMMANDS}
     for command, rest in words.items():
-        arguments = cli._parser().parse_args([command, *rest])
-        assert callable(cli._function(arguments.function)), command
+        assert callable(cli._parser().parse_args([command, *rest]).function), command
     for action in ("stop", "status", "serve"):
-        assert callable(cli._function(cli._parser().parse_args(["broker", action, "folder"]).function))
+        assert callable(cli._parser().parse_args(["broker", action, "folder"]).function)
+
+
+def test_only_the_module_of_the_given_command_is_imported() -> None:
+    program = (
+        "import sys\n"
+        "from trinity_mq.cli.main import _parser\n"
+        "try:\n"
+        "    _parser().parse_args(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('trinity_mq.')), file=sys.stderr)\n"
+        "print(*sorted({'torch', 'aiohttp', 'pydantic'} & set(sys.modules)), file=sys.stderr)\n"
+    )
+
+    def imported(*words: str) -> tuple[list[str], str]:
+        argv = [sys.executable, "-c", program, *words]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+        modules, heavy = done.stderr.splitlines()
+        return modules.split(), heavy
+
+    assert imported("--help") == (["trinity_mq.cli", "trinity_mq.cli.main"], "")
+    modules, heavy = imported("health", "--max-age", "3")
+    assert set(modules) == {f"trinity_mq.cli{name}" for name in ("", ".main", ".commands", ".commands.health")}
+    assert heavy == ""
 
 
 @pytest.mark.parametrize("words", [[], ["no-such-command"], ["run"], ["dead"], ["broker", "start"]])

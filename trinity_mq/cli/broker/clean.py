@@ -1,11 +1,10 @@
-"""``trinity-mq broker clean``: what a run that is over for good has left on the broker and in the blob store."""
+"""``trinity-mq broker clean``: deletes the queues and blobs of a run that is over for good."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 
-from trinity_agents.explorer.state import StateFile
 from trinity_mq.bus import Bus, LockHeld, Topology
 from trinity_mq.bus.topology import RUN_NAME
 from trinity_mq.cli.broker.connection import connected, target
@@ -31,6 +30,8 @@ def clean(arguments: argparse.Namespace) -> int:
 
 def _tickets(config: str) -> list[str]:
     """Return the tickets that have a queue, as far as the explorer's state in the run folder knows."""
+    from trinity_agents.explorer.state import StateFile
+
     state = StateFile(load_config(config).path / "state" / "explorer.msgpack").load()
     return [*state.tickets, *state.following.tickets]
 

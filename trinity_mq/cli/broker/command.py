@@ -1,85 +1,65 @@
-"""A broker of our own: kept alive during a run, and ``trinity-mq broker`` for one that outlives runs."""
+"""``trinity-mq broker``: a private node that outlives runs, the permissions of users, and cleaning up after a run."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import collections
 import contextlib
 import fcntl
 import os
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
+from trinity_mq.cli.arguments import add_actions, add_broker
+from trinity_mq.cli.broker.clean import clean
+from trinity_mq.cli.broker.own import OwnBroker
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import SupervisorConfig
-from trinity_mq.local_broker.base import LocalNode
-from trinity_mq.local_broker.choose import local_broker
-from trinity_mq.local_broker.node import NodeError
 from trinity_mq.runtime.process import wait_exit, write_atomic
 
 STOP_SECONDS = 60.0
-LIVES_SECONDS = 1.0
-"""A broker that lives answers within this."""
 READY_FD = "--ready-fd"
 
 
-class OwnBroker:
-    """A private broker that is started again, on the same data and port, when it dies.
-
-    Args:
-        folder: Its data, ports and password.
-        config: How many deaths within what time are too many.
-        tell: Called with a line for a person.
-    """
-
-    def __init__(self, folder: Path, config: SupervisorConfig, tell: Callable[[str], None]) -> None:
-        self._folder, self._config, self._tell = folder, config, tell
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[str]:
-        """Have it run, and give its URL; stop it cleanly at the end.
-
-        Raises:
-            NodeError: It could not be started, or died too often.
-        """
-        node = await local_broker(self._folder)
-        try:
-            async with asyncio.TaskGroup() as group:
-                keeping = group.create_task(self._keep(node), name="keep the broker")
-                yield node.url
-                keeping.cancel()
-        finally:
-            await node.stop()
-
-    async def _keep(self, node: LocalNode) -> None:
-        url, deaths, loop = node.url, collections.deque[float](), asyncio.get_running_loop()
-        while True:
-            if node.pid is not None:
-                await wait_exit(node.pid)
-            if await _answers(node):
-                return  # in Docker on a machine whose processes we cannot see: its own restart policy is all there is
-            deaths.append(loop.time())
-            while deaths[0] <= loop.time() - self._config.restart_window:
-                deaths.popleft()
-            if len(deaths) > self._config.max_restarts:
-                raise NodeError(f"the broker died {len(deaths)} times within {self._config.restart_window:g} s")
-            self._tell("the broker died and is started again")
-            await node.kill()  # clears away what is left of it
-            await node.launch()
-            if node.url != url:
-                raise NodeError("the broker died and another program took its port: start the run again")
-
-
-async def _answers(node: LocalNode) -> bool:
-    try:
-        await node.wait_ready(LIVES_SECONDS)
-    except NodeError:
-        return False
-    return True
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of ``trinity-mq broker`` and their arguments."""
+    add = add_actions(parser)
+    for name, words, run in (
+        ("start", "start a node in the background and print its URL", start),
+        ("stop", "stop it", stop),
+        ("status", "tell whether it runs, and its URL", status),
+        ("serve", "run a node in the foreground until interrupted", serve),
+    ):
+        action = add(name, words, run)
+        action.add_argument("folder", metavar="FOLDER", help="keeps the node's data, ports and password")
+        if name == "serve":
+            action.add_argument(READY_FD, type=int, help=argparse.SUPPRESS)
+    users = add(
+        "permissions",
+        "print the rabbitmqctl lines for a user with the fewest permissions; changes nothing",
+        show_permissions,
+    )
+    users.add_argument("run_name", metavar="RUN", help="the run's name")
+    users.add_argument(
+        "--role",
+        choices=("agent", "submitter", "reader"),
+        default="agent",
+        help="agent: what every daemon needs; submitter: `submit`; reader: `status`, `inspect`, `dead list`",
+    )
+    users.add_argument("--user", metavar="NAME", help="the broker's user (default: RUN-ROLE)")
+    users.add_argument("--vhost", metavar="NAME", default="/", help="the virtual host (default: /)")
+    users.add_argument("--replies", action="store_true", help="agent: may answer submitters; see deploy/permissions.md")
+    cleaning = add("clean", "delete the queues and blobs of a run that is over for good", clean)
+    cleaning.add_argument("target", metavar="RUN", help="the run's name, or its YAML file")
+    add_broker(cleaning)
+    cleaning.add_argument(
+        "--blob-store", metavar="URL", help="where its blobs are (default: broker.blob_store of the file)"
+    )
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -211,3 +191,17 @@ class BrokerHome:
     def forget(self) -> None:
         """The URL leads nowhere any more."""
         self._url.unlink(missing_ok=True)
+
+
+def show_permissions(arguments: argparse.Namespace) -> int:
+    """Print ``rabbitmqctl`` lines; nothing is done."""
+    if arguments.replies and arguments.role != "agent":
+        raise CommandError(f"--replies is for agents, who answer submitters; role {arguments.role} answers nobody")
+    try:
+        wanted = permissions(arguments.run_name, arguments.role, replies=arguments.replies)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    user = arguments.user or f"{arguments.run_name}-{arguments.role}"
+    print(f"# once, and it asks for the password:\nrabbitmqctl add_user {shlex.quote(user)}")
+    print("\n".join(rabbitmqctl_lines(user, arguments.vhost, wanted)))
+    return 0

@@ -10,8 +10,23 @@ import socket
 from typing import cast
 
 from trinity_mq.bus.connect import URL_VARIABLE, Addresses
+from trinity_mq.cli.arguments import add_config
 from trinity_mq.cli.run.run_folder import RunFolder
 from trinity_mq.config import load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of an agent, whose role is the last word of ``parser.prog``."""
+    add_config(parser)
+    role = parser.prog.rpartition(" ")[2]
+    parser.add_argument("--id", help=f"its name among the agents of the run (default: {role}-0)")
+    if role == "explorer":
+        parser.add_argument(
+            "--engines-only",
+            action="store_true",
+            help="host further engines for a run whose explorer is elsewhere, and schedule nothing "
+            "(default name: engines-HOSTNAME)",
+        )
 
 
 def run_agent(arguments: argparse.Namespace) -> int:

@@ -33,6 +33,16 @@ class SkippedError(Exception):
     """A file yields nothing; the message says why."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq convert-experiences``."""
+    parser.add_argument("inputs", metavar="IN", nargs="+", help="files, which stay as they are")
+    parser.add_argument(
+        "--out", metavar="FOLDER_OR_FILE", required=True, help="where to: one file if it ends in .tmqx, else a folder"
+    )
+    parser.add_argument("--compression", choices=("none", "zstd"), default="none", help="of the new files")
+    parser.add_argument("--strict", action="store_true", help="stop at the first experience that cannot be converted")
+
+
 def convert(arguments: argparse.Namespace) -> int:
     """Convert each file and report on it; 1 when anything was left out."""
     inputs = [Path(name) for name in arguments.inputs]

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from trinity_mq.bus import Bus, Delivery, Incoming, Topology
+from trinity_mq.cli.arguments import add_actions, add_run_or_config
 from trinity_mq.cli.broker.connection import connected, target
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import BrokerConfig
@@ -18,6 +19,21 @@ from trinity_mq.runtime.deliveries import envelope
 SILENCE = 2.0
 """Seconds without another letter until the list ends, should the queue hold fewer than it said."""
 COLUMNS = ("queue", "kind", "reason", "operator", "batch", "bytes", "message_id")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``trinity-mq dead list`` and ``trinity-mq dead replay``."""
+    add = add_actions(parser)
+    listing = add("list", "list dead letters with their reasons, and leave them where they are", list_dead)
+    add_run_or_config(listing)
+    listing.add_argument("--limit", type=int, default=100, help="largest number listed (default: 100)")
+    again = add(
+        "replay", "publish batches that operators could not process again, after the operators were repaired", replay
+    )
+    add_run_or_config(again)
+    again.add_argument(
+        "--batch", metavar="N", action="append", default=[], help="only this batch; may be given several times"
+    )
 
 
 def list_dead(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,14 @@ HEALTH_VARIABLE = "TRINITY_MQ_HEALTH_FILE"
 """As in :mod:`trinity_mq.runtime.service`, which writes the file."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq health``."""
+    parser.add_argument("--file", metavar="PATH", help=f"instead of {HEALTH_VARIABLE}")
+    parser.add_argument(
+        "--max-age", metavar="SECONDS", type=float, default=30.0, help="oldest age of the file's clock (default: 30)"
+    )
+
+
 def health(arguments: argparse.Namespace) -> int:
     """Print a line on the agent; 0 when it lives and was connected, else 1."""
     name = arguments.file or os.environ.get(HEALTH_VARIABLE)

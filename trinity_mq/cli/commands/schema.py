@@ -14,6 +14,12 @@ from trinity_mq.messages.schemas import json_schemas
 SUFFIX = ".schema.json"
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq schema``."""
+    parser.add_argument("--out", metavar="FOLDER", default="schemas", help="where to (default: schemas)")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 where a file differs from the models")
+
+
 def schema(arguments: argparse.Namespace) -> int:
     """Write the schemas; with ``--check`` write nothing and return 1 where a file is not what it would be."""
     folder = Path(arguments.out)

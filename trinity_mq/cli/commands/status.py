@@ -7,12 +7,19 @@ import asyncio
 import contextlib
 import sys
 
+from trinity_mq.cli.arguments import add_run_or_config
 from trinity_mq.cli.broker.connection import connected, target
 from trinity_mq.cli.run.follow import depths, follow
 from trinity_mq.cli.run.run_view import RunView, View
 from trinity_mq.config import BrokerConfig
 
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq status``."""
+    add_run_or_config(parser)
+    parser.add_argument("--seconds", type=float, default=3.0, help="how long to listen (default: 3)")
 
 
 def status(arguments: argparse.Namespace) -> int:

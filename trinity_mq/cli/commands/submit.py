@@ -14,12 +14,25 @@ from typing import Any
 from pydantic import ValidationError
 
 from trinity_mq.bus import Bus, Envelope, Topology
+from trinity_mq.cli.arguments import add_run_or_config
 from trinity_mq.cli.broker.connection import connected, target
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import JSON_CONTENT_TYPE, SubmissionOutcome, TaskBody, TaskSubmission, decode
 
 EXAMPLE = '{"raw_task": {"question": "+372=", "answer": "7"}}'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq submit``."""
+    add_run_or_config(parser)
+    parser.add_argument(
+        "--task", metavar="JSON", default="-", help="the task, @FILE for a file, - for standard input (default)"
+    )
+    parser.add_argument("--wait", metavar="SECONDS", type=float, help="wait for the outcome and print it as JSON")
+    parser.add_argument(
+        "--id", default="", help="submission id; a task with an id that is known is not run again (default: a new one)"
+    )
 
 
 def submit(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,13 @@ from trinity_mq.telemetry.timeline import chrome_trace, spans
 TIMELINE_FILE = "timeline.json"
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq timeline``."""
+    parser.add_argument("target", metavar="RUN", help="the run's folder, its YAML file or its name")
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="only these batches, such as 10-30")
+    parser.add_argument("--out", metavar="FILE", help=f"where to (default: {TIMELINE_FILE} in the run's folder)")
+
+
 def timeline(arguments: argparse.Namespace) -> int:
     """Write the run's timeline and print where it is; 0 when done."""
     folder = run_folder(arguments.target)

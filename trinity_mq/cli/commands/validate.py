@@ -6,12 +6,18 @@ import argparse
 import inspect
 import uuid
 
+from trinity_mq.cli.arguments import add_config
 from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.data import open_taskset
 from trinity_mq.messages import DecodeError
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq validate``."""
+    add_config(parser)
 
 
 def validate(arguments: argparse.Namespace) -> int:

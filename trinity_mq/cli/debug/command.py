@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from trinity_mq.cli.arguments import add_actions, add_config
 from trinity_mq.cli.debug.task import find_task
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run.interrupts import run_to_the_end
@@ -30,6 +31,20 @@ T = TypeVar("T")
 
 LAST_WORDS_SECONDS = 2.0
 """From a call that was not answered until it is known that the engine has died."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``trinity-mq debug workflow`` and its arguments."""
+    add = add_actions(parser)
+    action = add("workflow", "run a task once, and show every message, token, logprob and reward", workflow)
+    add_config(action)
+    action.add_argument(
+        "--task", metavar="N", default="0", help="number of a record, or a task as JSON, @FILE or - (default: 0)"
+    )
+    action.add_argument("--taskset", metavar="NAME", help="an evaluation taskset (default: the one that is trained on)")
+    action.add_argument("--engine", metavar="URL", help="use the engine there instead of starting one")
+    action.add_argument("--weights", metavar="FOLDER", help="such as runs/x/final (default: what a run begins with)")
+    action.add_argument("--json", action="store_true", help="print one JSON object a line")
 
 
 def workflow(arguments: argparse.Namespace) -> int:

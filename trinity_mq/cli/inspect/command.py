@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.connect import URL_VARIABLE, broker_url
 from trinity_mq.bus.topology import RUN_NAME
-from trinity_mq.cli.broker.command import OwnBroker
+from trinity_mq.cli.arguments import add_broker
 from trinity_mq.cli.broker.connection import COMMAND_CONNECT_TIMEOUT, connected, known_broker
+from trinity_mq.cli.broker.own import OwnBroker
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
 from trinity_mq.cli.run.interrupts import run_to_the_end
@@ -27,6 +28,19 @@ if TYPE_CHECKING:
     from trinity_mq.experience import Experience, ExperienceBatch
 
 BODY_SUFFIX = ".tmqx"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq inspect``."""
+    parser.add_argument("target", metavar="RUN_OR_CONFIG", help="the run's name, its YAML file, or a .tmqx file")
+    for name in ("batch", "task", "run", "step"):
+        parser.add_argument(f"--{name}", metavar="ID", help=f"only experiences of this {name}")
+    parser.add_argument("--limit", metavar="N", type=int, default=10, help="largest number shown (default: 10)")
+    parser.add_argument("--last", action="store_true", help="show the last ones instead of the first ones")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    add_broker(parser)
+    parser.add_argument("--blob-store", metavar="URL", help="where large bodies are (default: that of the YAML file)")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="with a tokenizer.json (default: the run's model)")
 
 
 def inspect(arguments: argparse.Namespace) -> int:

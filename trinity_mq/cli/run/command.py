@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from trinity_mq.bus.connect import Addresses
+from trinity_mq.cli.arguments import add_config
 from trinity_mq.cli.commands.timeline import write_timeline
 from trinity_mq.cli.commands.validate import check_tasksets
 from trinity_mq.cli.errors import CommandError
@@ -23,6 +24,12 @@ from trinity_mq.telemetry import setup_logging
 
 LAST_WORDS = 3
 """Lines of a failed agent's output that are shown."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq run``."""
+    add_config(parser)
+    parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.connect import URL_VARIABLE, Addresses
 from trinity_mq.bus.retry import retrying
-from trinity_mq.cli.broker.command import OwnBroker
 from trinity_mq.cli.broker.connection import connected
+from trinity_mq.cli.broker.own import OwnBroker
 from trinity_mq.cli.run.display import Display
 from trinity_mq.cli.run.follow import MetricsTail, depths, follow
 from trinity_mq.cli.run.run_folder import RunFolder

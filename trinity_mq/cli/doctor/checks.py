@@ -1,0 +1,446 @@
+"""The table of checks: facts and needs in, findings out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
+from trinity_mq.bus.topology import Queue, Topology
+from trinity_mq.cli.doctor.facts import Facts, Needs
+
+Verdict = Literal["ok", "warning", "problem", "not looked at"]
+Judgement = tuple[Verdict, str, str]
+"""Verdict, observed value, advice; with ``not looked at`` the reason, and how to look by hand."""
+
+LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+OLDEST, NEWEST = (3, 10), (4, 99)
+CAPABILITIES = ("publisher_confirms", "basic.nack", "consumer_cancel_notify", "connection.blocked")
+FLAGS = ("quorum_queue", "stream_queue")
+CLOCK_SECONDS = 5.0
+"""Nothing in a run compares the clocks of two machines; people who read its logs do."""
+LEAST_FREE, ENOUGH_FREE = 512 * 2**20, 5 * 2**30
+"""Bytes free in the run folder below which a checkpoint is likely to fail, or may fail."""
+CTL = "`rabbitmqctl {}` on the broker's machine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The result of one check."""
+
+    subject: str
+    verdict: Verdict
+    seen: str
+    wanted: str = ""
+    do: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of the table."""
+
+    subject: str
+    wanted: str
+    """The expectation, filled in with ``needs``, ``message_size`` and ``stream_size``."""
+    judge: Callable[[Facts, Needs], Sequence[Judgement]]
+    facts: tuple[str, ...] = ()
+    """Facts without which there is nothing to judge."""
+    by_hand: str = ""
+    """How a person looks where the facts are missing."""
+    of_run: bool = False
+    """Applies to a named run only."""
+
+
+def findings(checks: Sequence[Check], facts: Facts, needs: Needs) -> Iterator[Finding]:
+    """Yield the findings of each check, at least one."""
+    sizes = {"message_size": size(needs.max_message_bytes), "stream_size": size(needs.stream_bytes)}
+    for check in checks:
+        for verdict, seen, do in _judgements(check, facts, needs):
+            if verdict == "not looked at":
+                yield Finding(subject=check.subject, verdict=verdict, seen=seen, do=f"to look: {do}")
+            else:
+                wanted = check.wanted.format(needs=needs, **sizes)
+                yield Finding(subject=check.subject, verdict=verdict, seen=seen, wanted=wanted, do=do)
+
+
+def _judgements(check: Check, facts: Facts, needs: Needs) -> Sequence[Judgement]:
+    if check.of_run and needs.topology is None:
+        return [("not looked at", "no run is named", "give CONFIG or --run NAME")]
+    if unknown := [name for name in check.facts if name not in facts]:
+        return [("not looked at", facts.why(unknown[0]), check.by_hand)]
+    try:
+        return check.judge(facts, needs)
+    except (KeyError, TypeError, AttributeError) as error:
+        return [("not looked at", f"the broker's answer has an unexpected form ({error!r})", check.by_hand)]
+
+
+def first(seen: str, *rows: tuple[Verdict, object, str]) -> list[Judgement]:
+    """Return verdict and advice of the first row whose condition is true, else ``ok``."""
+    return [next(((verdict, seen, do) for verdict, applies, do in rows if applies), ("ok", seen, ""))]
+
+
+def size(count: float) -> str:
+    """Return bytes in words.
+
+    >>> size(1536 * 1024)
+    '1.5 MiB'
+    """
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while count >= 1024 and len(units) > 1:
+        count /= 1024
+        del units[0]
+    unit = units[0]
+    return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 or count == int(count) else f"{count:.1f} {unit}"
+
+
+# -- the broker
+
+
+def connection(facts: Facts, _needs: Needs) -> list[Judgement]:
+    """Passwords and experiences travel encrypted, unless the broker is on this machine."""
+    clear = [urlsplit(url).hostname or "" for url in facts["urls"] if urlsplit(url).scheme == "amqp"]
+    remote = [host for host in clear if host not in LOOPBACK]
+    encrypt = "write amqps:// and give the broker a certificate, or make sure that nobody listens in between"
+    if clear:
+        seen = f"to {', '.join(remote)} in clear, the password too" if remote else "on this machine"
+        return first(seen, ("warning", remote, encrypt))
+    seen = "TLS, verified" if facts["tls_verified"] else "TLS, but anybody may pose as the broker"
+    verify = "remove broker.tls.verify: false, and set broker.tls.ca_file"
+    return first(seen, ("warning", not facts["tls_verified"], verify))
+
+
+def version(facts: Facts, _needs: Needs) -> list[Judgement]:
+    """The broker is a RabbitMQ of a release that this system was run on."""
+    product, seen = facts["server"].get("product", "unknown"), facts["server"].get("version")
+    numbers = re.match(r"(\d+)\.(\d+)", str(seen)) if product == "RabbitMQ" else None
+    release = (int(numbers[1]), int(numbers[2])) if numbers is not None else OLDEST
+    return first(
+        f"{product} {seen}",
+        ("warning", numbers is None, "use RabbitMQ: quorum queues and streams are relied upon as it has them"),
+        ("problem", release < OLDEST, "upgrade the broker"),
+        ("warning", release > NEWEST, "read its list of breaking changes: nobody has run this system on it"),
+    )
+
+
+def capabilities(facts: Facts, _needs: Needs) -> list[Judgement]:
+    """The AMQP extensions that are relied upon are there."""
+    offered = facts["server"].get("capabilities") or {}
+    missing = [name for name in CAPABILITIES if not offered.get(name)]
+    upgrade = "use RabbitMQ 3.10 or newer, and no proxy that speaks AMQP by itself between us and it"
+    seen = f"the broker lacks {', '.join(missing)}" if missing else "all that is needed"
+    return first(seen, ("problem", missing, upgrade))
+
+
+def consumer_timeout(facts: Facts, needs: Needs) -> list[Judgement]:
+    """The broker lets agents hold messages for long enough."""
+    seconds = facts["limits"]["consumer_timeout"] / 1000
+    enough = not seconds or seconds > needs.hold_seconds or (seconds == needs.hold_seconds and not needs.exact)
+    raise_it = (
+        "set consumer_timeout in rabbitmq.conf (milliseconds; 1800000 is RabbitMQ's own) and restart the broker: "
+        "what takes longer is taken away and done again, for ever"
+    )
+    seen = f"{seconds:g} s" if seconds else "no limit"
+    return first(seen, ("problem" if needs.exact else "warning", not enough, raise_it))
+
+
+def message_size(facts: Facts, needs: Needs) -> list[Judgement]:
+    """The broker takes the largest message that a run may publish."""
+    limit = facts["limits"]["max_message_size"]
+    lower = (
+        f"set broker.max_message_bytes to {limit} or less, or raise max_message_size in rabbitmq.conf: "
+        "one larger message closes the channel under all others"
+    )
+    return first(size(limit), ("problem", limit < needs.max_message_bytes, lower))
+
+
+def alarms(facts: Facts, _needs: Needs) -> list[Judgement]:
+    """The broker takes messages from publishers."""
+    known = (
+        ("mem_alarm", "memory", "free memory or raise vm_memory_high_watermark"),
+        ("disk_free_alarm", "disk", "free space or lower disk_free_limit"),
+    )
+    found: list[Judgement] = []
+    for node in facts.get("nodes", ()):
+        raised = [(alarm, do) for key, alarm, do in known if node.get(key)]
+        raised += [(alarm, "see `rabbitmqctl status`") for alarm in node.get("other_alarms", ())]
+        for alarm, do in raised:
+            found.append(("problem", f"{alarm} ({node['name']}) alarm: the broker takes nothing from publishers", do))
+    if found:
+        return found
+    if facts.get("blocked"):
+        seen = "the broker holds back what is published: an alarm, or it is overloaded"
+        return [("problem", seen, f"see {CTL.format('status')}: free memory or disk space there")]
+    if "nodes" in facts or "blocked" in facts:
+        return first("none" if "nodes" in facts else "none: a message was published and confirmed")
+    return [("not looked at", facts.why("nodes"), CTL.format("status"))]
+
+
+def broker_disk(facts: Facts, needs: Needs) -> list[Judgement]:
+    """Each node has room for the run's streams."""
+    found: list[Judgement] = []
+    for node in facts["nodes"]:
+        free, limit = node.get("disk_free"), node.get("disk_free_limit")
+        if isinstance(free, int) and isinstance(limit, int):  # neither is known before the node has measured its disk
+            less = "free space there, or lower broker.ready_max_bytes and broker.results_max_bytes"
+            found += first(
+                f"{size(free)} free on {node['name']}, of which {size(limit)} must stay free (disk_free_limit)",
+                ("problem", free < limit, f"{less} or disk_free_limit: publishing is blocked"),
+                ("warning", free - limit < needs.stream_bytes, less),
+            )
+    return found or [("not looked at", "the node has not measured its disk yet", CTL.format("status"))]
+
+
+def user_permissions(facts: Facts, needs: Needs) -> list[Judgement]:
+    """The user may configure, write and read all names of the run: by its patterns, else by what was tried."""
+    operations, attempts, topology = ("configure", "write", "read"), facts.get("attempts", {}), _topology(needs)
+    command = "; ".join(rabbitmqctl_lines(facts["user"], facts["vhost"], permissions(topology.run, "agent")))
+    if "permissions" in facts:
+        given = [facts["permissions"][operation] for operation in operations]
+        lacking = [
+            operation
+            for operation, pattern in zip(operations, given, strict=True)
+            if not all(allows(pattern, name) for name in names_of(topology))
+        ]
+        seen = f"configure, write, read: {' '.join(map(repr, given))}"
+        seen = f"{', '.join(lacking)} not for all names of the run ({seen})" if lacking else seen
+        return first(seen, ("problem", lacking, command))
+    if refused := [f"{operation} refused: {words}" for operation, words in attempts.items() if words]:
+        return [("problem", "; ".join(refused), command)]
+    if untried := [operation for operation in operations if operation not in attempts]:
+        why = "the run has no exchanges yet to try it on, and the patterns are unknown: " + facts.why("permissions")
+        return [("not looked at", f"{', '.join(untried)}: {why}", CTL.format("list_permissions -p VHOST"))]
+    return first("configure, write and read were tried on names of the run, and granted")
+
+
+def _topology(needs: Needs) -> Topology:
+    assert needs.topology is not None, "a check of a run has one"
+    return needs.topology
+
+
+def queues_of(topology: Topology) -> list[Queue]:
+    """Return one queue of each kind of a run."""
+    return [*topology.durable, topology.batch_queue(0, "0" * 32), topology.listener("runner-0", "0", "control")]
+
+
+def names_of(topology: Topology) -> list[str]:
+    """Return one broker name of each kind of a run."""
+    return [*topology.exchanges, *(queue.name for queue in queues_of(topology)), topology.lock("trainer")]
+
+
+def allows(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches, as RabbitMQ does it: anywhere, and an empty one nothing."""
+    try:
+        return bool(pattern) and re.search(pattern, name) is not None
+    except re.error:  # a construct of Erlang's that Python does not know: do not accuse
+        return True
+
+
+def feature_flags(facts: Facts, _needs: Needs) -> list[Judgement]:
+    """The feature flags that are relied upon are enabled; one that is not listed is part of that version."""
+    off = [flag["name"] for flag in facts["feature_flags"] if flag["name"] in FLAGS and flag["state"] != "enabled"]
+    enable = "rabbitmqctl enable_feature_flag all, once all nodes of the cluster have the new version"
+    return first(f"{', '.join(off)} disabled" if off else "enabled", ("problem", off, enable))
+
+
+def clock(facts: Facts, _needs: Needs) -> list[Judgement]:
+    """The clocks of the broker and of this machine agree."""
+    ahead, error = facts["clock"]
+    seen = f"the broker's is {abs(ahead):.1f} s {'ahead' if ahead >= 0 else 'behind'} (± {error:.1f} s)"
+    sync = "set both by NTP: runs go on, but times in logs and metrics do not fit, and certificates may seem invalid"
+    return first(seen, ("warning", abs(ahead) - error > CLOCK_SECONDS, sync))
+
+
+def _depths(facts: Facts, needs: Needs) -> dict[str, tuple[int, int] | None]:
+    """Return messages and consumers of each queue of the run; AMQP counts the ready ones of this moment."""
+    listed = {
+        queue["name"]: (queue["messages"], queue.get("consumers", 0)) if "messages" in queue else None
+        for queue in facts.get("queues", ())
+        if queue["name"].startswith(_topology(needs).prefix)
+    }
+    return {**listed, **facts.get("depths", {})}
+
+
+def run_queues(facts: Facts, needs: Needs) -> list[Judgement]:
+    """The queues of the run are in use, or it can go on."""
+    depths = _depths(facts, needs)
+    if not depths:
+        return first("none")
+    filled = ", ".join(f"{name} {depth[0]}" for name, depth in sorted(depths.items()) if depth and depth[0])
+    unused = not any(depth and depth[1] for depth in depths.values())
+    use = (
+        "in use" if not unused else "of a run that can go on" if needs.folder_finished is False else "nobody uses them"
+    )
+    clean = f"`trinity-mq broker clean {_topology(needs).run}` deletes them"
+    fresh = f"a new run of this name would find the old one's tasks: {clean}, if no such run is to go on"
+    return first(
+        f"{len(depths)} queues{f' ({filled})' if filled else ''}, {use}",
+        ("warning", unused and needs.folder_finished, f"the run's folder says that it is over: {clean}"),
+        ("warning", unused and needs.folder_finished is None, fresh),
+    )
+
+
+def dead_letters(facts: Facts, needs: Needs) -> list[Judgement]:
+    """No message of the run was dead-lettered."""
+    count, _ = _depths(facts, needs).get(_topology(needs).dead.name) or (0, 0)
+    why = f"`trinity-mq dead list --run {_topology(needs).run}` says why"
+    return first(str(count) if count else "none", ("warning", count, why))
+
+
+# -- policies that clash with what a run declares
+
+ALL = ("quorum", "stream", "exclusive")
+LOSSES = {
+    "message-ttl": (("quorum", "exclusive"), "messages that wait longer are dropped or dead-lettered"),
+    "max-length": (ALL, "messages above it are dropped or refused"),
+    "max-length-bytes": (ALL, "messages above it are dropped or refused"),
+    "max-age": (("stream",), "older results and processed batches are dropped before they are read"),
+    "expires": (("quorum", "exclusive"), "queues that are not used for that long are deleted with what is in them"),
+}
+"""Settings that lose messages: the kinds of queues that they act on, and the harm."""
+POLICY_KINDS = {"policies": "policy", "operator_policies": "operator_policy"}
+APPLY_TO = {"quorum": "quorum_queues", "stream": "streams", "exclusive": "classic_queues"}
+
+
+def policies(facts: Facts, needs: Needs) -> list[Judgement]:
+    """No policy takes messages or queues of the run away; only the one of the highest priority has an effect."""
+    topology = _topology(needs)
+    found: list[Judgement] = []
+    targets: list[Queue | str] = [*queues_of(topology), *topology.exchanges]
+    applied: set[str] = set()
+    harmed: dict[tuple[str, str, str], tuple[Verdict, str, list[str]]] = {}
+    unread = [policy["name"] for kind in POLICY_KINDS for policy in facts[kind] if not _is_readable(policy["pattern"])]
+    if unread:
+        why = f"the pattern of {', '.join(unread)} is no regular expression to Python, which this is written in"
+        found.append(("not looked at", why, f"compare it by eye with {topology.prefix}*"))
+    for kind, singular in POLICY_KINDS.items():
+        for target in targets:
+            matching = [one for one in facts[kind] if one["name"] not in unread and _applies(one, target)]
+            applied |= {policy["name"] for policy in matching}
+            for policy in sorted(matching, key=lambda policy: -policy["priority"])[:1]:
+                about = f"{singular.replace('_', ' ')} {policy['name']!r} (pattern {policy['pattern']!r})"
+                clear = f"`rabbitmqctl clear_{singular} -p {facts['vhost']} {policy['name']}`"
+                for key, value in policy["definition"].items():
+                    if (harm := _harm(key, value, target, needs)) is not None:
+                        row = harmed.setdefault((about, f"sets {key}: {value}", clear), (*harm, []))
+                        row[-1].append(target if isinstance(target, str) else target.name)
+    for (about, sets, clear), (verdict, words, names) in harmed.items():
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        do = f"change its pattern so that it does not match {topology.prefix}*, or {clear}"
+        found.append((verdict, f"{about} {sets} on {shown}: {words}", do))
+    if not harmed:
+        found += first(f"{', '.join(sorted(applied))}: no clash" if applied else "none applies to names of the run")
+    return found
+
+
+def _is_readable(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def _applies(policy: Mapping[str, Any], target: Queue | str) -> bool:
+    """Return whether a policy matches a queue, or the name of an exchange."""
+    if isinstance(target, str):
+        return policy["apply-to"] in {"all", "exchanges"} and allows(policy["pattern"], target)
+    return policy["apply-to"] in {"all", "queues", APPLY_TO[target.kind]} and allows(policy["pattern"], target.name)
+
+
+def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdict, str] | None:
+    """Return the harm that a setting does to a queue of ours or to an exchange, None for none."""
+    if isinstance(queue, str):
+        words = "what belongs to no queue any more goes there instead of coming back"
+        return ("warning", words) if key == "alternate-exchange" else None
+    if key == "delivery-limit" and queue.kind == "quorum" and value < 0:
+        return "problem", "RabbitMQ 3.10 drops messages at the first redelivery then"
+    if key == "delivery-limit" and queue.kind == "quorum" and value <= needs.delivery_limit:
+        own = f"broker.delivery_limit ({needs.delivery_limit})"
+        return "problem", f"the broker dead-letters a task before our own {own} ends it with an outcome"
+    if key == "consumer-timeout" and value / 1000 <= needs.hold_seconds:
+        return "problem", f"agents hold messages for up to {needs.hold_seconds:g} s"
+    kinds, words = LOSSES.get(key, ((), ""))
+    declared = {"max-length-bytes": queue.max_length_bytes, "expires": queue.expires_ms}.get(key)
+    if queue.kind not in kinds or (declared is not None and value >= declared):
+        return None  # the lower one of policy and declaration is in force
+    return "warning" if queue.kind == "exclusive" else "problem", words
+
+
+# -- this machine
+
+
+def vllm(facts: Facts, needs: Needs) -> list[Judgement]:
+    """The vllm engine is installed where it is configured."""
+    found = [f"{name} {release}" for name, release in facts["vllm"].items()]
+    missing = needs.engine == "vllm" and not found
+    return first(", ".join(found) or "not installed", ("problem", missing, "pip install 'trinity-mq[vllm]'"))
+
+
+def torch(facts: Facts, _needs: Needs) -> list[Judgement]:
+    """Torch can be imported."""
+    failed = isinstance(facts["torch"], str)
+    again = "install it again: `pip install 'torch>=2.8'`, from the index for your GPU or CPU"
+    return first(facts["torch"] if failed else facts["torch"]["torch"], ("problem", failed, again))
+
+
+def gpus(facts: Facts, _needs: Needs) -> list[Judgement]:
+    """Torch sees the machine's GPUs, and they are free."""
+    report = facts["torch"]
+    if isinstance(report, str):
+        return [("not looked at", "torch cannot be asked", "`nvidia-smi`")]
+    found: list[Judgement] = []
+    for number, (name, free, total) in enumerate(report.get("gpus", ())):
+        seen = f"{number}: {name}, {size(free)} of {size(total)} free"
+        found += first(seen, ("warning", free <= total / 2, "see `nvidia-smi` for who uses it"))
+    if report["available"]:
+        return found
+    why = "torch is built without CUDA" if report["cuda"] is None else f"torch wants CUDA {report['cuda']}"
+    seen = f"the machine has one, torch sees none: {why}" if facts["has_gpu_devices"] else "none: the CPU does it all"
+    do = "install the torch for your driver (see `nvidia-smi`); in a service or container, let the devices in"
+    return first(seen, ("warning", facts["has_gpu_devices"], do))
+
+
+def folder_disk(facts: Facts, _needs: Needs) -> list[Judgement]:
+    """The run folder has room for checkpoints and logs: twice the newest checkpoint."""
+    free, last = facts["folder_free"], facts["checkpoint_bytes"]
+    do = "free space there, or set run_dir to a folder on a larger disk"
+    return first(
+        f"{size(free)} free in {facts['folder']}" + (f"; the last checkpoint has {size(last)}" if last else ""),
+        ("problem", free < max(LEAST_FREE, last), do),
+        ("warning", free < max(ENOUGH_FREE, 2 * last), do),
+    )
+
+
+# -- the table
+
+HOLD = "more than {needs.hold_seconds:g} s, the longest that an agent holds a message"
+USER = "configure, write and read for all names of the run"
+QUEUES = "those of a run that is at work or is to go on, or none"
+POLICIES = "none that takes messages or queues of the run away"
+STREAMS = "{stream_size} for the run's streams above that"
+LARGEST = "at least broker.max_message_bytes, {message_size}"
+BY_HAND = f"{CTL.format('list_policies -p VHOST')} and `rabbitmqctl list_operator_policies -p VHOST`"
+BROKER_CHECKS = (
+    Check("connection", "TLS that verifies, unless the broker is on this machine", connection),
+    Check("version", "RabbitMQ 3.10 to 4.x", version, ("server",)),
+    Check("capabilities", ", ".join(CAPABILITIES), capabilities, ("server",)),
+    Check("consumer timeout", HOLD, consumer_timeout, ("limits",), CTL.format("environment")),
+    Check("message size", LARGEST, message_size, ("limits",), CTL.format("environment")),
+    Check("alarms", "none", alarms),
+    Check("broker's disk", STREAMS, broker_disk, ("nodes",), CTL.format("status")),
+    Check("permissions", USER, user_permissions, of_run=True),
+    Check("feature flags", ", ".join(FLAGS), feature_flags, ("feature_flags",), CTL.format("list_feature_flags")),
+    Check("clock", "less than 5 s between the broker's and ours", clock, ("clock",), "`date -u` on both machines"),
+    Check("queues of the run", QUEUES, run_queues, of_run=True),
+    Check("dead letters", "none", dead_letters, of_run=True),
+    Check("policies", POLICIES, policies, ("policies", "operator_policies"), BY_HAND, of_run=True),
+)
+MACHINE_CHECKS = (
+    Check("extra vllm", "for the vllm engine, if that is used", vllm),
+    Check("torch", "torch 2.8 or newer", torch),
+    Check("GPU", "one for large models, most of it free", gpus),
+    Check("run folder's disk", "5 GiB for checkpoints and logs, and room for two checkpoints", folder_disk),
+)
