@@ -139,7 +139,8 @@ class _Array(np.ndarray[Any, Any]):
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, raw = state
         array = _frombuffer(raw, dtype, shape, "F" if fortran else "C")
-        super().__setstate__((1, array.shape, array.dtype, False, array.tobytes()))
+        own: Any = (1, array.shape, array.dtype, False, array.tobytes())
+        super().__setstate__(own)
 
 
 def _reconstruct(_kind: Any, _shape: Any, _code: Any) -> _Array:
