@@ -20,7 +20,7 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.scheduling import Scheduler
 from trinity_mq.workflows import Task
-from trinity_mq.workflows.registry import load_workflow
+from trinity_mq.workflows.workflow import load_workflow
 
 pytestmark = pytest.mark.broker
 

@@ -1,4 +1,4 @@
-"""What a sampled sequence is, what identifies it, how it travels and how many of them become tensors."""
+"""Experiences: sampled sequences with their ids, their wire format, and batches of them as columns and tensors."""
 
 from trinity_mq.experience.batch import ExperienceBatch, decode, encode
 from trinity_mq.experience.codec.body import CONTENT_TYPE
@@ -15,10 +15,12 @@ from trinity_mq.experience.gather import (
 from trinity_mq.experience.group import group_by, split_dpo_experience_to_single_turn
 from trinity_mq.experience.hf import from_hf_datasets, to_hf_datasets
 from trinity_mq.experience.record import CustomField, Experience
+from trinity_mq.experience.serialization import BodySerializer
 
 __all__ = [
     "CONTENT_TYPE",
     "EID",
+    "BodySerializer",
     "CustomField",
     "DecodeError",
     "EncodeError",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from trinity_mq.experience.construct import check_plain, decide_type, eid_of, tensors_by_name
 from trinity_mq.experience.eid import EID
-from trinity_mq.experience.equality import same
 from trinity_mq.experience.errors import DecodeError
 from trinity_mq.experience.fields import (
     TENSOR_FIELDS,
@@ -21,6 +19,7 @@ from trinity_mq.experience.fields import (
     floats,
     mask,
     number,
+    same,
     sampling_temperature,
     token_ids,
     whole,
@@ -33,8 +32,24 @@ from trinity_mq.experience.rules import (
     TYPES,
     Versions,
     check_lengths,
+    check_plain,
     check_versions,
+    decide_type,
+    eid_of,
+    tensors_by_name,
 )
+
+
+class Serializer(Protocol):
+    """Turns experiences into bodies and back; :mod:`trinity_mq.experience.serialization` is the one there is."""
+
+    def encode(self, experiences: list[Experience]) -> bytes:
+        """Return ``experiences`` as one body."""
+        ...
+
+    def decode(self, data: bytes | memoryview, *, allow_legacy: bool) -> list[Experience]:
+        """Return the experiences in a body."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,9 @@ class Experience:
 
     Tensor fields accept lists, tuples, arrays and tensors alike. Fields may be assigned later; the codec checks again.
     """
+
+    serializer: ClassVar[Serializer]
+    """Set when the package is imported: the codec knows this class, which does not know the codec."""
 
     eid: EID
     tokens: Tensor
@@ -265,9 +283,7 @@ class Experience:
         Raises:
             EncodeError: A field does not fit the format.
         """
-        from trinity_mq.experience.batch import encode
-
-        return encode(experiences)
+        return cls.serializer.encode(experiences)
 
     @classmethod
     def deserialize_many(cls, data: bytes | memoryview, *, allow_legacy: bool = False) -> list[Experience]:
@@ -275,24 +291,13 @@ class Experience:
 
         Args:
             data: An experience body.
-            allow_legacy: Read bodies that Trinity wrote (``TRXP``, bare pickles) too. Nothing in them is run, yet they
-                carry no checksum and cost more to refuse: for data whose origin you know.
+            allow_legacy: Read bodies that Trinity wrote (``TRXP``, bare pickles) too, in a child process. Nothing in
+                them is run, yet they carry no checksum and cost more to refuse: for data whose origin you know.
 
         Raises:
             DecodeError: Not an experience body.
         """
-        from trinity_mq.experience.batch import decode
-        from trinity_mq.experience.legacy.reader import legacy_form, read_legacy
-
-        form = legacy_form(data)
-        if form is None:
-            return decode(data)
-        if not allow_legacy:
-            raise DecodeError(
-                f"a legacy body ({form}), wanted an experience body; if you know where it comes from, pass "
-                "allow_legacy=True, or convert it once with `trinity-mq convert-experiences`"
-            )
-        return read_legacy(data)
+        return cls.serializer.decode(data, allow_legacy=allow_legacy)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a person reads, without tensors; optional fields only where they are set."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.access import E
-from trinity_mq.operators.threads import in_thread
+from trinity_mq.runtime.threads import in_thread
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

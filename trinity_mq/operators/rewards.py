@@ -12,7 +12,7 @@ from trinity_mq.experience.access import E, Experiences, values
 from trinity_mq.experience.rules import DPO
 from trinity_mq.operators.base import ColumnOperator
 from trinity_mq.operators.runs import spread, valid
-from trinity_mq.rewards.math.math_dapo import check_lengths, overlong_penalty
+from trinity_mq.rewards.math.rewards import check_lengths, overlong_penalty
 
 _OPS = ("ADD", "SUB", "MUL", "DIV")
 

@@ -11,17 +11,17 @@ from typing import Any, Protocol
 from trinity_mq.rewards.lookup import lookup
 
 REWARDS: Mapping[str, str] = {
-    "accuracy_reward": "trinity_mq.rewards.math.accuracy:accuracy_reward",
-    "char_match": "trinity_mq.rewards.char_match:char_match",
+    "accuracy_reward": "trinity_mq.rewards.math.rewards:accuracy_reward",
+    "char_match": "trinity_mq.rewards.text:char_match",
     "countdown_reward": "trinity_mq.rewards.countdown:countdown_reward",
-    "exact_match": "trinity_mq.rewards.exact_match:exact_match",
-    "format_reward": "trinity_mq.rewards.format_reward:format_reward",
+    "exact_match": "trinity_mq.rewards.text:exact_match",
+    "format_reward": "trinity_mq.rewards.text:format_reward",
     "gsm8k": "trinity_mq.rewards.math.math_answer:math_answer",
     "math_answer": "trinity_mq.rewards.math.math_answer:math_answer",
-    "math_boxed": "trinity_mq.rewards.math.math_boxed:math_boxed",
-    "math_boxed_reward": "trinity_mq.rewards.math.math_boxed:math_boxed",
-    "math_dapo_reward": "trinity_mq.rewards.math.math_dapo:MathDapoReward",
-    "math_reward": "trinity_mq.rewards.math.math_reward:math_reward",
+    "math_boxed": "trinity_mq.rewards.math.rewards:math_boxed",
+    "math_boxed_reward": "trinity_mq.rewards.math.rewards:math_boxed",
+    "math_dapo_reward": "trinity_mq.rewards.math.rewards:MathDapoReward",
+    "math_reward": "trinity_mq.rewards.math.rewards:math_reward",
     "tool_call": "trinity_mq.rewards.tool_call:tool_call",
 }
 """Built-in reward functions."""

@@ -17,7 +17,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.training.threads import run_to_end
+from trinity_mq.runtime.threads import run_to_end
 
 STATE_FILE = "trainer.json"
 log = structlog.get_logger(__name__)

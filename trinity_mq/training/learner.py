@@ -17,10 +17,10 @@ from torch import Tensor
 from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.runtime.threads import run_to_end
 from trinity_mq.training.optimizer import entropy_coefficient, learning_rate, make_optimizer, set_learning_rate
 from trinity_mq.training.packing import pack, split
 from trinity_mq.training.policy import LearnerError, Policy
-from trinity_mq.training.threads import run_to_end
 from trinity_mq.training.update import StepTotals, optimizer_step
 
 MODEL_FOLDER = "model"

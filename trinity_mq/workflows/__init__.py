@@ -8,15 +8,21 @@ from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkf
 from trinity_mq.workflows.builtin.tool_agent import AsyncToolAgentWorkflow, ToolAgentWorkflow
 from trinity_mq.workflows.builtin.tool_call import AsyncToolCallWorkflow, ToolCallWorkflow
 from trinity_mq.workflows.execution import RunFailedError, execute
-from trinity_mq.workflows.registry import WORKFLOWS, load_workflow
+from trinity_mq.workflows.registry import WORKFLOWS
 from trinity_mq.workflows.step_wise import (
     AsyncRewardPropagationWorkflow,
     AsyncStepWiseRewardWorkflow,
     RewardPropagationWorkflow,
     StepWiseRewardWorkflow,
 )
-from trinity_mq.workflows.task import Task, TaskError
-from trinity_mq.workflows.workflow import AsyncMultiTurnWorkflow, MultiTurnWorkflow, Workflow
+from trinity_mq.workflows.workflow import (
+    AsyncMultiTurnWorkflow,
+    MultiTurnWorkflow,
+    Task,
+    TaskError,
+    Workflow,
+    load_workflow,
+)
 
 __all__ = [
     "WORKFLOWS",

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trinity_mq.workflows.task import Task, TaskError
+from trinity_mq.workflows.workflow import Task, TaskError
 
 
 class Arguments(BaseModel):

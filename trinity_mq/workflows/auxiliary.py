@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from trinity_mq.models.errors import EngineLost, EngineNotReady
-from trinity_mq.workflows.task import TaskError
-from trinity_mq.workflows.workflow import Workflow
+from trinity_mq.workflows.workflow import TaskError, Workflow
 
 if TYPE_CHECKING:
     from trinity_mq.models import InferenceModel, ModelWrapper

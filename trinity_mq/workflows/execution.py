@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.threads import in_thread, interrupt
+from trinity_mq.runtime.threads import in_thread, interrupt
 from trinity_mq.workflows.workflow import Workflow
 
 

@@ -1,17 +1,13 @@
-"""Workflows by name."""
+"""Names of workflows: the built-in table, and the search by name."""
 
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trinity_mq.rewards.lookup import UnknownNameError, lookup
 from trinity_mq.runtime.plugins import plugin_names
-
-if TYPE_CHECKING:
-    from trinity_mq.workflows.workflow import Workflow
 
 WORKFLOWS: Mapping[str, str] = {
     "async_frozen_lake_workflow": "trinity_mq.workflows.games.frozen_lake:AsyncFrozenLakeWorkflow",
@@ -47,16 +43,14 @@ named by dotted path, from anywhere on ``PYTHONPATH`` or from a folder in ``plug
 ENTRY_GROUP = "trinity_mq.workflows"
 
 
-def load_workflow(name: str) -> type[Workflow]:
-    """Return the workflow class that ``name`` means: a registered name, an entry point or a dotted path.
+def find_workflow(name: str) -> Any:
+    """Return the object that ``name`` means: a registered name, an entry point or a dotted path.
 
     Raises:
         UnknownNameError: There is none, or it cannot be imported; the message lists near misses.
     """
-    from trinity_mq.workflows.workflow import Workflow
-
     try:
-        found = lookup("workflow", name, WORKFLOWS, ENTRY_GROUP)
+        return lookup("workflow", name, WORKFLOWS, ENTRY_GROUP)
     except UnknownNameError as error:
         if near := _near_plugins(name):
             raise UnknownNameError(f"{error} (in plugin_dirs there is {' and '.join(near)})") from error.__cause__
@@ -65,9 +59,6 @@ def load_workflow(name: str) -> type[Workflow]:
         raise UnknownNameError(
             f"workflow {name!r} needs a package that is not here: {error}; install it beside trinity-mq"
         ) from error
-    if not (inspect.isclass(found) and issubclass(found, Workflow)):
-        raise UnknownNameError(f"workflow {name!r} is {found!r}, wanted a subclass of trinity_mq.workflows.Workflow")
-    return found
 
 
 def _near_plugins(name: str) -> list[str]:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.task import Task, TaskError
-from trinity_mq.workflows.workflow import Workflow
+from trinity_mq.workflows.workflow import Task, TaskError, Workflow
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper

@@ -36,11 +36,11 @@ from trinity_mq.messages import BatchClosed, BatchReady, DecodeError, Mark, Oper
 from trinity_mq.models.auxiliary_clients import auxiliary_clients
 from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, OperatorError, create_operators, run_chain
-from trinity_mq.operators.threads import stuck
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import REFERENCE, acknowledge, dead_letter, decode_or_dead_letter, envelope, requeue
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.serve import run_daemon
+from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.transport.batch_blobs import Content, Sweep, chunk_name, delete_blobs, stored
 from trinity_mq.transport.blobs import PARTS, open_store, patiently
@@ -166,7 +166,7 @@ class Operator(Agent):
             # an operator's bug costs its batch a try, never the daemon; the count ends it
             log.exception("batch_failed", ticket=manifest.ticket, attempt=delivery.deliveries_before + 1)
             await self._try_again(delivery, manifest, error)
-            if threads := stuck():
+            if threads := stuck_threads():
                 names = ", ".join(threads)
                 raise RestartMe(f"{names} computes on though its time was over: only a new process ends it") from error
             return False

@@ -32,8 +32,8 @@ from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, requeue
 from trinity_mq.runtime.errors import EXIT_RECYCLE, EXIT_RESTART, RecycleMe, RestartMe
 from trinity_mq.runtime.serve import run_daemon
+from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
-from trinity_mq.workflows.threads import stuck_threads
 
 log = structlog.get_logger(__name__)
 
@@ -196,7 +196,7 @@ class Runner(Agent):
             self._check_stuck()
 
     def _check_stuck(self) -> None:
-        stuck = len(self._given_up) + stuck_threads(asyncio.get_running_loop().time() - STUCK_AFTER)
+        stuck = len(self._given_up) + len(stuck_threads(asyncio.get_running_loop().time() - STUCK_AFTER))
         self._counts["stuck"] = stuck
         if not stuck:
             del self._counts["stuck"]

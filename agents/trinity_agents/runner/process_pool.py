@@ -26,7 +26,7 @@ from trinity_mq.models.engine_selection import Engines, auxiliary_models
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
-from trinity_mq.workflows.threads import in_thread
+from trinity_mq.runtime.threads import in_thread
 
 T = TypeVar("T")
 

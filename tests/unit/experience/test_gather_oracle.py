@@ -27,7 +27,7 @@ from trinity_mq.experience import (
     group_by,
     split_dpo_experience_to_single_turn,
 )
-from trinity_mq.experience.equality import same
+from trinity_mq.experience.fields import same
 
 FLOATS = ("logprobs", "advantages", "returns", "token_level_reward", "teacher_logprobs")
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])

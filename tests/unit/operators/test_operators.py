@@ -20,8 +20,8 @@ from trinity_mq.operators import (
     create_operators,
     run_chain,
 )
-from trinity_mq.operators.threads import stuck
 from trinity_mq.rewards import UnknownNameError
+from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.testing.virtual_time import run_virtually
 
 THIS = __name__
@@ -279,7 +279,7 @@ def test_the_limit_is_that_of_the_chain_not_of_each():
         (Leaving, "0_Leaving: SystemExit: 3"),
         (Grouping, "0_Grouping: ArithmeticError: two and two"),
         (Cancelling, "0_Cancelling: cancelled itself"),
-        (LeavingThread, "0_LeavingThread: RuntimeError: raised SystemExit"),
+        (LeavingThread, "0_LeavingThread: SystemExit: 3"),
         (StoppingThread, "0_StoppingThread: .*StopIteration"),
     ],
 )
@@ -300,12 +300,12 @@ async def test_a_thread_that_does_not_end_is_given_up_and_known():
     operator = Patient()
     with pytest.raises(OperatorError, match="0_Patient"):
         await run_chain([operator], [exp()], timeout=0.01)
-    assert stuck() == ["Patient"]
+    assert stuck_threads() == ["Patient"]
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "Patient"]
     assert thread.daemon
     operator.go.set()
     thread.join()
-    assert stuck() == []
+    assert stuck_threads() == []
 
 
 async def test_numbers_of_other_libraries_are_metrics():

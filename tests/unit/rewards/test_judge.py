@@ -15,7 +15,10 @@ import pytest
 
 from trinity_mq.rewards import RewardError
 from trinity_mq.rewards.math import judge as module
-from trinity_mq.rewards.math.judge import Judge, JudgeSilentError, same
+from trinity_mq.rewards.math.judge import Judge, same
+from trinity_mq.runtime.children import ChildSilentError
+
+SERVES = "import os, time\nfrom trinity_mq.runtime.children import serve\n"
 
 
 @pytest.fixture
@@ -76,7 +79,7 @@ def test_a_process_that_was_killed_is_started_again(judge: Judge) -> None:
 
 def test_an_answer_that_ends_every_process_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = tmp_path / "child.py"
-    child.write_text("import os\nprint('ready', flush=True)\ninput()\nos.abort()\n")
+    child.write_text(SERVES + "serve(lambda _: os.abort())\n")
     monkeypatch.setattr(module, "CHILD", child)
     judge = Judge()
     assert not judge.same("x", "y")
@@ -85,10 +88,10 @@ def test_an_answer_that_ends_every_process_is_wrong(tmp_path: Path, monkeypatch:
 
 def test_silence_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = tmp_path / "child.py"
-    child.write_text("import time\nprint('ready', flush=True)\ntime.sleep(1000)\n")
+    child.write_text(SERVES + "serve(lambda _: time.sleep(1000))\n")
     monkeypatch.setattr(module, "CHILD", child)
     judge = Judge(silence=2.0)
-    with pytest.raises(JudgeSilentError, match="no verdict in 2 s"):
+    with pytest.raises(ChildSilentError, match="no answer in 2 s"):
         judge.same("x", "y")
     assert judge.pid is None, "killed: its late answer must not be taken for that to another question"
 
@@ -118,25 +121,22 @@ def test_threads_share_it(judge: Judge) -> None:
 def test_a_fork_has_a_process_of_its_own() -> None:
     code = (
         "import os\n"
-        "from trinity_mq.rewards.math.judge import same, _judges\n"
+        "from trinity_mq.rewards.math.judge import same, _judge\n"
         "assert same('x+1', '1+x')\n"
-        "ours = _judges[-1].pid\n"
+        "ours = _judge.pid\n"
         "if (child := os.fork()) == 0:\n"
-        "    assert same('y+1', '1+y') and _judges[-1].pid != ours\n"
-        "    _judges[-1].close()\n"
+        "    assert same('y+1', '1+y') and _judge.pid != ours\n"
+        "    _judge.close()\n"
         "    os._exit(0)\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
-        "assert same('z+1', '1+z') and _judges[-1].pid == ours\n"
+        "assert same('z+1', '1+z') and _judge.pid == ours\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_it_ends_with_the_process_that_asks() -> None:
-    code = (
-        "from trinity_mq.rewards.math.judge import same, _judges\n"
-        "same('x+1', '1+x')\nprint(_judges[-1].pid, flush=True)\n"
-    )
+    code = "from trinity_mq.rewards.math.judge import same, _judge\nsame('x+1', '1+x')\nprint(_judge.pid, flush=True)\n"
     with subprocess.Popen([sys.executable, "-c", code + "input()"], stdin=-1, stdout=-1, text=True) as asker:
         assert asker.stdout is not None
         child = psutil.Process(int(asker.stdout.readline()))
@@ -145,6 +145,6 @@ def test_it_ends_with_the_process_that_asks() -> None:
 
 
 def test_too_long_is_wrong_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_judges", [])
+    monkeypatch.setattr(module, "_judge", None)
     assert not same("x", "x" * 1000)
     assert not same("{" * 10**6, "x")

@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from trinity_mq.rewards import REWARDS, RewardError, UnknownNameError, create_reward, parts_of
-from trinity_mq.rewards.exact_match import exact_match
 from trinity_mq.rewards.lookup import lookup, name_of
+from trinity_mq.rewards.text import exact_match
 
 
 class Threshold:
@@ -24,7 +24,7 @@ def test_every_registered_name_loads_and_can_be_called():
 
 
 def test_a_dotted_path_is_imported():
-    reward = create_reward("trinity_mq.rewards.format_reward.format_reward", {"score": 0.5})
+    reward = create_reward("trinity_mq.rewards.text.format_reward", {"score": 0.5})
     assert parts_of(reward, "x", None, finished=True) == {"format_score": -0.5}
 
 
@@ -44,7 +44,7 @@ def test_an_unknown_name_lists_near_misses():
     ("path", "said"),
     [
         ("no_such_package.reward", "module 'no_such_package' cannot be imported"),
-        ("trinity_mq.rewards.exact_match.exact_mach", "did you mean 'exact_match'"),
+        ("trinity_mq.rewards.text.exact_mach", "did you mean 'exact_match'"),
     ],
 )
 def test_a_wrong_path_says_what_is_missing(path, said):
@@ -81,7 +81,7 @@ def test_entry_points_add_names(monkeypatch):
 
     from trinity_mq.rewards import lookup as module
 
-    point = EntryPoint("theirs", "trinity_mq.rewards.exact_match:exact_match", "some.group")
+    point = EntryPoint("theirs", "trinity_mq.rewards.text:exact_match", "some.group")
     broken = EntryPoint("broken", "no_such_package:x", "some.group")
     monkeypatch.setattr(module, "_entry_points", lambda group: {"theirs": point, "broken": broken})
     assert lookup("reward function", "theirs", {}, "some.group") is exact_match

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from trinity_mq.rewards import RewardError, create_reward, parts_of
 from trinity_mq.rewards.countdown import countdown_reward
-from trinity_mq.rewards.format_reward import has_form
-from trinity_mq.rewards.math.math_boxed import math_boxed
-from trinity_mq.rewards.math.math_dapo import overlong_penalty
-from trinity_mq.rewards.math.math_reward import math_reward
+from trinity_mq.rewards.math.rewards import math_boxed, math_reward, overlong_penalty
+from trinity_mq.rewards.text import has_form
 from trinity_mq.rewards.tool_call import tool_call
 
 THOUGHT = "<think>hm</think> <answer>7</answer>"

@@ -1,8 +1,6 @@
 import pytest
 
-from trinity_mq.rewards.char_match import char_match
-from trinity_mq.rewards.exact_match import exact_match
-from trinity_mq.rewards.format_reward import format_reward
+from trinity_mq.rewards.text import char_match, exact_match, format_reward
 
 
 @pytest.mark.parametrize(

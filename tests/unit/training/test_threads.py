@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trinity_mq.training.threads import run_to_end
+from trinity_mq.runtime.threads import run_to_end
 
 
 @pytest.fixture

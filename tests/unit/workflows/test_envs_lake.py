@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_mq.workflows.games import FrozenLake, LakeError, LakeMap, make_lake
-from trinity_mq.workflows.games.frozen_lake_env import MOVES
+from trinity_mq.workflows.games.frozen_lake import MOVES
 
 MAP = LakeMap.of(["SFF", "FHF", "HFG"])
 

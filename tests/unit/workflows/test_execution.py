@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from trinity_mq.experience import Experience
+from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows import AsyncMultiTurnWorkflow, MultiTurnWorkflow, RunFailedError, Task, Workflow, execute
-from trinity_mq.workflows.threads import in_thread
 
 
 def experience():

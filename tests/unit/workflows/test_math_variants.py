@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trinity_mq.config import FormatConfig
-from trinity_mq.rewards.char_match import char_match
+from trinity_mq.rewards.text import char_match
 from trinity_mq.workflows import (
     AsyncMathBoxedWorkflow,
     AsyncMathEvalWorkflow,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.unit.workflows.tiny_engines import scripted_judge
 from trinity_mq.models import ModelWrapper
-from trinity_mq.rewards.exact_match import exact_match
+from trinity_mq.rewards.text import exact_match
 from trinity_mq.workflows import Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.builtin.rubric import AsyncRubricJudgeWorkflow, Criterion, RubricJudgeWorkflow, rubric_score

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.workflows.tiny_engines import make_generator, scripted_judge, tiny_engine
 from trinity_mq.models import EngineClients, ModelWrapper
-from trinity_mq.rewards.exact_match import exact_match
+from trinity_mq.rewards.text import exact_match
 from trinity_mq.workflows import Task, TaskError, execute, load_workflow
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.builtin.ruler import (

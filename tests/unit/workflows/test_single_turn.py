@@ -4,7 +4,7 @@ import pytest
 
 from trinity_mq.config import FormatConfig
 from trinity_mq.rewards import RewardError, UnknownNameError
-from trinity_mq.rewards.char_match import char_match
+from trinity_mq.rewards.text import char_match
 from trinity_mq.workflows import (
     AsyncMathWorkflow,
     AsyncSimpleWorkflow,

@@ -3,7 +3,7 @@ import pytest
 from trinity_mq.config import FormatConfig
 from trinity_mq.messages import TaskBody, TaskSubmission, decode, encode
 from trinity_mq.rewards import UnknownNameError
-from trinity_mq.rewards.char_match import char_match
+from trinity_mq.rewards.text import char_match
 from trinity_mq.workflows import (
     AsyncSimpleWorkflow,
     Task,

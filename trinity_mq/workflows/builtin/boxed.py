@@ -10,7 +10,7 @@ from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.rewards import create_reward
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
-from trinity_mq.workflows.task import Task
+from trinity_mq.workflows.workflow import Task
 
 PLAIN = "Solve the problem step by step and end with the answer in \\boxed{}."
 THINKING = (

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
+from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, asking, auxiliary_place
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
 from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
-from trinity_mq.workflows.task import Task, TaskError
-from trinity_mq.workflows.threads import in_thread
+from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper

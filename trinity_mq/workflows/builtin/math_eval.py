@@ -5,7 +5,7 @@ from __future__ import annotations
 from trinity_mq.experience import Experience
 from trinity_mq.rewards import create_reward
 from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
-from trinity_mq.workflows.task import Task, TaskError
+from trinity_mq.workflows.workflow import Task, TaskError
 
 SYSTEM_PROMPT = "Think through the problem in steps and write what you find at the end as \\boxed{answer}."
 

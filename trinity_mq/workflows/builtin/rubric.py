@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.experience import Experience
+from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.judging import (
     Judge,
@@ -26,8 +27,7 @@ from trinity_mq.workflows.builtin.judging import (
     quoted,
 )
 from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
-from trinity_mq.workflows.task import Task
-from trinity_mq.workflows.threads import in_thread
+from trinity_mq.workflows.workflow import Task
 
 INSTRUCTIONS = """\
 You check one answer to a task against a list of criteria. For each criterion say how far the answer meets it: 1 fully,

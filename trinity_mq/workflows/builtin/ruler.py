@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 
 from trinity_mq.experience import Experience
+from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows.arguments import arguments_of
 from trinity_mq.workflows.builtin.judging import (
     Judge,
@@ -24,8 +25,7 @@ from trinity_mq.workflows.builtin.judging import (
 )
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
 from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
-from trinity_mq.workflows.task import Task
-from trinity_mq.workflows.threads import in_thread
+from trinity_mq.workflows.workflow import Task
 
 INSTRUCTIONS = """\
 You compare answers to one task. Judge how far each of them does what the task asks: above all whether it is right, then

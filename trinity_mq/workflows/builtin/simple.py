@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.rewards import create_reward, parts_of
-from trinity_mq.workflows.task import Task, TaskError
-from trinity_mq.workflows.threads import in_thread
-from trinity_mq.workflows.workflow import Workflow
+from trinity_mq.runtime.threads import in_thread
+from trinity_mq.workflows.workflow import Task, TaskError, Workflow
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper

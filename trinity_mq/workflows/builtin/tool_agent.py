@@ -14,7 +14,7 @@ from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.simple import question_of, truth_of
 from trinity_mq.workflows.builtin.tools import Result, Toolbox
 from trinity_mq.workflows.step_wise import AsyncRewardPropagationWorkflow, RecordedWorkflow, RewardPropagationWorkflow
-from trinity_mq.workflows.task import Task
+from trinity_mq.workflows.workflow import Task
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper

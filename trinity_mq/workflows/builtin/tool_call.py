@@ -8,7 +8,7 @@ from typing import Any
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
-from trinity_mq.workflows.task import Task, TaskError
+from trinity_mq.workflows.workflow import Task, TaskError
 
 
 class ToolCallArguments(Arguments):

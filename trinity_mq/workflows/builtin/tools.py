@@ -14,8 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from trinity_mq.rewards.lookup import lookup
-from trinity_mq.workflows.task import TaskError
-from trinity_mq.workflows.threads import in_thread, interrupt
+from trinity_mq.runtime.threads import in_thread, interrupt
+from trinity_mq.workflows.workflow import TaskError
 
 MAX_ARGUMENTS = 100_000
 """Characters of one call's arguments that are parsed."""

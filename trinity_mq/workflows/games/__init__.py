@@ -1,8 +1,8 @@
 """Environments that workflows play in: small, pure, the same for the same seed."""
 
-from trinity_mq.workflows.games.frozen_lake_env import FrozenLake, LakeError, LakeMap, make_lake
+from trinity_mq.workflows.games.frozen_lake import FrozenLake, LakeError, LakeMap, make_lake
 from trinity_mq.workflows.games.game import AsyncGameWorkflow, Game, GameWorkflow
-from trinity_mq.workflows.games.sudoku_env import Sudoku, SudokuError, make_sudoku
+from trinity_mq.workflows.games.sudoku import Sudoku, SudokuError, make_sudoku
 
 __all__ = [
     "AsyncGameWorkflow",

@@ -13,10 +13,10 @@ from pydantic import Field
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.models.recording.merging import merge_turns
+from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.step_wise import AsyncRewardPropagationWorkflow, RecordedWorkflow, RewardPropagationWorkflow
-from trinity_mq.workflows.task import Task
-from trinity_mq.workflows.threads import in_thread
+from trinity_mq.workflows.workflow import Task
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper

@@ -1,8 +1,48 @@
-"""The rule reward of DAPO: 1 or -1, less for responses that come near their limit of length."""
+r"""Rewards for a mathematically right answer, with credit for form and length where asked for."""
 
 from __future__ import annotations
 
-from trinity_mq.rewards.math.answers import correct
+from trinity_mq.rewards.math.answers import correct, equal, marked
+from trinity_mq.rewards.math.math_answer import boxed
+from trinity_mq.rewards.text import Form, has_form
+
+
+def accuracy_reward(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
+    """Return accuracy 1 if ``response`` states the answer that ``truth`` states (:func:`answers.correct`), else 0."""
+    return {"accuracy": float(correct(response, truth, finished=finished))}
+
+
+def math_reward(
+    response: str, truth: str | None, *, finished: bool, format_score: float = 0.0, form: Form = "think_answer"
+) -> dict[str, float]:
+    """Return accuracy 1 or 0 and, unless ``format_score`` is 0, that score for the right ``form``, else minus it.
+
+    The two parts and the sizes 1 and 0.1 are those of Trinity-RFT's reward of this name; there the form counts by
+    default.
+    """
+    parts = accuracy_reward(response, truth, finished=finished)
+    if format_score:
+        parts["format_score"] = format_score if finished and has_form(response, form) else -format_score
+    return parts
+
+
+def math_boxed(
+    response: str, truth: str | None, *, finished: bool, with_think: bool = False, format_score_coef: float = 0.1
+) -> dict[str, float]:
+    r"""Return accuracy 1 if the last ``\boxed{}`` holds the answer that ``truth`` states, else 0, and a format score.
+
+    Args:
+        response: The text of the response.
+        truth: The bare answer, or a text that marks it (:func:`answers.marked`).
+        finished: The response ended by itself; one that did not has no right form, but its box counts.
+        with_think: The right form is ``<think>...</think>`` and a box behind it, else a box alone.
+        format_score_coef: What a response without the right form loses: the format score is 0 or minus this, as in
+            Trinity-RFT's reward of this name.
+    """
+    found, wanted = boxed(response), (marked(truth) or truth.strip()) if truth else ""
+    right = found is not None and equal(wanted, found[1].strip())
+    formed = finished and has_form(response, "think_boxed" if with_think else "boxed")
+    return {"accuracy": float(right), "format_score": 0.0 if formed else -format_score_coef}
 
 
 def overlong_penalty(length: int, max_length: int, cache_length: int) -> float:

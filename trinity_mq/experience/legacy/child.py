@@ -1,0 +1,214 @@
+"""Turns legacy bodies into experience bodies; run as a file by reader.py, with a fork that has limits for each body.
+
+``TRXP``, little-endian: magic (4), version 1 (u8), lengths of metadata and tensors (u64 each); then the metadata, a
+pickle of ``{"version": 1, "num_items": n, "items": [...]}``, then a safetensors blob with entries ``index:field`` and
+``index:multi_modal_inputs:key``.
+
+``TRXP`` does not state the type of an experience, and its writer had filled the action mask of single-turn ones. An
+experience is taken for ``single_turn`` if its mask is what that writer filled in: all true, one for each response
+token, or where the prompt was truncated all false, one for each logprob. With any other mask it is ``multi_turn``. So a
+multi-turn experience whose tokens are all trained on comes back as ``single_turn``, which trains the same. Bare pickles
+state the type.
+"""
+
+from __future__ import annotations
+
+import signal
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgpack
+import torch
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from trinity_mq.experience.batch import decode, encode
+from trinity_mq.experience.errors import DecodeError
+from trinity_mq.experience.fields import short, whole
+from trinity_mq.experience.legacy.reader import MAGIC, max_unfolded
+from trinity_mq.experience.legacy.unpickle import (
+    DTYPES_BY_TEXT,
+    PickledCustomField,
+    PickledEID,
+    PickledExperience,
+    load,
+)
+from trinity_mq.experience.record import FIELD_NAMES, CustomField, Experience
+from trinity_mq.experience.rules import MULTI_TURN, PROMPT_TRUNCATED, SINGLE_TURN
+from trinity_mq.runtime.children import ChildEndedError, answer_in_fork, serve
+
+VERSION = 1
+MAX_FIELDS = 64
+"""Upper bound of an experience's fields: some twice as many as any has."""
+CPU_SECONDS = 2
+BYTES_PER_CPU_SECOND = 1 << 20
+"""Processor time for a body: ``CPU_SECONDS``, and one second more for so many bytes."""
+
+_FRAME = struct.Struct("<4sBQQ")
+_MULTI_MODAL = "multi_modal_inputs"
+_MULTI_MODAL_KEYS = "multi_modal_input_keys"
+
+
+def answer(body: bytes) -> bytes:
+    """Return what is in ``body``, as :func:`read` says it, read in a fork with limits."""
+    seconds = CPU_SECONDS + len(body) // BYTES_PER_CPU_SECOND
+    try:
+        return answer_in_fork(read, body, seconds, max_unfolded(len(body)))
+    except ChildEndedError as error:
+        reason = f"reading the body ends the process that tries (exit code {error.exitcode})"
+        if error.exitcode in {-signal.SIGXCPU, -signal.SIGKILL}:
+            reason = f"reading the body takes more than {seconds} s of processor time"
+        return _packed({"error": reason})
+
+
+def read(body: bytes) -> bytes:
+    """Return ``{"items": [...]}`` as msgpack, an experience body or the text of an error for each experience; or
+    ``{"error": text}`` for a body that cannot be read.
+    """
+    view, limit = memoryview(body), max_unfolded(len(body))
+    try:
+        items = _trxp_items(view) if body.startswith(MAGIC) else _pickled_items(view)
+        answers = [_answer(number, item) for number, item in enumerate(items)]
+    except DecodeError as error:
+        return _packed({"error": str(error)})
+    except MemoryError:
+        return _packed({"error": f"the body unfolds to more than {limit} bytes, far more than it has"})
+    return _packed({"items": answers})
+
+
+def _packed(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, unicode_errors="replace")
+    return packed
+
+
+def _answer(number: int, item: dict[str, Any]) -> bytes | str:
+    try:
+        body = encode([Experience(**_arguments(item))])
+        decode(body)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        return f"experience {number}: {str(error).removeprefix('experience 0: ')}"
+    return body
+
+
+def _trxp_items(view: memoryview) -> list[dict[str, Any]]:
+    """Return the fields of each experience, tensors among them."""
+    if len(view) < _FRAME.size:
+        raise DecodeError(f"{len(view)} bytes, wanted a TRXP body of at least {_FRAME.size}")
+    _, version, metadata_length, tensors_length = _FRAME.unpack_from(view)
+    if version != VERSION:
+        raise DecodeError(f"TRXP body of version {version}, this release reads version {VERSION}")
+    wanted = _FRAME.size + metadata_length + tensors_length
+    if wanted != len(view):
+        raise DecodeError(
+            f"TRXP body of {len(view)} bytes, wanted {wanted}: metadata of {metadata_length}, tensors of "
+            f"{tensors_length}; cut short or followed by something else"
+        )
+    split = _FRAME.size + metadata_length
+    metadata = load(view[_FRAME.size : split])
+    items = metadata.get("items") if type(metadata) is dict else None
+    if type(items) is not list or not all(type(item) is dict and len(item) <= MAX_FIELDS for item in items):
+        raise DecodeError(f'the metadata is not a map with a list "items" of maps of at most {MAX_FIELDS} fields')
+    stated = metadata.get("version"), metadata.get("num_items")
+    if stated != (VERSION, len(items)):
+        raise DecodeError(f"metadata of version and items {short(stated)}, wanted {(VERSION, len(items))}")
+    try:
+        tensors: dict[str, Tensor] = load_safetensors(bytes(view[split:]))
+    except Exception as error:  # hostile bytes: safetensors and torch refuse them with errors of many classes
+        raise DecodeError(f"the tensors are no safetensors blob: {short(str(error))}") from error
+    return _with_tensors(items, tensors)
+
+
+def _with_tensors(items: Sequence[dict[str, Any]], tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Return ``items``, each with those of ``tensors`` whose names begin with its number."""
+    own: dict[str, dict[str, Any]] = {str(number): {} for number in range(len(items))}
+    for name, tensor in tensors.items():
+        index, _, field = name.partition(":")
+        if index not in own:
+            raise DecodeError(f"tensor {short(name)} belongs to none of {len(items)} experiences")
+        group, _, key = field.partition(":")
+        if group == _MULTI_MODAL:
+            own[index].setdefault(group, {})[key] = tensor
+        else:
+            own[index][field] = tensor
+    for item, found in zip(items, own.values(), strict=True):
+        if item.keys() & found.keys():
+            raise DecodeError(f"{_some(item.keys() & found.keys())} are both metadata and tensors")
+    return [item | found for item, found in zip(items, own.values(), strict=True)]
+
+
+def _pickled_items(view: memoryview) -> list[dict[str, Any]]:
+    """Return the fields of each experience in a bare pickle of one or of a list of them."""
+    value = load(view)
+    records = value if type(value) is list else [value]
+    return [_fields(record, PickledExperience, f"item {number} of the pickle") for number, record in enumerate(records)]
+
+
+def _fields(value: Any, kind: type, name: str) -> dict[str, Any]:
+    """Return the fields of a record of a ``kind``, or the map that ``TRXP`` has in its place."""
+    if type(value) is kind and len(vars(value)) <= MAX_FIELDS:
+        return dict(vars(value))
+    if type(value) is dict and kind is not PickledExperience:
+        return value
+    raise DecodeError(
+        f"{name} is of type {type(value).__name__.removeprefix('Pickled')}, wanted {kind.__name__[len('Pickled') :]} "
+        f"of at most {MAX_FIELDS} fields"
+    )
+
+
+def _arguments(item: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the constructor."""
+    eid, custom, keys = (item.pop(name, None) for name in ("eid", "custom_fields", _MULTI_MODAL_KEYS))
+    found = {name: value for name, value in item.items() if value is not None}
+    unknown = found.keys() - set(FIELD_NAMES)
+    if unknown or "tokens" not in found:
+        raise DecodeError(f"unknown fields {_some(unknown)}, which would be lost" if unknown else "no tokens")
+    for name in ("info", "metrics", _MULTI_MODAL):
+        if not isinstance(found.get(name, {}), dict):
+            raise DecodeError(f"{name} is {short(found[name])}, wanted a map")
+    named = set(found.get(_MULTI_MODAL, {}))
+    if keys is not None and set(keys) != named:
+        raise DecodeError(f"multi-modal inputs {_some(keys)} are named, {_some(named)} are there")
+    if eid is not None:
+        found["eid"] = _fields(eid, PickledEID, "eid")
+    if custom:
+        found["custom_fields"] = [_custom_field(each) for each in custom]
+    if "experience_type" not in found:
+        found["experience_type"] = _type_of(found)
+    return found
+
+
+def _custom_field(value: Any) -> CustomField:
+    fields = _fields(value, PickledCustomField, "a custom field")
+    dtype = fields.get("data_type")
+    if isinstance(dtype, str):
+        dtype = DTYPES_BY_TEXT.get(dtype)
+    names = fields.get("source_field"), fields.get("destination_field")
+    if len(fields) != 3 or not isinstance(dtype, torch.dtype) or not all(isinstance(name, str) for name in names):
+        raise DecodeError(f"a custom field is {short(fields)}, wanted source_field, destination_field and data_type")
+    return CustomField(**fields | {"data_type": dtype})
+
+
+def _type_of(found: Mapping[str, Any]) -> str | None:
+    """Return the type that fits the action mask, None to leave it to the constructor; see the top of this file."""
+    tokens, mask, logprobs = (found.get(name) for name in ("tokens", "action_mask", "logprobs"))
+    if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or mask.dim() != 1 or tokens.dim() != 1:
+        return None
+    if found.get("chosen") is not None and found.get("rejected") is not None:
+        return MULTI_TURN
+    if found.get("truncate_status") == PROMPT_TRUNCATED:
+        filled = isinstance(logprobs, Tensor) and mask.shape == logprobs.shape and not bool(mask.any())
+    else:
+        filled = len(mask) == len(tokens) - whole("prompt_length", found.get("prompt_length", 1)) and bool(mask.all())
+    return SINGLE_TURN if filled else MULTI_TURN
+
+
+def _some(names: Iterable[Any]) -> str:
+    """Return the first of ``names`` for an error message."""
+    shown = sorted(map(short, names))
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "") if shown else "none"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve(answer)

@@ -1,0 +1,202 @@
+"""An unpickler that admits only the names that pickles of experiences need, with stand-ins for most of them.
+
+``find_class`` keeps a pickle from running anything. It does not keep it from exhausting memory, time or the C stack:
+this module is for a process that has limits (child.py).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_mq.experience.codec.tail import DTYPES
+from trinity_mq.experience.errors import DecodeError
+from trinity_mq.experience.fields import short
+
+Admitted = Mapping[tuple[str, str], Any]
+"""Objects by the (module, name) under which a pickle may ask for them."""
+
+_NUMEL = struct.Struct("<q")
+_STORAGE_MAGIC = 0x1950A86A20F9469CFC6C
+_STORAGE_PROTOCOL = 1001
+_ARRAY_DTYPE = re.compile(r"[biufSU]\d{1,9}")
+
+
+class PickledExperience:
+    """Stands for the reference's ``Experience``: its attributes are its fields."""
+
+
+class PickledEID:
+    """Stands for the reference's ``EID``."""
+
+
+class PickledCustomField:
+    """Stands for the reference's ``CustomField``."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, admitted: Admitted) -> None:
+        super().__init__(file)
+        self._admitted = admitted
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the object that an admitted name stands for."""
+        try:
+            return self._admitted[module, name]
+        except KeyError:
+            raise DecodeError(
+                f"the pickle asks for {short(module)} {short(name)}, which experiences do not need; nothing was run"
+            ) from None
+
+
+class _StorageUnpickler(_Unpickler):
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, int]:
+        """Return dtype and length of a storage that is described whole."""
+        word, dtype, _key, _location, numel = pid[:5]
+        if word != "storage" or not isinstance(dtype, torch.dtype) or any(part is not None for part in pid[5:]):
+            raise ValueError("a persistent id that describes no whole storage")
+        return dtype, numel
+
+
+def load(data: memoryview) -> Any:
+    """Return the value of the one pickle that ``data`` is.
+
+    Raises:
+        DecodeError: It is malformed, followed by something else, or asks for what is not admitted.
+        MemoryError: It unfolds to more than this process may allocate.
+    """
+    file = io.BytesIO(data)
+    try:
+        value = _Unpickler(file, ADMITTED).load()
+    except (DecodeError, MemoryError):
+        raise
+    except Exception as error:  # hostile bytes set off errors of many classes
+        raise DecodeError(f"the pickle is malformed before byte {file.tell()}: {short(str(error))}") from error
+    if file.tell() != len(data):
+        raise DecodeError(f"{len(data) - file.tell()} bytes follow the pickle, wanted none")
+    return value
+
+
+def _storage(stream: bytes) -> tuple[torch.dtype, bytearray]:
+    """Return dtype and bytes of a storage as ``torch.save`` wrote it before it wrote zip files.
+
+    The stream: five pickles (magic, protocol, byte order, the storage as a persistent id, its key), then for the one
+    storage its length (i64) and its bytes.
+    """
+    file = io.BytesIO(stream)
+    magic, protocol, system = (_Unpickler(file, {}).load() for _ in range(3))
+    if magic != _STORAGE_MAGIC or protocol != _STORAGE_PROTOCOL or system.get("little_endian") is not True:
+        raise ValueError("a storage with a header other than torch's for little-endian machines")
+    dtype, numel = _StorageUnpickler(file, _STORAGES).load()
+    _Unpickler(file, {}).load()
+    (found,) = _NUMEL.unpack(file.read(_NUMEL.size))
+    data = bytearray(file.read())
+    if found != numel or len(data) != numel * dtype.itemsize:
+        raise ValueError(f"a storage of {numel} x {dtype} with {len(data)} bytes")
+    return dtype, data
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, offset: Any, size: Any, stride: Any) -> Tensor:
+    """Return a view into a storage; torch checks that it lies within."""
+    # torch.frombuffer takes no empty buffer
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.as_strided(size, stride, offset)
+
+
+def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
+    dtype, data = storage
+    return _tensor(data, dtype, offset, size, stride)
+
+
+def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any) -> Any:
+    return _tensor(storage[1], dtype, offset, size, stride)
+
+
+class _ArrayDtype:
+    """Stands for a numpy dtype: made of a code such as ``f8``, then given its byte order."""
+
+    def __init__(self, code: str, align: bool = False, copy: bool = True) -> None:
+        if not _ARRAY_DTYPE.fullmatch(code):
+            raise ValueError(f"an array of dtype {short(code)}, wanted booleans, numbers or text")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = self.dtype.newbyteorder("<" if state[1] == "=" else state[1])
+
+
+class _Array(np.ndarray[Any, Any]):
+    """Stands for a numpy array that is made empty, then given what it holds."""
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, raw = state
+        array = _frombuffer(raw, dtype, shape, "F" if fortran else "C")
+        own: Any = (1, array.shape, array.dtype, False, array.tobytes())
+        super().__setstate__(own)
+
+
+def _reconstruct(_kind: Any, _shape: Any, _code: Any) -> _Array:
+    return _Array((0,), "b")
+
+
+def _frombuffer(raw: bytes, dtype: _ArrayDtype, shape: Any, order: Any) -> np.ndarray[Any, Any]:
+    array = np.frombuffer(raw, dtype.dtype).reshape(shape, order=order)
+    return array.astype(dtype.dtype.newbyteorder("="))  # tensors know no other byte order
+
+
+def _scalar(dtype: _ArrayDtype, raw: bytes) -> np.generic:
+    if not raw and dtype.dtype.kind in "SU":
+        return cast("np.generic", dtype.dtype.type())  # numpy reads no items of no bytes
+    return cast("np.generic", _frombuffer(raw, dtype, (1,), "C")[0])
+
+
+def _latin_1(text: str, encoding: str) -> bytes:
+    """Return the bytes that protocol 2 wrote as text."""
+    if encoding != "latin1":
+        raise ValueError(f"text encoded as {short(encoding)}, wanted latin1")
+    return text.encode("latin-1")
+
+
+_STORAGES: Admitted = {
+    ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "HalfStorage"): torch.float16,
+    ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch", "IntStorage"): torch.int32,
+    ("torch", "ShortStorage"): torch.int16,
+    ("torch", "CharStorage"): torch.int8,
+    ("torch", "ByteStorage"): torch.uint8,
+    ("torch", "BoolStorage"): torch.bool,
+    ("torch.storage", "UntypedStorage"): torch.uint8,
+}
+
+DTYPES_BY_TEXT = {str(dtype): dtype for dtype in DTYPES.values()}
+"""Dtypes by their text, such as ``torch.float32``."""
+
+ADMITTED: Admitted = {
+    ("trinity.common.experience", "Experience"): PickledExperience,
+    ("trinity.common.experience", "EID"): PickledEID,
+    ("trinity.common.experience", "CustomField"): PickledCustomField,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("_codecs", "encode"): _latin_1,
+    ("__builtin__", "bytes"): bytes,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch.storage", "_load_from_bytes"): _storage,
+    ("numpy", "dtype"): _ArrayDtype,
+    ("numpy", "ndarray"): np.ndarray,
+    **{("torch", text.removeprefix("torch.")): dtype for text, dtype in DTYPES_BY_TEXT.items()},
+    **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _frombuffer for core in ("core", "_core")},
+}
+"""Every name that a legacy pickle may ask for."""

@@ -1,0 +1,221 @@
+"""Child processes that answer requests over pipes, and the limits they set themselves.
+
+The math judge and the reader of legacy bodies hand hostile input to code that may hang, crash or exhaust memory; in a
+child process the kernel enforces the limits. pebble does not fit: its limits are wall time, which turns right answers
+into wrong ones on a busy machine, and it unpickles what its workers send.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+_LENGTH = struct.Struct("<Q")
+_READY = b"ready"
+_CHUNK = 1 << 20
+_EXIT_SECONDS = 0.2
+"""Seconds that a child gets to end by itself once its input is closed."""
+
+
+class ChildEndedError(Exception):
+    """The child process ended instead of answering a request."""
+
+    def __init__(self, exitcode: int) -> None:
+        super().__init__(f"the child process ended with code {exitcode}")
+        self.exitcode = exitcode
+        """As of ``subprocess.Popen``: below 0 a signal."""
+
+
+class ChildSilentError(RuntimeError):
+    """The child process did not answer in time, for a reason that is not the request's; trying again may help."""
+
+
+class ChildNotStartedError(RuntimeError):
+    """The child process ended before it was ready."""
+
+
+class ChildServer:
+    """A child process that answers one request at a time; it starts on first use, and again after it has ended.
+
+    Safe to share between threads. A forked process starts a child of its own.
+
+    Args:
+        file: Python file to run; it calls :func:`serve`.
+        arguments: Its command line.
+        silence: Seconds without an answer, also to the start, after which the child is killed.
+    """
+
+    def __init__(self, file: Path, *arguments: object, silence: float = 120.0) -> None:
+        self._command = [sys.executable, "-P", str(file), *map(str, arguments)]
+        self._silence = silence
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._inherited: list[subprocess.Popen[bytes] | None] = []
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, None before the first request and after one that ended it."""
+        return self._child.pid if self._child else None
+
+    def ask(self, request: bytes, max_answer: int = 1 << 20) -> bytes:
+        """Return the child's answer to a request.
+
+        Args:
+            request: Handed to the child.
+            max_answer: Upper bound of the answer's bytes; the child is killed for a longer one.
+
+        Raises:
+            ChildEndedError: The child ended, and starts again with the next request.
+            ChildSilentError: It did not answer in time, and was killed.
+            ChildNotStartedError: It cannot be started.
+        """
+        with self._lock:
+            try:
+                child = self._child or self._start()
+                answer = self._exchange(child, request, max_answer)
+            except BaseException:  # the answer to an interrupted request must not reach the next one
+                self._end()
+                raise
+            if answer is None:
+                raise ChildEndedError(self._end())
+            return answer
+
+    def close(self) -> None:
+        """End the child."""
+        with self._lock:
+            self._end()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._child = subprocess.Popen(
+            self._command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment
+        )
+        if self._receive(self._child, len(_READY)) != _READY:
+            raise ChildNotStartedError(f"the child process ended with code {self._end()} before it was ready")
+        return self._child
+
+    def _exchange(self, child: subprocess.Popen[bytes], request: bytes, max_answer: int) -> bytes | None:
+        assert child.stdin is not None
+        try:
+            write_frame(child.stdin, request)
+        except BrokenPipeError:
+            return None
+        return self._receive(child, max_answer)
+
+    def _receive(self, child: subprocess.Popen[bytes], max_bytes: int) -> bytes | None:
+        """Return the next frame, None if the child ends before."""
+        assert child.stdout is not None
+        data, wanted = bytearray(), _LENGTH.size
+        deadline = time.monotonic() + self._silence
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            while len(data) < wanted:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise ChildSilentError(f"no answer in {self._silence:g} s: the machine has no time for it")
+                read = os.read(child.stdout.fileno(), min(_CHUNK, wanted - len(data)))
+                if not read:
+                    return None
+                data += read
+                if len(data) == _LENGTH.size:
+                    (length,) = _LENGTH.unpack(data)
+                    if length > max_bytes:
+                        return None
+                    wanted += length
+        return bytes(data[_LENGTH.size :])
+
+    def _end(self) -> int:
+        """Kill the child; return its exit code."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            return child.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return child.wait()
+
+    def _forget(self) -> None:
+        """Leave the child and the lock to the process that this one was forked from."""
+        self._inherited.append(self._child)  # kept: a Popen that is collected while its process runs warns
+        self._child = None
+        self._lock = threading.Lock()
+
+
+def serve(answer: Callable[[bytes], bytes]) -> None:
+    """Answer the requests of a :class:`ChildServer` until it closes the pipe; runs in the child process."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what is printed must not get between the answers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes our input
+    write_frame(answers, _READY)
+    while len(header := sys.stdin.buffer.read(_LENGTH.size)) == _LENGTH.size:
+        write_frame(answers, answer(sys.stdin.buffer.read(_LENGTH.unpack(header)[0])))
+
+
+def write_frame(pipe: IO[bytes], body: bytes) -> None:
+    """Write a length (u64, little-endian) and as many bytes to an unbuffered pipe."""
+    for part in (_LENGTH.pack(len(body)), body):
+        rest = memoryview(part)
+        while rest:
+            rest = rest[pipe.write(rest) :]
+
+
+def limit_memory(limit: int) -> None:
+    """Let this process allocate at most ``limit`` bytes beyond what it holds now."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    most = int(status["VmData"].split()[0]) * 1024 + limit
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def answer_in_fork(answer: Callable[[bytes], bytes], request: bytes, cpu_seconds: int, memory: int) -> bytes:
+    """Return ``answer(request)`` as computed in a fork of this process that has limits, and ends with the answer.
+
+    Args:
+        answer: Runs in the fork.
+        request: Its argument.
+        cpu_seconds: Processor time of the fork.
+        memory: Bytes that the fork may allocate.
+
+    Raises:
+        ChildEndedError: The fork ended without an answer.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reading)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
+            limit_memory(memory)
+            body = answer(request)
+            with os.fdopen(writing, "wb") as pipe:
+                pipe.write(body)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        found = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status:
+        raise ChildEndedError(status)
+    return found
