@@ -1,4 +1,4 @@
-"""Public names around scheduling, re-exported from their homes.
+"""Re-exports the public names around scheduling.
 
 Names load on first use, so that importing this module costs no torch.
 """
@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trinity_mq.dispatch.batch_ids import sort_batch_id
+    from trinity_mq.dispatch.tickets import sort_batch_id
     from trinity_mq.rollout.status import Status
     from trinity_mq.rollout.workflow_runner import WorkflowRunner
     from trinity_mq.scheduler.scheduler import Scheduler
@@ -21,7 +21,7 @@ _HOMES = {
     "Status": "trinity_mq.rollout.status",
     "TaskWrapper": "trinity_mq.scheduler.wrappers",
     "WorkflowRunner": "trinity_mq.rollout.workflow_runner",
-    "sort_batch_id": "trinity_mq.dispatch.batch_ids",
+    "sort_batch_id": "trinity_mq.dispatch.tickets",
 }
 
 __all__ = ["RunnerWrapper", "Scheduler", "Status", "TaskWrapper", "WorkflowRunner", "sort_batch_id"]

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from tests.chaos.victims import NOTES_VARIABLE, POINT
 from trinity_agents.engine import agent as engine_daemon
-from trinity_agents.explorer.agent import EngineHosting
+from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_mq.bus import Bus, LockHeld, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import SyncEvent, TrainerStatus
@@ -198,10 +198,10 @@ def build(role: str, agent_id: str, config: Config) -> Callable[[Bus, Topology],
         command = [sys.executable, "-m", "tests.chaos.sync_victims", "engine"]
         host = EngineHost(config, config.path, f"{agent_id}-engine", command=command)
         agent = EngineHosting(config, bus=bus, topology=topology, agent_id=agent_id, engines=[host])
-        agent.room._publish = told(agent.room._publish)  # type: ignore[method-assign]
-        for member in agent.room._members:
-            member._publish = agent.room._publish
-        agent.room._heard = heard(agent.room._heard)  # type: ignore[method-assign]
+        agent.hosted._publish = told(agent.hosted._publish)  # type: ignore[method-assign]
+        for member in agent.hosted._members:
+            member._publish = agent.hosted._publish
+        agent.hosted._receive = heard(agent.hosted._receive)  # type: ignore[method-assign]
         return agent
 
     return made

@@ -125,7 +125,7 @@ class SchedulerWorld(ABC):
                 await asyncio.sleep(2 * ANNOUNCED)
                 self.ready = True
             await scene(stage)
-            assert not scheduler.tickets, "the scenario fetched or cleared everything"
+            assert not scheduler.dispatcher.tickets, "the scenario fetched or cleared everything"
         finally:
             await scheduler.stop()
             announcing.cancel()

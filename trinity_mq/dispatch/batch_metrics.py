@@ -1,4 +1,4 @@
-"""What a ticket says in numbers, as a whole and task by task. Pure."""
+"""Metrics, task statuses and submission outcomes computed from a ticket. No I/O."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trinity_mq.rollout.status import Status
 from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
 
 OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "late")
-"""What a slice of an open ticket may end in; *late* is said of an attempt whose ticket is closed."""
+"""Outcomes of slices of open tickets; *late* is that of an attempt whose ticket is closed."""
 
 
 def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
     """Return ``rollout/*`` of a training ticket: its runs' metrics by task, then over tasks, and the counts of
     outcomes.
 
-    ``late``: results of closed tickets that have come since the batch before this one was closed. Runs that do not
-    count, since the rest of their task was cut off, count in none of the means either.
+    ``late``: results of closed tickets received since the batch before this one was closed. Runs that do not count,
+    since the rest of their task was cut off, are left out of the means.
     """
     results = _results(ticket)
     cut_off = {result.task_id for result in results if result.outcome == "cancelled" and ticket.whole_tasks_only}
@@ -42,7 +42,7 @@ def eval_metrics(ticket: Ticket, name: str, *, detailed: bool = False) -> dict[s
 
     Args:
         ticket: All its slices have their outcomes.
-        name: Of the evaluation set.
+        name: Name of the evaluation set.
         detailed: ``monitor.detailed_stats``.
     """
     prefix, results = f"eval/{name}", _results(ticket)
@@ -75,7 +75,7 @@ def task_status(results: Sequence[TaskResult]) -> Status:
 
 
 def submission_outcome(ticket: Ticket, submission: SubmissionRef) -> SubmissionOutcome:
-    """Return what a submitter is told of its task."""
+    """Return the outcome of a submitted task that is sent to its submitter."""
     results = ticket.results_of(submission.task_id)
     status = task_status(results)
     decisive = next((r.outcome for r in results if r.outcome != "finished"), "finished") if results else "cancelled"
@@ -101,11 +101,11 @@ def _results(ticket: Ticket) -> list[TaskResult]:
 
 
 def _runs_by_task(results: Sequence[TaskResult]) -> Mapping[int, list[Mapping[str, float]]]:
-    """Return the metrics of the finished runs of each task, and how long a runner had each of its slices."""
+    """Return the metrics of each task's finished runs, and the seconds that a runner worked on each of its slices."""
     found: defaultdict[int, list[Mapping[str, float]]] = defaultdict(list)
     for result in results:
         found[result.task_id] += result.metrics
-        if result.attempt:  # else no runner had it
+        if result.attempt:  # no runner worked on the others
             found[result.task_id].append({"time/task_execution": result.seconds})
     return found
 

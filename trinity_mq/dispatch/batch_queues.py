@@ -1,8 +1,8 @@
-"""Batch queues as their owner sees to them: made, kept from expiring, replaced where they take nothing.
+"""Keeps the batch queues of an owner's tickets: declares them, renews their expiry, replaces those without a leader.
 
-RabbitMQ (3.10 and 4.0, seen) can have a quorum queue that nobody leads: its node died while it was being made, or had
-not yet written down that it has it. Such a queue can be declared again and never confirms anything, and runners would
-hold their slices before it for good. To delete it and declare it anew helps, and nothing is in it that could be lost.
+RabbitMQ (seen on 3.10 and 4.0) can leave a quorum queue without a leader: its node died while the queue was being made,
+or before the node had written down that it holds it. Such a queue can be declared again but never confirms anything,
+and runners would hold their slices for ever. Deleting it and declaring it anew helps, and loses nothing: it is empty.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import structlog
 
 from trinity_mq.bus import Bus, BusUnavailable, Queue, Topology
 from trinity_mq.dispatch.tickets import Ticket
-from trinity_mq.dispatch.usable_clock import UsableClock
+from trinity_mq.dispatch.timeouts import UsableClock
 from trinity_mq.messages import Mark
 from trinity_mq.runtime.deliveries import envelope
 
 log = structlog.get_logger(__name__)
 
 NEW_PATIENCE = 5.0
-"""Seconds on a usable bus in which a queue that nobody can have published to confirms a mark, or is replaced."""
+"""Seconds on a usable bus within which a queue without slices must confirm a mark; else it is replaced."""
 TRY = 2.5
-"""Seconds after which another mark is sent: what is published while a queue changes its leader may get no confirm."""
+"""Seconds after which another mark is sent: a publish during a change of the leader may never be confirmed."""
 PATIENCE = 20.0
-"""The same for one that slices went out for: a majority of its nodes may be on their way back with what is in it."""
+"""The same for a queue whose slices were published: most of its nodes may be restarting, with its content."""
 
 
 class BatchQueues:
-    """The batch queues of one scheduler's tickets.
+    """Declares, watches and replaces the batch queues of tickets.
 
     Args:
         bus: A connected bus.
@@ -43,7 +43,7 @@ class BatchQueues:
         self._bus, self._topology, self._tickets = bus, topology, tickets
         self._clock = UsableClock(bus)
         self._breaks = 0
-        """How often the bus was lost so far."""
+        """Number of connections lost so far."""
         self._broke = asyncio.Event()
         bus.on_change(self._changed)
 
@@ -52,22 +52,23 @@ class BatchQueues:
 
         Args:
             ticket: The ticket.
-            again: Some of them may have been, by an earlier life.
+            again: Some may have been published already, by an earlier process.
         """
         breaks = self._breaks
         await self._bus.declare(self._queue(ticket))
-        if again or self._breaks != breaks:  # an attempt may have been cut off in the middle
+        if again or self._breaks != breaks:  # an earlier declaration may have been interrupted
             await self._examine(ticket, PATIENCE if again else NEW_PATIENCE)
 
     async def keep(self) -> None:
-        """Declare the queues anew: that starts their ``x-expires`` anew, publishing does not."""
+        """Declare the queues again, which renews their ``x-expires``; publishing does not."""
         for ticket in list(self._tickets()):
             if ticket.published and _takes_more(ticket):
                 await self._bus.declare(self._queue(ticket))
 
     async def watch(self) -> None:
-        """See after each break that the queues still answer, until cancelled. To be begun once all results so far have
-        been read: they tell what was in a queue.
+        """Examine the queues after each lost connection, until cancelled.
+
+        To be called once all results so far were read: they show which queues had content.
         """
         self._broke.set()
         while True:
@@ -89,13 +90,13 @@ class BatchQueues:
             self._broke.set()
 
     async def _examine(self, ticket: Ticket, patience: float) -> None:
-        """Return once the queue answers, or cannot be helped."""
+        """Return once the queue confirms a mark, or cannot be replaced without loss."""
         queue = self._queue(ticket)
         while _takes_more(ticket) and not await self._answers(ticket, patience):
             reported = any(task_slice.result is not None and task_slice.result.parts for task_slice in ticket.slices)
             if reported or await self._bus.depth(queue.name):
-                # What is in it is wanted, and comes back with its nodes or not at all. One that is well is told too
-                # where the broker's channel waits for a queue without a leader (seen on 4.0).
+                # Its content is needed, and comes back only with its nodes. On 4.0 this is also logged for a healthy
+                # queue, where the broker's channel waits for another queue that has no leader.
                 why = f"it confirmed nothing in {patience:g} s; it holds something and is left as it is"
                 log.warning("batch_queue_silent", queue=queue.name, reason=why)
                 return
@@ -106,7 +107,7 @@ class BatchQueues:
                 await self._bus.declare(queue)
 
     async def _answers(self, ticket: Ticket, patience: float) -> bool:
-        """Say whether a mark is taken in time, or comes back: then somebody has deleted the queue."""
+        """Return whether a mark is confirmed in time, or returned: then the queue was deleted meanwhile."""
         exchange, key = (
             self._topology.exchange("experiences"),
             self._topology.batch_routing_key(ticket.batch, ticket.ticket),
@@ -125,5 +126,5 @@ class BatchQueues:
 
 
 def _takes_more(ticket: Ticket) -> bool:
-    """Its batch queue is there for what runners publish."""
+    """Return whether runners may still publish to the ticket's batch queue."""
     return ticket.deliver != "none" and ticket.manifest is None

@@ -1,10 +1,11 @@
-"""For ``deliver="caller"``: the experiences of a ticket, read from its batch queue and kept until asked for."""
+"""Reads the experiences of ``deliver="caller"`` tickets from their batch queues and keeps them until asked for."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import structlog
@@ -28,20 +29,20 @@ UNBOUND_BEFORE_DELETE = 1.0
 """Seconds between unbinding a batch queue and deleting it: deleting it under publishers closes their connections."""
 PREFETCH = 256
 INLINE = 256 * 1024
-"""Bytes of a part that is decoded on the loop: handing it to a thread would take longer."""
+"""Upper bound in bytes of a part that is decoded on the event loop: handing it to a thread would take longer."""
 BURST = 16
-"""Parts read before others get their turn."""
+"""Parts read before other tasks of the event loop run."""
 
 
 class _Held:
-    """What was read of one ticket."""
+    """The parts of one ticket that were read and not handed over."""
 
     def __init__(self) -> None:
         self.declared = asyncio.Event()
-        self.feed: Consumer | None = None
+        self.consumer: Consumer | None = None
         self.parts: dict[PartKey, list[Experience]] = {}
         self.lock = asyncio.Lock()
-        """One reader at a time: what another reads would wake nobody."""
+        """Allows one reader at a time: a reader is not woken by what another one reads."""
 
 
 class Collector:
@@ -55,7 +56,7 @@ class Collector:
         self._deletions: asyncio.Queue[tuple[float, Ticket]] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Delete unbound queues, and the blobs of what was in them, when it is time, until cancelled."""
+        """Delete unbound queues and the blobs of their messages when due, until cancelled."""
         while True:
             await self._delete_next()
 
@@ -70,33 +71,46 @@ class Collector:
             raise
 
     def expect(self, ticket: Ticket) -> None:
-        """A ticket is about to be opened."""
+        """Prepare for a ticket that is about to be opened."""
         self._held[ticket.ticket] = _Held()
 
     def opened(self, ticket: Ticket) -> None:
-        """Its batch queue is there."""
+        """Begin to read: the batch queue of the ticket exists."""
         if (held := self._held.get(ticket.ticket)) is not None:
             held.declared.set()
 
-    async def read(self, ticket: Ticket) -> None:
-        """Read what comes for a ticket until cancelled, and keep it for :meth:`take`."""
+    @asynccontextmanager
+    async def reading(self, tickets: Sequence[Ticket]) -> AsyncIterator[None]:
+        """Read the experiences of ``tickets`` meanwhile, so that little is left to be read in :meth:`ensure`."""
+        loop = asyncio.get_running_loop()
+        readers = [loop.create_task(self._read_all(ticket)) for ticket in tickets]
+        try:
+            yield
+        finally:
+            for reader in readers:
+                reader.cancel()
+            for error in await asyncio.gather(*readers, return_exceptions=True):
+                if isinstance(error, Exception):
+                    log.warning("reading_failed", reason=str(error))  # ensure reads the rest
+
+    async def _read_all(self, ticket: Ticket) -> None:
         held = self._held.get(ticket.ticket)
         if held is None:
             return  # forgotten
         await held.declared.wait()
         async with held.lock:
             try:
-                feed, count = await self._feed(held, ticket), 0
-                async for delivery in feed:
+                consumer, count = await self._consumer(held, ticket), 0
+                async for delivery in consumer:
                     await self._read(held, delivery)
                     count += 1
                     if count % BURST == 0:
                         await asyncio.sleep(0)
             except (QueueGone, StoreUnavailable) as error:
-                log.info("reading_ends", ticket=ticket.ticket, reason=str(error))  # who takes tells
+                log.info("reading_ends", ticket=ticket.ticket, reason=str(error))  # ensure raises it
 
     async def ensure(self, ticket: Ticket, results: Sequence[TaskResult]) -> None:
-        """Return once the experiences of the listed attempts are here. Parts that do not decode are parked.
+        """Return once the experiences of the listed attempts were read. Parts that do not decode are dead-lettered.
 
         Experiences reach the broker before their result, so what a result lists is in the queue already.
 
@@ -112,8 +126,8 @@ class Collector:
             async with asyncio.timeout(self._timeout) as silence, held.lock:
                 missing.difference_update(held.parts)  # what another reader has read meanwhile
                 while missing:
-                    feed = await self._feed(held, ticket)
-                    missing.difference_update(await self._read(held, await anext(feed)))
+                    consumer = await self._consumer(held, ticket)
+                    missing.difference_update(await self._read(held, await anext(consumer)))
                     silence.reschedule(asyncio.get_running_loop().time() + self._timeout)
         except (QueueGone, StopAsyncIteration):
             log.error("batch_queue_gone", ticket=ticket.ticket)
@@ -131,33 +145,33 @@ class Collector:
         return self.pop(ticket, results)
 
     async def forget(self, ticket: Ticket) -> None:
-        """Drop what was not asked for, and the queue: unbound now, deleted later."""
+        """Drop experiences that were not asked for, and the queue: it is unbound now and deleted later."""
         held = self._held.pop(ticket.ticket, None)
-        if held is not None and held.feed is not None:
-            await held.feed.close()
+        if held is not None and held.consumer is not None:
+            await held.consumer.close()
         queue = self._topology.batch_queue(ticket.batch, ticket.ticket)
         await self._bus.unbind(queue)
         self._deletions.put_nowait((asyncio.get_running_loop().time() + UNBOUND_BEFORE_DELETE, ticket))
 
     async def close(self) -> None:
-        """Stop reading; what was read is kept, the rest stays in the queues. Queues that are unbound go first."""
+        """Stop reading and delete unbound queues. Experiences already read are kept, others stay in the queues."""
         for held in self._held.values():
-            if held.feed is not None:
-                await held.feed.close()
-                held.feed = None
+            if held.consumer is not None:
+                await held.consumer.close()
+                held.consumer = None
         while self._bus.usable and not self._deletions.empty():
             await self._delete_next()
 
-    async def _feed(self, held: _Held, ticket: Ticket) -> Consumer:
-        if held.feed is None:
+    async def _consumer(self, held: _Held, ticket: Ticket) -> Consumer:
+        if held.consumer is None:
             queue = self._topology.batch_queue(ticket.batch, ticket.ticket)
-            held.feed = await self._bus.consume(queue, prefetch=PREFETCH)
-        return held.feed
+            held.consumer = await self._bus.consume(queue, prefetch=PREFETCH)
+        return held.consumer
 
     async def _read(self, held: _Held, delivery: Delivery) -> list[PartKey]:
-        """Take in one delivery; return whose experiences are here by it."""
+        """Keep the parts of one delivery; return their keys."""
         if delivery.kind == Mark.kind:
-            await acknowledge(delivery)  # we looked whether the queue answers
+            await acknowledge(delivery)  # of BatchQueues: it asked whether the queue answers
             return []
         try:
             shares = [share for share in shares_of(delivery) if share.key not in held.parts]
@@ -178,7 +192,7 @@ class Collector:
                 await dead_letter(self._bus, self._topology, delivery, f"does not decode: {error}", self._by)
                 held.parts.update((share.key, []) for share in shares)
             except (StoreUnavailable, asyncio.CancelledError):
-                await requeue(delivery)  # else it would be ours, unread, and come to no later call
+                await requeue(delivery)  # else it would stay unread and come to no later call
                 raise
         await acknowledge(delivery)
         return [share.key for share in shares]

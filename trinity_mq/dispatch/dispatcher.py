@@ -1,14 +1,14 @@
-"""Tickets on the bus: opened, followed by the outcomes of their slices on a stream, closed.
+"""Dispatches tickets over the bus: opens them, follows the outcomes of their slices on a stream, closes them.
 
-How runners hear that nobody waits for a slice any more: by level, in their owner's beats. ``detail["open"]`` of the
-beats of agent ``TaskSlice.explorer`` (role ``explorer``, or ``scheduler`` for a Scheduler without an agent) lists the
-tickets that have slices to be done. From the beat with number ``opened_beat`` on a slice whose ticket is not listed is
-to be dropped, whether it runs or waits: its ticket was aborted, cleared, cut short, closed, or is complete. A ticket is
-cut off only as a whole: what is left of it is dropped, slice by slice. A change makes a beat at once.
+Runners learn from heartbeats which slices are still wanted. ``detail["open"]`` in the heartbeats of agent
+``TaskSlice.explorer`` (role ``explorer``, or ``scheduler`` for a Scheduler) lists the tickets that have slices to be
+executed. From the heartbeat with number ``opened_beat`` on, a runner drops a slice whose ticket is not listed, whether
+it runs or waits: the ticket was aborted, cleared, cut off, closed, or is complete. A ticket is cut off only as a whole.
+Each change is followed by a heartbeat at once.
 
-A slice that says ``keep_partial`` has ``explorer.cancel_grace`` seconds after that beat: what its runner publishes by
-then of its finished runs, parts first, then a TaskResult of outcome *partial* with these runs (*cancelled* where there
-are none), counts. Later results are *late*: counted, and dropped.
+A slice that says ``keep_partial`` has ``explorer.cancel_grace`` seconds after that heartbeat: the finished runs that
+its runner publishes by then count (parts first, then a TaskResult of outcome *partial* with these runs, or *cancelled*
+where there are none). Later results are *late*: counted, and dropped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import submission_outcome
 from trinity_mq.dispatch.batch_queues import BatchQueues
-from trinity_mq.dispatch.slice_times import SliceTimes
 from trinity_mq.dispatch.tickets import SliceState, SubmissionRef, Ticket, new_ticket
+from trinity_mq.dispatch.timeouts import SliceTimes
 from trinity_mq.messages import (
     BatchClosed,
     BatchId,
@@ -50,25 +50,36 @@ from trinity_mq.runtime.notify import Notifier
 log = structlog.get_logger(__name__)
 
 MARK_TIMEOUT = 60.0
-"""Seconds on a usable bus without anything new until a missing own mark means: not the stream that our offset is of."""
+"""Seconds on a usable bus without a delivery after which a missing own mark means that the offset is of another
+stream."""
 WINDOW = 128
-"""Slices of one ticket that are published and not yet confirmed."""
+"""Upper bound of the slices of one ticket that are published and not yet confirmed."""
 BURST = 64
-"""Results taken in before others get their turn."""
+"""Results received before other tasks of the event loop run."""
+
+
+async def _save_nothing() -> None:
+    return None
 
 
 class Dispatcher:
-    """Opens and closes tickets, and keeps them up to date; everything durable is in ``tickets`` and ``results_offset``.
+    """Opens, cuts off and closes tickets, and records the outcomes of their slices.
+
+    Everything durable is in :attr:`tickets` and :attr:`results_offset`. The callbacks ``on_declared`` (the batch queue
+    of a ticket exists), ``on_task_done`` (all slices of a task have an outcome) and ``on_progress`` are called on the
+    event loop and must not block.
 
     Args:
         config: The run's configuration.
         bus: A connected bus.
         topology: The run's names.
-        owner: Id of the agent that schedules.
+        owner: Id of the agent whose heartbeats list :attr:`open_tickets`.
         save: Called where the protocol demands that state be durable before going on.
-        next_beat: Number of the owner's next beat, stamped on slices.
+        next_heartbeat: Returns the number of the owner's next heartbeat, stamped on slices.
+        heartbeat_soon: Makes the owner send a heartbeat now.
         tickets: The open tickets by id; changed in place.
-        results_offset: Where to read on; None: from now on.
+        results_offset: Offset of the results stream to read on from; None: from now on.
+        changed: Notified after outcomes were recorded.
     """
 
     def __init__(
@@ -78,48 +89,56 @@ class Dispatcher:
         bus: Bus,
         topology: Topology,
         owner: str,
-        save: Callable[[], Awaitable[None]],
-        next_heartbeat: Callable[[], int],
-        tickets: dict[str, Ticket] | None,
-        results_offset: int | None,
+        save: Callable[[], Awaitable[None]] = _save_nothing,
+        next_heartbeat: Callable[[], int] = lambda: 0,
+        heartbeat_soon: Callable[[], None] = lambda: None,
+        tickets: dict[str, Ticket] | None = None,
+        results_offset: int | None = None,
+        changed: Notifier | None = None,
     ) -> None:
         self.config, self.bus, self.topology = config, bus, topology
         self.tickets: dict[str, Ticket] = tickets if tickets is not None else {}
         self.results_offset = results_offset
         """Next offset to read on the results stream; None before the first start."""
-        self.queues = BatchQueues(bus, topology, self.tickets.values)
+        self.changed = changed or Notifier()
+        self.heartbeat_soon = heartbeat_soon
+        self.on_declared: Callable[[Ticket], None] = lambda ticket: None
+        self.on_task_done: Callable[[Ticket, int], None] = lambda ticket, task: None
         self.on_progress: Callable[[Progress], None] = lambda progress: None
-        self.changed = Notifier()
+        self.queues = BatchQueues(bus, topology, self.tickets.values)
         self.late_results = 0
-        """Results of tickets that are closed, or of attempts that found theirs closed."""
+        """Number of results of closed tickets, and of attempts that found their ticket closed."""
         self.slice_times = SliceTimes(config.explorer)
-        self._owner, self._save, self._next_beat = owner, save, next_heartbeat
+        self._owner, self._save, self._next_heartbeat = owner, save, next_heartbeat
         self._caught_up, self._resumed = asyncio.Event(), asyncio.Event()
-        self._turns: dict[Lane, asyncio.Future[None]] = {}
-        """By lane: done when the last slice of the ticket opened last is on its way."""
+        self._all_sent: dict[Lane, asyncio.Future[None]] = {}
+        """By task queue: done when all slices of the ticket opened last are sent."""
 
     async def follow(self) -> None:
         """Read the results stream until cancelled.
 
         Raises:
-            FatalError: It is not the stream that our offset is of.
+            FatalError: It is not the stream that the offset is of.
         """
         nonce = uuid.uuid4().hex
         mark = envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
-        async with await self.bus.consume(self.topology.results, offset=self.results_offset) as feed:
-            await self.bus.publish(self.topology.exchange("results"), "mark", mark)
-            while True:
-                await self._heard(await self._next(feed), nonce)
-                for _ in range(BURST):
-                    more = feed.get_nowait()
-                    if more is None:
-                        break
-                    await self._heard(more, nonce)
-                self.changed.notify()
-                await asyncio.sleep(0)  # however much there is to read, others get their turn
+        try:
+            async with await self.bus.consume(self.topology.results, offset=self.results_offset) as consumer:
+                await self.bus.publish(self.topology.exchange("results"), "mark", mark)
+                while True:
+                    await self._receive(await self._next(consumer), nonce)
+                    for _ in range(BURST):
+                        more = consumer.get_nowait()
+                        if more is None:
+                            break
+                        await self._receive(more, nonce)
+                    self.changed.notify()
+                    await asyncio.sleep(0)  # other tasks run between bursts
+        finally:
+            self._caught_up.clear()
 
     async def watch_queues(self) -> None:
-        """See to it that batch queues take what comes, until cancelled."""
+        """See to it that batch queues accept messages, until cancelled."""
         await self.caught_up()
         await self.queues.watch()
 
@@ -129,11 +148,11 @@ class Dispatcher:
 
     @property
     def is_caught_up(self) -> bool:
-        """The results stream has been read up to our own mark."""
+        """The results stream has been read up to this dispatcher's own mark."""
         return self._caught_up.is_set()
 
     async def resumed(self) -> None:
-        """Return once :meth:`resume` is done: what opens or closes tickets before that would get into its way."""
+        """Return once :meth:`resume` is done: tickets must not be opened or closed beside it."""
         await self._resumed.wait()
 
     def make_ticket(
@@ -155,7 +174,7 @@ class Dispatcher:
 
     @property
     def open_tickets(self) -> list[str]:
-        """The tickets that have slices to be done, for the owner's beats."""
+        """Ids of the tickets that have slices to be executed, for the owner's heartbeats."""
         return [name for name, ticket in self.tickets.items() if ticket.is_open]
 
     async def open(self, ticket: Ticket) -> None:
@@ -163,28 +182,28 @@ class Dispatcher:
 
         Several tickets may be opened at a time: their slices go out in the order of the calls, lane by lane.
         """
-        before, mine = self._turns.get(ticket.lane), asyncio.get_running_loop().create_future()
-        self._turns[ticket.lane] = mine
+        before, all_sent = self._all_sent.get(ticket.lane), asyncio.get_running_loop().create_future()
+        self._all_sent[ticket.lane] = all_sent
         try:
             self.tickets[ticket.ticket] = ticket
             again = bool(ticket.opened_beat)
             if not again:
-                ticket.opened_beat = self._next_beat()
+                ticket.opened_beat = self._next_heartbeat()
             await self._save()
             if ticket.deliver != "none":
                 await self.queues.make(ticket, again=again)
             self.on_declared(ticket)
             if before is not None:
                 await asyncio.wait([before])
-            await self._publish_slices(ticket, mine)
+            await self._publish_slices(ticket, all_sent)
         finally:
-            _done(mine)
+            _resolve(all_sent)
         ticket.published = True
         await self._save()
 
     async def resume(self) -> None:
-        """After a restart and once caught up: keep batch queues alive, publish what was not published, in the order of
-        opening.
+        """Keep batch queues alive and publish unpublished tickets in the order of opening; called after a restart, once
+        caught up.
         """
         await self.queues.keep()
         for ticket in list(self.tickets.values()):
@@ -192,11 +211,24 @@ class Dispatcher:
                 await self.open(ticket)
         self._resumed.set()
 
-    def on_declared(self, ticket: Ticket) -> None:
-        """The batch queue of ``ticket`` is there."""
+    def cut_off(self, ticket: Ticket, reason: str, *, keep: bool) -> bool:
+        """Have runners drop the unfinished slices of a ticket.
 
-    def on_task_done(self, ticket: Ticket, task: int) -> None:
-        """The last slice of a task has its outcome."""
+        With ``keep`` finished runs of such slices count, if runners publish them within ``explorer.cancel_grace``
+        seconds. Returns whether they may: then the caller ends that time with :meth:`cancel_rest`.
+        """
+        ticket.grace, ticket.whole_tasks_only = self.config.explorer.cancel_grace, not keep
+        self.heartbeat_soon()
+        if keep and ticket.keep_partial and ticket.grace:
+            return True
+        self.cancel_rest(ticket, reason)
+        return False
+
+    def cancel_rest(self, ticket: Ticket, reason: str) -> None:
+        """Give every slice that has no outcome the outcome *cancelled*."""
+        for task in ticket.cancel_rest(reason):
+            self.on_task_done(ticket, task)
+        self.changed.notify()
 
     async def close(self, ticket: Ticket, manifest: BatchClosed) -> None:
         """Close a ticket: save its manifest (once saved it stays), unbind, publish it, answer the submitters. The
@@ -213,40 +245,46 @@ class Dispatcher:
         self.tickets.pop(ticket.ticket, None)
 
     async def answer(self, submission: SubmissionRef, outcome: SubmissionOutcome, what: str = "outcome") -> None:
-        """Tell a submitter, if it wants to know, what became of its task, or (another ``what``) what changed since."""
+        """Send the outcome of a task to its submitter, if it gave an address.
+
+        ``what`` is part of the message id: a second answer about the same task needs another one.
+        """
         if submission.reply_to is None:
             return
         name = f"{what}-{submission.submission_id}"
-        mail = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
+        message = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
         try:
-            if not await self.bus.publish("", submission.reply_to, mail):
+            if not await self.bus.publish("", submission.reply_to, message):
                 log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
-        except BusRefused as error:  # our user may answer nobody: no reason for the run to end
+        except BusRefused as error:  # missing permission: no reason for the run to end
             log.warning("submitter_not_answered", submission=submission.submission_id, reason=str(error))
 
     async def announce(self, manifest: BatchClosed) -> None:
         """Publish a manifest to the operators."""
-        mail = envelope(manifest, message_id=f"closed-{manifest.ticket}")
-        await self.bus.publish(self.topology.exchange("batches"), "closed", mail)
+        message = envelope(manifest, message_id=f"closed-{manifest.ticket}")
+        await self.bus.publish(self.topology.exchange("batches"), "closed", message)
 
-    # -- inside
+    # -- publishing
 
     async def _publish_slices(self, ticket: Ticket, all_sent: asyncio.Future[None]) -> None:
-        """Publish what has no outcome yet, :data:`WINDOW` at a time; ``all_sent`` is done before the last confirms."""
+        """Publish the slices without an outcome, :data:`WINDOW` at a time; ``all_sent`` is done before the last
+        confirms.
+        """
         left = iter(ticket.slices)
-        fixed = self._same_for_all(ticket)
+        common = self._common_fields(ticket)
 
-        async def work() -> None:
+        async def publish_next() -> None:
             for task_slice in left:
                 if task_slice.result is None and ticket.grace is None:
-                    await self._publish_slice(ticket, task_slice, fixed)
-            _done(all_sent)
+                    await self._publish_slice(ticket, task_slice, common)
+            _resolve(all_sent)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(WINDOW, len(ticket.slices))):
-                group.create_task(work())
+                group.create_task(publish_next())
 
-    def _same_for_all(self, ticket: Ticket) -> dict[str, Any]:
+    def _common_fields(self, ticket: Ticket) -> dict[str, Any]:
+        """Return the fields that all slices of a ticket share."""
         explorer = self.config.explorer
         max_timeout = self.slice_times.limit(explorer.max_timeout) if ticket.lane == "train" else explorer.max_timeout
         return {
@@ -263,7 +301,7 @@ class Dispatcher:
             "keep_partial": ticket.keep_partial,
         }
 
-    async def _publish_slice(self, ticket: Ticket, task_slice: SliceState, fixed: dict[str, Any]) -> None:
+    async def _publish_slice(self, ticket: Ticket, task_slice: SliceState, common: dict[str, Any]) -> None:
         task_id = ticket.first_task + task_slice.task_id
         body = TaskSlice(
             task_id=task_id,
@@ -271,34 +309,35 @@ class Dispatcher:
             repeat_times=task_slice.repeat_times,
             task=ticket.tasks[task_slice.task_id],
             seed=stable_seed(ticket.seed, ticket.batch, task_id),
-            **fixed,
+            **common,
         )
-        mail = envelope(body, message_id=f"{ticket.ticket}-{task_id}-{task_slice.run_base}")
-        await self.bus.publish(self.topology.exchange("tasks"), f"{ticket.lane}.{batch_key(ticket.batch)}", mail)
+        message = envelope(body, message_id=f"{ticket.ticket}-{task_id}-{task_slice.run_base}")
+        await self.bus.publish(self.topology.exchange("tasks"), f"{ticket.lane}.{batch_key(ticket.batch)}", message)
 
-    async def _heard(self, delivery: Delivery, nonce: str) -> None:
-        """Take in one delivery of the results stream."""
-        told = delivery.headers.get("ticket")
-        if delivery.kind == TaskResult.kind and isinstance(told, str) and told not in self.tickets:
-            self.late_results += 1  # nothing in it is wanted
+    # -- receiving
+
+    async def _receive(self, delivery: Delivery, nonce: str) -> None:
+        ticket = delivery.headers.get("ticket")
+        if delivery.kind == TaskResult.kind and isinstance(ticket, str) and ticket not in self.tickets:
+            self.late_results += 1  # not even decoded
         else:
             message = await decode_or_dead_letter(self.bus, self.topology, delivery, self._owner)
             if isinstance(message, Mark) and message.nonce == nonce:
                 self._caught_up.set()
             elif message is not None:
-                self._take(message)
+                self._apply(message)
         if delivery.offset is not None:
             self.results_offset = delivery.offset + 1
 
-    async def _next(self, feed: Consumer) -> Delivery:
+    async def _next(self, consumer: Consumer) -> Delivery:
         """Return the next delivery.
 
         Raises:
-            FatalError: The stream is shorter than our offset says; a reader at an offset beyond the end waits for ever.
+            FatalError: The stream ends before the saved offset; a reader beyond the end would wait for ever.
         """
         if self._caught_up.is_set():
-            return await anext(feed)
-        delivery = await next_or_quiet(self.bus, feed, MARK_TIMEOUT)
+            return await anext(consumer)
+        delivery = await next_or_quiet(self.bus, consumer, MARK_TIMEOUT)
         if delivery is None:
             raise FatalError(
                 f"nothing was found on the results stream from offset {self.results_offset} on, not even our own mark: "
@@ -307,10 +346,10 @@ class Dispatcher:
             )
         return delivery
 
-    def _take(self, message: Message) -> None:
+    def _apply(self, message: Message) -> None:
         if isinstance(message, TaskResults):
             for result in message.results:
-                self._take(result)
+                self._apply(result)
         elif isinstance(message, TaskResult):
             ticket = self.tickets.get(message.ticket)
             if ticket is None or ticket.manifest is not None or message.outcome == "late":
@@ -327,6 +366,6 @@ class Dispatcher:
             self.on_progress(message)
 
 
-def _done(turn: asyncio.Future[None]) -> None:
-    if not turn.done():
-        turn.set_result(None)
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

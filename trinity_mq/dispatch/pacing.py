@@ -1,4 +1,4 @@
-"""Who may go on, and when weights travel: the rules of learning.md section 1 for every style, pure."""
+"""Pacing rules of each sync style: when a batch may be opened and when weights are synchronised. No I/O."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from trinity_mq.messages import Version
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What the trainer has said of itself."""
+    """The trainer's counters as it reported them."""
 
     progress: int = 0
-    """Closed batches consumed, in whatever state."""
+    """Number of closed batches consumed, whatever their outcome."""
     committed_progress: int = 0
-    """Progress behind the weights that the engines hold."""
+    """The progress that the weights in the engines were trained to."""
     answered: int = 0
-    """The last batch for which the explorer asked for the newest weights and for which they were committed."""
+    """The last batch for which the explorer requested the newest weights and they were committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A trainer between two batches."""
+    """The state of a trainer between two batches."""
 
     progress: int
     version: Version
-    """Of the weights it holds."""
+    """Version of the weights that the trainer holds."""
     committed: Version | None
-    """Of the weights that the engines hold; None: nothing of this life of the trainer."""
+    """Version of the weights that the engines hold; None: nothing was committed since this trainer process began."""
     committed_progress: int
     wanted: int = 0
-    """The last batch for which the explorer asks for the newest weights."""
+    """The last batch for which the explorer requests the newest weights."""
     answered: int = 0
-    """The last such batch that was answered."""
+    """The last such batch for which they were committed."""
     first_step: int = 0
-    """Steps in the weights with which this life of the trainer began."""
+    """Train steps in the weights with which this trainer process began."""
     at_end: bool = False
-    """No batch is left to come."""
+    """No further batch will be closed."""
 
 
 def required_progress(batch: int, config: SyncConfig) -> int:
-    """Return the progress that batch ``batch`` (counted from 1) waits for: under style ``fixed`` that behind the
-    committed weights, in the others the trainer's own.
+    """Return the progress that batch ``batch`` (counted from 1) waits for: under style ``fixed`` that of the committed
+    weights, in the others the trainer's own.
     """
     if config.sync_style == "fixed":
         interval = config.sync_interval
@@ -51,8 +51,9 @@ def required_progress(batch: int, config: SyncConfig) -> int:
 
 
 def required_answer(batch: int, config: SyncConfig) -> int:
-    """Return the batch for which the newest weights must have been asked for and committed before ``batch`` is opened;
-    0: none. Every ``sync_interval`` batches under ``explorer_driven``; the first ones take what a run begins with.
+    """Return the batch whose request for the newest weights must be answered before ``batch`` is opened; 0: none.
+
+    Under ``explorer_driven`` it is every ``sync_interval``-th one; the first batches use the initial weights.
     """
     if config.sync_style != "explorer_driven":
         return 0
@@ -61,26 +62,26 @@ def required_answer(batch: int, config: SyncConfig) -> int:
 
 
 def has_room(batch: int, counters: Counters, config: SyncConfig) -> bool:
-    """Say whether the trainer is far enough for ``batch``; it may still lack weights that must be asked for."""
+    """Return whether the trainer's progress suffices for ``batch``; newest weights may still have to be requested."""
     known = counters.committed_progress if config.sync_style == "fixed" else counters.progress
     return known >= required_progress(batch, config)
 
 
 def must_ask(batch: int, counters: Counters, config: SyncConfig) -> bool:
-    """Say whether only the newest weights, for which the explorer has to ask, keep it from opening ``batch``."""
+    """Return whether ``batch`` waits only for the newest weights, which the explorer has to request."""
     return has_room(batch, counters, config) and counters.answered < required_answer(batch, config)
 
 
 def may_open(batch: int, counters: Counters, config: SyncConfig) -> bool:
-    """Say whether the explorer may open batch ``batch``."""
+    """Return whether the explorer may open batch ``batch``."""
     return has_room(batch, counters, config) and counters.answered >= required_answer(batch, config)
 
 
 def sync_due(now: Boundary, config: SyncConfig) -> bool:
-    """Say whether the trainer offers its weights at this boundary; where they have not changed since the last time, it
-    commits its progress without a transfer.
+    """Return whether the trainer begins a sync at this boundary. Where its weights have not changed since the last one,
+    it commits its progress without a transfer.
 
-    Members that do not hold the committed version are another reason to offer them, in every style.
+    In every style a sync is also begun for members that do not hold the committed version.
     """
     behind = now.committed != now.version or now.committed_progress < now.progress
     if now.at_end:

@@ -1,9 +1,9 @@
-"""One schedule() call as state: which slices it was cut into, what became of each, and the manifest that closes it. No
-I/O.
-"""
+"""Tickets: the state of scheduled tasks, with their slices, the outcomes and the closing manifest. No I/O."""
 
 from __future__ import annotations
 
+import math
+import re
 import uuid
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ CAN_HAVE_RUNS = {"finished", "partial", "cancelled"}
 
 
 class SubmissionRef(BaseModel):
-    """Whom to tell what became of a task that came from outside."""
+    """The submitter of a task from outside, and how its outcome is sent to it."""
 
     submission_id: str
     task_id: int = -1
@@ -37,7 +37,7 @@ class SliceState(BaseModel):
 
 
 class Ticket(BaseModel):
-    """What a :meth:`Scheduler.schedule` call became; saved with the explorer's state.
+    """Tasks scheduled together and the outcomes of their slices; saved with the explorer's state.
 
     Tasks are counted from 0 here. On the wire a task's id is ``first_task`` more, so that what is scheduled under one
     batch id at a time has ids of its own each.
@@ -60,10 +60,10 @@ class Ticket(BaseModel):
     wait_left: float | None = None
     """Over-rollout: seconds of that clock since enough tasks are done, until the rest is cut off; None: too few are."""
     keep_partial: bool = False
-    """Runners publish the finished runs of slices that they are told to drop."""
+    """Runners publish the finished runs of slices that they drop on a cut-off."""
     grace: float | None = None
-    """Seconds in which such runs still come; None while nothing is cut off. From the first moment on the ticket is not
-    listed as open any more."""
+    """Seconds in which such runs still count; None while nothing is cut off. A ticket that is cut off is not listed as
+    open any more."""
     whole_tasks_only: bool = False
     """Finished runs of tasks that were cut off do not count."""
     submissions: list[SubmissionRef] = Field(default_factory=list)
@@ -91,17 +91,17 @@ class Ticket(BaseModel):
 
     @property
     def is_open(self) -> bool:
-        """Runners are to do what is left of it; listed as such in its owner's beats."""
+        """Slices of it are still to be executed; such tickets are listed in their owner's heartbeats."""
         return bool(self._missing) and self.grace is None and self.manifest is None
 
     @property
     def finished_count(self) -> int:
-        """How many tasks have all their outcomes."""
+        """Number of tasks whose slices all have an outcome."""
         return len(self.tasks) - len(self._missing)
 
     @property
     def decided(self) -> int:
-        """How many slices have an outcome."""
+        """Number of slices that have an outcome."""
         return len(self.slices) - sum(self._missing.values())
 
     def is_finished(self, task: int) -> bool:
@@ -109,7 +109,7 @@ class Ticket(BaseModel):
         return task not in self._missing
 
     def record(self, result: TaskResult) -> bool:
-        """Take in a result; True when it decides its slice. Later ones are counted only."""
+        """Record a result; return True when it is the first of its slice. Later ones are only counted."""
         task_slice = self._slices.get((result.task_id - self.first_task, result.run_base))
         if task_slice is None:
             return False
@@ -199,15 +199,22 @@ def new_ticket(
     deliver: Deliver,
     lane: Lane,
     time_left: float,
-    seed: int = 0,
     max_repeat_times: int | None = None,
     first_run: int = 0,
-    first_task: int = 0,
-    keep_partial: bool = False,
-    pinned: Version | None = None,
-    submissions: Sequence[SubmissionRef] = (),
+    **more: Any,
 ) -> Ticket:
-    """Return a fresh ticket for ``tasks``; the same batch id scheduled again is another ticket."""
+    """Return a fresh ticket for ``tasks``; the same batch id scheduled again is another ticket.
+
+    Args:
+        batch: The batch id.
+        tasks: At least one.
+        deliver: Receiver of the experiences.
+        lane: The task queue.
+        time_left: Seconds until the ticket is cut off.
+        max_repeat_times: Upper bound of the runs of one slice.
+        first_run: Id of the first run of each task.
+        more: Further fields of :class:`Ticket`.
+    """
     return Ticket(
         batch=batch,
         ticket=uuid.uuid4().hex,
@@ -215,10 +222,18 @@ def new_ticket(
         deliver=deliver,
         tasks=list(tasks),
         slices=cut(tasks, max_repeat_times, first_run),
-        first_task=first_task,
-        keep_partial=keep_partial,
-        seed=seed,
-        pinned=pinned,
         time_left=time_left,
-        submissions=list(submissions),
+        **more,
     )
+
+
+def sort_batch_id(batch_id: BatchId) -> tuple[float, int]:
+    """Return the sort key of a batch id: training batches by number, each before the evaluations that carry its number.
+
+    >>> sorted(["3/b", 3, "4/a", 2, "x"], key=sort_batch_id)
+    [2, 3, '3/b', '4/a', 'x']
+    """
+    if isinstance(batch_id, int):
+        return (batch_id, 0)
+    digits = re.match(r"\d+", batch_id)
+    return (int(digits.group()), 1) if digits else (math.inf, 1)

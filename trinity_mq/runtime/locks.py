@@ -1,16 +1,46 @@
-"""Acting only while the run's lock is ours."""
+"""Locks of a run: taken by one agent at a time, which acts only while it holds its lock."""
 
 from __future__ import annotations
 
-from trinity_mq.bus import Bus, Lock
+from collections.abc import Callable
+
+from trinity_mq.bus import Bus, Lock, LockHeld
+from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import RestartMe
+
+RETRY = 2.0
+"""Seconds between two tries to take a lock that another agent holds."""
+
+
+async def acquire(agent: Agent, name: str, state: str, waits_for: str, *, until: Callable[[], bool]) -> Lock | None:
+    """Return the run's lock ``name`` once it is free; None if ``until`` holds before.
+
+    Meanwhile the agent's heartbeats say ``state`` and ``waits_for``.
+    """
+    while not until():
+        try:
+            return await agent.bus.lock(agent.topology.lock(name))
+        except LockHeld:
+            agent.set_state(state, waits_for)
+            await agent.woken.wait(RETRY)
+    return None
+
+
+async def restart_when_lost(lock: Lock, reason: str) -> None:
+    """Wait until the lock is lost.
+
+    Raises:
+        RestartMe: With ``reason``.
+    """
+    await lock.wait_lost()
+    raise RestartMe(reason)
 
 
 async def ensure_held(bus: Bus, lock: Lock | None) -> None:
-    """Return while ``lock`` is ours, waiting through a lost connection; None is no lock at all.
+    """Return while ``lock`` is held, waiting through a lost connection; None means that no lock is needed.
 
     Raises:
-        RestartMe: Another took it meanwhile: what we were about to write is no longer ours to write.
+        RestartMe: Another agent took it meanwhile, which alone may write now.
     """
     if lock is None or lock.held:
         return

@@ -1,127 +1,159 @@
-"""What was scheduled and not yet returned, by batch id, and what of it is done, the first one done first. No I/O."""
+"""Scheduled tasks that are completed and wait to be returned, in the order in which they were completed. No I/O."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import islice
-from typing import NamedTuple
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from trinity_mq.dispatch.batch_metrics import task_status
 from trinity_mq.dispatch.tickets import Ticket
-from trinity_mq.messages import BatchId
+from trinity_mq.messages import BatchId, TaskResult
+from trinity_mq.rollout.status import Status
 from trinity_mq.runtime.notify import Notifier
 
 
-class CompletedTask(NamedTuple):
-    """A task that is done."""
+@dataclass(frozen=True, slots=True)
+class CompletedTask:
+    """A task of a ticket that is done or cut off; it can be asked what a done ``asyncio.Task`` can."""
 
     ticket: Ticket
     task: int
-    """Its place in the ticket."""
+    """Index in the ticket."""
+
+    @property
+    def batch_id(self) -> BatchId:
+        """The batch id that it was scheduled under."""
+        return self.ticket.batch
+
+    @property
+    def task_id(self) -> int:
+        """Its number among the tasks of the batch, as in ``eid.task``."""
+        return self.ticket.first_task + self.task
+
+    @property
+    def results(self) -> list[TaskResult]:
+        """The outcomes of its slices, in order of their runs."""
+        return self.ticket.results_of(self.task)
+
+    @property
+    def status(self) -> Status:
+        """The status made of these outcomes."""
+        return task_status(self.results)
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def cancelled(self) -> bool:
+        """Say whether it was cut off by a timeout, over-rollout or an abort, and nothing of it is kept."""
+        if not self.ticket.was_cut_off(self.task):
+            return False
+        return self.ticket.whole_tasks_only or not any(result.runs for result in self.results)
+
+    def exception(self) -> None:
+        """Return None: a task that failed has a status that says so."""
+        return
+
+    def result(self) -> Status:
+        """Return its status, which covers the finished runs.
+
+        Raises:
+            asyncio.CancelledError: Nothing of it is kept.
+        """
+        if self.cancelled():
+            raise asyncio.CancelledError(f"task {self.task_id} of batch {self.batch_id} was cut off")
+        return self.status
 
 
 class CompletedTasks:
-    """The tickets of one batch id, or the one ticket of a caller who shares it with nobody."""
+    """The completed tasks of one batch id, or of one caller of ``run_one``, and the tickets that they belong to."""
 
     def __init__(self) -> None:
         self.tickets: dict[str, Ticket] = {}
         self.done: deque[CompletedTask] = deque()
-        """Done and not yet returned, the first one done first."""
+        """Tasks to be returned, the one completed first is first."""
         self.changed = Notifier()
         self._to_return: dict[str, int] = {}
-        """By ticket: tasks not yet returned and not given up."""
+        """By ticket: number of its tasks, completed or not, that are still to be returned."""
 
     @property
     def left(self) -> int:
-        """Tasks not yet returned, done or not."""
+        """Number of tasks still to be returned, completed or not."""
         return sum(self._to_return.values())
 
-    def left_of(self, ticket: Ticket) -> int:
-        """Return how many tasks of ``ticket`` are not yet returned, done or not."""
-        return self._to_return.get(ticket.ticket, 0)
+    @property
+    def returned_tickets(self) -> list[Ticket]:
+        """The tickets of which nothing is left to be returned."""
+        return [ticket for name, ticket in self.tickets.items() if not self._to_return[name]]
 
     def add(self, ticket: Ticket) -> None:
-        """Put up a ticket none of whose tasks is done."""
+        """Add a ticket none of whose tasks is completed."""
         self.tickets[ticket.ticket] = ticket
         self._to_return[ticket.ticket] = len(ticket.tasks)
 
     def put(self, one: CompletedTask) -> None:
-        """A task is done."""
-        if one.ticket.ticket in self.tickets:
-            self.done.append(one)
-            self.changed.notify()
-
-    def give_up(self, one: CompletedTask) -> None:
-        """A task was cut off and is never returned."""
-        if one.ticket.ticket in self.tickets:
+        """Add a task that was completed; one that was cut off and of which nothing is kept is never returned."""
+        if one.ticket.ticket not in self.tickets:
+            return
+        if one.ticket.grace is not None and one.cancelled():
             self._to_return[one.ticket.ticket] -= 1
-            self.changed.notify()
+        else:
+            self.done.append(one)
+        self.changed.notify()
 
     def take(self, count: int) -> list[CompletedTask]:
-        """Return the first ``count`` that are done: they are the caller's now."""
-        return self.remove(list(islice(self.done, count)))
+        """Remove the first ``count`` completed tasks; :meth:`returned` or :meth:`put_back` follows."""
+        return [self.done.popleft() for _ in range(min(count, len(self.done)))]
 
-    def look(self, count: int) -> list[CompletedTask]:
-        """Return the first ``count`` that are done; they stay. Those without experiences are the caller's now."""
-        seen = list(islice(self.done, count))
-        self.remove([one for one in seen if one.ticket.deliver != "caller"])
-        return seen
-
-    def remove(self, items: Sequence[CompletedTask]) -> list[CompletedTask]:
-        """Take ``items``, which are in the order in which they lie here."""
-        taken = iter(items)
-        following = next(taken, None)
-        kept: list[CompletedTask] = []
-        while following is not None:
-            one = self.done.popleft()
-            if one is following:
+    def returned(self, items: Iterable[CompletedTask]) -> None:
+        """Count taken tasks as returned to their caller."""
+        for one in items:
+            if one.ticket.ticket in self.tickets:
                 self._to_return[one.ticket.ticket] -= 1
-                following = next(taken, None)
-            else:
-                kept.append(one)
-        self.done.extendleft(reversed(kept))
-        if items:
-            self.changed.notify()  # who waits for them as well waits for fewer now
-        return list(items)
+        self.changed.notify()  # other callers now wait for fewer
 
     def put_back(self, items: Iterable[CompletedTask]) -> None:
-        """Undo a :meth:`take`, but for tickets that are gone."""
-        for one in reversed([one for one in items if one.ticket.ticket in self.tickets]):
-            self.done.appendleft(one)
-            self._to_return[one.ticket.ticket] += 1
+        """Undo a :meth:`take`, except for tickets that were removed meanwhile."""
+        self.done.extendleft(reversed([one for one in items if one.ticket.ticket in self.tickets]))
         self.changed.notify()
 
     def drop(self, ticket: Ticket) -> None:
-        """Forget a ticket."""
+        """Remove a ticket and its tasks."""
         if self.tickets.pop(ticket.ticket, None) is not None and self._to_return.pop(ticket.ticket):
             self.done = deque(one for one in self.done if one.ticket is not ticket)
             self.changed.notify()
 
 
+@dataclass(slots=True)
+class _Numbers:
+    following: int = 0
+    tickets: int = 0
+    parts: list[tuple[object, int]] = field(default_factory=list)
+
+
 class TaskNumbers:
-    """Ids of tasks that are unique among what is open under one batch id, whoever scheduled it."""
+    """Assigns task ids that are unique among the open tickets of one batch id."""
 
     def __init__(self) -> None:
-        self._next: dict[BatchId, int] = {}
-        self._open: dict[BatchId, int] = {}
-        self._known: dict[BatchId, list[tuple[object, int]]] = {}
+        self._batches: defaultdict[BatchId, _Numbers] = defaultdict(_Numbers)
 
     def take(self, batch: BatchId, count: int, part_of: object = None) -> int:
-        """Return the first of ``count`` ids. ``part_of``: one id for all parts of the same object."""
-        self._open[batch] = self._open.get(batch, 0) + 1
-        for known, number in self._known.get(batch, ()) if part_of is not None else ():
+        """Return the first of ``count`` ids. Tickets of the same object ``part_of`` share one id."""
+        numbers = self._batches[batch]
+        numbers.tickets += 1
+        for known, first in numbers.parts:
             if known is part_of:
-                return number
-        first = self._next.get(batch, 0)
-        self._next[batch] = first + count
+                return first
+        first = numbers.following
+        numbers.following += count
         if part_of is not None:
-            self._known.setdefault(batch, []).append((part_of, first))
+            numbers.parts.append((part_of, first))
         return first
 
     def give_back(self, batch: BatchId) -> None:
-        """A ticket is over; after the last one ids begin at 0 again."""
-        self._open[batch] -= 1
-        if not self._open[batch]:
-            del self._open[batch]
-            self._next.pop(batch, None)
-            self._known.pop(batch, None)
+        """End a ticket; after the last one ids begin at 0 again."""
+        self._batches[batch].tickets -= 1
+        if not self._batches[batch].tickets:
+            del self._batches[batch]

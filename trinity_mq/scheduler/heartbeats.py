@@ -1,4 +1,4 @@
-"""The beats of a Scheduler that no agent beats for, and what it hears of runners."""
+"""The heartbeats of a Scheduler, and its subscription to those of runners."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ ROLE = "scheduler"
 
 
 class SchedulerHeartbeats:
-    """Says every two seconds and on change what is open, so that runners drop what is not; hears the runners' beats.
+    """Publishes the open tickets every two seconds and on change, so that runners drop other slices; receives the
+    runners' heartbeats.
 
     Args:
         bus: A connected bus.
         topology: The run's names.
-        open_tickets: Returns the tickets that are open.
-        peers: Takes in what is heard.
+        open_tickets: Returns the ids of the open tickets.
+        peers: Receives the runners' heartbeats.
     """
 
     def __init__(self, bus: Bus, topology: Topology, open_tickets: Callable[[], list[str]], peers: Peers) -> None:
@@ -30,37 +31,37 @@ class SchedulerHeartbeats:
         self.id = f"{ROLE}-{uuid.uuid4().hex[:8]}"
         self.seq = 0
         self._incarnation = uuid.uuid4().hex[:12]
-        self._ears = topology.listener(self.id, self._incarnation, "telemetry", "beat.runner.#")
-        self._beats = HeartbeatPublisher(bus, topology, self.id, self._beats_now)
+        self._subscription = topology.listener(self.id, self._incarnation, "telemetry", "beat.runner.#")
+        self._publisher = HeartbeatPublisher(bus, topology, self.id, self._make)
         bus.on_change(self._bus_changed)
 
     def soon(self) -> None:
-        """Send a beat now rather than at the next interval."""
-        self._beats.soon()
+        """Send a heartbeat now rather than at the next interval."""
+        self._publisher.soon()
 
     async def run(self) -> None:
-        """Beat and listen until cancelled."""
+        """Send and receive heartbeats until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._listen(), name="hear runners")
-            group.create_task(self._beats.run(), name="beat")
+            group.create_task(self._receive(), name="receive heartbeats")
+            group.create_task(self._publisher.run(), name="send heartbeats")
 
     async def close(self) -> None:
-        """Take the ears off after :meth:`run` has ended: nobody empties them."""
+        """Delete the subscription's queue, which nobody empties after :meth:`run`."""
         if self._bus.usable:
-            await self._bus.delete(self._ears.name)
+            await self._bus.delete(self._subscription.name)
 
-    async def _listen(self) -> None:
-        await self._bus.declare(self._ears)
-        async with await self._bus.consume(self._ears) as feed:
-            async for delivery in feed:
-                beat = await decode_or_dead_letter(self._bus, self._topology, delivery, self.id, quiet=True)
-                if isinstance(beat, Heartbeat):
-                    self._peers.receive(beat)
+    async def _receive(self) -> None:
+        await self._bus.declare(self._subscription)
+        async with await self._bus.consume(self._subscription) as consumer:
+            async for delivery in consumer:
+                message = await decode_or_dead_letter(self._bus, self._topology, delivery, self.id, quiet=True)
+                if isinstance(message, Heartbeat):
+                    self._peers.receive(message)
                 await acknowledge(delivery)
 
-    def _beats_now(self) -> Iterable[Heartbeat]:
+    def _make(self) -> Iterable[Heartbeat]:
         self.seq += 1
-        beat = Heartbeat(
+        heartbeat = Heartbeat(
             role=ROLE,
             id=self.id,
             seq=self.seq,
@@ -69,7 +70,7 @@ class SchedulerHeartbeats:
             state="working",
             detail=SchedulerStatus(open=self._open_tickets()),
         )
-        return (beat,)
+        return (heartbeat,)
 
     def _bus_changed(self) -> None:
         if self._bus.usable:

@@ -1,24 +1,27 @@
-"""The Scheduler: tasks in, statuses and experiences out, with the documented waits."""
+"""The Scheduler: schedules tasks and waits for their statuses and experiences."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
-from trinity_mq.dispatch.batch_metrics import task_status
+from trinity_mq.dispatch.collector import Collector
+from trinity_mq.dispatch.cut_off import seconds_left
+from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.tickets import Ticket
-from trinity_mq.messages import BatchId, Deliver
+from trinity_mq.dispatch.timeouts import UsableClock
+from trinity_mq.messages import BatchId, Deliver, TaskResult
 from trinity_mq.rollout.status import Status
+from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
-from trinity_mq.scheduler.completed_tasks import CompletedTasks
-from trinity_mq.scheduler.done_task import DoneTask
+from trinity_mq.scheduler.completed_tasks import CompletedTask, CompletedTasks
 from trinity_mq.scheduler.heartbeats import SchedulerHeartbeats
-from trinity_mq.scheduler.scheduled_tickets import Shelving
+from trinity_mq.scheduler.scheduled_tickets import ScheduledTickets
 
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience
@@ -27,29 +30,19 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 
-async def _nothing() -> None:
-    return None
+class Scheduler:
+    """Schedules rollout tasks over a :class:`~trinity_mq.bus.Bus` and returns their statuses, and for
+    ``deliver="caller"`` their experiences.
 
-
-class Scheduler(Shelving):
-    """Rollout tasks in, outcomes (and for ``deliver="caller"`` experiences) out, over a :class:`~trinity_mq.bus.Bus`.
-
-    Deadlines stand still while the broker is away or blocked.
+    It is a client beside the run's agents, with an id and heartbeats of its own. Deadlines stand still while the broker
+    is away or blocked.
 
     Args:
         config: The run's configuration.
-        rollout_model: Accepted for the documented signature; runners find engines by their beats.
+        rollout_model: Accepted for the documented signature; runners find engines by their heartbeats.
         auxiliary_models: Likewise.
         bus: A connected bus.
         topology: The run's names; by default made from the configuration.
-        owner: Id of the agent that schedules, and whose beats list :attr:`open_tickets`. Empty: the scheduler has an id
-            and beats of its own.
-        save: Called where the protocol demands that state be durable before going on.
-        next_beat: Number of the owner's next beat, stamped on slices.
-        beat_soon: Makes the owner beat when a ticket is cut off.
-        peers: The owner's, for the states of runners.
-        tickets: The owner's open tickets.
-        results_offset: Where to read on.
     """
 
     def __init__(
@@ -60,31 +53,20 @@ class Scheduler(Shelving):
         *,
         bus: Bus,
         topology: Topology | None = None,
-        owner: str = "",
-        save: Callable[[], Awaitable[None]] = _nothing,
-        next_heartbeat: Callable[[], int] = lambda: 0,
-        heartbeat_soon: Callable[[], None] = lambda: None,
-        peers: Peers | None = None,
-        tickets: dict[str, Ticket] | None = None,
-        results_offset: int | None = None,
     ) -> None:
-        topology, peers = topology or Topology(config.name), peers or Peers()
-        beacon = None
-        if not owner:
-            beacon = SchedulerHeartbeats(bus, topology, lambda: self.open_tickets, peers)
-            owner, heartbeat_soon = beacon.id, beacon.soon
-        super().__init__(
+        self.config, self.bus, self.topology, self.peers = config, bus, topology or Topology(config.name), Peers()
+        self._heartbeats = SchedulerHeartbeats(bus, self.topology, lambda: self.dispatcher.open_tickets, self.peers)
+        self.dispatcher = Dispatcher(
             config,
             bus=bus,
-            topology=topology,
-            owner=owner,
-            save=save,
-            next_heartbeat=next_heartbeat if beacon is None else lambda: beacon.seq + 1,
-            heartbeat_soon=heartbeat_soon,
-            tickets=tickets,
-            results_offset=results_offset,
+            topology=self.topology,
+            owner=self._heartbeats.id,
+            next_heartbeat=lambda: self._heartbeats.seq + 1,
+            heartbeat_soon=self._heartbeats.soon,
         )
-        self.peers, self._beacon = peers, beacon
+        self._collector = Collector(bus, self.topology, config, self._heartbeats.id)
+        self._scheduled = ScheduledTickets(self.dispatcher, self._collector, self._call_back)
+        self._clock = UsableClock(bus)
         self._task: asyncio.Task[None] | None = None
 
     # -- documented interface
@@ -93,9 +75,8 @@ class Scheduler(Shelving):
         """Begin to follow results; may be called again after :meth:`stop`."""
         if self._task is None or self._task.done():
             await self.bus.declare(*self.topology.durable)
-            self._caught_up.clear()
             self._task = asyncio.get_running_loop().create_task(self._serve(), name="scheduler")
-            await self._or_failure(self._caught_up.wait())
+            await self._or_failure(self.dispatcher.caught_up())
 
     async def stop(self) -> None:
         """Stop following; open tickets stay as they are and go on after the next :meth:`start`."""
@@ -106,8 +87,7 @@ class Scheduler(Shelving):
             if not task.cancelled() and (error := task.exception()) is not None:
                 raise error
         await self._collector.close()
-        if self._beacon is not None:
-            await self._beacon.close()
+        await self._heartbeats.close()
 
     def schedule(self, tasks: Sequence[Task], batch_id: BatchId, *, deliver: Deliver = "caller") -> str | None:
         """Schedule ``tasks`` under ``batch_id`` (an int, or a string that starts with one); returns the ticket, None
@@ -117,19 +97,17 @@ class Scheduler(Shelving):
         Args:
             tasks: Evaluation tasks (``is_eval`` of the first one) go by a queue of their own.
             batch_id: May be used again, also while it is open.
-            deliver: Who gets the experiences: the ``caller`` of :meth:`get_results`, the run's operators and trainer
+            deliver: Receiver of the experiences: the ``caller`` of :meth:`get_results`, the run's operators and trainer
                 (``pipeline``: once all statuses were returned), or ``none``.
         """
         if not tasks:
             return None
-        shelf = self._shelves.get(batch_id)
-        if shelf is None:
-            shelf = self._shelves[batch_id] = CompletedTasks()
-        return self._schedule(tasks, batch_id, shelf, deliver=deliver).ticket
+        batch = self._scheduled.batches.setdefault(batch_id, CompletedTasks())
+        return self._scheduled.add(tasks, batch_id, batch, deliver=deliver).ticket
 
-    def task_done_callback(self, async_task: DoneTask) -> None:
-        """Called once for each scheduled task that is done or cut off, on the event loop, before anybody who waits for
-        it is woken. Does nothing: written by subclasses, which must not block. What it raises is logged.
+    def task_done_callback(self, async_task: CompletedTask) -> None:
+        """Do nothing; subclasses override it and must not block. It is called once for each scheduled task that is done
+        or cut off, on the event loop, before callers that wait for the task are woken. Exceptions are logged.
 
         Args:
             async_task: Read like a done ``asyncio.Task``; its result is the task's :class:`Status`.
@@ -137,7 +115,7 @@ class Scheduler(Shelving):
 
     def has_step(self, batch_id: BatchId) -> bool:
         """Say whether anything of the batch is scheduled, running, or waits to be fetched."""
-        return any(ticket.batch == batch_id for ticket in self.tickets.values())
+        return any(ticket.batch == batch_id for ticket in self.dispatcher.tickets.values())
 
     async def get_results(
         self,
@@ -150,7 +128,7 @@ class Scheduler(Shelving):
         they ended.
 
         With over-rollout (``explorer.over_rollout.ratio``) and a ``min_num`` the others have ``wait_after_min`` seconds
-        more, and what is done by then is returned too.
+        more (at most ``timeout``), and what is done by then is returned too.
 
         Args:
             batch_id: Unknown ones give ``([], [])``.
@@ -160,7 +138,7 @@ class Scheduler(Shelving):
             clear_timeout_tasks: Cancel and forget the tasks that were not done in time; else a later call can have
                 them.
         """
-        return await self._results_of(self._shelves.get(batch_id), min_num, timeout, clear_timeout_tasks)
+        return await self._results_of(self._scheduled.batches.get(batch_id), min_num, timeout, clear_timeout_tasks)
 
     async def get_statuses(
         self,
@@ -172,13 +150,14 @@ class Scheduler(Shelving):
         """As :meth:`get_results`, without moving experiences: tasks that have some for the caller stay for a later
         :meth:`get_results`.
         """
-        shelf = self._shelves.get(batch_id)
-        if shelf is None or not shelf.left:
+        batch = self._scheduled.batches.get(batch_id)
+        if batch is None or not batch.left:
             return []
-        seen = shelf.look(await self._wait_for_tasks(shelf, min_num, timeout, clear_timeout_tasks))
-        statuses = [task_status(one.ticket.results_of(one.task)) for one in seen]
-        await self._end_returned(shelf)
-        return statuses
+        taken = batch.take(await self._wait_for_tasks(batch, min_num, timeout, clear_timeout_tasks))
+        batch.put_back(one for one in taken if one.ticket.deliver == "caller")
+        batch.returned(one for one in taken if one.ticket.deliver != "caller")
+        await self._scheduled.end_returned(batch)
+        return [one.status for one in taken]
 
     async def run_one(
         self, task: Task, batch_id: BatchId, *, run_id_base: int = 0, part_of: object = None
@@ -187,12 +166,12 @@ class Scheduler(Shelving):
         under ``batch_id``. Its runs are numbered from ``run_id_base`` on; parts of the same object ``part_of`` that are
         under way together are one task.
         """
-        shelf = CompletedTasks()
-        self._schedule([task], batch_id, shelf, deliver="caller", first_run=run_id_base, part_of=part_of)
+        batch = CompletedTasks()
+        self._scheduled.add([task], batch_id, batch, deliver="caller", first_run=run_id_base, part_of=part_of)
         try:
-            return await self._results_of(shelf, None, None, True)
+            return await self._results_of(batch, None, None, True)
         except asyncio.CancelledError:
-            await self._abort(shelf)
+            await self._scheduled.abort(batch)
             raise
 
     async def wait_all(self, timeout: float | None = None, clear_timeout_tasks: bool = True) -> None:
@@ -205,17 +184,19 @@ class Scheduler(Shelving):
         Raises:
             TimeoutError: No task completed within ``timeout`` seconds; the timer starts anew at each completion.
         """
-        seconds = self._seconds(timeout)
-        while (left := self._undone) > 0:
-            before = self._ended
-            moved = await self._wait_for(self.changed, lambda seen=before: self._has_moved(seen), seconds)  # type: ignore[misc]
-            # bound at once
-            if not moved:
+        seconds, scheduled = self._seconds(timeout), self._scheduled
+        while (left := scheduled.unfinished) > 0:
+            before = scheduled.completed
+
+            def moved(before: int = before) -> bool:
+                return scheduled.completed > before or not scheduled.unfinished
+
+            if not await self._wait_for(self.dispatcher.changed, moved, seconds):
                 pending = min(left, await self._waiting_slices())
                 if clear_timeout_tasks:
-                    for shelf in set(self._shelf_of.values()):
-                        await self._cut_short(shelf)
-                        await self._end_returned(shelf)
+                    for batch in scheduled.all_batches:
+                        await self._cut_off(batch)
+                        await scheduled.end_returned(batch)
                 raise TimeoutError(
                     f"no task was completed within {seconds:g} s; {left} were left: {pending} pending, "
                     f"{left - pending} running"
@@ -226,56 +207,127 @@ class Scheduler(Shelving):
         ``return_partial_tasks``: then what is done, and the finished runs of what is not, stay for
         :meth:`get_results`.
         """
-        shelf = self._shelves.get(batch_id)
-        if shelf is None:
+        batch = self._scheduled.batches.get(batch_id)
+        if batch is None:
             return
         if return_partial_tasks:
-            await self._cut_short(shelf, keep=True)
-            await self._end_returned(shelf)
+            await self._cut_off(batch, keep=True)
+            await self._scheduled.end_returned(batch)
         else:
-            await self._abort(shelf)
+            await self._scheduled.abort(batch)
 
     def get_runner_state(self, runner_id: int | str) -> dict[str, Any]:
-        """Return what the last beat of a living runner said, empty for others. A number is that of
+        """Return the state in the last heartbeat of a living runner, empty for others. A number means a runner of
         ``trinity-mq run``.
         """
         return self.get_all_state().get(runner_id if isinstance(runner_id, str) else f"runner-{runner_id}", {})
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
-        """Return what the living runners said last, by id."""
+        """Return the states in the last heartbeats of the living runners, by id."""
         return {
             beat.id: {"state": beat.state, "waits_for": beat.waits_for, **beat.detail.as_map()}
             for beat in self.peers.alive("runner")
         }
 
-    async def run(self) -> None:
-        """Follow results and open what :meth:`schedule` was given, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.follow(), name="results")
-            group.create_task(self.watch_queues(), name="queues")
-            group.create_task(self._open_scheduled(), name="open")
-            group.create_task(self._collector.run(), name="delete")
-            if self._beacon is not None:
-                group.create_task(self._beacon.run(), name="beacon")
+    # -- results
 
-    # -- inside
-
-    def on_task_done(self, ticket: Ticket, task: int) -> None:
-        """Put a task where it is fetched, and call :meth:`task_done_callback`."""
-        super().on_task_done(ticket, task)
-        if ticket.ticket not in self._shelf_of:
-            return  # opened by who owns its batch, not scheduled
+    async def _results_of(
+        self, batch: CompletedTasks | None, min_num: int | None, timeout: float | None, clear_timeout_tasks: bool
+    ) -> tuple[list[Status], list[Experience]]:
+        if batch is None or not batch.left:
+            return [], []
+        async with self._collector.reading([one for one in batch.tickets.values() if one.deliver == "caller"]):
+            count = await self._wait_for_tasks(batch, min_num, timeout, clear_timeout_tasks)
+        taken = batch.take(count)
+        delivered = [one for one in taken if one.ticket.deliver == "caller"]
+        by_ticket: dict[str, tuple[Ticket, list[TaskResult]]] = {}
+        for one in delivered:
+            by_ticket.setdefault(one.ticket.ticket, (one.ticket, []))[1].extend(one.results)
         try:
-            self.task_done_callback(DoneTask(ticket, task))
+            for ticket, results in by_ticket.values():
+                await self._collector.ensure(ticket, results)
+        except BaseException:
+            batch.put_back(taken)
+            raise
+        batch.returned(taken)
+        experiences = [each for one in delivered for each in self._collector.pop(one.ticket, one.results)]
+        await self._scheduled.end_returned(batch)
+        return [one.status for one in taken], experiences
+
+    async def _wait_for_tasks(
+        self, batch: CompletedTasks, min_num: int | None, timeout: float | None, clear: bool
+    ) -> int:
+        """Wait, cut off the rest where that is asked for, and return how many tasks the caller gets."""
+        required = batch.left if min_num is None else min_num
+        if required > batch.left:
+            batch_id = next(iter(batch.tickets.values())).batch
+            log.warning("min_num_clamped", batch=batch_id, min_num=min_num, tasks=batch.left)
+            required = batch.left
+        over_rollout = self.config.explorer.over_rollout
+        waits_for_more = bool(over_rollout.ratio) and min_num is not None
+        time_left, wait_left = self._seconds(timeout), over_rollout.wait_after_min if waits_for_more else 0.0
+
+        def left() -> float:
+            # other callers may take tasks meanwhile
+            return seconds_left(len(batch.done), batch.left, required, time_left=time_left, wait_left=wait_left)
+
+        while (seconds := left()) > 0 and await self._wait_for(batch.changed, lambda: left() < seconds, seconds):
+            pass
+        if len(batch.done) >= required and not waits_for_more:
+            return required
+        if clear and len(batch.done) < batch.left:
+            await self._cut_off(batch)
+        return len(batch.done)
+
+    async def _cut_off(self, batch: CompletedTasks, keep: bool | None = None) -> None:
+        """Cut off the tasks that are not done. With ``keep`` (default: as configured) those with finished runs are
+        done, and runners have ``explorer.cancel_grace`` seconds to send such runs.
+        """
+        explorer, reason = self.config.explorer, "cleared by its scheduler"
+        keep = explorer.over_rollout.return_partial_tasks if keep is None else keep
+        tickets = [ticket for ticket in batch.tickets.values() if not ticket.is_complete]
+        if waiting := [ticket for ticket in tickets if self.dispatcher.cut_off(ticket, reason, keep=keep)]:
+            await self._wait_for(
+                batch.changed, lambda: all(ticket.is_complete for ticket in waiting), explorer.cancel_grace
+            )
+        for ticket in waiting:
+            self.dispatcher.cancel_rest(ticket, reason)
+
+    def _call_back(self, task: CompletedTask) -> None:
+        try:
+            self.task_done_callback(task)
         except Exception:
-            log.exception("task_done_callback_failed", batch=ticket.batch, task=ticket.first_task + task)
+            log.exception("task_done_callback_failed", batch=task.batch_id, task=task.task_id)
+
+    # -- waiting
+
+    async def _waiting_slices(self) -> int:
+        """Return how many slices no runner has taken yet."""
+        lanes = (self.topology.tasks_train, self.topology.tasks_eval)
+        return sum([await self.bus.depth(lane.name) or 0 for lane in lanes])
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self.config.explorer.batch_timeout if timeout is None else timeout
+
+    async def _wait_for(self, changed: Notifier, predicate: Callable[[], bool], seconds: float) -> bool:
+        """Return True once ``predicate`` holds, False after ``seconds`` of a usable bus."""
+        try:
+            async with self._clock.timeout(seconds):
+                await self._or_failure(changed.until(predicate))
+        except TimeoutError:
+            return False
+        return True
 
     async def _serve(self) -> None:
-        """:meth:`run`, waking who waits when it ends: they tell why."""
         try:
-            await self.run()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.dispatcher.follow(), name="results")
+                group.create_task(self.dispatcher.watch_queues(), name="queues")
+                group.create_task(self._scheduled.run(), name="open")
+                group.create_task(self._collector.run(), name="delete")
+                group.create_task(self._heartbeats.run(), name="heartbeats")
         finally:
-            self.changed.notify()
+            self.dispatcher.changed.notify()  # waiting callers raise the reason
 
     async def _or_failure(self, waiting: Any) -> None:
         """Await ``waiting``, but raise at once what ended the background task."""

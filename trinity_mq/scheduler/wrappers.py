@@ -30,15 +30,15 @@ class TaskWrapper:
 
 
 class RunnerWrapper:
-    """The explorer's handle on a remote runner: what its beat says, and how to have it replaced.
+    """A handle on a remote runner: its state, its restart, and tasks executed on the run's runners.
 
     Args:
         runner_id: The runner's agent id, or a number for the runners of ``trinity-mq run``.
-        rollout_model: Accepted for the documented signature; runners find engines by their beats.
+        rollout_model: Accepted for the documented signature; runners find engines by their heartbeats.
         auxiliary_models: Likewise.
         config: The run's configuration.
-        scheduler: Through whom tasks travel.
-        peers: Where its beats are heard.
+        scheduler: Schedules the tasks.
+        peers: Receives the runner's heartbeats.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class RunnerWrapper:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the runner's last beat said, empty when none was heard."""
-        beat: Heartbeat | None = self._peers.latest(self.agent_id) if self._peers else None
-        return {} if beat is None else {"state": beat.state, **beat.detail.as_map()}
+        """The state in the runner's last heartbeat, empty when none was received."""
+        heartbeat: Heartbeat | None = self._peers.latest(self.agent_id) if self._peers else None
+        return {} if heartbeat is None else {"state": heartbeat.state, **heartbeat.detail.as_map()}
 
     async def run_with_retry(self, task: TaskWrapper) -> tuple[Status, list[Experience], int | str]:
         """Have the task done, attempts and back-off included, and return its status, its experiences and this runner's

@@ -1,4 +1,4 @@
-"""Evaluations, on their own queue, each done once; under style ``fixed`` pinned to the version committed then."""
+"""Evaluations by their own task queue, each done once; under style ``fixed`` pinned to the version committed then."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from trinity_agents.explorer.hosted_engines import HostedEngines
 from trinity_agents.explorer.state import ExplorerState
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import eval_metrics
+from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import TaskBody, Version
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.scheduler.scheduler import Scheduler
 
 log = structlog.get_logger(__name__)
 
 MAX_TRIES = 3
-"""Starts of one evaluation whose version was lost with its engine."""
+"""Upper bound of the tries of one evaluation whose version was lost with its engine."""
 
 
 class Evaluations:
-    """Does what is due, one label (number of closed batches) after another."""
+    """Executes due evaluations, one label (number of closed batches) after another."""
 
     def __init__(
         self,
         config: Config,
         state: ExplorerState,
-        scheduler: Scheduler,
-        room: HostedEngines,
+        dispatcher: Dispatcher,
+        hosted: HostedEngines,
         sets: Mapping[str, Sequence[TaskBody]],
         *,
         save: Callable[[], Awaitable[None]],
         report: Callable[[int, dict[str, float]], None],
         woken: Notifier,
     ) -> None:
-        self._config, self._state, self._scheduler, self._room = config, state, scheduler, room
+        self._config, self._state, self._dispatcher, self._hosted = config, state, dispatcher, hosted
         self._sets, self._save, self._report, self._woken = sets, save, report, woken
         self.running: int | None = None
         self._is_pinned = config.synchronizer.sync_style == "fixed"
         if state.due and self._is_pinned:
-            # from the first moment: a version committed before we have caught up would be the wrong one
-            room.hold(config.explorer.eval_timeout)
+            # at once: a version committed before the results were read would be the wrong one
+            hosted.hold(config.explorer.eval_timeout)
 
     def request(self, label: int) -> None:
         """Have the sets evaluated; under style ``fixed`` the engine keeps its version until that is done. The caller
@@ -52,16 +52,16 @@ class Evaluations:
         if self._sets and label not in self._state.due and not self.is_done(label):
             self._state.due.append(label)
             if self._is_pinned:
-                self._room.hold(self._config.explorer.eval_timeout)
+                self._hosted.hold(self._config.explorer.eval_timeout)
             self._woken.notify()
 
     def is_done(self, label: int) -> bool:
-        """All sets were evaluated under this label."""
+        """Return whether all sets were evaluated under this label."""
         return all(f"{label}/{name}" in self._state.evaluated for name in self._sets)
 
     async def run(self) -> None:
         """Serve requests until cancelled."""
-        await self._scheduler.resumed()
+        await self._dispatcher.resumed()
         while True:
             await self._woken.until(lambda: bool(self._state.due))
             self.running = self._state.due[0]
@@ -70,7 +70,7 @@ class Evaluations:
             self.running = None
             await self._save()
             if not self._state.due and self._is_pinned:
-                self._room.release()
+                self._hosted.release()
             self._woken.notify()
 
     async def _evaluate(self, label: int) -> None:
@@ -85,12 +85,12 @@ class Evaluations:
                 for ticket in tickets
                 for task_slice in ticket.slices
             )
-            served = self._room.version
+            served = self._hosted.version
             if not lost or (tickets[0].pinned or served) == served or attempt == MAX_TRIES:
                 break
             log.warning("evaluation_again", label=label, pinned=tickets[0].pinned, served=served)
             for ticket in tickets:
-                del self._scheduler.tickets[ticket.ticket]
+                del self._dispatcher.tickets[ticket.ticket]
         metrics = {"time/eval": asyncio.get_running_loop().time() - began}
         detailed = self._config.monitor.detailed_stats
         for name, ticket in zip(names, tickets, strict=True):
@@ -98,7 +98,7 @@ class Evaluations:
             metrics |= await asyncio.to_thread(eval_metrics, ticket, name, detailed=detailed)
         for name, ticket in zip(names, tickets, strict=True):
             self._state.evaluated.append(f"{label}/{name}")
-            del self._scheduler.tickets[ticket.ticket]
+            del self._dispatcher.tickets[ticket.ticket]
         await self._save()
         self._report(label, metrics)
 
@@ -106,20 +106,22 @@ class Evaluations:
         """Return the tickets of an evaluation: those a restart found open, else fresh ones, under style ``fixed``
         pinned to the version served now.
         """
-        known = {ticket.batch: ticket for ticket in self._scheduler.tickets.values()}
+        known = {ticket.batch: ticket for ticket in self._dispatcher.tickets.values()}
         found = [known[f"{label}/{name}"] for name in names if f"{label}/{name}" in known]
         if len(found) == len(names):
             return found
         for ticket in found:
-            del self._scheduler.tickets[ticket.ticket]
-        # a try that was under way when the hold began ends first
-        await self._woken.until(lambda: (self._room.idle or not self._is_pinned) and self._room.version is not None)
-        pinned: Version | None = self._room.version if self._is_pinned else None
+            del self._dispatcher.tickets[ticket.ticket]
+        # a sync try that was under way when the hold began ends first
+        await self._woken.until(lambda: (self._hosted.idle or not self._is_pinned) and self._hosted.version is not None)
+        pinned: Version | None = self._hosted.version if self._is_pinned else None
         tickets = [
-            self._scheduler.make_ticket(self._sets[name], f"{label}/{name}", deliver="none", lane="eval", pinned=pinned)
+            self._dispatcher.make_ticket(
+                self._sets[name], f"{label}/{name}", deliver="none", lane="eval", pinned=pinned
+            )
             for name in names
         ]
         async with asyncio.TaskGroup() as group:
             for ticket in tickets:
-                group.create_task(self._scheduler.open(ticket))
+                group.create_task(self._dispatcher.open(ticket))
         return tickets

@@ -1,4 +1,4 @@
-"""The engines that one agent hosts: those of the policy, each with a place in the gate, and auxiliary ones."""
+"""The engines that one agent hosts: those of the policy, each a member of the sync gate, and auxiliary ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trinity_mq.config import SyncConfig
 from trinity_mq.messages import GateStatus, Heartbeat, MemberStatus, SyncEvent, Version
 from trinity_mq.models.engine_selection import known_model
 from trinity_mq.models.inference import ModelRole
@@ -18,20 +19,21 @@ if TYPE_CHECKING:
     from trinity_mq.models import EngineHost
 
 ENGINE_LEASE = 3 * HEARTBEAT_LEASE
-"""An engine is believed in for longer than its host: it outlives the host's restart."""
+"""Seconds for which an engine's heartbeat is valid: longer than its host's, whose restart it survives."""
 
 
 class HostedEngines:
-    """What its engines have in common; to whoever schedules it is one gate.
+    """Starts and watches engines, and drives their members of the sync gate.
 
-    Each engine is a member of the gate under its own id, so that one of them dying costs the others nothing but the try
-    under way. Auxiliary engines are no members.
+    Each engine is a member under its own id, so that one of them dying costs the others only the current sync try.
+    Auxiliary engines are no members.
 
     Args:
-        agent: Whose bus, beats and peers are used.
+        agent: The hosting agent, whose bus, heartbeats and peers are used.
         engines: Hosts of engines that serve the policy; at least one.
         auxiliaries: Hosts of auxiliary engines.
-        on_commit: Called with what a commit says; the version is None where only the progress moves.
+        on_commit: Called with the version and the progress of each commit; the version is None where only the progress
+            changes.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class HostedEngines:
         self._on_commit = on_commit
         self._members = [self._member(engine) for engine in self.engines]
         self._seen: set[str] = set()
-        """Ids of the engines that have lived: those that die are called gone until they are back."""
+        """Ids of the engines that have run: one that dies is reported as gone until it is back."""
 
     def _member(self, engine: EngineHost | Any) -> MemberDriver:
         member = MemberDriver(
@@ -56,13 +58,13 @@ class HostedEngines:
             lease=self._agent.config.synchronizer.member_lease,
             engine=engine,
             publish=self._publish,
-            given=lambda: self._given(engine.snapshot.id),
+            given=lambda: self._committed(engine.snapshot.id),
         )
-        member.on_commit = self._committed_here
+        member.on_commit = self._handle_commit
         member.changed = self.changed
         return member
 
-    # -- as one gate
+    # -- sync
 
     @property
     def version(self) -> Version | None:
@@ -72,12 +74,12 @@ class HostedEngines:
 
     @property
     def idle(self) -> bool:
-        """No try is under way here, and the engines have heard of the last one's end."""
+        """Return whether no sync try is under way here and all engines know of the last one's end."""
         return all(member.idle for member in self._members)
 
     @property
-    def lives(self) -> bool:
-        """An engine of the policy lives, here or at another host."""
+    def any_alive(self) -> bool:
+        """Return whether an engine of the policy runs, here or at another host."""
         return any(engine.snapshot.alive for engine in self.engines) or bool(self._elsewhere())
 
     def hold(self, seconds: float) -> None:
@@ -91,11 +93,11 @@ class HostedEngines:
             member.release()
 
     async def leave(self) -> None:
-        """Say goodbye for all."""
+        """Take all members out of the gate."""
         for member in self._members:
             await member.leave()
 
-    # -- their lives
+    # -- life cycle
 
     async def start(self) -> None:
         """Start or adopt all engines, side by side; errors as :meth:`EngineHost.start`."""
@@ -104,32 +106,34 @@ class HostedEngines:
                 group.create_task(host.start())
 
     async def background(self) -> list[Coroutine[Any, Any, None]]:
-        """Return the coroutines that keep engines and memberships going; what they need to be ready is."""
+        """Return the coroutines that keep engines and members running, subscribed to what they receive."""
         agent = self._agent
-        ears = agent.topology.listener(agent.id, agent.incarnation, "sync", *(f"weights.{verb}" for verb in HEARD))
-        await agent.bus.declare(ears)
-        feed = await agent.bus.consume(ears)
+        subscription = agent.topology.listener(
+            agent.id, agent.incarnation, "sync", *(f"weights.{verb}" for verb in HEARD)
+        )
+        await agent.bus.declare(subscription)
+        consumer = await agent.bus.consume(subscription)
         for host in self._all():
-            host.on_change = self._look
-        self._look()
+            host.on_change = self._refresh
+        self._refresh()
         return [
-            agent.each(feed, self._heard),
+            agent.each(consumer, self._receive),
             *(member.run() for member in self._members),
             *(host.keep() for host in self._all()),
             self._watch(),
         ]
 
     async def close(self, *, stop: bool) -> None:
-        """End the engines for good, or leave them living for our successor to adopt."""
+        """End the engines for good, or leave them running for a successor to adopt."""
         async with asyncio.TaskGroup() as group:
             for host in self._all():
                 group.create_task(host.stop() if stop else host.detach())
 
-    def beats(self) -> list[Heartbeat]:
-        """Return what the engines' beats say now; one that has died is gone until it is back."""
-        policy = [self._beat(engine, "rollout", member) for engine, member in self._pairs()]
-        beside = [self._beat(engine, "auxiliary", None) for engine in self.auxiliaries]
-        return [beat for beat in (*policy, *beside) if beat is not None]
+    def heartbeats(self) -> list[Heartbeat]:
+        """Return the engines' heartbeats of now; one that has died is *gone* until it is back."""
+        policy = [self._heartbeat(engine, "rollout", member) for engine, member in self._pairs()]
+        auxiliary = [self._heartbeat(engine, "auxiliary", None) for engine in self.auxiliaries]
+        return [each for each in (*policy, *auxiliary) if each is not None]
 
     # -- inside
 
@@ -139,7 +143,7 @@ class HostedEngines:
     def _pairs(self) -> list[tuple[EngineHost | Any, MemberDriver]]:
         return list(zip(self.engines, self._members, strict=True))
 
-    def _beat(self, engine: EngineHost | Any, role: ModelRole, member: MemberDriver | None) -> Heartbeat | None:
+    def _heartbeat(self, engine: EngineHost | Any, role: ModelRole, member: MemberDriver | None) -> Heartbeat | None:
         snapshot = engine.snapshot
         version = snapshot.version if member is None else member.version
         if snapshot.alive:
@@ -152,7 +156,7 @@ class HostedEngines:
             serves = snapshot.state == "current"
             state, waits_for = ("working", None) if serves else ("holding", f"its server ({snapshot.state})")
         else:
-            state, waits_for = ("working", None) if version else ("holding", self._lack(snapshot.id))
+            state, waits_for = ("working", None) if version else ("holding", self._missing(snapshot.id))
         return Heartbeat(
             role="engine",
             id=snapshot.id,
@@ -166,28 +170,26 @@ class HostedEngines:
 
     def _elsewhere(self) -> list[Version]:
         """Return the versions that the engines of other hosts serve."""
-        ours = {engine.snapshot.id for engine in self.engines}
-        models = [known_model(beat) for beat in self._agent.peers.alive("engine") if beat.id not in ours]
+        own = {engine.snapshot.id for engine in self.engines}
+        models = [known_model(beat) for beat in self._agent.peers.alive("engine") if beat.id not in own]
         return [
             model.version
             for model in models
             if model is not None and model.role == "rollout" and model.version is not None
         ]
 
-    async def _heard(self, message: Any, delivery: Any) -> None:
+    async def _receive(self, message: Any, delivery: Any) -> None:
         for member in self._members:
             await member.heard(message, delivery)
 
     async def _watch(self) -> None:
-        """Wake who waits for a version or for the gate to stand still, and look at the engines again: what one lost in
-        the middle of a try shows only after that.
-        """
+        """Refresh after each change of a member: weights that an engine lost during a sync try show only at its end."""
         while True:
             await self.changed.wait()
-            self._look()
+            self._refresh()
 
-    def _look(self) -> None:
-        """Tell the gate of engines that have come, gone, or lost their weights by themselves."""
+    def _refresh(self) -> None:
+        """Update the members of engines that started, died, or lost their weights, and wake the agent."""
         for engine, member in self._pairs():
             snapshot = engine.snapshot
             if snapshot.alive and not member.engine_ready:
@@ -205,23 +207,56 @@ class HostedEngines:
             self._agent.heartbeat_soon()
         self._agent.woken.notify()
 
-    def _told(self, engine: str) -> MemberStatus:
-        """Return what the trainer's heartbeat says of an engine."""
+    def _reported(self, engine: str) -> MemberStatus:
+        """Return the trainer's view of an engine, from its heartbeat."""
         sync = self._agent.peers.trainer.sync or GateStatus()
         return sync.members.get(engine) or MemberStatus()
 
-    def _lack(self, engine: str) -> str:
-        quarantined = self._told(engine).state == "quarantined"
+    def _missing(self, engine: str) -> str:
+        quarantined = self._reported(engine).state == "quarantined"
         return "weights that its canary shows: it is quarantined" if quarantined else "weights"
 
-    def _given(self, engine: str) -> Key | None:
-        """Return what the trainer's beat says was last committed at an engine, and in which try."""
-        told = self._told(engine)
-        return (told.version, *told.given) if told.version and told.given else None
+    def _committed(self, engine: str) -> Key | None:
+        """Return the version last committed at an engine and the try it came with, by the trainer's heartbeat."""
+        reported = self._reported(engine)
+        return (reported.version, *reported.given) if reported.version and reported.given else None
 
-    def _committed_here(self, version: Version | None, progress: int) -> None:
+    def _handle_commit(self, version: Version | None, progress: int) -> None:
         self._on_commit(version, progress)
         self._agent.heartbeat_soon()
 
     async def _publish(self, event: SyncEvent) -> None:
         await self._agent.publish("sync", f"weights.{event.verb}", event)
+
+
+async def receive_broadcast(
+    engines: Sequence[EngineHost | Any], sync: SyncConfig, address: str, port: int, tensors: Sequence[Any]
+) -> None:
+    """Have every engine meet rank 0 at ``address:port`` and take one broadcast of ``tensors``, outside of the gate.
+
+    Args:
+        engines: Hosts of engines, which become the ranks from 1 on.
+        sync: Bucket size and timeout.
+        address: Address at which the sender's TCPStore listens.
+        port: Its port.
+        tensors: ``(name, dtype, shape)`` of each tensor, in the order sent.
+    """
+    spec = {
+        "host": address,
+        "port": port,
+        "bucket_bytes": sync.bucket_bytes,
+        "epoch": 0,
+        "attempt": 0,
+        "world": len(engines) + 1,
+        "seconds": sync.sync_timeout,
+        "manifest": list(tensors),
+        "canary": {},
+    }
+
+    async def receive(rank: int, engine: EngineHost | Any) -> None:
+        await engine.pause(sync.sync_timeout)
+        await engine.receive({**spec, "rank": rank}, sync.sync_timeout + 5.0)
+
+    async with asyncio.TaskGroup() as group:
+        for rank, engine in enumerate(engines, start=1):
+            group.create_task(receive(rank, engine))

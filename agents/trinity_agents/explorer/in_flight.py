@@ -1,4 +1,4 @@
-"""Closed tickets on their way through operators and trainer: none may get lost between them. No I/O."""
+"""Closed batches that the trainer has not yet consumed, and the recovery of those that get lost. No I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PendingTask(BaseModel):
 
 
 class SubmittedTask(BaseModel):
-    """What a submitter was told that waits for experiences."""
+    """The outcome that was sent to a submitter which waits for experiences."""
 
     submission: SubmissionRef
     outcome: SubmissionOutcome
@@ -35,9 +35,9 @@ class InFlightBatch(BaseModel):
     manifest: BatchClosed
     promises: list[SubmittedTask] = Field(default_factory=list)
     tasks: dict[int, TaskBody] = Field(default_factory=dict)
-    """By id, those that are given back if their groups are too old to train on."""
+    """By id: tasks that are given back if their groups are too old to train on."""
     idle: float = 0.0
-    """Seconds in which nobody was seen to work on it."""
+    """Seconds in which no operator or trainer worked on it."""
     tries: int = 1
     buried: bool = False
 
@@ -54,22 +54,22 @@ class InFlightBatches(BaseModel):
     def add(
         self, manifest: BatchClosed, promises: Sequence[SubmittedTask] = (), tasks: Mapping[int, TaskBody] | None = None
     ) -> None:
-        """A manifest was published; ``tasks`` are given back if they come out too old."""
+        """Follow a manifest; ``tasks`` are given back if their groups come out too old."""
         closed = InFlightBatch(manifest=manifest, promises=list(promises), tasks=dict(tasks or {}))
         self.tickets.setdefault(manifest.ticket, closed)
 
     def done(self, ticket: str) -> bool:
-        """The trainer has consumed it; False when it was not expected (any more)."""
+        """Stop following a batch that the trainer has consumed; return False when it was not followed (any more)."""
         return self.tickets.pop(ticket, None) is not None
 
     def tick(
         self, seconds: float, in_hand: Collection[str], *, deadline: float, max_tries: int
     ) -> list[tuple[RecoveryAction, BatchClosed]]:
-        """Let ``seconds`` pass and return what is to be done.
+        """Let ``seconds`` pass and return the recovery actions that are due.
 
         ``in_hand``: tickets that a living operator works on or that the trainer already holds; their clocks start anew.
         """
-        remedies: list[tuple[RecoveryAction, BatchClosed]] = []
+        actions: list[tuple[RecoveryAction, BatchClosed]] = []
         for name, closed in self.tickets.items():
             if name in in_hand:
                 closed.idle = 0.0
@@ -80,8 +80,8 @@ class InFlightBatches(BaseModel):
             closed.idle = 0.0
             if closed.tries < max_tries:
                 closed.tries += 1
-                remedies.append(("publish again", closed.manifest))
+                actions.append(("publish again", closed.manifest))
             else:
                 closed.buried = True
-                remedies.append(("tombstone", closed.manifest))
-        return remedies
+                actions.append(("tombstone", closed.manifest))
+        return actions

@@ -1,4 +1,4 @@
-"""The parts of one life of an explorer, wired: batches, evaluations, submissions, its engines' place in the gate."""
+"""The explorer's main loop, and the parts that it connects: batches, evaluations, submissions, engines."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.explorer.task_source import TaskReader, TaskSource
 from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
 from trinity_mq.bus import Delivery, Lock
+from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.tickets import SubmissionRef
 from trinity_mq.messages import (
     BatchCounters,
@@ -24,32 +25,32 @@ from trinity_mq.messages import (
     TaskSubmission,
     Version,
 )
-from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.locks import ensure_held
-from trinity_mq.scheduler.scheduler import Scheduler
 
 log = structlog.get_logger(__name__)
 
 CLOCK_TICK = 1.0
+"""Seconds between two looks at the timeouts."""
 KEEP_QUEUES_INTERVAL = 24 * 3600.0
-"""Seconds; a batch queue expires after seven days in which nobody declared it or read from it."""
+"""Seconds between two declarations of a batch queue, which expires after seven days without one or a reader."""
 
 
 class ExplorerLoop:
-    """The parts of one life of an explorer, wired."""
+    """Runs one explorer process from the saved state to the end of the run."""
 
     def __init__(
         self,
         agent: Agent,
         engines: Sequence[Any],
+        auxiliaries: Sequence[Any],
         state: ExplorerState,
         file: StateFile,
         taskset: TaskReader | None,
         eval_sets: Mapping[str, Sequence[TaskBody]],
         *,
-        auxiliaries: Sequence[Any] = (),
         lock: Lock | None = None,
     ) -> None:
         self.agent, self.state, self._file, self._lock = agent, state, file, lock
@@ -57,8 +58,8 @@ class ExplorerLoop:
         config, woken = agent.config, agent.woken
         self.config = config
         if state.consecutive_empty >= config.explorer.max_consecutive_empty:
-            state.consecutive_empty = 0  # it ended the run; whoever starts it again has looked into it
-        self.scheduler = Scheduler(
+            state.consecutive_empty = 0  # it ended the run, and the run was started again on purpose
+        self.dispatcher = Dispatcher(
             config,
             bus=agent.bus,
             topology=agent.topology,
@@ -66,20 +67,20 @@ class ExplorerLoop:
             save=self.save,
             next_heartbeat=lambda: agent.heartbeat_seq + 1,
             heartbeat_soon=agent.heartbeat_soon,
-            peers=agent.peers,
             tickets=state.tickets,
             results_offset=0 if state.results_offset is None else state.results_offset,
+            changed=woken,
         )
-        self.room = HostedEngines(agent, engines, auxiliaries, on_commit=self._on_commit)
-        self.intake = TaskSource(config, state, taskset)
+        self.hosted = HostedEngines(agent, engines, auxiliaries, on_commit=self._on_commit)
+        self.source = TaskSource(config, state, taskset)
         self.evaluations = Evaluations(
-            config, state, self.scheduler, self.room, eval_sets, save=self.save, report=agent.report, woken=woken
+            config, state, self.dispatcher, self.hosted, eval_sets, save=self.save, report=agent.report, woken=woken
         )
         self.batches = TrainingBatches(
             config,
             state,
-            self.scheduler,
-            self.intake,
+            self.dispatcher,
+            self.source,
             self.evaluations,
             agent.peers,
             save=self.save,
@@ -88,9 +89,9 @@ class ExplorerLoop:
         )
 
     async def save(self) -> None:
-        """Write the state, which is ours to write only while we hold the lock."""
+        """Write the state; only the holder of the run's lock may."""
         await ensure_held(self.agent.bus, self._lock)
-        self.state.results_offset = self.scheduler.results_offset
+        self.state.results_offset = self.dispatcher.results_offset
         await self._file.save(self.state)
         self.agent.heartbeat_soon()
 
@@ -98,11 +99,11 @@ class ExplorerLoop:
         """Return the explorer's status for its heartbeat."""
         counters = self.batches.counters
         return ExplorerStatus(
-            open=self.scheduler.open_tickets,
+            open=self.dispatcher.open_tickets,
             opened=self.state.opened,
             closed=self.state.closed,
             following=list(self.state.following.tickets),
-            total_batches=self.intake.total_batches,
+            total_batches=self.source.total_batches,
             counters=BatchCounters(progress=counters.progress, committed_progress=counters.committed_progress),
             wants=self.batches.wants,
             evaluating=self.evaluations.running,
@@ -112,16 +113,16 @@ class ExplorerLoop:
         )
 
     async def background(self) -> list[Any]:
-        """Return the coroutines that run beside :meth:`run`; what they need to be ready is."""
+        """Return the coroutines that run beside :meth:`run`, subscribed to what they receive."""
         return [
-            *await self.room.background(),
-            self.scheduler.run(),
+            *await self.hosted.background(),
+            self.dispatcher.follow(),
+            self.dispatcher.watch_queues(),
             self.evaluations.run(),
             self._close(),
             self._clock(),
             self._keep_queues(),
             self._submissions(),
-            self._forward(self.scheduler.changed),
             self._follow_trainer(),
             self._compare_state(),
         ]
@@ -129,27 +130,27 @@ class ExplorerLoop:
     async def run(self) -> None:
         """Open batches as the pacing allows; at the end evaluate the final weights."""
         agent, state = self.agent, self.state
-        await self.scheduler.caught_up()
-        await self.scheduler.resume()
+        await self.dispatcher.caught_up()
+        await self.dispatcher.resume()
         if self.config.explorer.eval_on_startup and not state.opened:
             self.evaluations.request(0)
             await self._until("the first evaluation", lambda: self.evaluations.is_done(0))
-        while not self.intake.is_over and not agent.draining.is_set():
-            obstacle = self.batches.obstacle(self.room.version is not None)
-            if obstacle is None:
-                self._say("working", None)
+        while not self.source.is_over and not agent.draining.is_set():
+            reason = self.batches.blocked_reason(self.hosted.version is not None)
+            if reason is None:
+                self._set_state("working", None)
                 await self.batches.open()
             else:
-                self._say("idle" if obstacle == NO_TASKS else "holding", obstacle)
+                self._set_state("idle" if reason == NO_TASKS else "holding", reason)
                 await agent.woken.wait()
-        if agent.draining.is_set() or not await self._end():
+        if agent.draining.is_set() or not await self._finish():
             await self._let_runners_finish()
 
-    async def _end(self) -> bool:
-        """Say that no batch follows and see the last ones through; False when asked to drain before that is done."""
+    async def _finish(self) -> bool:
+        """Announce the end and wait for the last batches and evaluations; False when asked to drain before."""
         agent, state = self.agent, self.state
         state.ended = True
-        await self._turn_down_pending()
+        await self._reject_pending()
         end = envelope(RunEnd(batches=state.opened), message_id="run-end")
         await agent.bus.publish(agent.topology.exchange("ready"), "end", end)
         if not await self._until("the last batches to be consumed", self._has_final_weights):
@@ -164,44 +165,44 @@ class ExplorerLoop:
         return True
 
     async def _until(self, what: str, done: Callable[[], bool]) -> bool:
-        """Return True once ``done``, False when asked to drain before; says meanwhile what we wait for."""
+        """Return True once ``done``, False when asked to drain before; ``what`` is the state's reason meanwhile."""
         while not done():
             if self.agent.draining.is_set():
                 return False
-            if self.room.version is None:
-                self._say("holding", "an engine to take the weights")
+            if self.hosted.version is None:
+                self._set_state("holding", "an engine to take the weights")
             else:
-                self._say("working", what)
+                self._set_state("working", what)
             await self.agent.woken.wait()
         return True
 
-    def _say(self, state: str, waits_for: str | None) -> None:
+    def _set_state(self, state: str, waits_for: str | None) -> None:
         self._waits_for = waits_for
         self.agent.set_state(state, waits_for)
 
-    async def _turn_down_pending(self) -> None:
-        """Tell the submitters of tasks that no batch will take; every task ends in an outcome."""
+    async def _reject_pending(self) -> None:
+        """Answer the submitters of tasks that no batch will take: every task ends in an outcome."""
         for one in self.state.pending:
             if one.submission is not None:
-                await self._turn_down(one.submission)
+                await self._reject(one.submission)
         self.state.pending.clear()
         await self.save()
 
-    async def _turn_down(self, submission: SubmissionRef) -> None:
+    async def _reject(self, submission: SubmissionRef) -> None:
         reason = "the run has opened its last batch"
-        told = SubmissionOutcome(
+        outcome = SubmissionOutcome(
             submission_id=submission.submission_id, batch="", ticket="", outcome="cancelled", message=reason
         )
-        await self.scheduler.answer(submission, told)
+        await self.dispatcher.answer(submission, outcome)
 
     def _has_final_weights(self) -> bool:
         trainer = self.agent.peers.trainer
         if not (trainer.finished and self.batches.are_all_consumed):
             return False
-        return self.room.version == (trainer.generation, trainer.step)
+        return self.hosted.version == (trainer.generation, trainer.step)
 
     async def _let_runners_finish(self) -> None:
-        """Keep the engine up while draining runners finish what they hold."""
+        """Keep the engines running while draining runners finish their slices."""
         agent = self.agent
         agent.set_state("draining", "runners to finish")
         try:
@@ -211,18 +212,28 @@ class ExplorerLoop:
             log.info("runners_left_behind")
         await self.save()
 
-    # -- beside it
+    async def see_off(self) -> None:
+        """Keep announcing the end of the run until each trainer that lives, or is being restarted, has received it."""
+        try:
+            async with asyncio.timeout(2 * HEARTBEAT_LEASE):
+                await self.agent.woken.until(
+                    lambda: all(beat.state == "finished" for beat in self.agent.peers.alive("trainer"))
+                )
+        except TimeoutError:
+            log.warning("trainer_left_behind")
+
+    # -- background
 
     async def _close(self) -> None:
-        await self.scheduler.resumed()
+        await self.dispatcher.resumed()
         while True:
             await self.agent.woken.until(self.batches.needs_attention)
             self.batches.check()
             await self.batches.close_complete()
 
     async def _compare_state(self) -> None:
-        """End after an outage in which another explorer went on with the run: also one that is gone again, so that the
-        lock is ours and says nothing.
+        """End after an outage in which another explorer went on with the run, even if that one is gone again and has
+        left the lock to this one.
         """
         bus = self.agent.bus
         while True:
@@ -231,14 +242,14 @@ class ExplorerLoop:
             await self._file.check()
 
     async def _clock(self) -> None:
-        """Let the batches' time pass while they can move, and end a run in which nothing does."""
+        """Let the batches' time pass while they can make progress; end a run that makes none."""
         agent, limit = self.agent, self.config.explorer.stall_timeout
         still, seen = 0.0, self._movement()
         while True:
             await asyncio.sleep(CLOCK_TICK)
-            if not (agent.bus.usable and self.scheduler.is_caught_up):
+            if not (agent.bus.usable and self.dispatcher.is_caught_up):
                 continue
-            await self.batches.tick(CLOCK_TICK, moving=bool(agent.peers.alive("runner")) and self.room.lives)
+            await self.batches.tick(CLOCK_TICK, moving=bool(agent.peers.alive("runner")) and self.hosted.any_alive)
             try:
                 self.batches.wait_for_answer(CLOCK_TICK)
             except FatalError:
@@ -255,7 +266,7 @@ class ExplorerLoop:
                 )
 
     def _movement(self) -> tuple[int, ...]:
-        """Return what changes whenever the run gets on. Restarts, versions and repeats are no progress."""
+        """Return counts that change with each progress of the run; restarts, versions and repeats are none."""
         state = self.state
         outcomes = sum(ticket.decided for ticket in state.tickets.values())
         return (state.opened, state.closed, len(state.following.tickets), len(state.evaluated), outcomes)
@@ -263,13 +274,13 @@ class ExplorerLoop:
     async def _keep_queues(self) -> None:
         while True:
             await asyncio.sleep(KEEP_QUEUES_INTERVAL)
-            await self.scheduler.queues.keep()
+            await self.dispatcher.queues.keep()
 
     async def _submissions(self) -> None:
         agent = self.agent
-        await self.scheduler.resumed()
-        async with await agent.bus.consume(agent.topology.submitted, prefetch=64) as feed:
-            await agent.each(feed, self._submitted, expect=TaskSubmission)
+        await self.dispatcher.resumed()
+        async with await agent.bus.consume(agent.topology.submitted, prefetch=64) as consumer:
+            await agent.each(consumer, self._submitted, expect=TaskSubmission)
 
     async def _submitted(self, message: TaskSubmission, delivery: Delivery) -> None:
         agent = self.agent
@@ -284,33 +295,28 @@ class ExplorerLoop:
                 agent.bus, agent.topology, delivery, "a submission needs a submission_id or a message_id", agent.id
             )
             return
-        if not self.intake.submit(message, ref):
+        if not self.source.submit(message, ref):
             return
         if self.state.ended and not message.task.is_eval:
-            await self._turn_down_pending()
+            await self._reject_pending()
         elif self.state.finished:
-            await self._turn_down(ref)
+            await self._reject(ref)
         elif message.task.is_eval:
             one = ref.model_copy(update={"task_id": 0})
-            task = self.intake.completed(message.task)
+            task = self.source.completed(message.task)
             batch = f"{self.state.closed}/submitted-{len(self.state.seen_submissions)}"
-            await self.scheduler.open(
-                self.scheduler.make_ticket([task], batch, deliver="none", lane="eval", submissions=[one])
+            await self.dispatcher.open(
+                self.dispatcher.make_ticket([task], batch, deliver="none", lane="eval", submissions=[one])
             )
         await self.save()
         agent.woken.notify()
 
-    async def _forward(self, changed: Any) -> None:
-        while True:
-            await changed.wait()
-            self.agent.woken.notify()
-
     async def _follow_trainer(self) -> None:
-        """Take the trainer's level from its beats: a lost event costs one beat."""
+        """Read the trainer's counters from its heartbeats: a lost event costs one heartbeat."""
         while True:
             trainer = self.agent.peers.trainer
             if trainer.generation:
-                self.batches.heard(
+                self.batches.update_counters(
                     trainer.generation,
                     progress=trainer.progress,
                     committed=trainer.committed_progress,
@@ -319,4 +325,4 @@ class ExplorerLoop:
             await self.agent.peers.changed.wait()
 
     def _on_commit(self, version: Version | None, progress: int) -> None:
-        self.batches.heard(version[0] if version else self.batches.generation, committed=progress)
+        self.batches.update_counters(version[0] if version else self.batches.generation, committed=progress)

@@ -1,4 +1,4 @@
-"""The explorer's own state: small, and written atomically where the protocol says so."""
+"""The explorer's saved state, and the file that it is written to atomically."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.process import write_atomic
 
 SEEN_SUBMISSIONS = 10_000
+"""Submission ids that are remembered, so that a repeated submission is not executed twice."""
 
 
 class ExplorerState(BaseModel):
-    """All that an explorer needs to go on where another was killed."""
+    """The state with which an explorer goes on where another was killed."""
 
     incarnations: int = 0
     taskset: dict[str, Any] | None = None
@@ -31,7 +32,7 @@ class ExplorerState(BaseModel):
     tickets: dict[str, Ticket] = Field(default_factory=dict)
     following: InFlightBatches = Field(default_factory=InFlightBatches)
     broken: list[SubmittedTask] = Field(default_factory=list)
-    """Of batches that were given up, their submitters not told yet."""
+    """Submitted tasks of abandoned batches whose submitters are still to be answered."""
     pending: list[PendingTask] = Field(default_factory=list)
     given_back: dict[str, list[int]] = Field(default_factory=dict)
     """By open ticket: the tasks in it that were given back before."""
@@ -54,7 +55,7 @@ class StateFile:
         self._path = path
         self._lock = asyncio.Lock()
         self._known: tuple[int, int] | None = None
-        """The file as we read or wrote it last; None: there was none."""
+        """Identity of the file when it was last read or written; None: there was none."""
 
     def load(self) -> ExplorerState:
         """Return the saved state, a fresh one when there is none.
@@ -82,14 +83,14 @@ class StateFile:
         """Write ``state`` as it is now; on return it is on disk.
 
         Raises:
-            RestartMe: Another explorer wrote the file since: it had the lock while we were cut off, and is gone again.
+            RestartMe: Another explorer wrote the file since: it had the lock while this one was disconnected.
         """
         async with self._lock:
             data: bytes = msgpack.packb(state.model_dump(mode="python"))
             await asyncio.to_thread(self._write, data)
 
     async def check(self) -> None:
-        """Return if the file is as we left it.
+        """Return if nobody else wrote the file since it was last read or written.
 
         Raises:
             RestartMe: As :meth:`save`.

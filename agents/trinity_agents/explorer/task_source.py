@@ -1,4 +1,4 @@
-"""Which tasks the next batch gets: what was given back or submitted first, then the taskset."""
+"""The source of a batch's tasks: those given back or submitted first, then those of the taskset."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any, Protocol
 from trinity_agents.explorer.in_flight import PendingTask
 from trinity_agents.explorer.state import SEEN_SUBMISSIONS, ExplorerState
 from trinity_mq.config import Config
+from trinity_mq.data import Taskset, open_taskset
 from trinity_mq.dispatch.tickets import SubmissionRef
 from trinity_mq.messages import TaskBody, TaskSubmission
 
 
 class TaskReader(Protocol):
-    """What the intake needs of a taskset."""
+    """The interface of a taskset that a task source needs."""
 
     def __len__(self) -> int: ...
 
     def next_batch(self, size: int) -> list[TaskBody]:
-        """Return the next tasks and move on."""
+        """Return the next tasks and advance the position."""
 
     def state(self) -> dict[str, object]:
         """Return the position."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go to a position."""
+        """Set the position."""
 
 
 class TaskSource:
@@ -33,10 +34,12 @@ class TaskSource:
 
     def __init__(self, config: Config, state: ExplorerState, taskset: TaskReader | None) -> None:
         self._config, self._state, self._taskset = config, state, taskset
+        if taskset is not None and state.taskset:
+            taskset.restore(state.taskset)
 
     @property
     def total_batches(self) -> int | None:
-        """Batches of the run; None: as many as are submitted."""
+        """Number of batches of the run; None: as many as are submitted."""
         buffer = self._config.buffer
         if buffer.total_steps is not None:
             return buffer.total_steps
@@ -46,13 +49,13 @@ class TaskSource:
 
     @property
     def is_over(self) -> bool:
-        """No further batch is to be opened."""
+        """Return whether no further batch is to be opened."""
         total = self.total_batches
         return self._state.ended or (total is not None and self._state.opened >= total)
 
     @property
     def has_tasks(self) -> bool:
-        """A batch could be made now."""
+        """Return whether a batch could be made now."""
         return self._taskset is not None or bool(self._state.pending)
 
     def take(self) -> list[PendingTask]:
@@ -68,7 +71,7 @@ class TaskSource:
         return batch
 
     def submit(self, submission: TaskSubmission, ref: SubmissionRef) -> bool:
-        """Take in a task from outside; False for one that was taken in before."""
+        """Accept a task from outside; return False for one that was accepted before."""
         if ref.submission_id in self._state.seen_submissions:
             return False
         self._state.seen_submissions.append(ref.submission_id)
@@ -78,7 +81,7 @@ class TaskSource:
         return True
 
     def completed(self, task: TaskBody) -> TaskBody:
-        """Return a submitted task with what it leaves out filled in from the taskset's section."""
+        """Return a submitted task, its missing fields filled in from the taskset's section."""
         defaults = self._config.buffer.taskset
         grouped = task.is_eval or task.repeat_times > 1
         return task.model_copy(
@@ -94,10 +97,23 @@ class TaskSource:
         )
 
     def _left(self) -> int:
-        """Tasks left of the taskset; with ``total_steps`` it runs on for ever."""
+        """Return how many tasks of the taskset are left; with ``total_steps`` it never ends."""
         buffer = self._config.buffer
         if buffer.total_steps is not None or self._taskset is None:
             return buffer.batch_size
         position = self._state.taskset or {}
         given = int(position.get("epoch", 0)) * len(self._taskset) + int(position.get("cursor", 0))
         return max(0, len(self._taskset) * buffer.total_epochs - given)
+
+
+def open_tasksets(config: Config) -> tuple[Taskset | None, dict[str, list[TaskBody]]]:
+    """Return the training taskset, at its beginning, and the evaluation tasks by set."""
+    training = config.buffer.taskset
+    taskset = None
+    if training.storage_type != "queue":
+        taskset = open_taskset(training, repeat_times=config.algorithm.repeat_times, seed=config.seed)
+    sets = {
+        one.name: open_taskset(one, repeat_times=one.repeat_times, seed=config.seed, is_eval=True).all_tasks()
+        for one in config.buffer.eval_tasksets
+    }
+    return taskset, sets

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import trinity_agents.explorer.agent
+import trinity_agents.explorer.engine_hosting
 from trinity_mq.cli.commands.agents import agent_id
 from trinity_mq.cli.main import main
 
@@ -21,7 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         return lambda config, agent_id: calls.append((what, agent_id)) or 0
 
     monkeypatch.setattr(trinity_agents.explorer.agent, "main", note("schedules"))
-    monkeypatch.setattr(trinity_agents.explorer.agent, "host_engines", note("hosts"))
+    monkeypatch.setattr(trinity_agents.explorer.engine_hosting, "host_engines", note("hosts"))
     return calls
 
 

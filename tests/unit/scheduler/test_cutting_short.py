@@ -9,12 +9,13 @@ import pytest
 
 from trinity_agents.explorer.state import ExplorerState
 from trinity_agents.explorer.task_source import TaskSource
-from trinity_agents.explorer.training_batches import TrainingBatches, enough
+from trinity_agents.explorer.training_batches import TrainingBatches
 from trinity_mq.bus import Queue, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
+from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
-from trinity_mq.dispatch.usable_clock import UsableClock
+from trinity_mq.dispatch.timeouts import UsableClock
 from trinity_mq.messages import (
     Heartbeat,
     Progress,
@@ -40,14 +41,19 @@ class Desk:
         self.state, self.topology, self.broker = ExplorerState(), Topology("cut"), MemoryBroker()
         self.bus = MemoryBus(self.broker, self.topology, config=self.config.broker)
         self.beats = 0
-        self.scheduler = Scheduler(
-            self.config, bus=self.bus, owner="explorer-0", heartbeat_soon=self.beat, tickets=self.state.tickets
+        self.dispatcher = Dispatcher(
+            self.config,
+            bus=self.bus,
+            topology=self.topology,
+            owner="explorer-0",
+            heartbeat_soon=self.beat,
+            tickets=self.state.tickets,
         )
         nobody: Any = None
         self.batches = TrainingBatches(
             self.config,
             self.state,
-            self.scheduler,
+            self.dispatcher,
             TaskSource(self.config, self.state, None),
             nobody,
             Peers(),
@@ -64,7 +70,7 @@ class Desk:
 
     def ticket(self, tasks: int, repeat: int = 2, **more: Any) -> Ticket:
         bodies = [TaskBody(repeat_times=repeat, raw_task={"n": n}) for n in range(tasks)]
-        ticket = self.scheduler.make_ticket(bodies, 1, deliver="pipeline", **more)
+        ticket = self.dispatcher.make_ticket(bodies, 1, deliver="pipeline", **more)
         ticket.published = True
         self.state.tickets[ticket.ticket] = ticket
         return ticket
@@ -116,14 +122,6 @@ OVER = ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min
 KEEP = ("explorer.over_rollout.return_partial_tasks=true",)
 
 
-@pytest.mark.parametrize(
-    ("tasks", "ratio", "wanted"), [(4, 0.5, 2), (5, 0.5, 3), (10, 0.9, 1), (10, 0.3, 7), (3, 0, 3)]
-)
-def test_how_many_tasks_are_enough(tasks: int, ratio: float, wanted: int) -> None:
-    desk = Desk(f"explorer.over_rollout.ratio={ratio}")
-    assert enough(desk.ticket(tasks), desk.config.explorer.over_rollout) == wanted
-
-
 def test_over_rollout_cuts_the_rest_off_a_while_after_enough_is_done() -> None:
     desk = Desk(*OVER)
     ticket = desk.ticket(4)
@@ -137,7 +135,7 @@ def test_over_rollout_cuts_the_rest_off_a_while_after_enough_is_done() -> None:
     desk.tick(1)
     assert ticket.is_complete
     assert desk.beats == 1, "runners hear of it at once"
-    assert desk.scheduler.open_tickets == []
+    assert desk.dispatcher.open_tickets == []
     manifest = ticket.make_manifest()
     assert manifest.outcomes == {"finished": 2, "cancelled": 2}
     assert [one["n"] for one in (body.raw_task for body in desk.closed(ticket))] == [1, 3]
@@ -165,7 +163,7 @@ def test_runs_that_come_in_the_grace_count_and_later_ones_do_not() -> None:
     desk.tick(5)
     assert not ticket.is_complete
     assert not ticket.is_open
-    assert (desk.beats, desk.scheduler.open_tickets) == (1, [])
+    assert (desk.beats, desk.dispatcher.open_tickets) == (1, [])
     done(ticket, 2, outcome="partial", runs=(1,))
     desk.tick(1, moving=False)
     assert not ticket.is_complete
@@ -254,7 +252,7 @@ def test_a_submitter_hears_when_the_experiences_it_was_promised_will_not_come(ou
 @pytest.mark.parametrize(("seconds", "expected"), [(2.0, 6.0), (100.0, 50.0)])
 def test_the_dynamic_timeout_follows_the_mean_and_never_exceeds_the_limit(seconds: float, expected: float) -> None:
     desk = Desk("explorer.dynamic_timeout.enable=true", "explorer.max_timeout=50", "explorer.max_retry_times=1")
-    times = desk.scheduler.slice_times
+    times = desk.dispatcher.slice_times
     first = desk.ticket(2)
     assert times.limit(50.0) == 50.0
     for outcome, runs, spent in (("finished", [0], seconds), ("failed", [], 0.001), ("partial", [1], seconds)):
@@ -269,8 +267,8 @@ def test_the_dynamic_timeout_follows_the_mean_and_never_exceeds_the_limit(second
     async def opens() -> None:
         await desk.bus.connect()
         await desk.bus.declare(*desk.topology.durable)
-        await desk.scheduler.open(desk.scheduler.make_ticket([TaskBody()], 2, deliver="none"))
-        await desk.scheduler.open(desk.scheduler.make_ticket([TaskBody()], "2/e", deliver="none", lane="eval"))
+        await desk.dispatcher.open(desk.dispatcher.make_ticket([TaskBody()], 2, deliver="none"))
+        await desk.dispatcher.open(desk.dispatcher.make_ticket([TaskBody()], "2/e", deliver="none", lane="eval"))
         for lane in (desk.topology.tasks_train, desk.topology.tasks_eval):
             async with await desk.bus.consume(lane) as feed:
                 slices.append(decode((await anext(feed)).body, TaskSlice))

@@ -129,6 +129,19 @@ def test_min_num_beyond_what_there_is_is_clamped_with_a_warning() -> None:
     play(Stage(), scene)
 
 
+def test_the_wait_for_more_than_enough_never_exceeds_the_timeout() -> None:
+    async def scene(scheduler: Scheduler) -> None:
+        scheduler.schedule(tasks(3), 1)
+        started = now()
+        statuses, _ = await scheduler.get_results(1, min_num=1, timeout=10.0)
+        assert 8.0 <= now() - started < 20.0
+        assert len(statuses) == 2, "one more was done in time"
+        assert not scheduler.has_step(1), "the rest was cut off"
+
+    overrides = ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min=500")
+    play(Stage(*overrides, seconds=by_number({1: 8.0, 2: 400.0})), scene)
+
+
 @pytest.mark.parametrize("clear", [True, False])
 def test_a_timeout_gives_what_is_done_and_the_rest_is_cleared_or_comes_later(clear: bool) -> None:
     async def scene(scheduler: Scheduler) -> None:
@@ -192,7 +205,7 @@ def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> None:
         statuses, experiences = await scheduler.get_results(1)
         assert len(statuses) == len(experiences) == 1
         assert now() - started > 8.0
-        assert scheduler.late_results == 1
+        assert scheduler.dispatcher.late_results == 1
 
     play(stage, scene)
 
@@ -424,7 +437,7 @@ def test_a_failing_background_task_is_told_to_who_waits() -> None:
 
 def test_a_results_stream_shorter_than_the_saved_offset_is_an_error_and_no_hang() -> None:
     stage = Stage(runner=False)
-    stage.scheduler.results_offset = 1000
+    stage.scheduler.dispatcher.results_offset = 1000
 
     async def scene() -> None:
         await stage.bus.connect()
@@ -549,7 +562,7 @@ def test_a_caller_who_goes_away_leaves_nothing_behind() -> None:
         waiting.cancel()
         await asyncio.wait([waiting])
         assert not scheduler.has_step(1)
-        assert scheduler.open_tickets == []
+        assert scheduler.dispatcher.open_tickets == []
 
     play(Stage(runner=False), scene)
 

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.scheduler.test_scheduler import Stage, by_number, play, tasks
-from trinity_mq.scheduler.done_task import DoneTask
+from trinity_mq.scheduler.completed_tasks import CompletedTask
 from trinity_mq.scheduling import Scheduler
 
 Logs = list[Any]
@@ -22,19 +22,19 @@ def logs() -> Iterator[Logs]:
         yield found
 
 
-def told(stage: Stage) -> list[DoneTask]:
+def told(stage: Stage) -> list[CompletedTask]:
     """What the callback of the stage's scheduler is told."""
-    heard: list[DoneTask] = []
+    heard: list[CompletedTask] = []
 
     class Watched(Scheduler):
-        def task_done_callback(self, async_task: DoneTask) -> None:
+        def task_done_callback(self, async_task: CompletedTask) -> None:
             heard.append(async_task)
 
     stage.scheduler = Watched(stage.config, bus=stage.bus)
     return heard
 
 
-def watched(stage: Stage, scene: Callable[[Scheduler], Awaitable[Any]]) -> list[DoneTask]:
+def watched(stage: Stage, scene: Callable[[Scheduler], Awaitable[Any]]) -> list[CompletedTask]:
     heard = told(stage)
     play(stage, scene)
     return heard
@@ -98,7 +98,7 @@ def test_a_task_cut_off_whose_finished_runs_are_kept_has_a_status() -> None:
 
 def test_a_callback_that_fails_is_logged_and_stops_nothing(logs: Logs) -> None:
     class Failing(Scheduler):
-        def task_done_callback(self, async_task: DoneTask) -> None:
+        def task_done_callback(self, async_task: CompletedTask) -> None:
             raise ArithmeticError("mine")
 
     stage = Stage()

@@ -35,9 +35,10 @@ def run_agent(arguments: argparse.Namespace) -> int:
     if Addresses.of(config.broker) is None and (url := RunFolder(config).known_broker()) is not None:
         os.environ[URL_VARIABLE] = url
     # by name: the command line must not import the daemons, which import torch
-    module = importlib.import_module(f"trinity_agents.{arguments.command}.agent")
     if getattr(arguments, "engines_only", False):
+        module = importlib.import_module("trinity_agents.explorer.engine_hosting")
         return cast("int", module.host_engines(config, agent_id(arguments.id or "engines-{host}")))
+    module = importlib.import_module(f"trinity_agents.{arguments.command}.agent")
     return cast("int", module.main(config, agent_id(arguments.id or f"{arguments.command}-0")))
 
 

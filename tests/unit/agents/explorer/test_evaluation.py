@@ -11,9 +11,9 @@ from trinity_agents.explorer.state import ExplorerState
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
+from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.messages import TaskBody, TaskSlice, Version
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.scheduler.scheduler import Scheduler
 from trinity_mq.testing.fakes import FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -34,7 +34,7 @@ class Gate:
 
 
 class Bench:
-    """Two sets, a scheduler and a runner."""
+    """Two sets, a dispatcher and a runner."""
 
     def __init__(
         self,
@@ -57,13 +57,21 @@ class Bench:
         self.bus, other = (MemoryBus(broker, topology, config=config.broker) for _ in range(2))
         self.gate, self.woken, self.saves = Gate(), Notifier(), 0
         self.runner = FakeRunner(other, topology, lambda: self.gate.version, spoil=spoil or (lambda task_slice: None))
-        self.scheduler = Scheduler(config, bus=self.bus, tickets=self.state.tickets, results_offset=0)
+        self.dispatcher = Dispatcher(
+            config,
+            bus=self.bus,
+            topology=topology,
+            owner="explorer-0",
+            tickets=self.state.tickets,
+            results_offset=0,
+            changed=self.woken,
+        )
         self.reports: list[tuple[int, dict[str, float]]] = []
         sets = {name: [TaskBody(workflow="none", is_eval=True) for _ in range(2)] for name in ("a", "b")}
         self.evaluations = Evaluations(
             config,
             self.state,
-            self.scheduler,
+            self.dispatcher,
             self.gate,  # type: ignore[arg-type]
             sets,
             save=self.save,
@@ -75,20 +83,15 @@ class Bench:
         self.saves += 1
 
     def play(self, label: int) -> None:
-        async def forward() -> None:
-            while True:
-                await self.scheduler.changed.wait()
-                self.woken.notify()
-
         async def main() -> None:
             for bus in (self.bus, self.runner.bus):
                 await bus.connect()
-            await self.bus.declare(*self.scheduler.topology.durable)
+            await self.bus.declare(*self.dispatcher.topology.durable)
             async with asyncio.TaskGroup() as group:
-                background: list[Any] = [self.runner.run(), self.scheduler.run(), self.evaluations.run(), forward()]
+                background: list[Any] = [self.runner.run(), self.dispatcher.follow(), self.evaluations.run()]
                 tasks = [group.create_task(one) for one in background]
-                await self.scheduler.caught_up()
-                await self.scheduler.resume()
+                await self.dispatcher.caught_up()
+                await self.dispatcher.resume()
                 self.evaluations.request(label)
                 self.evaluations.request(label)
                 await self.woken.until(lambda: self.evaluations.is_done(label) and not self.state.due)
@@ -151,7 +154,9 @@ def test_what_was_due_holds_the_gate_before_anything_has_run() -> None:
 
 def test_a_life_that_saved_one_of_two_tickets_leaves_no_orphan() -> None:
     bench = Bench(ExplorerState(due=[4]))
-    orphan = bench.scheduler.make_ticket([TaskBody(workflow="none")], "4/a", deliver="none", lane="eval", pinned=(1, 1))
+    orphan = bench.dispatcher.make_ticket(
+        [TaskBody(workflow="none")], "4/a", deliver="none", lane="eval", pinned=(1, 1)
+    )
     bench.state.tickets[orphan.ticket] = orphan
     bench.play(4)
     assert [label for label, _ in bench.reports] == [4]
@@ -162,14 +167,14 @@ def test_a_life_that_saved_one_of_two_tickets_leaves_no_orphan() -> None:
 def test_a_version_that_is_lost_is_replaced_but_not_for_ever() -> None:
     bench = Bench(spoil=lambda task_slice: "failed")
     seen: list[Version | None] = []
-    open_one = bench.scheduler.open
+    open_one = bench.dispatcher.open
 
     async def opens(ticket: Any) -> None:
         seen.append(ticket.pinned)
         await open_one(ticket)
         bench.gate.version = (1, (ticket.pinned or (1, 0))[1] + 1)  # lost again at once
 
-    bench.scheduler.open = opens  # type: ignore[method-assign]
+    bench.dispatcher.open = opens  # type: ignore[method-assign]
     bench.play(4)
     assert len(seen) == 2 * MAX_TRIES
     assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0

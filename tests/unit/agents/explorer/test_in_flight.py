@@ -13,9 +13,8 @@ from trinity_agents.explorer.in_flight import InFlightBatches
 from trinity_agents.explorer.state import ExplorerState, PendingTask
 from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.config import Config, SyncConfig, load_config
-from trinity_mq.dispatch.batch_ids import sort_batch_id
 from trinity_mq.dispatch.pacing import Counters, may_open, required_progress
-from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, cut, new_ticket
+from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, cut, new_ticket, sort_batch_id
 from trinity_mq.messages import TaskBody, TaskResult, TaskSubmission
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.simulation import Simulation, until
-from trinity_agents.explorer.agent import EngineHosting, Explorer
+from trinity_agents.explorer.agent import Explorer
+from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_mq.messages import Heartbeat, SyncEvent
 from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.runtime.errors import FatalError
@@ -252,8 +253,8 @@ def test_a_commit_that_one_engine_has_missed_is_in_the_trainers_beat(tmp_path: P
 
     async def deaf_once() -> None:
         await until(lambda: bool(sim.explorers) and len(sim.engine.served) >= 2)
-        room = sim.explorer.exploration.room
-        machine = room._members[0].machine
+        hosted = sim.explorer.exploration.hosted
+        machine = hosted._members[0].machine
         commit = machine.commit
 
         def lost(event: SyncEvent) -> Any:
@@ -262,7 +263,7 @@ def test_a_commit_that_one_engine_has_missed_is_in_the_trainers_beat(tmp_path: P
                 return []
             return commit(event)
 
-        room._members[0].machine = Deaf(machine, lost)  # type: ignore[assignment]
+        hosted._members[0].machine = Deaf(machine, lost)  # type: ignore[assignment]
 
     async def beside() -> None:
         async with asyncio.TaskGroup() as group:

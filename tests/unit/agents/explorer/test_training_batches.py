@@ -12,11 +12,11 @@ from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
+from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.messages import Heartbeat, Progress, TaskBody
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
-from trinity_mq.scheduler.scheduler import Scheduler
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -27,16 +27,18 @@ class Desk:
         self.config = load_config({"name": "desk", "model": {"tiny": {}}}, overrides)
         self.state, self.peers = ExplorerState(), Peers()
         self.bus = MemoryBus(MemoryBroker(), Topology("desk"), config=self.config.broker)
-        self.scheduler = Scheduler(self.config, bus=self.bus, tickets=self.state.tickets)
-        intake, nobody = TaskSource(self.config, self.state, None), Any
+        self.dispatcher = Dispatcher(
+            self.config, bus=self.bus, topology=Topology("desk"), owner="explorer-0", tickets=self.state.tickets
+        )
+        source, nobody = TaskSource(self.config, self.state, None), Any
         self.batches = TrainingBatches(
             self.config,
             self.state,
-            self.scheduler,
-            intake,
+            self.dispatcher,
+            source,
             nobody,  # type: ignore[arg-type]
             self.peers,
-            save=self.scheduler.caught_up,
+            save=self.dispatcher.caught_up,
             report=lambda step, metrics: None,
             woken=Notifier(),
         )
@@ -44,7 +46,7 @@ class Desk:
     def follow(self, *batches: int) -> list[str]:
         """Have batches closed and not yet consumed."""
         tickets = [
-            self.scheduler.make_ticket([TaskBody()], batch, deliver="pipeline").make_manifest() for batch in batches
+            self.dispatcher.make_ticket([TaskBody()], batch, deliver="pipeline").make_manifest() for batch in batches
         ]
         for manifest in tickets:
             self.state.following.add(manifest)
@@ -57,12 +59,12 @@ def progress(ticket: str, outcome: Any, number: int = 1, generation: int = 1) ->
 
 def test_counters_only_rise_within_a_generation_and_an_older_one_is_not_heard() -> None:
     batches = Desk().batches
-    batches.heard(2, progress=5, committed=4)
-    batches.heard(2, progress=3, committed=5)
+    batches.update_counters(2, progress=5, committed=4)
+    batches.update_counters(2, progress=3, committed=5)
     assert (batches.counters.progress, batches.counters.committed_progress) == (5, 5)
-    batches.heard(1, progress=9, committed=9)
+    batches.update_counters(1, progress=9, committed=9)
     assert batches.counters.progress == 5
-    batches.heard(3, progress=2, committed=0)
+    batches.update_counters(3, progress=2, committed=0)
     assert (batches.counters.progress, batches.counters.committed_progress) == (2, 0), "a restart may have gone back"
 
 
@@ -86,19 +88,19 @@ def test_what_the_next_batch_waits_for_in_order() -> None:
     async def scene() -> None:
         desk = Desk("explorer.max_open_batches=1")
         batches = desk.batches
-        assert "connect" in str(batches.obstacle(True))
+        assert "connect" in str(batches.blocked_reason(True))
         await desk.bus.connect()
-        assert batches.obstacle(False) == "an engine to take the weights"
-        assert batches.obstacle(True) == "a trainer"
+        assert batches.blocked_reason(False) == "an engine to take the weights"
+        assert batches.blocked_reason(True) == "a trainer"
         desk.peers.receive(Heartbeat(role="trainer", id="t", seq=1, incarnation="x", lease=10, state="idle"))
         desk.state.opened = 1
-        assert batches.obstacle(True) == "weights of progress 1 (committed: 0)"
-        batches.heard(1, progress=1, committed=1)
-        assert batches.obstacle(True) == NO_TASKS
+        assert batches.blocked_reason(True) == "weights of progress 1 (committed: 0)"
+        batches.update_counters(1, progress=1, committed=1)
+        assert batches.blocked_reason(True) == NO_TASKS
         desk.state.pending.append(PendingTask(task=TaskBody()))
-        assert batches.obstacle(True) is None
+        assert batches.blocked_reason(True) is None
         desk.follow(1)
-        assert batches.obstacle(True) == "one of 1 open batches to be consumed"
+        assert batches.blocked_reason(True) == "one of 1 open batches to be consumed"
         await desk.bus.close()
 
     run_virtually(scene(), limit=10)

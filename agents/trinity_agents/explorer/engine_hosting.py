@@ -1,0 +1,94 @@
+"""The engine host that ``--engines-only`` starts: engines of a run whose explorer is elsewhere.
+
+Input: the weights that the trainer broadcasts. Output: engines and their heartbeats. Waits for: the end of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from trinity_agents.explorer.hosted_engines import HostedEngines
+from trinity_mq.bus import Bus, Topology
+from trinity_mq.config import Config
+from trinity_mq.messages import EngineStatus, Heartbeat
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.locks import acquire, restart_when_lost
+from trinity_mq.runtime.serve import run_daemon
+
+if TYPE_CHECKING:
+    from trinity_mq.models import EngineHost
+
+NAME_TIMEOUT = 30.0
+"""Seconds within which the broker notices that a former host of the same name is gone."""
+
+
+class EngineHosting(Agent):
+    """Hosts engines for a run; any number of these may run, each under a name of its own."""
+
+    role = "engine"
+
+    def __init__(
+        self, config: Config, *, bus: Bus, topology: Topology, agent_id: str, engines: Sequence[EngineHost | Any]
+    ) -> None:
+        super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
+        self.hosted = HostedEngines(self, engines)
+
+    def detail(self) -> EngineStatus:
+        """Return the ids of the hosted engines; without a URL the host is not taken for an engine itself."""
+        return EngineStatus(hosts=[engine.snapshot.id for engine in self.hosted.engines])
+
+    def hosted_heartbeats(self) -> list[Heartbeat]:
+        """Return the engines' heartbeats."""
+        return self.hosted.heartbeats()
+
+    async def serve(self) -> None:
+        """Keep the engines running and synchronised until drained or the run is over.
+
+        Raises:
+            FatalError: Another host of the same name runs.
+        """
+        deadline = asyncio.get_running_loop().time() + NAME_TIMEOUT
+
+        def gives_up() -> bool:
+            if asyncio.get_running_loop().time() > deadline:
+                raise FatalError(
+                    f"another host of engines of this run is called {self.id!r}, and so would its engines be; "
+                    "start this one with another --id"
+                )
+            return self._is_over()
+
+        # with the lock the host's name, and so those of its engines, are unique
+        lock = await acquire(self, self.id, "holding", f"the other host called {self.id} to end", until=gives_up)
+        if lock is None or self._is_over():
+            return
+        try:
+            self.set_state("starting", "its engines")
+            await self.hosted.start()
+            self.set_state("working")
+            background = await self.hosted.background()
+            lost = restart_when_lost(
+                lock, "another host of this name may have taken over while this one was disconnected"
+            )
+            await self.with_background(self.woken.until(self._is_over), lost, *background)
+            await self.hosted.leave()
+        finally:
+            await self.hosted.close(stop=self._is_over())
+
+    def _is_over(self) -> bool:
+        return self.draining.is_set() or self.peers.explorer.finished
+
+
+def host_engines(config: Config, agent_id: str) -> int:
+    """Host ``explorer.rollout_model.engine_num`` engines until the run is over; returns the exit code."""
+    from trinity_mq.models import ensure_model_folder
+    from trinity_mq.models.engines.host.host import rollout_hosts
+
+    def build(bus: Bus, topology: Topology) -> EngineHosting:
+        ensure_model_folder(config.model, config.path / "model", config.seed)
+        engines = rollout_hosts(config, agent_id)
+        return EngineHosting(config, bus=bus, topology=topology, agent_id=agent_id, engines=engines)
+
+    return run_daemon(config, agent_id, "engine", build)

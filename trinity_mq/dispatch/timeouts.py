@@ -1,0 +1,72 @@
+"""Time limits: deadlines on a clock that stops with the broker, and a limit that follows how long slices take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from trinity_mq.bus import Bus
+from trinity_mq.config import ExplorerConfig
+from trinity_mq.messages import TaskResult
+
+
+class UsableClock:
+    """Counts the time in which the bus is usable: a deadline does not pass while nothing can move."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._paused: dict[asyncio.Timeout, float | None] = {}
+        """Seconds left of paused deadlines; None for running ones."""
+        bus.on_change(self._changed)
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float) -> AsyncIterator[None]:
+        """Raise TimeoutError after ``seconds`` of this clock, as :func:`asyncio.timeout` does."""
+        async with asyncio.timeout(seconds) as deadline:
+            self._paused[deadline] = None
+            self._changed()
+            try:
+                yield
+            finally:
+                del self._paused[deadline]
+
+    def _changed(self) -> None:
+        usable = self._bus.usable
+        for deadline, left in self._paused.items():
+            if deadline.expired():
+                continue
+            now, when = asyncio.get_running_loop().time(), deadline.when()
+            if usable and left is not None:
+                self._paused[deadline] = None
+                deadline.reschedule(now + left)
+            elif not usable and when is not None:
+                self._paused[deadline] = max(0.0, when - now)
+                deadline.reschedule(None)
+
+
+class SliceTimes:
+    """Mean seconds of training slices since the start of this process, and the dynamic timeout that follows from it.
+
+    Only slices with a finished run count: one that fails at once would otherwise take the time from all others.
+    """
+
+    def __init__(self, config: ExplorerConfig) -> None:
+        self._config = config.dynamic_timeout
+        self._count, self._seconds, self._batches = 0, 0.0, 0
+
+    def slice_done(self, result: TaskResult) -> None:
+        """Count a slice that has its outcome."""
+        if result.outcome in {"finished", "partial"} and result.runs:
+            self._count += 1
+            self._seconds += result.seconds
+
+    def batch_done(self) -> None:
+        """Count a batch whose slices all have their outcomes."""
+        self._batches += 1
+
+    def limit(self, seconds: float) -> float:
+        """Return the limit in seconds where ``seconds`` is configured: ``mean * ratio`` once warm, never more."""
+        if not self._config.enable or self._batches < self._config.warmup_min_steps or not self._seconds:
+            return seconds
+        return min(seconds, self._seconds / self._count * self._config.ratio)
