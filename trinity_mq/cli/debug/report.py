@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -19,27 +18,7 @@ from trinity_mq.scheduling import Status
 from trinity_mq.telemetry.jsonline import dump_line
 
 
-class Report(ABC):
-    """Receives events in the order in which they happen."""
-
-    @abstractmethod
-    def task(self, number: int, body: TaskBody) -> None:
-        """Report the task that is about to run."""
-
-    @abstractmethod
-    def call(self, call: Call, texts: TokenTexts) -> None:
-        """Report a call of the workflow to the engine."""
-
-    @abstractmethod
-    def experience(self, experience: Experience, texts: TokenTexts) -> None:
-        """Report an experience that the run returned."""
-
-    @abstractmethod
-    def end(self, status: Status, calls: int, failure: Failure | None) -> None:
-        """Report the end of the run."""
-
-
-class JsonReport(Report):
+class JsonReport:
     """One JSON object a line, each with an ``event``: task, call, experience, end."""
 
     def __init__(self, out: TextIO) -> None:
@@ -70,7 +49,7 @@ class JsonReport(Report):
         self._out.flush()
 
 
-class TextReport(Report):
+class TextReport:
     """For a person."""
 
     def __init__(self, out: TextIO) -> None:
@@ -108,3 +87,6 @@ class TextReport(Report):
 
     def _line(self, name: str, value: str) -> None:
         line(self._console, name, value)
+
+
+Report = JsonReport | TextReport
