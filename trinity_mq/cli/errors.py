@@ -1,4 +1,4 @@
-"""What a command says when it cannot be done."""
+"""The error of commands."""
 
 from __future__ import annotations
 

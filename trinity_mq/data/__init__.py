@@ -1,4 +1,4 @@
-"""Where tasks come from: files, Hugging Face datasets, problems made here. Imports no torch."""
+"""Tasksets: files, Hugging Face datasets, synthetic problems. Imports no torch."""
 
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.tasksets import Taskset, open_taskset

@@ -1,4 +1,4 @@
-"""What goes wrong with data, in one line a person can act on."""
+"""The error of tasksets."""
 
 from trinity_mq.runtime.errors import FatalError
 

@@ -1,4 +1,4 @@
-"""Records of a taskset from where they are kept, checked one by one."""
+"""Reads the records of a taskset and checks them one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What a source holds, and a hash that changes when it does."""
+    """The records of a source, with a hash over them."""
 
     rows: list[Record]
     identity: str

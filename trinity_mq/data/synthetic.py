@@ -1,6 +1,6 @@
-"""Small arithmetic problems made here, the same on every machine: what a tiny model learns from random weights.
+"""Synthetic arithmetic problems, the same on every machine, which a tiny model learns from random weights.
 
-The sets, their shuffle and the held-out part are those of the recipe that was measured to climb.
+The sets, their shuffle and the held-out part are those of the recipe whose learning curve was measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasksets: records in an order that a restart goes on with, as task bodies."""
+"""Tasksets: records as task bodies, in an order that survives restarts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trinity_mq.messages import TaskBody
 
 
 class Taskset:
-    """Records, and a position among them that runs on over epochs.
+    """Records with a position that continues over epochs.
 
     With the selector ``shuffle`` each epoch has its own order, which follows from the seed and the epoch alone: the
     position is two numbers, and going on from it gives the tasks that would have come.
@@ -31,11 +31,11 @@ class Taskset:
     ) -> None:
         self.config = config
         self.identity = identity
-        """Changes when the records, their number or their order do."""
+        """Changes with the records, their number or their order."""
         self.epoch = 0
-        """Epochs begun, from 0."""
+        """Number of the current epoch, from 0."""
         self.cursor = 0
-        """Records of the epoch that were given."""
+        """Number of records of the epoch that were returned."""
         self._rows = rows
         self._repeat_times = repeat_times
         self._seed = seed

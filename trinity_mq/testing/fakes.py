@@ -49,25 +49,23 @@ class FakeEngine:
         """Nothing to leave behind."""
 
     async def pause(self, timeout: float) -> None:
-        """Stand still at once."""
+        """Pause at once."""
         self.paused = True
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Take the weights, which are of no version until :meth:`commit`; the canary is what :class:`FakeLearner`
-        says.
-        """
+        """Receive weights, which have no version until :meth:`commit`; the canary agrees with :class:`FakeLearner`."""
         self.snapshot = replace(self.snapshot, state="dirty", version=None)
         await asyncio.sleep(self.receive_seconds)
         return {"logprobs": [0.0] * (len(spec["canary"]["tokens"]) - 1)}
 
     async def commit(self, version: Version, progress: int) -> None:
-        """Serve it."""
+        """Serve the version."""
         self.snapshot = replace(self.snapshot, state="current", version=version, progress=progress)
         self.paused = False
         self.served.append(version)
 
     async def resume(self) -> None:
-        """Serve what was served."""
+        """Serve the previous version again."""
         self.paused = False
 
 
@@ -78,15 +76,15 @@ class FakeChannel:
         self.seconds = seconds
 
         self.kept: Any = None
-        """What :meth:`pullable` offers, or None."""
+        """The return value of :meth:`pullable`."""
         self.can_pull = True
 
     async def offer(self, version: Version, tensors: Any, manifest: Any) -> dict[str, Any]:
-        """Return nowhere."""
+        """Return a description without an address."""
         return {"method": "fake"}
 
     async def committed(self, version: Version, tensors: Any, manifest: Any) -> None:
-        """Take note."""
+        """Keep the version for :meth:`pullable`."""
         self.kept = (version, {"method": "fake"}, manifest) if self.can_pull else None
 
     async def pullable(self) -> Any:
@@ -97,7 +95,7 @@ class FakeChannel:
         """Nothing to give back."""
 
     async def broadcast(self, tensors: Any, manifest: Any, epoch: int, attempt: int, world: int) -> None:
-        """Take the time it takes."""
+        """Sleep for the duration of a broadcast."""
         await asyncio.sleep(self.seconds)
 
     def abandon(self) -> None:
@@ -115,13 +113,13 @@ class FakeLearner:
         """Nothing to load."""
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
-        """Take the time of a step."""
+        """Sleep for the duration of a step."""
         await asyncio.sleep(self.step_seconds)
         self.steps.append(step_number)
         return {"actor/optimizer_steps": 1.0}
 
     async def save(self, folder: Path) -> None:
-        """Write something, so that there is a checkpoint."""
+        """Write a file, so that there is a checkpoint."""
         (folder / "weights").write_text("none")
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
@@ -142,9 +140,9 @@ class FakeLearner:
 
 @dataclass
 class FakeRunner:
-    """Does slices by itself on a bus: as many experiences as runs, after ``seconds``.
+    """Runs task slices from a bus: one experience for each run, after ``seconds``.
 
-    ``spoil`` says for a slice what becomes of it instead: ``None`` (done), ``"empty"`` (no experience), ``"failed"``.
+    ``spoil`` returns the fate of a slice: ``None`` (finished), ``"empty"`` (no experiences) or ``"failed"``.
     """
 
     bus: Bus
@@ -155,21 +153,21 @@ class FakeRunner:
     done: list[TaskSlice] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Consume task slices until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for lane in (self.topology.tasks_train, self.topology.tasks_eval):
-                group.create_task(self._lane(lane, group))
+            for queue in (self.topology.tasks_train, self.topology.tasks_eval):
+                group.create_task(self._consume(queue, group))
 
-    async def _lane(self, lane: Any, group: asyncio.TaskGroup) -> None:
-        async with await self.bus.consume(lane, prefetch=64) as feed:
-            async for delivery in feed:
+    async def _consume(self, queue: Any, group: asyncio.TaskGroup) -> None:
+        async with await self.bus.consume(queue, prefetch=64) as subscription:
+            async for delivery in subscription:
                 group.create_task(self._slice(delivery))
 
     async def _slice(self, delivery: Any) -> None:
         task_slice = decode(delivery.body, TaskSlice)
         await asyncio.sleep(self.seconds(task_slice))
         attempt, spoiled = uuid.uuid4().hex, self.spoil(task_slice)
-        while (version := self.version()) is None:  # noqa: ASYNC110  # a fake engine tells nobody
+        while (version := self.version()) is None:  # noqa: ASYNC110  # a fake engine does not notify
             await asyncio.sleep(ENGINE_RETRY)
         runs = [] if spoiled else list(range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times))
         parts = 0
@@ -177,8 +175,8 @@ class FakeRunner:
             body = Experience.serialize_many([one_experience(task_slice, run, version) for run in runs])
             key = self.topology.batch_routing_key(task_slice.batch, task_slice.ticket)
             headers: dict[str, Any] = {"attempt": attempt, "part": 0, "ticket": task_slice.ticket}
-            mail = Envelope(body=body, kind="experience_part", content_type=EXPERIENCES, headers=headers)
-            parts = int(await self.bus.publish(self.topology.exchange("experiences"), key, mail))
+            message = Envelope(body=body, kind="experience_part", content_type=EXPERIENCES, headers=headers)
+            parts = int(await self.bus.publish(self.topology.exchange("experiences"), key, message))
         result = TaskResult(
             batch=task_slice.batch,
             ticket=task_slice.ticket,
@@ -212,7 +210,7 @@ def one_experience(task_slice: TaskSlice, run: int, version: Version) -> Experie
 
 
 class FakeRunnerAgent(Agent):
-    """A runner's beats around a :class:`FakeRunner`, so that clocks know of a living runner."""
+    """Sends a runner's heartbeats for a :class:`FakeRunner`, so that timeouts see a living runner."""
 
     role = "runner"
 

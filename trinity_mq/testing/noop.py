@@ -1,4 +1,4 @@
-"""A workflow that asks no model: what is left is what the queue costs."""
+"""A workflow without a model, which measures the cost of the queue alone."""
 
 from __future__ import annotations
 

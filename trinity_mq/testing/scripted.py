@@ -1,4 +1,4 @@
-"""A model that says what a test wants, behind the real engine server: HTTP, chat template, tools, streams, history."""
+"""A scripted model behind the real engine server: HTTP, chat template, tools, streams, history."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.wrapper import ModelWrapper
 
 Script = Sequence[str] | Callable[[str], str]
-"""What is said: one text after another, or what a function of the prompt says."""
+"""The answers: one text after another, or a function from prompt to text."""
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>tools
@@ -35,18 +35,18 @@ CHAT_TEMPLATE = """\
 END = "<|im_end|>"
 SPECIALS = ("<|im_start|>", END, "<pad>")
 TOKEN = "scripted"
-"""Of the admin routes, which nobody uses."""
+"""Token of the admin routes, which tests do not use."""
 
 
 class ScriptEnded(Exception):
-    """More was asked than the script has to say."""
+    """There were more requests than texts in the script."""
 
 
 class ScriptedGenerator:
-    """Says the next text of a script for each completion, byte by byte.
+    """Returns the next text of a script for each completion, byte by byte.
 
-    Tokens are the bytes of the text and an end of sequence, so that any text can be said; the logprob of the token at
-    ``position`` is ``logprob(position)``.
+    Tokens are the bytes of the text and an end of sequence, so that any text can be returned; the logprob of the token
+    at ``position`` is ``logprob(position)``.
     """
 
     def __init__(self, script: Script, *, max_model_len: int = 1 << 16) -> None:
@@ -54,17 +54,17 @@ class ScriptedGenerator:
         self.max_model_len = max_model_len
         self.vocabulary = 256 + len(SPECIALS)
         self.prompts: list[str] = []
-        """What was asked, one for each request."""
+        """The prompts, one for each request."""
         self._script = script if callable(script) else None
         self._texts = iter(() if callable(script) else script)
 
     def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
-        """Return what the script says to each request, ``n`` times."""
+        """Return ``n`` texts of the script for each request."""
         answers = []
         for number, request in enumerate(requests):
             [prompt] = self.codec.decode([request.prompt])
             self.prompts.append(prompt)
-            answers.append([self._completion(request, self._says(prompt)) for _ in range(request.n)])
+            answers.append([self._completion(request, self._next_text(prompt)) for _ in range(request.n)])
             if watch is not None and watch.listens(number):
                 _show(watch, number, answers[-1])
         return answers
@@ -74,9 +74,9 @@ class ScriptedGenerator:
         return [[logprob(position) for position in range(len(request.token_ids) - 1)] for request in requests]
 
     def cancel(self) -> None:
-        """Nothing to cut off: it is over at once."""
+        """Nothing to cancel: requests are answered at once."""
 
-    def _says(self, prompt: str) -> str:
+    def _next_text(self, prompt: str) -> str:
         if self._script is not None:
             return self._script(prompt)
         text = next(self._texts, None)
@@ -85,10 +85,10 @@ class ScriptedGenerator:
         return text
 
     def _completion(self, request: GenerationRequest, text: str) -> Completion:
-        said = self.codec.encode(text)
-        whole = [*said, *self.codec.stop_ids]
+        tokens = self.codec.encode(text)
+        whole = [*tokens, *self.codec.stop_ids]
         ids = whole[: request.max_tokens]
-        shown = self.codec.decode([said[: len(ids)]])[0]
+        shown = self.codec.decode([tokens[: len(ids)]])[0]
         logprobs = [logprob(position) for position in range(len(ids))]
         return Completion(ids, logprobs, cut(shown, request.stop), "stop" if ids == whole else "length")
 
@@ -102,7 +102,7 @@ def logprob(position: int) -> float:
 async def scripted_server(
     script: Script, *, version: Version = (1, 0), max_model_len: int = 1 << 16
 ) -> AsyncIterator[tuple[InferenceModel, ScriptedGenerator]]:
-    """Serve a script on loopback: the handle of the engine, and what it is asked."""
+    """Serve a script on loopback; yield the handle of the engine, and the generator with the prompts."""
     generator = ScriptedGenerator(script, max_model_len=max_model_len)
     settings = ServerSettings(engine_id="scripted", model_name="scripted", model_path="", token=TOKEN)
     server = EngineServer(generator, settings, _no_weights)
@@ -119,10 +119,10 @@ async def scripted_server(
 
 @contextlib.asynccontextmanager
 async def scripted_model(script: Script, *, version: Version = (1, 0), **options: Any) -> AsyncIterator[ModelWrapper]:
-    """Hand out what a workflow is handed, of a model that says ``script``.
+    """Yield the model wrapper that a workflow gets, of a model that returns ``script``.
 
-    History is on; ``options`` are those of :class:`trinity_mq.models.ModelWrapper`. Synchronous workflows are to be
-    called in a thread: the server runs on the same loop.
+    History is on; ``options`` are those of :class:`trinity_mq.models.ModelWrapper`. Call synchronous workflows
+    in a thread: the server runs on the same loop.
     """
     async with scripted_server(script, version=version) as (handle, _):
         model = ModelWrapper(handle, **{"enable_history": True, **options})
@@ -149,7 +149,7 @@ def byte_codec() -> TextCodec:
 
 
 def _show(watch: Watch, number: int, completions: Sequence[Completion]) -> None:
-    """Tell a listener token by token, all choices in step."""
+    """Pass the tokens to a listener one by one, all choices in step."""
     for position in range(max(len(completion.token_ids) for completion in completions)):
         step = [
             Token(

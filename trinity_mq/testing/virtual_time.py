@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next thing to happen, so that an hour of waiting takes no time."""
+"""An event loop whose clock jumps to the next timer, so that an hour of waiting takes no time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _wrap_future = asyncio.wrap_future
 
 
 class StandsStill(Exception):
-    """Everybody waits and no timer is set: nothing will ever happen again."""
+    """Every task waits and no timer is set: a deadlock."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where a real loop would sleep, moves the clock on."""
+    """Moves the clock on where a real loop would sleep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """A loop in virtual time. Work for threads runs at once, in line: a thread would need real time."""
+    """A loop in virtual time. Executor jobs run at once, on the loop's own thread: a thread would need real time."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -60,7 +60,7 @@ def run_virtually(main: Coroutine[Any, Any, T], *, limit: float = 1e6) -> T:
 
     Raises:
         TimeoutError: It was not done after ``limit`` virtual seconds.
-        StandsStill: It can never be done.
+        StandsStill: It deadlocked.
     """
 
     async def limited() -> T:

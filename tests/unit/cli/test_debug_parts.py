@@ -18,7 +18,7 @@ from rich.console import Console
 
 from trinity_mq.cli import main as cli
 from trinity_mq.cli.debug import command as debug
-from trinity_mq.cli.debug.proxy import Call, Watch
+from trinity_mq.cli.debug.proxy import Call, RecordingProxy
 from trinity_mq.cli.debug.show_call import call_json, choices, show_call
 from trinity_mq.cli.debug.task import find_task
 from trinity_mq.cli.errors import CommandError
@@ -155,7 +155,7 @@ async def upstream() -> AsyncIterator[tuple[Upstream, str]]:
 async def test_the_proxy_changes_nothing_and_tells_everything(upstream: tuple[Upstream, str]) -> None:
     one, url = upstream
     calls: list[Call] = []
-    async with Watch(url, calls.append).running() as near, aiohttp.ClientSession() as session:
+    async with RecordingProxy(url, calls.append).running() as near, aiohttp.ClientSession() as session:
         sent = {"question": "\u00e9"}
         async with session.post(f"{near}/a/b?c=d", json=sent, headers={"X-TMQ-Version": "1.2"}) as response:
             assert (response.status, await response.json()) == (200, {"seen": sent})
@@ -179,7 +179,7 @@ async def test_the_proxy_changes_nothing_and_tells_everything(upstream: tuple[Up
 
 async def test_an_engine_that_is_gone_is_an_answer_that_is_not_asked_for_again() -> None:
     calls: list[Call] = []
-    async with Watch("http://127.0.0.1:9", calls.append).running() as near, aiohttp.ClientSession() as session:
+    async with RecordingProxy("http://127.0.0.1:9", calls.append).running() as near, aiohttp.ClientSession() as session:
         async with session.post(f"{near}/v1/x", json={}) as response:
             assert response.status == 502
             assert "the engine gave no answer" in (await response.json())["error"]["message"]
@@ -191,7 +191,7 @@ async def test_a_stream_that_breaks_off_breaks_off_for_the_caller_too(upstream: 
     one, url = upstream
     one.cut = True
     calls: list[Call] = []
-    async with Watch(url, calls.append).running() as near, aiohttp.ClientSession() as session:
+    async with RecordingProxy(url, calls.append).running() as near, aiohttp.ClientSession() as session:
         with pytest.raises(aiohttp.ClientError):
             async with session.get(f"{near}/stream") as response:
                 await response.read()
@@ -208,7 +208,7 @@ async def test_a_caller_that_goes_away_is_told_of(upstream: tuple[Upstream, str]
         calls.append(call)
         told.set()
 
-    async with Watch(upstream[1], on_call).running() as near, aiohttp.ClientSession() as session:
+    async with RecordingProxy(upstream[1], on_call).running() as near, aiohttp.ClientSession() as session:
         with pytest.raises(TimeoutError):
             await session.get(f"{near}/hold", timeout=aiohttp.ClientTimeout(total=0.2))
         async with asyncio.timeout(10):

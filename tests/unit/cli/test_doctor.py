@@ -104,6 +104,7 @@ def test_a_healthy_broker() -> None:
         ({"limits": limits(0)}, "consumer timeout", "ok", "no limit"),
         ({"limits": limits(max_message_size=2**20)}, "message size", "problem", "max_message_bytes to 1048576"),
         ({"limits": limits(max_message_size=8 * 2**20)}, "message size", "ok", ""),
+        ({"limits": limits(max_message_size=0)}, "message size", "not looked at", "does not report"),
         ({"nodes": node(mem_alarm=True)}, "alarms", "problem", "vm_memory_high_watermark"),
         ({"nodes": node(disk_free_alarm=True)}, "alarms", "problem", "disk_free_limit"),
         ({"nodes": node(other_alarms=["file_descriptor_limit"])}, "alarms", "problem", "rabbitmqctl status"),

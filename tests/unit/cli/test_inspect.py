@@ -17,7 +17,7 @@ from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.inspect.command import Printer, _target
-from trinity_mq.cli.inspect.stream import QUIET_SECONDS, Choice, ReadyReader, Seen
+from trinity_mq.cli.inspect.stream import QUIET_SECONDS, Choice, ReadyReader, StreamSummary
 from trinity_mq.cli.inspect.token_texts import TokenTexts
 from trinity_mq.cli.main import main
 from trinity_mq.config import BrokerConfig
@@ -58,7 +58,7 @@ class Stream:
         await self.chunk(batch, *(experiences or [made(batch)]))
         await self.ready(batch)
 
-    async def look(self, **wanted: str) -> Seen:
+    async def look(self, **wanted: str) -> StreamSummary:
         def take(batches: Any) -> bool:
             self.taken += [one for batch in batches for one in batch]
             return len(self.taken) >= self.enough
@@ -91,7 +91,7 @@ def test_decided_batches_in_the_order_of_the_stream_and_the_stream_stays() -> No
         for _ in range(2):
             seen = await stream.look()
             assert stream.runs == [(2, 0, 0, 0), (1, 0, 0, 0), (1, 0, 1, 0)]
-            assert (seen.batches, seen.experiences, seen.notes, seen.under_way) == (["2", "1"], 3, [], [])
+            assert (seen.batches, seen.experiences, seen.notes, seen.incomplete) == (["2", "1"], 3, [], [])
 
     play(act)
 
@@ -101,9 +101,9 @@ def test_it_ends_where_the_stream_ends_though_more_may_come() -> None:
         assert (await stream.look()).batches == []
         await stream.chunk(1, made(1))
         seen = await stream.look()
-        assert (stream.runs, seen.under_way, seen.batches) == ([], ["1"], [])
+        assert (stream.runs, seen.incomplete, seen.batches) == ([], ["1"], [])
         await stream.ready(1)
-        assert (await stream.look()).under_way == []
+        assert (await stream.look()).incomplete == []
         assert stream.runs == [(1, 0, 0, 0)]
 
     play(act)
@@ -134,16 +134,16 @@ def test_a_failed_batch_that_was_run_again_is_seen() -> None:
         await stream.ready(1, 0, state="failed", reason="its operator failed")
         await stream.whole(2)
         await stream.chunk(1, made(1), op="half")
-        assert (await stream.look()).under_way == ["1"]
+        assert (await stream.look()).incomplete == ["1"]
         await stream.ready(1, 0, op="y", state="failed", reason="once more")
-        assert (await stream.look()).under_way == []
+        assert (await stream.look()).incomplete == []
         await stream.chunk(1, made(1, run=1), op="again")
         await stream.ready(1, op="again")
         await stream.chunk(1, made(1, run=2), op="third")
         await stream.ready(1, op="third")
         seen = await stream.look()
         assert stream.runs == [(2, 0, 0, 0), (1, 0, 1, 0)], "once, as a trainer sees it"
-        assert (seen.batches, seen.under_way, len(seen.notes)) == (["1", "2"], [], 1)
+        assert (seen.batches, seen.incomplete, len(seen.notes)) == (["1", "2"], [], 1)
 
     play(act)
 
@@ -169,7 +169,7 @@ def test_only_the_set_that_counts_is_shown() -> None:
         await stream.chunk(1, made(1, run=6), op="late")
         seen = await stream.look()
         assert [run for _, _, run, _ in stream.runs] == [1, 2]
-        assert (seen.batches, seen.under_way, seen.notes) == (["1"], [], [])
+        assert (seen.batches, seen.incomplete, seen.notes) == (["1"], [], [])
 
     play(act)
 

@@ -23,7 +23,7 @@ STAND_IN = '''
 """An agent that does nothing but what its script says."""
 import asyncio, os, signal, sys
 from trinity_mq.bus import Envelope, Topology, create_bus
-from trinity_mq.messages import Beat, encode
+from trinity_mq.messages import Heartbeat, encode
 from trinity_mq.runtime.process import die_with_parent
 from trinity_mq.telemetry import MetricsWriter
 
@@ -51,7 +51,7 @@ async def live(config, agent_id, role):
     async def beat(seq, state):
         detail = {"total_batches": 3, "progress": 0, "committed": [1, 0]}
         own = {"role": role, "id": agent_id, "incarnation": str(os.getpid()), "lease": 10.0}
-        body = encode(Beat(seq=seq, state=state, detail=detail, **own))
+        body = encode(Heartbeat(seq=seq, state=state, detail=detail, **own))
         await bus.publish(topology.exchange("telemetry"), f"beat.{role}.{agent_id}", Envelope(body=body, kind="beat"))
 
     assert os.environ["OMP_NUM_THREADS"] == "1"

@@ -116,11 +116,11 @@ def test_only_long_waits_are_worth_a_word() -> None:
 
 def test_last_word() -> None:
     board = RunView("r", 20)
-    assert board.last_word("explorer-0") is None
+    assert board.final_state("explorer-0") is None
     board.receive(beat("explorer", "explorer-0", 1), 0.0)
-    assert board.last_word("explorer-0") is None
+    assert board.final_state("explorer-0") is None
     board.receive(beat("explorer", "explorer-0", 2, state="gone"), 0.0)
-    assert board.last_word("explorer-0") == "gone"
+    assert board.final_state("explorer-0") == "gone"
 
 
 def test_new_dead_letters_are_news() -> None:
@@ -140,7 +140,7 @@ def test_process_events_that_matter_are_news() -> None:
         ProcessEvent(name="runner-0", role="runner", what="killed", code=137),
         ProcessEvent(name="runner-0", role="runner", what="failed", code=78, reason="no"),
     ):
-        board.happened(event)
+        board.add_event(event)
     assert board.take_news() == [
         "runner-0 died and starts again in 0.5 s (restart 2); see logs/runner-0.*",
         "runner-0 did not end in time and was killed",

@@ -96,18 +96,18 @@ def start(arguments: argparse.Namespace) -> int:
 def _spawn(home: BrokerHome) -> str:
     home.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     output = home.folder / "serve.out"
-    ready, told = os.pipe()
-    argv = [sys.executable, "-m", "trinity_mq.cli.main", "broker", "serve", str(home.folder), READY_FD, str(told)]
-    with output.open("wb") as file, os.fdopen(ready, "rb") as pipe:
+    read_end, write_end = os.pipe()
+    argv = [sys.executable, "-m", "trinity_mq.cli.main", "broker", "serve", str(home.folder), READY_FD, str(write_end)]
+    with output.open("wb") as file, os.fdopen(read_end, "rb") as pipe:
         subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=(told,), start_new_session=True
+            argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=(write_end,), start_new_session=True
         )
-        os.close(told)
+        os.close(write_end)
         url = pipe.read().decode()  # to its end: the URL, or nothing from one that has failed
     if not url:
         lines = output.read_text(errors="replace").strip().splitlines()
-        told_why = [line for line in lines if line.startswith("trinity-mq")] or lines[-1:] or [f"see {output}"]
-        raise CommandError(f"the broker did not start: {told_why[0]}")
+        reasons = [line for line in lines if line.startswith("trinity-mq")] or lines[-1:] or [f"see {output}"]
+        raise CommandError(f"the broker did not start: {reasons[0]}")
     return url
 
 
@@ -119,12 +119,12 @@ def stop(arguments: argparse.Namespace) -> int:
         print(f"no broker runs in {home.folder}")
         return 0
     os.kill(pid, signal.SIGTERM)
-    asyncio.run(_gone(pid))
+    asyncio.run(_wait_for_exit(pid))
     print(f"stopped the broker in {home.folder}")
     return 0
 
 
-async def _gone(pid: int) -> None:
+async def _wait_for_exit(pid: int) -> None:
     try:
         async with asyncio.timeout(STOP_SECONDS):
             await wait_exit(pid)

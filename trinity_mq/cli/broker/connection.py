@@ -1,4 +1,4 @@
-"""Which run a command is about, and the way to its broker."""
+"""The run of a command, and the connection to its broker."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 SUFFIX = ".tmqx"
 SHOWN = 10
-"""Reasons printed of a file; the others are only counted."""
+"""Upper bound of the reasons printed per file; the others are only counted."""
 
 
 @dataclass
 class Outcome:
-    """What became of one file."""
+    """The result of converting one file."""
 
     read: int = 0
     written: int = 0

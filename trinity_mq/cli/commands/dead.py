@@ -1,4 +1,4 @@
-"""``trinity-mq dead``: what was rejected or given up, and why."""
+"""``trinity-mq dead``: lists dead letters, and publishes batches among them again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import BatchClosed, DecodeError, decode
 from trinity_mq.runtime.deliveries import envelope
 
-SILENCE = 2.0
-"""Seconds without another letter until the list ends, should the queue hold fewer than it said."""
+QUIET_SECONDS = 2.0
+"""Seconds without another letter after which the list ends, if the queue holds fewer than it reported."""
 COLUMNS = ("queue", "kind", "reason", "operator", "batch", "bytes", "message_id")
 
 
@@ -57,7 +57,7 @@ def list_dead(arguments: argparse.Namespace) -> int:
 
 
 def row(letter: Incoming) -> tuple[str, ...]:
-    """Return what the table says of one letter: from our own headers, else from the broker's."""
+    """Return the table row of one letter, from our own headers, else from the broker's."""
     headers = letter.headers
     queue, reason = headers.get("dead-queue"), headers.get("dead-reason")
     if reason is None:
@@ -68,12 +68,12 @@ def row(letter: Incoming) -> tuple[str, ...]:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Give batches that operators could not process back to the operators; returns 1 if one could not be given."""
+    """Publish batches that operators could not process again; return 1 if one could not be published."""
     run, broker = target(arguments)
-    given, trouble, kept = asyncio.run(_replay(run, broker, set(arguments.batch)))
-    for line in (*given, *trouble):
+    republished, problems, kept = asyncio.run(_replay(run, broker, set(arguments.batch)))
+    for line in (*republished, *problems):
         print(line)
-    if given:
+    if republished:
         print(
             "what the operators make of them goes to the ready stream, where `trinity-mq inspect` shows it. A trainer "
             "that has passed a batch by now takes what is at most synchronizer.max_staleness train steps old along "
@@ -82,25 +82,25 @@ def replay(arguments: argparse.Namespace) -> int:
     else:
         rest = f"; {kept} other letters stay where they are, see `trinity-mq dead list`" if kept else ""
         print(f"run {run!r} has no dead batch to run again{rest}")
-    return 1 if trouble else 0
+    return 1 if problems else 0
 
 
 async def _replay(run: str, broker: BrokerConfig, batches: set[str]) -> tuple[list[str], list[str], int]:
     async with connected(run, broker, "dead") as (bus, topology):
-        return await give_back_batches(bus, topology, batches)
+        return await republish_batches(bus, topology, batches)
 
 
-async def give_back_batches(bus: Bus, topology: Topology, batches: set[str]) -> tuple[list[str], list[str], int]:
+async def republish_batches(bus: Bus, topology: Topology, batches: set[str]) -> tuple[list[str], list[str], int]:
     """Publish manifests among the dead letters again, all or those of ``batches``.
 
     Returns:
-        What to say of batches that were given back and of those that could not be, and how many letters stay.
+        A line for each batch that was published, one for each that could not be, and the number of letters left.
 
     Raises:
         CommandError: The operators' queue does not exist.
     """
-    given: list[str] = []
-    trouble: list[str] = []
+    republished: list[str] = []
+    problems: list[str] = []
     tickets: set[str] = set()
     total = kept = await bus.depth(topology.dead.name) or 0
     async for letter in _each(bus, topology, total):
@@ -112,17 +112,17 @@ async def give_back_batches(bus: Bus, topology: Topology, batches: set[str]) -> 
         except DecodeError as error:
             problem = f"letter {letter.message_id}: does not decode: {error}"
         if problem is not None:
-            trouble.append(problem)
+            problems.append(problem)
             continue
         if manifest.ticket not in tickets:
             again = envelope(manifest, message_id=f"closed-{manifest.ticket}-{uuid.uuid4().hex}")
             if not await bus.publish(topology.exchange("batches"), "closed", again):
                 raise CommandError(f"the queue {topology.closed.name} does not exist: start the run, and try again")
             tickets.add(manifest.ticket)
-            given.append(f"batch {manifest.batch} is with the operators again (ticket {manifest.ticket})")
+            republished.append(f"batch {manifest.batch} is with the operators again (ticket {manifest.ticket})")
         await letter.ack()
         kept -= 1
-    return given, trouble, kept
+    return republished, problems, kept
 
 
 async def _problem(bus: Bus, topology: Topology, manifest: BatchClosed) -> str | None:
@@ -141,13 +141,13 @@ async def _letters(run: str, broker: BrokerConfig, limit: int) -> tuple[Sequence
         return [letter async for letter in _each(bus, topology, min(total, limit))], total
 
 
-async def _each(bus: Bus, topology: Topology, wanted: int) -> AsyncIterator[Delivery]:
+async def _each(bus: Bus, topology: Topology, count: int) -> AsyncIterator[Delivery]:
     """Yield so many letters, oldest first; those that are not acknowledged go back at the end."""
-    if not wanted:
+    if not count:
         return
-    async with await bus.consume(topology.dead, prefetch=wanted) as feed:
+    async with await bus.consume(topology.dead, prefetch=count) as subscription:
         with contextlib.suppress(TimeoutError):
-            for _ in range(wanted):
-                async with asyncio.timeout(SILENCE):
-                    letter = await anext(feed)
+            for _ in range(count):
+                async with asyncio.timeout(QUIET_SECONDS):
+                    letter = await anext(subscription)
                 yield letter

@@ -35,7 +35,7 @@ def health(arguments: argparse.Namespace) -> int:
 
 
 def judge(content: str | None, max_age: float, clock: float) -> tuple[bool, str]:
-    """Return whether a health file speaks of a healthy agent, and in words why.
+    """Return whether a health file reports a healthy agent, and the reason in words.
 
     Args:
         content: Of the file; None: there is none.

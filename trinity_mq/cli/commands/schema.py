@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def schema(arguments: argparse.Namespace) -> int:
-    """Write the schemas; with ``--check`` write nothing and return 1 where a file is not what it would be."""
+    """Write the schemas; with ``--check`` write nothing and return 1 where a file differs from the models."""
     folder = Path(arguments.out)
     if arguments.check:
         return _check(folder)
@@ -36,12 +36,12 @@ def schema(arguments: argparse.Namespace) -> int:
 
 
 def texts() -> dict[str, str]:
-    """Return what the files hold, by name."""
+    """Return the contents of the files, by name."""
     return {name + SUFFIX: json.dumps(made, indent=2) + "\n" for name, made in json_schemas().items()}
 
 
 def drifted(folder: Path) -> list[str]:
-    """Return, a line each, what in ``folder`` is not as the models say. Schemas of old versions stay as they are."""
+    """Return a line for each file in ``folder`` that differs from the models. Schemas of old versions are kept."""
     lines = []
     for name, text in texts().items():
         path = folder / name
@@ -57,7 +57,7 @@ def drifted(folder: Path) -> list[str]:
 def _check(folder: Path) -> int:
     lines = drifted(folder)
     if not lines:
-        print(f"{len(texts())} schemas in {folder} are as the models say")
+        print(f"{len(texts())} schemas in {folder} agree with the models")
         return 0
     for line in lines:
         print(line, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``trinity-mq status``: who lives in a run, and how deep its queues are."""
+"""``trinity-mq status``: the agents of a run, and the depths of its queues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Listen for a while and print a table; 1 when nobody was heard."""
+    """Listen for a while and print a table; 1 when no agent sent a heartbeat."""
     from rich.console import Console
 
     from trinity_mq.cli.run.display import picture
@@ -32,16 +32,16 @@ def status(arguments: argparse.Namespace) -> int:
     view = asyncio.run(_look(run, broker, arguments.seconds))
     Console().print(picture(view))
     if not view.agents:
-        print(f"nobody of run {run!r} was heard within {arguments.seconds:g} s", file=sys.stderr)
+        print(f"no agent of run {run!r} sent a heartbeat within {arguments.seconds:g} s", file=sys.stderr)
         return 1
     return 0
 
 
 async def _look(run: str, broker: BrokerConfig, seconds: float) -> View:
     async with connected(run, broker, "status") as (bus, topology):
-        board = RunView(run, None)
+        run_view = RunView(run, None)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await follow(bus, topology, board, "status")
-        board.set_depths(await depths(bus, topology, QUEUES))
-        return board.view(asyncio.get_running_loop().time())
+                await follow(bus, topology, run_view, "status")
+        run_view.set_depths(await depths(bus, topology, QUEUES))
+        return run_view.view(asyncio.get_running_loop().time())

@@ -1,4 +1,4 @@
-"""``trinity-mq submit``: a task from outside, and its outcome back."""
+"""``trinity-mq submit``: publishes a task to a run, and waits for its outcome."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ async def _submit(
         # exclusive: it goes with this process, whatever becomes of it
         replies = topology.listener("submit", uuid.uuid4().hex, "replies")
         await bus.declare(replies)
-        async with await bus.consume(replies) as feed:
+        async with await bus.consume(replies) as subscription:
             await _publish(bus, topology, submission, replies.name)
             try:
                 async with asyncio.timeout(wait):
-                    async for delivery in feed:
+                    async for delivery in subscription:
                         await delivery.ack()
                         if delivery.kind == SubmissionOutcome.kind:
                             return decode(delivery.body, SubmissionOutcome, delivery.content_type)

@@ -1,4 +1,4 @@
-"""``trinity-mq validate``: everything that can be wrong before anything is started."""
+"""``trinity-mq validate``: checks a configuration without starting anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Check a configuration and print what it says."""
+    """Check a configuration and print a line on each part."""
     config = load_config(arguments.config, arguments.overrides)
     for line in (
         *check_tasksets(config),

@@ -1,4 +1,4 @@
-"""``trinity-mq debug workflow``: one run of one task, with everything that passes between it and the model shown."""
+"""``trinity-mq debug workflow``: runs one task once, and shows its calls, tokens, logprobs and rewards."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LAST_WORDS_SECONDS = 2.0
-"""From a call that was not answered until it is known that the engine has died."""
+CRASH_SECONDS = 2.0
+"""Seconds within which a dead engine is noticed after a call that was not answered."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def workflow(arguments: argparse.Namespace) -> int:
-    """Do one run of one task and print what happens; 1 when it failed."""
+    """Run a task once and print its events; 1 when it failed."""
     from trinity_mq.cli.debug.report import JsonReport, TextReport
     from trinity_mq.telemetry import setup_logging
 
@@ -62,7 +62,7 @@ def workflow(arguments: argparse.Namespace) -> int:
         return run_to_the_end(_debug(config, body, number, arguments, report))
 
 
-def _tell(line: str) -> None:
+def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -74,10 +74,10 @@ async def _debug(config: Config, body: TaskBody, number: int, arguments: argpars
         async with contextlib.AsyncExitStack() as stack:
             engine = await stack.enter_async_context(_engine(config, arguments, Path(folder)))
             auxiliaries = [
-                await stack.enter_async_context(auxiliary_engine(config, Path(folder), model, _tell))
+                await stack.enter_async_context(auxiliary_engine(config, Path(folder), model, _note))
                 for model in config.explorer.auxiliary_models
             ]
-            _tell(f"running {body.workflow}")
+            _note(f"running {body.workflow}")
             return await _run(config, task, engine, auxiliaries, report)
 
 
@@ -97,7 +97,7 @@ def _engine(
 
     weights = None if arguments.weights is None else Path(arguments.weights).expanduser().resolve()
     if arguments.engine is None:
-        return own_engine(config, folder, weights, _tell)
+        return own_engine(config, folder, weights, _note)
     if weights is not None:
         raise CommandError("--weights is for an engine of our own: leave it or --engine out")
     return given_engine(config, arguments.engine)
@@ -106,42 +106,42 @@ def _engine(
 async def _run(
     config: Config, task: Task, engine: DebugEngine, auxiliaries: Sequence[DebugEngine], report: Report
 ) -> int:
-    from trinity_mq.cli.debug.watch import Caught, watched
+    from trinity_mq.cli.debug.errors import ErrorRecorder, recording_errors
     from trinity_mq.scheduling import WorkflowRunner
 
     assert task.workflow is not None
-    caught = Caught(task.workflow)
-    task.workflow = watched(task.workflow, caught)
+    errors = ErrorRecorder(task.workflow)
+    task.workflow = recording_errors(task.workflow, errors)
     explorer = config.explorer.model_copy(update={"max_retry_times": 0})
     numbers = itertools.count(1)
     async with contextlib.AsyncExitStack() as stack:
         model, *others = [
-            await stack.enter_async_context(_watched(one, report, numbers)) for one in (engine, *auxiliaries)
+            await stack.enter_async_context(_recorded(one, report, numbers)) for one in (engine, *auxiliaries)
         ]
         runner = WorkflowRunner(config.model_copy(update={"explorer": explorer}), model, others, runner_id="debug")
         stack.push_async_callback(runner.close)
         status, experiences = await _unless(engine.lost, runner.run_task_async(task, 1))
         if not status.ok and engine.unanswered:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_SECONDS):
+                async with asyncio.timeout(CRASH_SECONDS):
                     await engine.lost()
     for experience in experiences:
         report.experience(experience, engine.texts)
-    report.end(status, next(numbers) - 1, None if status.ok else caught.trouble())
+    report.end(status, next(numbers) - 1, None if status.ok else errors.failure())
     return 0 if status.ok else 1
 
 
 @contextlib.asynccontextmanager
-async def _watched(engine: DebugEngine, report: Report, numbers: Iterator[int]) -> AsyncIterator[InferenceModel]:
-    """Give the model by way of a proxy that tells of each call."""
-    from trinity_mq.cli.debug.proxy import Call, Watch
+async def _recorded(engine: DebugEngine, report: Report, numbers: Iterator[int]) -> AsyncIterator[InferenceModel]:
+    """Yield the model behind a proxy that reports each call."""
+    from trinity_mq.cli.debug.proxy import Call, RecordingProxy
 
-    def told(call: Call) -> None:
+    def on_call(call: Call) -> None:
         engine.unanswered += bool(call.error)
         report.call(call, engine.texts)
 
     name = engine.model.name if engine.model.role == "auxiliary" else ""
-    async with Watch(engine.model.url, told, name=name, numbers=numbers).running() as url:
+    async with RecordingProxy(engine.model.url, on_call, name=name, numbers=numbers).running() as url:
         yield dataclasses.replace(engine.model, url=url)
 
 

@@ -26,32 +26,32 @@ LEASE = 20.0
 """Seconds that the engine outlives a command that was killed."""
 ANSWER_SECONDS = 10.0
 VERSION = (0, 0)
-"""Of weights that no trainer has counted."""
+"""Version of weights that come from no trainer."""
 
 
 @dataclass
 class DebugEngine:
-    """Where the model is served, and what its tokens are."""
+    """A served model with its tokenizer."""
 
     model: InferenceModel
     texts: TokenTexts
     lost: Callable[[], Awaitable[Any]]
-    """Await it to hear that the engine is gone; raises CommandError then."""
+    """Waits until the engine is gone; raises CommandError then."""
     unanswered: int = 0
-    """Calls that got no whole answer."""
+    """Number of calls without a complete answer."""
 
 
 @contextlib.asynccontextmanager
 async def own_engine(
-    config: Config, folder: Path, weights: Path | None, tell: Callable[[str], None]
+    config: Config, folder: Path, weights: Path | None, report: Callable[[str], None]
 ) -> AsyncIterator[DebugEngine]:
-    """Have the configured engine run as a child, with weights, and end it at the end.
+    """Run the configured engine as a child process, with weights.
 
     Args:
         config: Of the run; nothing of its folder is touched.
         folder: Where the engine keeps its files.
         weights: A Hugging Face folder with weights for the configured model; None: those the run starts with.
-        tell: Called with a line for a person.
+        report: Called with a line for a person.
 
     Raises:
         ModelError, LearnerError: The model cannot be had.
@@ -65,22 +65,22 @@ async def own_engine(
         await changed.until(lambda: not host.snapshot.alive)
         raise CommandError(f"the engine died; it said:\n{tail(host.output)}")
 
-    tell("starting the engine")
+    report("starting the engine")
     async with asyncio.TaskGroup() as group:
         loading = group.create_task(asyncio.to_thread(_load, config, weights))
         async with _hosted(host):
             policy, texts = await loading
-            tell(f"sending it the weights of {weights or config.model.model_path or 'a new tiny model'}")
+            report(f"sending it the weights of {weights or config.model.model_path or 'a new tiny model'}")
             await _send_weights(config, host, policy)
             yield DebugEngine(host.snapshot.model(), texts, lost)
 
 
 @contextlib.asynccontextmanager
 async def auxiliary_engine(
-    config: Config, folder: Path, model: AuxiliaryModelConfig, tell: Callable[[str], None]
+    config: Config, folder: Path, model: AuxiliaryModelConfig, report: Callable[[str], None]
 ) -> AsyncIterator[DebugEngine]:
-    """Have an auxiliary model served as in a run; errors as :func:`own_engine`."""
-    tell(f"starting auxiliary model {model.name!r}")
+    """Serve an auxiliary model as in a run; errors as :func:`own_engine`."""
+    report(f"starting auxiliary model {model.name!r}")
     host = EngineHost(_apart(config, folder), folder, f"{ENGINE_ID}-{model.name}", auxiliary=model)
     async with _hosted(host):
         path = host.snapshot.model_path
@@ -89,7 +89,7 @@ async def auxiliary_engine(
 
 @contextlib.asynccontextmanager
 async def given_engine(config: Config, url: str) -> AsyncIterator[DebugEngine]:
-    """Use an engine that somebody else serves, and leave it as it is.
+    """Use an engine that is served elsewhere, and leave it as it is.
 
     Raises:
         CommandError: There is none at ``url``, or it holds no weights.
@@ -144,7 +144,7 @@ def _apart(config: Config, folder: Path) -> Config:
 
 @contextlib.asynccontextmanager
 async def _hosted(host: EngineHost) -> AsyncIterator[None]:
-    """Have an engine run, and end it at the end."""
+    """Run an engine, and stop it at the end."""
     try:
         try:
             await host.start()
@@ -174,7 +174,7 @@ def _load(config: Config, weights: Path | None) -> tuple[Policy, TokenTexts]:
 
 
 async def _send_weights(config: Config, host: EngineHost, policy: Policy) -> None:
-    """Send them as a trainer does, to the one member there is."""
+    """Send the weights as a trainer does, to the one member."""
     from trinity_mq.sync.channels.collective.broadcast import CollectiveError, Sender
 
     sync = config.synchronizer

@@ -1,6 +1,6 @@
-"""Between a workflow and its engine: passes every request on and writes down what was asked and answered.
+"""A recording HTTP proxy between a workflow and its engine.
 
-Whatever client or framework a workflow uses, this is where its calls pass.
+It sees the calls of any client or framework that a workflow uses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BODY = 64 * 1024**2
 NOT_PASSED = frozenset(
     {"accept-encoding", "connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding"}
 )
-"""Headers that belong to one connection; and no compression, since answers are read here."""
+"""Headers that are not forwarded: those of one connection, and compression, since answers are read here."""
 
 
 @dataclass
@@ -39,18 +39,18 @@ class Call:
     is_stream: bool = False
     seconds: float = 0.0
     error: str = ""
-    """Why there is no whole answer."""
+    """The reason why the answer is missing or incomplete."""
     engine: str = ""
-    """Which one, where it is not the policy's."""
+    """The auxiliary model's name; empty for the policy."""
 
 
-class Watch:
+class RecordingProxy:
     """A proxy on loopback in front of one engine.
 
     Args:
         upstream: The engine's base URL.
-        on_call: Told of each call once it is over.
-        name: What calls to it are to say of it.
+        on_call: Called with each call once it is over.
+        name: The engine's name in its calls.
         numbers: Numbers for calls, shared with other proxies.
     """
 
@@ -64,7 +64,7 @@ class Watch:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        """Serve, and give the URL to use instead of the engine's."""
+        """Serve, and yield the URL to use instead of the engine's."""
         application = web.Application(client_max_size=MAX_BODY)
         application.router.add_route("*", "/{path:.*}", self._pass_on)
         runner = web.AppRunner(application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)

@@ -1,16 +1,15 @@
-"""What ``trinity-mq debug`` prints: for a person, or one JSON object a line."""
+"""Reports of ``trinity-mq debug``: for a person, or one JSON object a line."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from trinity_mq.cli.debug.errors import Failure
 from trinity_mq.cli.debug.proxy import Call
 from trinity_mq.cli.debug.show_call import call_json, show_call
-from trinity_mq.cli.debug.watch import Trouble
 from trinity_mq.cli.inspect.show_experience import as_json, line, open_console, rule, show
 from trinity_mq.cli.inspect.token_texts import TokenTexts
 from trinity_mq.experience import Experience
@@ -19,27 +18,7 @@ from trinity_mq.scheduling import Status
 from trinity_mq.telemetry.jsonline import dump_line
 
 
-class Report(ABC):
-    """Told of everything in the order in which it happens."""
-
-    @abstractmethod
-    def task(self, number: int, body: TaskBody) -> None:
-        """This task is going to be run."""
-
-    @abstractmethod
-    def call(self, call: Call, texts: TokenTexts) -> None:
-        """The workflow has asked the engine something."""
-
-    @abstractmethod
-    def experience(self, experience: Experience, texts: TokenTexts) -> None:
-        """The run has given this."""
-
-    @abstractmethod
-    def end(self, status: Status, calls: int, trouble: Trouble | None) -> None:
-        """The run is over."""
-
-
-class JsonReport(Report):
+class JsonReport:
     """One JSON object a line, each with an ``event``: task, call, experience, end."""
 
     def __init__(self, out: TextIO) -> None:
@@ -57,9 +36,9 @@ class JsonReport(Report):
         """Write all its fields."""
         self._write("experience", as_json(experience, texts))
 
-    def end(self, status: Status, calls: int, trouble: Trouble | None) -> None:
-        """Write the verdict."""
-        error = None if trouble is None else dataclasses.asdict(trouble)
+    def end(self, status: Status, calls: int, failure: Failure | None) -> None:
+        """Write status, metrics and error."""
+        error = None if failure is None else dataclasses.asdict(failure)
         metrics = status.metrics[0] if status.metrics else {}
         self._write(
             "end", {"ok": status.ok, "message": status.message, "metrics": metrics, "calls": calls, "error": error}
@@ -70,7 +49,7 @@ class JsonReport(Report):
         self._out.flush()
 
 
-class TextReport(Report):
+class TextReport:
     """For a person."""
 
     def __init__(self, out: TextIO) -> None:
@@ -93,18 +72,21 @@ class TextReport(Report):
         """Print it, token by token."""
         show(self._console, experience, texts)
 
-    def end(self, status: Status, calls: int, trouble: Trouble | None) -> None:
-        """Print the verdict."""
+    def end(self, status: Status, calls: int, failure: Failure | None) -> None:
+        """Print status, metrics and error."""
         rule(self._console, "finished" if status.ok else "failed", "green" if status.ok else "red")
         self._line("calls", str(calls))
         for name, value in (status.metrics[0] if status.metrics else {}).items():
             self._line("metric", f"{name} = {value:g}")
         if status.message:
             self._line("message", status.message)
-        if trouble is not None:
-            verb = "was at" if trouble.was_interrupted else "failed at"
-            self._line(verb, f"{trouble.file}:{trouble.line} in {trouble.function}")
-            self._line("", trouble.traceback)
+        if failure is not None:
+            verb = "was at" if failure.was_interrupted else "failed at"
+            self._line(verb, f"{failure.file}:{failure.line} in {failure.function}")
+            self._line("", failure.traceback)
 
     def _line(self, name: str, value: str) -> None:
         line(self._console, name, value)
+
+
+Report = JsonReport | TextReport

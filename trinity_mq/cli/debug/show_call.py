@@ -1,4 +1,4 @@
-"""A call of a workflow to its engine as a person reads it, and as a JSON object."""
+"""Text and JSON forms of a workflow's call to its engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASKED = ("messages", "prompt", "tokens", "model", "return_token_ids", "tools")
 
 @dataclass
 class Choice:
-    """One answer among those to a request, whole or put together from a stream."""
+    """One choice of an answer, whole or assembled from a stream."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -44,7 +44,7 @@ def choices(answer: Any) -> list[Choice]:
 
 
 def _add(choice: Choice, part: Mapping[str, Any]) -> None:
-    """Take in a choice, or a part of one; what is not as it should be is left out."""
+    """Add a choice, or a chunk of one; malformed fields are left out."""
     message, listed = _mapping(part.get("message") or part.get("delta")), _mapping(part.get("logprobs"))
     content = [_mapping(one) for one in _list(listed.get("content"))]
     choice.text += str(part.get("text") or message.get("content") or "")

@@ -1,4 +1,4 @@
-"""Which task ``trinity-mq debug`` runs: a record of a taskset by its number, or one given as JSON."""
+"""Selects the task of ``trinity-mq debug``: a record of a taskset by its number, or one given as JSON."""
 
 from __future__ import annotations
 

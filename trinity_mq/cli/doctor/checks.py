@@ -149,6 +149,8 @@ def consumer_timeout(facts: Facts, needs: Needs) -> list[Judgement]:
 def message_size(facts: Facts, needs: Needs) -> list[Judgement]:
     """The broker takes the largest message that a run may publish."""
     limit = facts["limits"]["max_message_size"]
+    if not limit:
+        return [("not looked at", "the broker does not report it", CTL.format("environment"))]
     lower = (
         f"set broker.max_message_bytes to {limit} or less, or raise max_message_size in rabbitmq.conf: "
         "one larger message closes the channel under all others"

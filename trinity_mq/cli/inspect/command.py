@@ -1,4 +1,4 @@
-"""``trinity-mq inspect``: experiences of a run, from the stream that the trainer reads, or of a file."""
+"""``trinity-mq inspect``: shows experiences of a run, from the stream that the trainer reads, or of a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trinity_mq.cli.run.run_folder import CONFIG_FILE, RunFolder
 from trinity_mq.config import BrokerConfig, Config, load_config
 
 if TYPE_CHECKING:
-    from trinity_mq.cli.inspect.stream import Choice, Seen
+    from trinity_mq.cli.inspect.stream import Choice, StreamSummary
     from trinity_mq.experience import Experience, ExperienceBatch
 
 BODY_SUFFIX = ".tmqx"
@@ -56,14 +56,14 @@ def inspect(arguments: argparse.Namespace) -> int:
     target = _target(arguments)
     printer = Printer(_texts(arguments, target.config), arguments)
     with contextlib.redirect_stdout(sys.stderr):  # what the library logs must not get between
-        seen = run_to_the_end(_stream(target, choice, printer))
+        summary = run_to_the_end(_stream(target, choice, printer))
     printer.end()
-    return _verdict(seen, printer, choice, target.run)
+    return _verdict(summary, printer, choice, target.run)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A run, and the way to its broker."""
+    """A run and its broker."""
 
     run: str
     config: Config | None
@@ -82,7 +82,7 @@ def _is_body(path: Path) -> bool:
 
 
 def _target(arguments: argparse.Namespace) -> Target:
-    """Return what RUN_OR_CONFIG means.
+    """Return the run that RUN_OR_CONFIG names.
 
     Raises:
         CommandError: No broker is known for it.
@@ -115,11 +115,11 @@ def _texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:
         return texts
     texts = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
     if texts.problem:
-        _tell(f"token ids without texts: {texts.problem}; --tokenizer FOLDER names one")
+        _note(f"token ids without texts: {texts.problem}; --tokenizer FOLDER names one")
     return texts
 
 
-async def _stream(target: Target, choice: Choice, printer: Printer) -> Seen:
+async def _stream(target: Target, choice: Choice, printer: Printer) -> StreamSummary:
     from trinity_mq.cli.inspect.stream import ReadyReader
     from trinity_mq.transport.blobs import open_store
 
@@ -136,8 +136,8 @@ async def _stream(target: Target, choice: Choice, printer: Printer) -> Seen:
         try:
             return await reader.read()
         finally:
-            for note in reader.seen.notes:
-                _tell(note)
+            for note in reader.summary.notes:
+                _note(note)
 
 
 @contextlib.asynccontextmanager
@@ -147,7 +147,7 @@ async def _bus(target: Target) -> AsyncIterator[tuple[BrokerConfig, Bus, Topolog
 
 
 def _ended_meanwhile(target: Target) -> bool:
-    """Say whether the broker was the run's own and went away with it while we looked for it."""
+    """Return whether the run's own broker ended while we connected to it."""
     if target.broker.url is None or target.config is None:
         return False
     return known_broker(target.config) is None and (RunFolder(target.config).path / "broker").is_dir()
@@ -155,20 +155,20 @@ def _ended_meanwhile(target: Target) -> bool:
 
 @contextlib.asynccontextmanager
 async def _broker(target: Target) -> AsyncIterator[BrokerConfig]:
-    """Give the broker; the private one of a run that does not run now is started, and stopped at the end."""
+    """Yield the broker; the private one of a run that does not run now is started, and stopped at the end."""
     if target.broker.url is not None:
         yield target.broker
         return
     assert target.config is not None
     folder = RunFolder(target.config)
     with folder.locked():
-        _tell(f"starting the private broker of run {target.run!r}, which does not run now")
-        async with OwnBroker(folder.path / "broker", target.config.supervisor, _tell).running() as url:
+        _note(f"starting the private broker of run {target.run!r}, which does not run now")
+        async with OwnBroker(folder.path / "broker", target.config.supervisor, _note).running() as url:
             yield target.broker.model_copy(update={"url": url})
 
 
 def _file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int:
-    from trinity_mq.cli.inspect.stream import Seen
+    from trinity_mq.cli.inspect.stream import StreamSummary
     from trinity_mq.experience import DecodeError, ExperienceBatch
     from trinity_mq.experience.legacy.reader import legacy_form
 
@@ -185,11 +185,11 @@ def _file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int:
     printer = Printer(_texts(arguments, None), arguments)
     printer.take([choice.of(whole)])
     printer.end()
-    return _verdict(Seen(experiences=len(whole)), printer, choice, str(path))
+    return _verdict(StreamSummary(experiences=len(whole)), printer, choice, str(path))
 
 
 class Printer:
-    """Prints the first, or keeps the last, of what it is given."""
+    """Prints the first experiences, or keeps the last."""
 
     def __init__(self, texts: TokenTexts, arguments: argparse.Namespace) -> None:
         self._texts, self._limit, self._as_json, self._out = texts, arguments.limit, arguments.json, sys.stdout
@@ -201,11 +201,11 @@ class Printer:
 
     @property
     def more(self) -> bool:
-        """Others were wanted too."""
+        """More experiences matched than were printed."""
         return self._seen > self.printed
 
     def take(self, batches: Sequence[ExperienceBatch]) -> bool:
-        """Take wanted experiences in; True once no more are needed."""
+        """Take matching experiences in; True once no more are needed."""
         for experience in (one for batch in batches for one in self._needed(batch)):
             if self._kept is not None:
                 self._kept.append(experience)
@@ -237,23 +237,23 @@ class Printer:
         show(open_console(self._out), experience, self._texts)
 
 
-def _verdict(seen: Seen, printer: Printer, choice: Choice, where: str) -> int:
-    """Say on stderr what there was besides what was printed, and return the exit code."""
+def _verdict(summary: StreamSummary, printer: Printer, choice: Choice, where: str) -> int:
+    """Explain on stderr why experiences are missing, and return the exit code."""
     if printer.printed:
         if printer.more:
-            _tell(f"{printer.printed} shown; there are more (--limit, --last, --batch, --task, --run, --step)")
+            _note(f"{printer.printed} shown; there are more (--limit, --last, --batch, --task, --run, --step)")
         return 0
-    if seen.experiences:
-        words = f"none of {seen.experiences} experiences matches {choice}"
-    elif seen.batches and choice.batch is not None and choice.batch not in seen.batches:
-        words = f"{where} has no batch {choice.batch}; it has {_span(seen.batches)}"
-    elif seen.batches:
-        words = f"{where} has no experiences in {_span(seen.batches)}"
+    if summary.experiences:
+        words = f"none of {summary.experiences} experiences matches {choice}"
+    elif summary.batches and choice.batch is not None and choice.batch not in summary.batches:
+        words = f"{where} has no batch {choice.batch}; it has {_span(summary.batches)}"
+    elif summary.batches:
+        words = f"{where} has no experiences in {_span(summary.batches)}"
     else:
         words = f"{where} holds no processed batch yet"
-    if seen.under_way:
-        words += f"; under way: {_span(seen.under_way)}"
-    _tell(words)
+    if summary.incomplete:
+        words += f"; under way: {_span(summary.incomplete)}"
+    _note(words)
     return 1
 
 
@@ -261,5 +261,5 @@ def _span(batches: Sequence[str]) -> str:
     return f"batch {batches[0]}" if len(batches) == 1 else f"{len(batches)} batches, {batches[0]} to {batches[-1]}"
 
 
-def _tell(line: str) -> None:
+def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

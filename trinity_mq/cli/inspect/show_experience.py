@@ -1,4 +1,4 @@
-"""An experience as a person reads it, and as a JSON object: every token with mask, logprob and advantage beside it."""
+"""Text and JSON forms of an experience: every token with mask, logprob and advantage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trinity_mq.experience import Experience
 
 COLUMNS = ("logprobs", "advantages", "returns", "teacher_logprobs", "token_level_reward")
-"""Numbers of response tokens, in the order shown."""
+"""Columns of the table of response tokens, in the order shown."""
 FILE_WIDTH = 120
 TITLES = {"advantages": "advantage", "teacher_logprobs": "teacher", "token_level_reward": "reward"}
 

@@ -1,4 +1,4 @@
-"""The experiences on a run's ``ready`` stream, read beside whoever else reads them. Nothing is taken away."""
+"""Reads the experiences on a run's ``ready`` stream without consuming them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently
 from trinity_mq.transport.references import resolve
 
 MARK_SECONDS = 10.0
-"""Until our mark is confirmed; without it the stream's end is where it is quiet."""
+"""Seconds until our mark is confirmed; without it the end of the stream is assumed where it is quiet."""
 QUIET_SECONDS = 3.0
 STUCK_SECONDS = 60.0
-"""Without anything new before our mark, on a usable bus."""
+"""Seconds without a message before our mark, on a usable bus."""
 STORE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which experiences are wanted; None: any. Ids are compared as texts."""
+    """A filter of experiences; None: any. Ids are compared as texts."""
 
     batch: str | None = None
     task: str | None = None
@@ -40,7 +40,7 @@ class Choice:
         return ", ".join(f"{name} {value}" for name, value in given.items())
 
     def of(self, experiences: ExperienceBatch) -> ExperienceBatch:
-        """Return those that are wanted."""
+        """Return the matching experiences."""
         left: set[int] = set(range(len(experiences)))
         for name, wanted in dataclasses.asdict(self).items():
             if wanted is not None:
@@ -50,28 +50,28 @@ class Choice:
 
 
 @dataclass
-class Seen:
-    """What was on the stream."""
+class StreamSummary:
+    """Summary of a stream's content."""
 
     batches: list[str] = field(default_factory=list)
-    """Whose set was decided, whatever it holds."""
+    """Batches whose chunk set is complete, with or without experiences."""
     experiences: int = 0
-    """In batches that were looked into."""
+    """Number of experiences in batches that were decoded."""
     notes: list[str] = field(default_factory=list)
-    """What a person should know."""
-    under_way: list[str] = field(default_factory=list)
-    """Batches some of whose chunks are there, and that are not complete."""
+    """Remarks for the user."""
+    incomplete: list[str] = field(default_factory=list)
+    """Batches of which only some chunks are on the stream."""
 
 
 class ReadyReader:
-    """Reads the stream from its beginning to where it ends now.
+    """Reads the stream from its beginning to its present end.
 
     Args:
         bus: A connected bus.
         topology: The run's names.
-        choice: What is wanted; other batches are not even decoded.
-        store: Where large ones are.
-        take: Called with the wanted ones of each batch, in the order of the stream; True: enough.
+        choice: The filter; other batches are not even decoded.
+        store: Holds large bodies.
+        take: Called with the matching experiences of each batch, in the order of the stream; True ends the reading.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class ReadyReader:
         self._open: dict[str, str] = {}
         """Batches by ticket, of which chunks have come and no decision."""
         self._nonce = uuid.uuid4().hex
-        self.seen = Seen()
+        self.summary = StreamSummary()
 
-    async def read(self) -> Seen:
+    async def read(self) -> StreamSummary:
         """Read, and return what was seen.
 
         Raises:
@@ -104,8 +104,8 @@ class ReadyReader:
         offset: int | None = 0
         while offset is not None:
             offset = await self._from(offset, quiet)
-        self.seen.under_way = list(dict.fromkeys(self._open.values()))
-        return self.seen
+        self.summary.incomplete = list(dict.fromkeys(self._open.values()))
+        return self.summary
 
     async def _mark(self) -> float:
         """Mark the stream's end; return the seconds of silence after which it can be no further."""
@@ -114,18 +114,18 @@ class ReadyReader:
             if await self._bus.publish(self._topology.exchange("ready"), "mark", mark, timeout=MARK_SECONDS):
                 return STUCK_SECONDS
         except BusUnavailable as error:
-            self.seen.notes.append(f"the broker takes no messages now ({error}): the end of the stream is a guess")
+            self.summary.notes.append(f"the broker takes no messages now ({error}): the end of the stream is a guess")
         return QUIET_SECONDS
 
     async def _from(self, offset: int, quiet: float) -> int | None:
         """Read from ``offset`` on; return where to go on if the stream begins later than that."""
         stream = dataclasses.replace(self._topology.ready, redeclare=False)  # looking must not make it
         first = True
-        async with await self._bus.consume(stream, offset=offset) as feed:
+        async with await self._bus.consume(stream, offset=offset) as subscription:
             try:
-                while (delivery := await next_or_quiet(self._bus, feed, quiet)) is not None:
+                while (delivery := await next_or_quiet(self._bus, subscription, quiet)) is not None:
                     if first and delivery.offset:
-                        self.seen.notes.append(
+                        self.summary.notes.append(
                             f"the stream begins at offset {delivery.offset}: what came before was cut by its retention "
                             "(broker.ready_max_bytes)"
                         )
@@ -135,7 +135,7 @@ class ReadyReader:
             except StreamCut as error:
                 return error.got
         if quiet == STUCK_SECONDS:
-            self.seen.notes.append(f"the end of the stream was not reached: nothing came for {quiet:g} s")
+            self.summary.notes.append(f"the end of the stream was not reached: nothing came for {quiet:g} s")
         return None
 
     async def _is_last(self, delivery: Delivery) -> bool:
@@ -146,7 +146,7 @@ class ReadyReader:
         try:
             message = decode_any(delivery.body, delivery.content_type)
         except DecodeError as error:
-            self.seen.notes.append(f"offset {delivery.offset} holds a message that does not decode: {error}")
+            self.summary.notes.append(f"offset {delivery.offset} holds a message that does not decode: {error}")
             return False
         if isinstance(message, BatchReady):
             return await self._ready(message, delivery.offset)
@@ -155,7 +155,7 @@ class ReadyReader:
     def _chunk(self, delivery: Delivery, offset: int) -> None:
         ticket, op, n, batch = (delivery.headers.get(name) for name in ("ticket", "op", "n", "batch"))
         if not (isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int)):
-            self.seen.notes.append(f"offset {offset} holds a chunk without the headers ticket, op and n")
+            self.summary.notes.append(f"offset {offset} holds a chunk without the headers ticket, op and n")
         elif self._is_wanted(batch):
             if not self._decider.is_settled(ticket):
                 self._open.setdefault(ticket, str(batch))
@@ -168,25 +168,25 @@ class ReadyReader:
         if not self._is_wanted(ready.batch):
             if ready.ticket not in self._decider.consumed:
                 self._decider.consumed.add(ready.ticket)
-                self.seen.batches.append(str(ready.batch))
+                self.summary.batches.append(str(ready.batch))
             return False
         decision = self._decider.ready(ready, offset)
         if decision is None:
             if ready.ticket in self._decider.failed:
                 self._open.pop(ready.ticket, None)  # run again, it has failed again
             elif ready.ticket not in self._decider.consumed:
-                self.seen.notes.append(
+                self.summary.notes.append(
                     f"a set of batch {ready.batch} is not whole: some of its {ready.chunks} chunks lie before the "
                     "beginning of the stream"
                 )
             return False
         self._decider.consume(decision)
         self._open.pop(ready.ticket, None)
-        if str(ready.batch) not in self.seen.batches:
-            self.seen.batches.append(str(ready.batch))
+        if str(ready.batch) not in self.summary.batches:
+            self.summary.batches.append(str(ready.batch))
         if ready.state != "ready":
             why = f": {ready.reason}" if ready.reason else ""
-            self.seen.notes.append(f"batch {ready.batch} has no experiences, it is {ready.state}{why}")
+            self.summary.notes.append(f"batch {ready.batch} has no experiences, it is {ready.state}{why}")
         found = [batch for n, chunk in enumerate(decision.chunks) if (batch := await self._decoded(decision, n, chunk))]
         return self._take(found)
 
@@ -198,7 +198,7 @@ class ReadyReader:
                 body = chunk.body
             whole = await asyncio.to_thread(lambda: ExperienceBatch.decode(body).settle())
         except (DecodeError, StoreUnavailable) as error:
-            self.seen.notes.append(f"chunk {n} of batch {decision.batch} cannot be read: {error}")
+            self.summary.notes.append(f"chunk {n} of batch {decision.batch} cannot be read: {error}")
             return None
-        self.seen.experiences += len(whole)
+        self.summary.experiences += len(whole)
         return self._choice.of(whole)

@@ -1,4 +1,4 @@
-"""Token ids as texts a person can read, without loading a model library."""
+"""Texts of token ids, without loading a model library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenTexts:
     def __init__(self, folder: Path | None = None) -> None:
         self._tokenizer: Any = None
         self.problem: str | None = None
-        """Why there are no texts."""
+        """The reason why there are no texts."""
         if folder is None:
             self.problem = "no tokenizer is known"
             return

@@ -22,8 +22,8 @@ from trinity_mq.config import Config, load_config
 from trinity_mq.runtime.supervisor import ProcessEvent
 from trinity_mq.telemetry import setup_logging
 
-LAST_WORDS = 3
-"""Lines of a failed agent's output that are shown."""
+OUTPUT_LINES = 3
+"""Lines of a failed agent's output that are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse
     finally:
         display.close()
     for failure in session.failures:
-        print(_obituary(failure, folder.logs), file=sys.stderr)
+        print(_failure_report(failure, folder.logs), file=sys.stderr)
     if code == 0 and session.finished:
         folder.mark_finished()
     with contextlib.suppress(CommandError):  # nothing was done that took time
@@ -73,9 +73,9 @@ def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse
     return 0
 
 
-def _obituary(failure: ProcessEvent, logs: Path) -> str:
+def _failure_report(failure: ProcessEvent, logs: Path) -> str:
     output = logs / f"{failure.name}.out"
     lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
-    words = "".join(f"\n  {line}" for line in lines[-LAST_WORDS:])
+    words = "".join(f"\n  {line}" for line in lines[-OUTPUT_LINES:])
     code = failure.code
     return f"{failure.name} failed for good (exit code {code}): {failure.reason}; see {logs / failure.name}.*{words}"

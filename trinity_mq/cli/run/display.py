@@ -1,4 +1,4 @@
-"""Showing a run: a live picture on a terminal, plain lines anywhere else. Both draw the same View."""
+"""Displays of a run: a live table on a terminal, plain lines anywhere else. Both draw the same View."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 PLAIN_SECONDS = 5.0
-"""Between plain lines while steps are made; three times that while they are not."""
+"""Seconds between plain lines while steps are made; three times that while they are not."""
 COMING_SECONDS = 1.0
-"""Between plain lines while agents come and go."""
+"""Seconds between plain lines while the number of living agents changes."""
 
 
 class Display(Protocol):
-    """Where a run is shown."""
+    """An output that shows a run."""
 
     def show(self, view: View, news: list[str], now: float) -> None:
         """Draw the state; ``news`` are lines that stay."""
 
     def close(self) -> None:
-        """Leave the terminal as it was, the last picture on it."""
+        """Restore the terminal; the last table stays visible."""
 
 
 def open_display(stream: TextIO | None = None) -> Display:
@@ -37,7 +37,7 @@ def open_display(stream: TextIO | None = None) -> Display:
 
 
 class PlainDisplay:
-    """One line every few seconds, and each piece of news at once; flushed, for pipes and logs."""
+    """One line every few seconds, and news at once; flushed, for pipes and logs."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
         self._stream, self._clock = stream, clock
@@ -82,7 +82,7 @@ def plain_line(view: View) -> str:
 
 
 class LiveDisplay:
-    """A picture that is drawn over itself; news scroll above it."""
+    """A table that is redrawn in place; news scroll above it."""
 
     def __init__(self, stream: TextIO) -> None:
         # imported here: rich costs more than the rest of the command line together
@@ -103,7 +103,7 @@ class LiveDisplay:
 
 
 def picture(view: View) -> RenderableType:
-    """Return the state as something that rich draws."""
+    """Return the state as a rich renderable."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""Listening to a run: telemetry and queue depths into a board."""
+"""Collects telemetry and queue depths of a run."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from trinity_mq.telemetry import METRICS_FILE
 async def follow(
     bus: Bus,
     topology: Topology,
-    board: RunView,
+    run_view: RunView,
     who: str,
     on_change: Callable[[], None] = lambda: None,
     *,
     pattern: str = "#",
 ) -> None:
-    """Tell the board of the telemetry under ``pattern`` from now on, until cancelled.
+    """Pass telemetry under ``pattern`` to the run view, until cancelled.
 
     ``on_change`` is called after each message.
     """
     queue = topology.listener(who, uuid.uuid4().hex[:12], "telemetry", pattern)
     await bus.declare(queue)
-    async with await bus.consume(queue) as feed:
-        async for delivery in feed:
+    async with await bus.consume(queue) as subscription:
+        async for delivery in subscription:
             try:
                 message = decode_any(delivery.body, delivery.content_type)
             except DecodeError:
-                message = None  # of the many who hear it, the explorer reports it
+                message = None  # the explorer reports it
             if message is not None:
-                board.receive(message, asyncio.get_running_loop().time())
+                run_view.receive(message, asyncio.get_running_loop().time())
                 on_change()
             await delivery.ack()
 
 
 class MetricsTail:
-    """The lines that agents of this machine add to a run's metrics file, as the messages that they are elsewhere."""
+    """Reads the lines that agents append to a run's metrics file, as metrics messages."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / METRICS_FILE
         self._offset = 0
 
     def read(self) -> list[Metrics]:
-        """Return what is new since the last call; a line that is still being written comes the next time."""
+        """Return the new messages since the last call; a line that is still being written comes with the next call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)

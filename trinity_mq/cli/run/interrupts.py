@@ -1,4 +1,4 @@
-"""Commands that have something to end on their way out, whoever ends them."""
+"""Event loops that clean up on Ctrl-C and on SIGTERM alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run_to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
     Raises:
         KeyboardInterrupt: It was interrupted.
-        BrokenPipeError: The reader of our output has left, whatever ran beside.
+        BrokenPipeError: The reader of our output has left, whatever else failed.
     """
     try:
         return asyncio.run(_cancelled_by_sigterm(work))

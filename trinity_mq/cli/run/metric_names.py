@@ -1,4 +1,4 @@
-"""What the command line reads out of metrics: their names, and the curves in them."""
+"""Names of the metrics that the command line shows, and curves over steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOST: Mapping[str, str] = {
     "sample/dropped_stale_groups": "groups too old",
     "sample/skipped_step": "steps skipped",
 }
-"""Counts of what was not learnt from, and how a person calls it."""
+"""Counters of lost samples, each with its name in reports."""
 
 _EVALUATION = re.compile(r"eval/(?P<taskset>.+)/(?P<key>[^/]+)/mean@\d+(?:/mean)?")
 

@@ -18,9 +18,9 @@ from trinity_mq.runtime.run_marker import is_over, mark_over
 
 CONFIG_FILE = "config.yaml"
 FIXED_SECTIONS = ("model", "algorithm")
-"""What checkpoint and learning-rate schedule belong to: changed, it is another run."""
+"""Sections that checkpoint and learning-rate schedule depend on; a run cannot go on with others."""
 _ELSEWHERE = ("run_dir", "broker.url", "broker.url_file", "broker.password_file")
-"""May change between starts: where things are, not what they are."""
+"""Keys that may change between starts, because they only say where things are."""
 
 
 class RunFolderError(CommandError):
@@ -37,12 +37,12 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """What the agents of this run read."""
+        """The configuration that the agents of this run read."""
         return self.path / CONFIG_FILE
 
     @property
     def logs(self) -> Path:
-        """Where logs and output go."""
+        """The folder of logs and output."""
         return self.path / "logs"
 
     @contextmanager
@@ -87,19 +87,19 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        """The run came to its end."""
+        """The run has finished."""
         return is_over(self.path)
 
     def mark_finished(self) -> None:
-        """Note that the run came to its end."""
+        """Mark the run as finished."""
         mark_over(self.path)
 
     def note_broker(self, url: str) -> None:
-        """Let other commands find the broker, readable by the owner only."""
+        """Write the broker's URL for other commands, readable by the owner only."""
         write_atomic(self.path / "broker.url", url.encode(), mode=0o600)
 
     def forget_broker(self) -> None:
-        """The broker is ours and is gone."""
+        """Remove the URL of a broker that is gone."""
         with suppress(FileNotFoundError):
             (self.path / "broker.url").unlink()
 

@@ -1,6 +1,4 @@
-"""What a person watching a run wants to know, kept up from beats, metrics and process events. Pure: time is an
-argument.
-"""
+"""The state of a run for a person, from heartbeats, metrics and process events. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -13,12 +11,12 @@ from trinity_mq.messages import ExplorerStatus, GateStatus, Heartbeat, Metrics, 
 from trinity_mq.runtime.supervisor import ProcessEvent
 
 RATE_WINDOW = 50
-"""Steps that the estimate of the time left looks back on."""
+"""Steps over which the time left is estimated."""
 WAIT_SHOWN = 10.0
-"""Seconds; shorter waits are the normal breath of a run."""
+"""Seconds; shorter waits are normal and not shown."""
 SYNC_COUNTS = ("syncs", "aborts", "pulls", "canary_failures", "quarantined")
 OVER = ("finished", "gone")
-"""States in which an agent is not expected to beat any more."""
+"""States after which no heartbeats are expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +26,29 @@ class AgentRow:
     id: str
     role: str
     state: str
-    """What it said last; ``silent`` after its lease."""
+    """The last reported state; ``silent`` after its lease."""
     waits_for: str | None = None
     waits_seconds: float = 0.0
 
     @property
     def alive(self) -> bool:
-        """Beating, and not at its end."""
+        """The agent sends heartbeats and has not ended."""
         return self.state not in {"silent", *OVER}
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """One engine in the gate, as the trainer knows it."""
+    """One engine in the gate, as the trainer reports it."""
 
     id: str
     version: str | None
-    """What it serves, None: nothing that counts."""
+    """The committed version that it serves; None: no committed version."""
     state: str
 
 
 @dataclass(frozen=True, slots=True)
 class SyncRow:
-    """The last weight sync, and what became of all of them."""
+    """The last weight sync, and counts over all syncs."""
 
     version: str | None
     phases: Mapping[str, float]
@@ -61,7 +59,7 @@ class SyncRow:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything shown, at one moment. None: not known yet."""
+    """A snapshot of everything that is shown. None: not known yet."""
 
     run: str
     step: int = 0
@@ -80,12 +78,12 @@ class View:
 
     @property
     def alive(self) -> int:
-        """How many agents live."""
+        """The number of agents that are alive."""
         return sum(agent.alive for agent in self.agents)
 
     @property
     def waiting(self) -> tuple[AgentRow, ...]:
-        """Agents that have waited for something so long that a person may wonder."""
+        """Agents that have waited for at least ``WAIT_SHOWN`` seconds."""
         return tuple(agent for agent in self.agents if agent.waits_for and agent.waits_seconds >= WAIT_SHOWN)
 
 
@@ -96,7 +94,7 @@ class _Heard:
 
 
 class RunView:
-    """Takes in messages, gives out :class:`View` and news.
+    """Collects messages and events; returns :class:`View` and news.
 
     Args:
         run: The run's name.
@@ -114,7 +112,7 @@ class RunView:
         self._news: list[str] = []
 
     def receive(self, message: object, now: float) -> None:
-        """Take in a beat or metrics; anything else says nothing here."""
+        """Take in a heartbeat or metrics; other messages are ignored."""
         if isinstance(message, Heartbeat):
             self._hear_beat(message, now)
         elif isinstance(message, Metrics):
@@ -127,8 +125,8 @@ class RunView:
             self._news.append(f"{dead} dead letter{'s' if dead > 1 else ''}: see `trinity-mq dead list`")
         self._depths = dict(depths)
 
-    def happened(self, event: ProcessEvent) -> None:
-        """Take in what the supervisor did, as far as it is worth a line."""
+    def add_event(self, event: ProcessEvent) -> None:
+        """Add news of a process event, if it is worth a line."""
         if event.what == "restarting":
             self._news.append(
                 f"{event.name} died and starts again in {event.delay:g} s (restart {event.restarts}); "
@@ -139,17 +137,17 @@ class RunView:
         elif event.what == "failed":
             self._news.append(f"{event.name} failed for good (exit code {event.code}): {event.reason}")
 
-    def last_word(self, agent: str) -> str | None:
-        """Return the state in which an agent said goodbye, finished or gone; None when it did not."""
+    def final_state(self, agent: str) -> str | None:
+        """Return the state in which an agent ended, ``finished`` or ``gone``; None while it has not."""
         heard = self._agents.get(agent)
         return heard.beat.state if heard and heard.beat.state in OVER else None
 
-    def tell(self, text: str) -> None:
+    def add_news(self, text: str) -> None:
         """Add a line of news."""
         self._news.append(text)
 
     def take_news(self) -> list[str]:
-        """Return what happened since the last call."""
+        """Return and clear the lines since the last call."""
         news, self._news = self._news, []
         return news
 

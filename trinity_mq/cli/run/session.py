@@ -31,18 +31,18 @@ EXPLORER = "explorer-0"
 QUEUES = ("closed", "tasks.train", "tasks.eval", "dead")
 REFRESH_SECONDS = 0.5
 DEPTH_SECONDS = 2.0
-LAST_BEAT_SECONDS = 2.0
-"""How long the explorer's last words may be under way after its process has ended."""
+FINAL_HEARTBEAT_SECONDS = 2.0
+"""How long the explorer's last heartbeat may take to arrive after its process has ended."""
 ENDED = ("finished", "stopped", "failed")
 
 
 class Session:
-    """A run that is under way.
+    """A run in progress.
 
     Args:
         config: What to run.
         folder: Its folder, locked, the configuration in it.
-        display: Where progress is shown.
+        display: Shows progress.
         url: A broker that runs elsewhere; None: one of our own in the run's folder.
     """
 
@@ -50,18 +50,18 @@ class Session:
         self._config, self._folder, self._display, self._url = config, folder, display, url
         given = Addresses.of(config.broker)
         self._in_file = url is not None and given is not None and given.from_file
-        """It is read anew at each connect, so nobody is handed what it holds now."""
-        self.board = RunView(config.name, config.buffer.total_steps)
+        """The URL is read from a file at each connect, so the agents get the file and not its content."""
+        self.run_view = RunView(config.name, config.buffer.total_steps)
         self.signal: signal.Signals | None = None
-        """The first one that asked us to stop."""
+        """The first signal that asked us to stop."""
         self.failures: list[ProcessEvent] = []
-        """What failed for good."""
+        """Processes that will not be restarted any more."""
         self.finished = False
-        """The explorer said that the run is over."""
+        """The explorer reported that the run is over."""
         self._metrics = MetricsTail(folder.path)
         for message in self._metrics.read():
-            self.board.receive(message, 0.0)
-        self.board.take_news()  # of an earlier start
+            self.run_view.receive(message, 0.0)
+        self.run_view.take_news()  # of an earlier start
         self._supervisor: Supervisor | None = None
         self._changed = Notifier()
 
@@ -71,7 +71,7 @@ class Session:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number, task)
         where = "a private RabbitMQ" if self._url is None else "the given broker"
-        self.board.tell(f"run {self._config.name!r} in {self._folder.path}, on {where}")
+        self.run_view.add_news(f"run {self._config.name!r} in {self._folder.path}, on {where}")
         self._draw()
         try:
             async with self._broker() as url:
@@ -98,7 +98,7 @@ class Session:
         if self._url is not None:
             yield self._url
             return
-        broker = OwnBroker(self._folder.path / "broker", self._config.supervisor, self.board.tell)
+        broker = OwnBroker(self._folder.path / "broker", self._config.supervisor, self.run_view.add_news)
         async with broker.running() as url:
             yield url
 
@@ -113,16 +113,16 @@ class Session:
             watching = [
                 group.create_task(self._follow(bus, topology), name="follow"),
                 group.create_task(self._depths(bus, topology), name="depths"),
-                group.create_task(self._obey(bus, topology, supervisor, group), name="obey"),
-                group.create_task(self._draw_forever(), name="draw"),
-                group.create_task(self._end_when_due(supervisor), name="end"),
+                group.create_task(self._restart_on_request(bus, topology, supervisor, group), name="restart"),
+                group.create_task(self._refresh_display(), name="draw"),
+                group.create_task(self._end_run(supervisor), name="end"),
             ]
             code = await group.create_task(supervisor.run(), name="supervise")
             for task in watching:
                 task.cancel()
         return code
 
-    async def _end_when_due(self, supervisor: Supervisor) -> None:
+    async def _end_run(self, supervisor: Supervisor) -> None:
         await self._changed.until(lambda: self.signal is not None or supervisor.phases[EXPLORER] in ENDED)
         if self.signal is not None:
             # all at once: the explorer begins nothing new, and keeps the engine up until the runners have finished
@@ -137,39 +137,41 @@ class Session:
             await supervisor.drain()
 
     async def _explorer_finished(self) -> bool:
-        """Whether it ended because the run is over, and not because somebody drained it. Its last beat tells."""
+        """Return whether its last heartbeat says that the run is over, and not that it was drained."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_BEAT_SECONDS):
-                await self._changed.until(lambda: self.board.last_word(EXPLORER) is not None)
-        return self.board.last_word(EXPLORER) != "gone"
+            async with asyncio.timeout(FINAL_HEARTBEAT_SECONDS):
+                await self._changed.until(lambda: self.run_view.final_state(EXPLORER) is not None)
+        return self.run_view.final_state(EXPLORER) != "gone"
 
     async def _follow(self, bus: Bus, topology: Topology) -> None:
         async for attempt in retrying(BusUnavailable):
             with attempt:
                 # the metrics are read from their file, which also holds those of before a restart
-                await follow(bus, topology, self.board, "supervisor", self._changed.notify, pattern="beat.#")
+                await follow(bus, topology, self.run_view, "supervisor", self._changed.notify, pattern="beat.#")
 
     async def _depths(self, bus: Bus, topology: Topology) -> None:
         while True:
-            self.board.set_depths(await depths(bus, topology, QUEUES))
+            self.run_view.set_depths(await depths(bus, topology, QUEUES))
             await asyncio.sleep(DEPTH_SECONDS)
 
-    async def _obey(self, bus: Bus, topology: Topology, supervisor: Supervisor, group: asyncio.TaskGroup) -> None:
-        """Replace the agents that somebody asks to have replaced: one that hangs does not hear it itself."""
+    async def _restart_on_request(
+        self, bus: Bus, topology: Topology, supervisor: Supervisor, group: asyncio.TaskGroup
+    ) -> None:
+        """Restart agents on request: one that hangs does not receive the request itself."""
         queue = topology.listener("supervisor", uuid.uuid4().hex[:12], "control", "restart.#")
         async for attempt in retrying(BusUnavailable):
             with attempt:
                 await bus.declare(queue)
-                async with await bus.consume(queue) as feed:
-                    async for delivery in feed:
+                async with await bus.consume(queue) as subscription:
+                    async for delivery in subscription:
                         with contextlib.suppress(DecodeError):
                             event = decode(delivery.body, ControlEvent, delivery.content_type)
                             if event.verb == "restart" and event.target in supervisor.phases:
-                                self.board.tell(f"{event.target} is replaced: {event.reason or 'asked for'}")
+                                self.run_view.add_news(f"{event.target} is replaced: {event.reason or 'asked for'}")
                                 group.create_task(supervisor.restart(event.target))
                         await delivery.ack()
 
-    async def _draw_forever(self) -> None:
+    async def _refresh_display(self) -> None:
         while True:
             self._draw()
             await asyncio.sleep(REFRESH_SECONDS)
@@ -177,20 +179,20 @@ class Session:
     def _draw(self) -> None:
         now = asyncio.get_running_loop().time()
         for message in self._metrics.read():
-            self.board.receive(message, now)
-        self._display.show(self.board.view(now), self.board.take_news(), now)
+            self.run_view.receive(message, now)
+        self._display.show(self.run_view.view(now), self.run_view.take_news(), now)
 
     def _on_event(self, event: ProcessEvent) -> None:
         level = log.warning if event.what in {"died", "failed", "killed"} else log.info
         level("process", name=event.name, what=event.what, pid=event.pid, code=event.code, reason=event.reason)
         if event.what == "failed":
             self.failures.append(event)
-        self.board.happened(event)
+        self.run_view.add_event(event)
         self._changed.notify()
 
     def _on_signal(self, number: signal.Signals, main: asyncio.Task[int] | None) -> None:
         if self.signal is not None:
-            self.board.tell("killed at once")
+            self.run_view.add_news("killed at once")
             if self._supervisor is not None:
                 self._supervisor.kill()
             return
@@ -199,7 +201,7 @@ class Session:
             if main is not None:
                 main.cancel()
             return
-        self.board.tell("draining; once more to kill at once")
+        self.run_view.add_news("draining; once more to kill at once")
         self._changed.notify()
 
 

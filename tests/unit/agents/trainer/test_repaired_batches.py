@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from tests.unit.agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
-from trinity_mq.cli.commands.dead import give_back_batches
+from trinity_mq.cli.commands.dead import republish_batches
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Progress
 from trinity_mq.operators import ExperienceOperatorV1
@@ -57,7 +57,7 @@ async def replayed(sim: Simulation, after: int = BROKEN) -> None:
     await until(lambda: bool(sim.trainers) and sim.trainer.progress >= after)
     Choosy.repaired = True
     bus = await sim.client()
-    given, trouble, _ = await give_back_batches(bus, sim.topology, {str(BROKEN)})
+    given, trouble, _ = await republish_batches(bus, sim.topology, {str(BROKEN)})
     assert (len(given), trouble) == (1, [])
     await bus.close()
 

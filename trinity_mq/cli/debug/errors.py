@@ -1,4 +1,4 @@
-"""What a workflow raises, kept with its place before anything above makes one line of it."""
+"""Records the exception that leaves a workflow, with its traceback."""
 
 from __future__ import annotations
 
@@ -17,32 +17,30 @@ from trinity_mq.workflows import RunFailedError, Workflow
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """Why a run failed."""
+class Failure:
+    """The reason why a run failed."""
 
     type: str
     message: str
     file: str
     line: int
     function: str
-    """Where: the innermost place in the workflow's own file, else the innermost of all."""
+    """With ``file`` and ``line``: the innermost place in the workflow's own file, else the innermost of all."""
     was_interrupted: bool
-    """It raised nothing: it was there when its time was up."""
+    """It raised nothing: it was at that place when its time was up."""
     traceback: str
 
 
-class Caught:
-    """The last exception that left a workflow of class ``kind``."""
+class ErrorRecorder:
+    """Keeps the last exception that left a workflow of class ``kind``."""
 
     def __init__(self, kind: type[Workflow]) -> None:
         self._file = inspect.getsourcefile(kind) or ""
         self._error: BaseException | None = None
 
     @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        """Keep what is raised inside, and let it pass; a runner would wait for an engine that does not answer, here
-        that is the end.
-        """
+    def recording(self) -> Iterator[None]:
+        """Record and re-raise exceptions. Engine errors become RunFailedError, for which a runner does not wait."""
         try:
             yield
         except BaseException as error:
@@ -51,8 +49,8 @@ class Caught:
                 raise RunFailedError(describe(error)) from None
             raise
 
-    def trouble(self) -> Trouble | None:
-        """Return what was caught, None if nothing was."""
+    def failure(self) -> Failure | None:
+        """Return the recorded failure, None if there is none."""
         error = self._error
         if error is None:
             return None
@@ -63,7 +61,7 @@ class Caught:
         shown.stack = traceback.StackSummary.from_list(
             [frame for frame in shown.stack if frame.filename not in {__file__, contextlib.__file__}]
         )
-        return Trouble(
+        return Failure(
             type=type(error).__name__,
             message=" ".join(str(error).split()),
             file=place.filename,
@@ -74,19 +72,19 @@ class Caught:
         )
 
 
-def watched(kind: type[Workflow], caught: Caught) -> type[Workflow]:
-    """Return a workflow class that does what ``kind`` does, and keeps what it raises."""
+def recording_errors(kind: type[Workflow], errors: ErrorRecorder) -> type[Workflow]:
+    """Return a subclass of ``kind`` that records its exceptions in ``errors``."""
 
     def __init__(self: Any, **given: Any) -> None:  # noqa: N807
-        with caught.keeping():
+        with errors.recording():
             kind.__init__(self, **given)
 
     def run(self: Any) -> list[Experience]:
-        with caught.keeping():
+        with errors.recording():
             return kind.run(self)
 
     async def run_async(self: Any) -> list[Experience]:
-        with caught.keeping():
+        with errors.recording():
             return await kind.run_async(self)
 
     body = {"__init__": __init__, "run": run, "run_async": run_async, "__module__": kind.__module__}
