@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 TensorInput = Tensor | np.ndarray[Any, Any] | Sequence[Any]
-"""What a tensor field accepts."""
+"""Input that a tensor field accepts."""
 
 RESPONSE_FIELDS = ("logprobs", "action_mask", "token_level_reward", "advantages", "returns", "teacher_logprobs")
 """Fields with one value per response token."""

@@ -34,7 +34,7 @@ class BadVerdictError(ValueError):
 
 
 class JudgeArguments(Arguments):
-    """What every workflow with a judge takes in ``workflow_args``."""
+    """Arguments of every workflow with a judge in ``workflow_args``."""
 
     judge: Which = 0
     """Which auxiliary model: its name, or its place from 0."""
@@ -46,12 +46,12 @@ class JudgeArguments(Arguments):
     """No answer that can be used: ``neutral`` gives scores that teach nothing (metric ``judge_success`` 0), ``fail``
     fails the run."""
     max_answer_characters: int = Field(default=8000, ge=100)
-    """Of a longer response the judge sees both ends."""
+    """Upper bound of the characters of a response that the judge sees; of a longer one it sees both ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a judge said."""
+    """The answer of a judge."""
 
     scores: tuple[float, ...] | None
     """From 0 to 1; None: no answer could be used."""

@@ -38,7 +38,7 @@ class ToolAgentArguments(Arguments):
 
 
 class ToolAgent(RecordedWorkflow):
-    """What the tool-using workflows share: the conversation, and what the last answer is worth.
+    """Base of the tool-using workflows: the conversation, and the reward of the last answer.
 
     Each turn is an experience. All get the reward of the answer that ends the run, which is empty if the turns or the
     context ended before. What a tool says is in the prompt of the next turn: it is not trained on.

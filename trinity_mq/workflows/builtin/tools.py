@@ -23,7 +23,7 @@ MAX_ARGUMENTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a model is told about its call."""
+    """The result of a call, as the model reads it."""
 
     text: str
     ok: bool
