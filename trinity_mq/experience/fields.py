@@ -63,7 +63,7 @@ def _plain(value: TensorInput, kinds: frozenset[type], dtype: type[np.generic]) 
         try:
             return torch.from_numpy(np.array(value, dtype=dtype))
         except (OverflowError, ValueError, TypeError):
-            return None  # told apart, and worded, below
+            return None  # the slow path below says what is wrong
     return None
 
 

@@ -35,7 +35,7 @@ class WorkflowRunner:
 
     Args:
         config: The run's configuration.
-        model: The rollout model of :meth:`run_task`; :meth:`run_slice` is told each time.
+        model: The rollout model of :meth:`run_task`; :meth:`run_slice` gets one each time.
         auxiliary_models: Further models that workflows may ask.
         runner_id: Whose work it is, for logs.
     """
@@ -104,7 +104,7 @@ class WorkflowRunner:
         Args:
             task_slice: The slice.
             models: Says which engine to use, asked before each attempt; raises EngineNotReady or EngineLost where there
-                is none at present, which costs time but no attempt. One that is Engines is told which ones are lost.
+                is none at present, which costs time but no attempt. One that is Engines is notified of lost ones.
             results: Filled as runs are finished, for those who may have to end the slice early.
         """
         try:

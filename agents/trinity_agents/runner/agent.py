@@ -239,9 +239,9 @@ class Runner(Agent):
 
     async def _slice(self, in_flight: InFlightSlice) -> None:
         limit = self.config.broker.delivery_limit
-        lives = in_flight.delivery.deliveries_before
-        if lives >= limit:
-            await self._poison(in_flight, f"{lives} runners did not survive this slice (limit {limit})")
+        crashes = in_flight.delivery.deliveries_before
+        if crashes >= limit:
+            await self._poison(in_flight, f"{crashes} runners did not survive this slice (limit {limit})")
         elif self._open.abandoned(in_flight.task_slice):
             self._counts["cancelled"] += 1
             await acknowledge(in_flight.delivery)

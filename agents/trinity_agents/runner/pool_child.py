@@ -42,7 +42,7 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
         pipe: To the runner.
         body: An encoded TaskSlice.
         config_json: The run's configuration.
-        grace: Seconds over the slice's time after which the kernel ends the process, whoever is left to watch it.
+        grace: Seconds over the slice's time after which the kernel ends the process, even where no runner is left.
     """
     task_slice = decode(body, TaskSlice)
     _die_with_parent(task_slice.slice_timeout + grace)

@@ -175,8 +175,8 @@ class ResultPublisher:
         for part, content in enumerate(contents):
             mail = part_mail(task_slice, in_flight.attempt, part, len(contents), content, oldest)
             if not await self._taken(in_flight, functools.partial(self._bus.publish, exchange, key, mail)):
-                nobodys = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
-                await delete_blobs(self._store, *(part_name(task_slice.ticket, in_flight.attempt, n) for n in nobodys))
+                orphans = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
+                await delete_blobs(self._store, *(part_name(task_slice.ticket, in_flight.attempt, n) for n in orphans))
                 return False
         return True
 

@@ -39,7 +39,7 @@ class JudgeArguments(Arguments):
     judge: Which = 0
     """Which auxiliary model: its name, or its place from 0."""
     judge_tries: int = Field(default=2, ge=1, le=10)
-    """Answers of the judge until one can be used; each further one is told what was wrong."""
+    """Answers of the judge until one can be used; each retry includes what was wrong."""
     judge_max_tokens: int = Field(default=1024, ge=8)
     judge_temperature: float = Field(default=0.0, ge=0)
     on_bad_judge: Literal["neutral", "fail"] = "neutral"

@@ -308,12 +308,12 @@ import asyncio, sys
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskSlice, decode
 from trinity_mq.models import InferenceModel
-from trinity_agents.runner.process_pool import IsolatedPool
+from trinity_agents.runner.process_pool import ProcessPool
 
 async def main():
     config = Config.model_validate({"model": {"tiny": {}}, "run_dir": sys.argv[2]})
     engine = InferenceModel(id="e", url="http://127.0.0.1:1", name="m")
-    await IsolatedPool(1).run(decode(bytes.fromhex(sys.argv[1]), TaskSlice), config, lambda: engine)
+    await ProcessPool(1).run(decode(bytes.fromhex(sys.argv[1]), TaskSlice), config, lambda: engine)
 
 if __name__ == "__main__":
     asyncio.run(main())
