@@ -37,7 +37,7 @@ CONTROL_FACTOR = 96
 BATCH_FACTOR = TAIL_FACTOR = 32
 """The worst is a header of nothing but names."""
 LEGACY_FACTOR, LEGACY_FREE = 32, 1 << 26
-"""As legacy.py says."""
+"""As experience/legacy/reader.py says."""
 
 
 class FoundError(AssertionError):

@@ -9,7 +9,7 @@ from trinity_mq.experience.batch import ExperienceBatch
 from trinity_mq.experience.record import Experience
 
 Experiences = list[Experience] | ExperienceBatch
-"""What pure functions over experiences take, and give back in the same form."""
+"""Argument of pure functions over experiences, which return the same form."""
 E = TypeVar("E", list[Experience], ExperienceBatch)
 
 

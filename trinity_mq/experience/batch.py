@@ -184,8 +184,8 @@ class ExperienceBatch(Sequence[Experience]):
         return ExperienceBatch(self._count, self._values, tensors, multi_modal)
 
     def into_list(self) -> list[Experience]:
-        """Return the experiences as objects whose tensors and documents are the batch's own: for whoever only reads
-        them, or drops a batch that is nobody else's.
+        """Return the experiences as objects whose tensors and documents are the batch's own: for callers that
+        only read them, or own the batch alone.
 
         Raises:
             DecodeError: As :meth:`settle`.

@@ -7,12 +7,12 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-_lot = random.Random()  # of our own: whoever seeds the module's for repeatable runs must not repeat our ids
-os.register_at_fork(after_in_child=_lot.seed)
+_random = random.Random()  # own instance: seeding the module's generator for repeatable runs must not repeat ids
+os.register_at_fork(after_in_child=_random.seed)
 
 
 def _new_suffix() -> str:
-    return f"{_lot.getrandbits(48):012x}"
+    return f"{_random.getrandbits(48):012x}"
 
 
 def _escaped(part: int | str) -> str:

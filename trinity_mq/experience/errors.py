@@ -1,4 +1,4 @@
-"""What goes wrong between experiences and bytes."""
+"""Errors of encoding and decoding."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 TensorInput = Tensor | np.ndarray[Any, Any] | Sequence[Any]
-"""What a tensor field accepts."""
+"""Input that a tensor field accepts."""
 
 RESPONSE_FIELDS = ("logprobs", "action_mask", "token_level_reward", "advantages", "returns", "teacher_logprobs")
 """Fields with one value per response token."""
@@ -63,7 +63,7 @@ def _plain(value: TensorInput, kinds: frozenset[type], dtype: type[np.generic]) 
         try:
             return torch.from_numpy(np.array(value, dtype=dtype))
         except (OverflowError, ValueError, TypeError):
-            return None  # told apart, and worded, below
+            return None  # the slow path below says what is wrong
     return None
 
 

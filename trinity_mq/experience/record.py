@@ -1,4 +1,4 @@
-"""The experience: one sampled sequence with what is known about it."""
+"""The experience: one sampled sequence with its rewards, logprobs and origin."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Experience:
     versions: Versions | None = None
     """Run-length column of the policy that sampled: rows ``(first token in the response, generation, step)``."""
     temperature: float | None = None
-    """What the sampler divided the logits by."""
+    """Divisor of the logits in the sampler."""
     taskset: str | None = None
     index: int | None = None
     """Position of the task in its taskset."""
@@ -300,7 +300,7 @@ class Experience:
         return cls.serializer.decode(data, allow_legacy=allow_legacy)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a person reads, without tensors; optional fields only where they are set."""
+        """Return the readable fields, without tensors; optional ones only where they are set."""
         result: dict[str, Any] = {
             "eid": self.eid.to_dict(),
             "type": self.experience_type,

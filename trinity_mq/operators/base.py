@@ -1,4 +1,4 @@
-"""What an operator is: experiences of one batch in, those that stay and metrics out."""
+"""Base classes of operators: experiences of one batch in, the experiences that stay and metrics out."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ExperienceOperatorV1(ABC):
 
     @property
     def name(self) -> str:
-        """What metrics and errors call it."""
+        """The name in metrics and errors."""
         return type(self).__name__
 
     async def prepare(self) -> None:  # noqa: B027  nothing to prepare is the common case
@@ -104,7 +104,7 @@ class WrappedOperator(ThreadedOperator):
 
     @property
     def name(self) -> str:
-        """That of the wrapped operator."""
+        """The name of the wrapped operator."""
         return type(self.operator).__name__
 
     def apply(self, exps: list[Experience]) -> Processed:

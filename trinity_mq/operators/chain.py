@@ -1,4 +1,4 @@
-"""A batch through a chain of operators."""
+"""Runs a batch through a chain of operators."""
 
 from __future__ import annotations
 

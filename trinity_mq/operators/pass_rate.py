@@ -1,4 +1,4 @@
-"""How often tasks are done right: what a curriculum goes by."""
+"""Pass rates of tasks, the signal of a curriculum."""
 
 from __future__ import annotations
 

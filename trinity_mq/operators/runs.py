@@ -1,4 +1,4 @@
-"""What operators ask of runs and tasks: the value of each run, which experiences belong to a task."""
+"""Values of runs, and the experiences that belong to a task, as operators need them."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ _CONTENT = ("tokens", "chosen", "rejected", "action_mask")
 
 
 def _contents(exps: Experiences) -> list[tuple[bytes, ...]]:
-    """Return the content of each experience, for comparison; the empty tuple where it cannot be told."""
+    """Return the content of each experience, for comparison; the empty tuple where it is unknown."""
     columns: list[list[Any]]
     if isinstance(exps, ExperienceBatch):
         columns = [column_items(exps.column(name), len(exps)) for name in _CONTENT]

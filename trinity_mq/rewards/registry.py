@@ -44,7 +44,7 @@ class RewardFn(Protocol):
             truth: What the dataset gives as the right answer.
             finished: The response ended by itself, and was not cut at a limit.
 
-        One that has a parameter ``tokens`` is told the number of response tokens there too, where it is known.
+        A function with a parameter ``tokens`` also gets the number of response tokens there, where it is known.
         """
         ...
 
@@ -80,7 +80,7 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
 
 
 class _Reward:
-    """A reward function that may be told the number of tokens, whether or not it wants to know."""
+    """A reward function called with the number of tokens only if it takes that."""
 
     def __init__(self, fn: Any, counts: bool) -> None:
         self._fn, self._counts = fn, counts

@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be run, with what."""
+    """One attempt to run: the task, its model and its limits."""
 
     task: Task
     kind: type[Workflow]
@@ -57,11 +57,11 @@ class Job:
     seed: int
     models: Callable[[], InferenceModel]
     """Says which engine to use now; raises EngineNotReady or EngineLost where there is none at present."""
-    tally: RunResults
+    results: RunResults
     own_loops: bool = False
     """Each run of an asynchronous workflow in a thread, on an event loop of its own."""
     runner: int | str | None = None
-    """Whose work it is, for logs."""
+    """Context of the attempt for logs."""
 
 
 class RunGroup:
@@ -76,7 +76,7 @@ class RunGroup:
         """Why no engine serves, while it waits for one."""
 
     async def finish(self) -> None:
-        """Do the runs and retry what fails. What a workflow raises is not raised here: the tally has it."""
+        """Do the runs and retry what fails. What a workflow raises is not raised here: the results has it."""
         try:
             try:
                 await self._attempt()
@@ -107,7 +107,7 @@ class RunGroup:
             try:
                 await self._block(block)
             except Exception as error:
-                self.job.tally.trouble(describe(error))
+                self.job.results.add_failure(describe(error))
                 log.debug("attempt_failed", runner=self.job.runner, runs=block, attempt=self._attempts, exc_info=error)
                 failure = failure or error
         if failure is not None:
@@ -129,7 +129,7 @@ class RunGroup:
             experiences, seconds = await serving(_after(error, lambda: self._go(block)))
         by_run = self._by_run(block, experiences)
         for run, listed in by_run.items():
-            self.job.tally.finished(self.job.task, run, listed, seconds)
+            self.job.results.finished(self.job.task, run, listed, seconds)
             self.missing.remove(run)
         lacking = [run for run in block if run not in by_run]
         if lacking:
@@ -185,10 +185,10 @@ class RunGroup:
     def _pause(self, state: RetryCallState) -> float:
         """Return the jittered seconds until an engine is asked again."""
         error = None if state.outcome is None else state.outcome.exception()
-        trouble = error and engine_trouble(error)
-        self.engine_trouble = str(trouble)
-        if isinstance(trouble, EngineNotReady):
-            return trouble.retry_after * random.uniform(1.0, 1.5)
+        add_failure = error and engine_trouble(error)
+        self.engine_trouble = str(add_failure)
+        if isinstance(add_failure, EngineNotReady):
+            return add_failure.retry_after * random.uniform(1.0, 1.5)
         longest: float = FIRST_PAUSE * 2 ** min(state.attempt_number, 10)
         return min(LONGEST_PAUSE, longest) * random.uniform(0.5, 1.0)
 

@@ -1,4 +1,4 @@
-"""What is done of a slice so far. It outlives whatever ends the rest."""
+"""Accumulates the finished runs of a slice, so that a timeout or a cancellation keeps partial results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trinity_mq.workflows import Task
 
 @dataclass
 class RunResults:
-    """The finished runs, and what went wrong with the others."""
+    """The finished runs of a slice, and the first failure of the others."""
 
     experiences: dict[int, list[Experience]] = field(default_factory=dict)
-    """By run."""
+    """Experiences by run."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    """By run."""
+    """Metrics by run."""
     message: str | None = None
-    """The first thing that went wrong."""
+    """The first failure."""
     on_run: Callable[[int], None] | None = None
-    """Told of each run as it is finished."""
+    """Called with each run when it is finished."""
 
-    def trouble(self, message: str) -> None:
+    def add_failure(self, message: str) -> None:
         """Keep ``message`` if it is the first."""
         self.message = self.message or message
 
@@ -39,8 +39,8 @@ class RunResults:
         metrics = {"response_tokens:sum": float(tokens)}
         if last.reward is not None:
             metrics["reward"] = last.reward
-        if told := [experience.metrics for experience in experiences if experience.metrics]:
-            metrics |= aggregate_runs(told)
+        if reported := [experience.metrics for experience in experiences if experience.metrics]:
+            metrics |= aggregate_runs(reported)
         metrics["time/run_execution"] = seconds
         self.keep(run, experiences, metrics)
 
@@ -52,7 +52,7 @@ class RunResults:
             self.on_run(run)
 
     def outcome(self, seconds: float) -> SliceOutcome:
-        """Return what is done by now as the outcome of a slice that took ``seconds``."""
+        """Return the finished runs as the outcome of a slice that took ``seconds``."""
         runs = sorted(self.experiences)
         experiences = [experience for run in runs for experience in self.experiences[run]]
         versions = [each.versions for each in experiences if each.versions]

@@ -1,4 +1,4 @@
-"""What became of a task, and of a slice of one."""
+"""Outcomes of tasks and of task slices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Status:
-    """What became of a task."""
+    """The outcome of a task."""
 
     ok: bool
     """Every run finished."""
@@ -30,10 +30,10 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceOutcome:
-    """What became of a slice in the hands of one runner."""
+    """The outcome of a slice on one runner."""
 
     experiences: list[Experience] = field(default_factory=list)
-    """Of the finished runs, in their order."""
+    """Metrics of the finished runs, in their order."""
     runs: list[int] = field(default_factory=list)
     """The runs that finished, rising."""
     metrics: list[dict[str, float]] = field(default_factory=list)

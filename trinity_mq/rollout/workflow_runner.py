@@ -23,8 +23,8 @@ from trinity_mq.workflows import Task, TaskError, load_workflow
 __all__ = ["SliceOutcome", "Status", "WorkflowRunner"]
 
 WAITING_SHARE = 0.25
-"""Of an attempt's time: so long a workflow waits for weights where it is, keeping its earlier steps. After that it is
-begun again, with whatever engine serves by then, which counts as no further attempt."""
+"""Share of an attempt's time that a workflow waits for weights, keeping its earlier steps. After that it is begun
+again, with whatever engine serves by then, which counts as no further attempt."""
 
 
 class WorkflowRunner:
@@ -35,7 +35,7 @@ class WorkflowRunner:
 
     Args:
         config: The run's configuration.
-        model: The rollout model of :meth:`run_task`; :meth:`run_slice` is told each time.
+        model: The rollout model of :meth:`run_task`; :meth:`run_slice` gets one each time.
         auxiliary_models: Further models that workflows may ask.
         runner_id: Whose work it is, for logs.
     """
@@ -97,15 +97,15 @@ class WorkflowRunner:
         return status, outcome.experiences
 
     async def run_slice(
-        self, task_slice: TaskSlice, models: Callable[[], InferenceModel], tally: RunResults | None = None
+        self, task_slice: TaskSlice, models: Callable[[], InferenceModel], results: RunResults | None = None
     ) -> SliceOutcome:
         """Do the runs of a slice, within its time, and return what became of them.
 
         Args:
             task_slice: The slice.
             models: Says which engine to use, asked before each attempt; raises EngineNotReady or EngineLost where there
-                is none at present, which costs time but no attempt. One that is Engines is told which ones are lost.
-            tally: Filled as runs are finished, for those who may have to end the slice early.
+                is none at present, which costs time but no attempt. One that is Engines is notified of lost ones.
+            results: Filled as runs are finished, for those who may have to end the slice early.
         """
         try:
             task = Task.from_body(task_slice.task, task_slice.batch, task_slice.task_id)
@@ -118,7 +118,7 @@ class WorkflowRunner:
             seed=task_slice.seed,
             models=models,
             pinned=task_slice.pinned,
-            tally=tally,
+            results=results,
         )
 
     @staticmethod
@@ -142,12 +142,12 @@ class WorkflowRunner:
         seed: int,
         models: Callable[[], InferenceModel],
         pinned: Version | None = None,
-        tally: RunResults | None = None,
+        results: RunResults | None = None,
     ) -> SliceOutcome:
         if task.workflow is None:
             return SliceOutcome.failure("the task has no workflow; set Task.workflow to a Workflow class")
         mode = self.config.runner.concurrent_mode
-        tally = RunResults() if tally is None else tally
+        results = RunResults() if results is None else results
         loop = asyncio.get_running_loop()
         start = loop.time()
         job = Job(
@@ -156,7 +156,7 @@ class WorkflowRunner:
             limits=limits,
             seed=seed,
             models=models,
-            tally=tally,
+            results=results,
             own_loops=mode == "multi-threading",
             runner=self.runner_id,
         )
@@ -177,12 +177,12 @@ class WorkflowRunner:
         except TimeoutError:
             if not limit.expired():
                 raise
-            trouble = next((unit.engine_trouble for unit in units if unit.engine_trouble), "")
-            why = f", waiting for an engine: {trouble}" if trouble else ""
-            tally.trouble(f"not done within the {limits.total:g} s of the slice{why}")
+            add_failure = next((unit.engine_trouble for unit in units if unit.engine_trouble), "")
+            why = f", waiting for an engine: {add_failure}" if add_failure else ""
+            results.add_failure(f"not done within the {limits.total:g} s of the slice{why}")
         finally:
             await instances.aclose()
-        return tally.outcome(loop.time() - start)
+        return results.outcome(loop.time() - start)
 
     def _wrap_auxiliaries(
         self, models: Callable[[], InferenceModel], clients: EngineClients | None

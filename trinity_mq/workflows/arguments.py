@@ -12,7 +12,7 @@ from trinity_mq.workflows.workflow import Task, TaskError
 
 
 class Arguments(BaseModel):
-    """Base of what a workflow takes: a field for each argument, with its default."""
+    """Base of a workflow's arguments: a field for each, with its default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

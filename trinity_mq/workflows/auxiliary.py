@@ -1,4 +1,4 @@
-"""What workflows with a judge or a teacher share: which auxiliary model it is, and what it means if it fails."""
+"""Auxiliary models of workflows with a judge or a teacher: their choice, and their failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One go at a workflow, where it belongs, and a check of what it gave back."""
+"""Executes a workflow once, on the event loop or in a thread, and checks its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trinity_mq.workflows.workflow import Workflow
 
 
 class RunFailedError(Exception):
-    """A run of a workflow gave nothing that can be used; the message says why."""
+    """A run of a workflow returned nothing usable; the message says why."""
 
 
 async def execute(
@@ -22,7 +22,7 @@ async def execute(
     close: Callable[[], Awaitable[None]] | None = None,
     own_loop: bool = False,
 ) -> list[Experience]:
-    """Return the experiences of one go at the workflow that ``make`` returns, of class ``kind``.
+    """Return the experiences of one execution of the workflow that ``make`` returns, of class ``kind``.
 
     An asynchronous workflow is made and run on the event loop, any other in a thread of its own. When this is
     cancelled, a thread is interrupted as soon as it executes Python code, and not waited for.

@@ -38,21 +38,21 @@ from trinity_mq.transport.blobs import StoreUnavailable, open_store
 log = structlog.get_logger(__name__)
 
 REMEMBERED = 10_000
-"""Slices whose result is out: an acknowledgement may be lost without our hearing of it."""
+"""Reported slices that are remembered: an acknowledgement may be lost without notice."""
 STUCK_AFTER = 5.0
-"""Seconds that a thread given up has to end until it counts as stuck."""
-LAST_WORDS = 5.0
-"""Seconds for what is published after ``runner.drain_timeout``."""
-LAST_BREATH = 3.0
-"""Seconds from the end of a runner to the end of its process, where workflows stand in the way."""
+"""Seconds after which an abandoned thread counts as stuck."""
+FINAL_FLUSH = 5.0
+"""Seconds for publishing results after ``runner.drain_timeout``."""
+EXIT_GRACE = 3.0
+"""Seconds from the end of a runner to the end of its process, where workflows ignore their cancellation."""
 LISTED = 16
 """Slices that a beat names: ``[ticket, task, first run, seconds since it came]``."""
 IDLE_AFTER = 0.25
-"""Seconds without a slice until the beat says so."""
+"""Seconds without a slice after which the heartbeat says so."""
 
 
 class Runner(Agent):
-    """Does slices, as many at a time as ``runner.concurrency``, evaluation beside training."""
+    """Executes slices, as many at a time as ``runner.concurrency``, evaluation beside training."""
 
     role = "runner"
 
@@ -71,33 +71,33 @@ class Runner(Agent):
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
         self._end_process, self._watchdog = end_process, watchdog
         self._engines = EngineSelector(lambda: self.peers.alive("engine"))
-        self._turns = SliceExecutor(
+        self._executor = SliceExecutor(
             config,
             self._engines,
             workflows=workflows or WorkflowRunner(config, None, runner_id=agent_id),
             isolated=isolated,
-            go_on_without=self._go_on_without,
+            on_detached=self._take_over,
         )
         self._open = OpenTickets(self.peers)
-        self._reports = ResultPublisher(
+        self._publisher = ResultPublisher(
             bus,
             topology,
             config.broker,
             open_store(config.broker, topology.run),
             runner=agent_id,
             woken=self.woken,
-            forgotten=self._open.forgotten,
-            in_hand=lambda: len(self._held),
+            abandoned=self._open.abandoned,
+            in_flight_count=lambda: len(self._held),
         )
         self._held: dict[SliceKey, InFlightSlice] = {}
         self._reported: dict[SliceKey, None] = {}
-        self._deaths = CrashHistory()
+        self._crashes = CrashHistory()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._given_up: set[asyncio.Task[None]] = set()
-        """Tasks in workflows that did not end when they were told to."""
+        self._detached: set[asyncio.Task[None]] = set()
+        """Tasks of workflows that ignored their cancellation."""
         self._failure: BaseException | None = None
-        self._leaving: RestartMe | None = None
-        self._resting: asyncio.TimerHandle | None = None
+        self._restart_reason: RestartMe | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._attempts = itertools.count(uuid.uuid4().int >> 1)  # unique, without asking the kernel for each
         self._done = 0
         self._counts: Counter[str] = Counter()
@@ -120,23 +120,23 @@ class Runner(Agent):
             RestartMe: A fresh process is wanted.
         """
         runner = self.config.runner
-        lanes = (
+        queues = (
             (self.topology.tasks_train, runner.concurrency),
             (self.topology.tasks_eval, runner.eval_slots),
         )
         # prefetch is the number of free slots: nothing is delivered that is not started
-        feeds = [await self.bus.consume(lane, prefetch=slots) for lane, slots in lanes]
+        consumers = [await self.bus.consume(lane, prefetch=slots) for lane, slots in queues]
         try:
             async with asyncio.TaskGroup() as group:
                 watch = [group.create_task(self._watch())]
                 if self._watchdog is not None:
                     watch.append(group.create_task(self._watchdog.run()))
-                takers = [group.create_task(self._take(feed)) for feed in feeds]
+                takers = [group.create_task(self._take(consumer)) for consumer in consumers]
                 try:
                     self.set_state("idle", "a slice")
                     await self.woken.until(self._is_over)
-                    for feed in feeds:
-                        await feed.stop()
+                    for consumer in consumers:
+                        await consumer.stop()
                     await asyncio.wait(takers)
                     await self._finish_or_give_back()
                 finally:
@@ -146,24 +146,24 @@ class Runner(Agent):
                     task.cancel()
         finally:
             await self._drop()
-            await self._reports.close()
-            for feed in feeds:
-                await feed.close()
-            await self._turns.close()
-            if self._given_up:
-                log.error("workflows_stand_in_the_way", runner=self.id, tasks=len(self._given_up))
-                wanted = EXIT_RECYCLE if isinstance(self._leaving, RecycleMe) else EXIT_RESTART
-                self._end_process(wanted if self._leaving or self._failure else 0)
-        if self._leaving:
-            raise self._leaving
+            await self._publisher.close()
+            for consumer in consumers:
+                await consumer.close()
+            await self._executor.close()
+            if self._detached:
+                log.error("workflows_ignore_cancellation", runner=self.id, tasks=len(self._detached))
+                wanted = EXIT_RECYCLE if isinstance(self._restart_reason, RecycleMe) else EXIT_RESTART
+                self._end_process(wanted if self._restart_reason or self._failure else 0)
+        if self._restart_reason:
+            raise self._restart_reason
 
     def _is_over(self) -> bool:
         if self._failure is not None:
             raise self._failure
-        return bool(self._leaving or self.draining.is_set() or self.peers.explorer.finished)
+        return bool(self._restart_reason or self.draining.is_set() or self.peers.explorer.finished)
 
-    async def _take(self, feed: Consumer) -> None:
-        async for delivery in feed:
+    async def _take(self, consumer: Consumer) -> None:
+        async for delivery in consumer:
             self._start(self._handle(delivery))
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -173,36 +173,36 @@ class Runner(Agent):
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._given_up.discard(task)
+        self._detached.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
             self.woken.notify()
 
-    def _leave(self, why: RestartMe) -> None:
-        """Give back what cannot be finished, and have a fresh process started."""
-        if self._leaving is None:
+    def _restart(self, why: RestartMe) -> None:
+        """Requeue unfinished slices, and ask for a fresh process."""
+        if self._restart_reason is None:
             log.info("leaving", runner=self.id, reason=str(why))
-            self._leaving = why
+            self._restart_reason = why
             self.woken.notify()
 
     async def _watch(self) -> None:
-        """Look at every beat: which engines live, which slices nobody waits for, what is stuck."""
+        """At every heartbeat, update the engines, stop abandoned slices and count stuck workflows."""
         while True:
             await self.peers.changed.wait()
             self._engines.receive()
-            for work in self._held.values():
-                if work.running and self._open.forgotten(work.task_slice):
-                    self._turns.stop(work, CANCELLED)
+            for in_flight in self._held.values():
+                if in_flight.running and self._open.abandoned(in_flight.task_slice):
+                    self._executor.stop(in_flight, CANCELLED)
             self._check_stuck()
 
     def _check_stuck(self) -> None:
-        stuck = len(self._given_up) + len(stuck_threads(asyncio.get_running_loop().time() - STUCK_AFTER))
+        stuck = len(self._detached) + len(stuck_threads(asyncio.get_running_loop().time() - STUCK_AFTER))
         self._counts["stuck"] = stuck
         if not stuck:
             del self._counts["stuck"]
         most = self.config.runner.max_stuck
         if stuck > most:
-            self._leave(RestartMe(f"{stuck} workflows that were given up run on (runner.max_stuck {most})"))
+            self._restart(RestartMe(f"{stuck} workflows that were given up run on (runner.max_stuck {most})"))
 
     # -- one slice
 
@@ -212,135 +212,135 @@ class Runner(Agent):
             return
         key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
         while key in self._held:
-            # our own work under a void delivery: the new one is its acknowledgement
+            # a stale delivery of the same slice: the new delivery is the one to acknowledge
             await self._held[key].over.wait()
         if key in self._reported:
             self._counts["duplicates"] += 1
             await acknowledge(delivery)
             return
-        work = self._held[key] = InFlightSlice(task_slice, delivery, f"{next(self._attempts):032x}")
+        in_flight = self._held[key] = InFlightSlice(task_slice, delivery, f"{next(self._attempts):032x}")
         self.set_state("working")
         try:
-            await self._slice(work)
+            await self._slice(in_flight)
         finally:
-            if not work.given_up:
-                self._release(work)
+            if not in_flight.detached:
+                self._release(in_flight)
 
-    def _release(self, work: InFlightSlice) -> None:
-        del self._held[work.key]
-        work.over.set()
-        if not self._held and self._resting is None:
-            self._resting = asyncio.get_running_loop().call_later(IDLE_AFTER, self._rest)
+    def _release(self, in_flight: InFlightSlice) -> None:
+        del self._held[in_flight.key]
+        in_flight.over.set()
+        if not self._held and self._idle_timer is None:
+            self._idle_timer = asyncio.get_running_loop().call_later(IDLE_AFTER, self._become_idle)
 
-    def _rest(self) -> None:
-        self._resting = None
+    def _become_idle(self) -> None:
+        self._idle_timer = None
         if not self._held and self.state == "working":
             self.set_state("idle", "a slice")
 
-    async def _slice(self, work: InFlightSlice) -> None:
+    async def _slice(self, in_flight: InFlightSlice) -> None:
         limit = self.config.broker.delivery_limit
-        lives = work.delivery.deliveries_before
-        if lives >= limit:
-            await self._poison(work, f"{lives} runners did not survive this slice (limit {limit})")
-        elif self._open.forgotten(work.task_slice):
+        crashes = in_flight.delivery.deliveries_before
+        if crashes >= limit:
+            await self._poison(in_flight, f"{crashes} runners did not survive this slice (limit {limit})")
+        elif self._open.abandoned(in_flight.task_slice):
             self._counts["cancelled"] += 1
-            await acknowledge(work.delivery)
+            await acknowledge(in_flight.delivery)
         else:
             try:
-                outcome = await self._turns.take(work)
+                outcome = await self._executor.execute(in_flight)
             except ChildDied as error:
-                await self._again(work, "it killed its process", error)
+                await self._retry(in_flight, "it killed its process", error)
             else:
                 if outcome is not None:
-                    await self._finish(work, outcome)
+                    await self._finish(in_flight, outcome)
 
-    def _go_on_without(self, work: InFlightSlice) -> None:
-        """Leave a workflow that does not end behind, and answer for its slice."""
-        if work.task is not None:
-            self._tasks.discard(work.task)
-            self._given_up.add(work.task)
-        self._start(self._finish_without(work))
+    def _take_over(self, in_flight: InFlightSlice) -> None:
+        """Leave a workflow that ignores its cancellation in its task, and report its slice."""
+        if in_flight.task is not None:
+            self._tasks.discard(in_flight.task)
+            self._detached.add(in_flight.task)
+        self._start(self._finish_detached(in_flight))
         self._check_stuck()
 
-    async def _finish_without(self, work: InFlightSlice) -> None:
+    async def _finish_detached(self, in_flight: InFlightSlice) -> None:
         try:
-            await self._finish(work, work.tally.outcome(work.seconds))
+            await self._finish(in_flight, in_flight.results.outcome(in_flight.seconds))
         finally:
-            self._release(work)
+            self._release(in_flight)
 
-    # -- answering for it
+    # -- reporting
 
-    async def _finish(self, work: InFlightSlice, outcome: SliceOutcome) -> None:
-        """Publish what there is, then what became of the slice, then acknowledge."""
-        end: Outcome = end_of(work.task_slice, outcome)
-        if work.why == CANCELLED:
+    async def _finish(self, in_flight: InFlightSlice, outcome: SliceOutcome) -> None:
+        """Publish the experiences, then the outcome, then acknowledge."""
+        end: Outcome = end_of(in_flight.task_slice, outcome)
+        if in_flight.why == CANCELLED:
             self._counts["cancelled"] += 1
-            if not work.task_slice.keep_partial:
-                await acknowledge(work.delivery)
+            if not in_flight.task_slice.keep_partial:
+                await acknowledge(in_flight.delivery)
                 return
             end = end if outcome.runs else "cancelled"
         try:
-            result = await self._reports.deliver(work, outcome, end)
+            result = await self._publisher.deliver(in_flight, outcome, end)
         except StoreUnavailable as error:
-            await self._again(work, "its experiences could not be stored", error)
+            await self._retry(in_flight, "its experiences could not be stored", error)
             return
         if result.outcome == "late":
             self._counts["late"] += 1
-        await self._reports.report(work, result)
-        self._remember(work)
+        await self._publisher.report(in_flight, result)
+        self._remember(in_flight)
         self._done += 1
-        await acknowledge(work.delivery)
+        await acknowledge(in_flight.delivery)
         if self.config.runner.recycle_after is not None and self._done >= self.config.runner.recycle_after:
-            self._leave(RecycleMe(f"{self._done} slices done (runner.recycle_after)"))
+            self._restart(RecycleMe(f"{self._done} slices done (runner.recycle_after)"))
 
-    async def _again(self, work: InFlightSlice, what: str, error: Exception) -> None:
-        """Give a slice back for another try, somewhere; at the limit its end is told."""
-        limit, task_slice = self.config.broker.delivery_limit, work.task_slice
-        self._deaths.note(work, self.id, f"{what}: {error}")
-        if work.delivery.deliveries_before + 1 < limit:
+    async def _retry(self, in_flight: InFlightSlice, what: str, error: Exception) -> None:
+        """Requeue a slice for another try on any runner; at the delivery limit report it as poisoned."""
+        limit, task_slice = self.config.broker.delivery_limit, in_flight.task_slice
+        self._crashes.note(in_flight, self.id, f"{what}: {error}")
+        if in_flight.delivery.deliveries_before + 1 < limit:
             log.warning(
                 "slice_comes_again", ticket=task_slice.ticket, task=task_slice.task_id, why=what, reason=str(error)
             )
             self._counts["given_back"] += 1
-            await requeue(work.delivery)
+            await requeue(in_flight.delivery)
         else:
-            await self._poison(work, f"{what} {limit} times, last: {error}")
+            await self._poison(in_flight, f"{what} {limit} times, last: {error}")
 
-    async def _poison(self, work: InFlightSlice, reason: str) -> None:
-        """End a slice that nobody survives: its outcome, then a copy for people to look at, then the ack."""
+    async def _poison(self, in_flight: InFlightSlice, reason: str) -> None:
+        """Report a slice that ends its runners, dead-letter a copy, then acknowledge."""
         self._counts["poisoned"] += 1
-        await self._reports.report(work, self._reports.result(work, "poisoned", reason))
-        self._remember(work)
-        history = self._deaths.history(work)
-        work.delivery.headers = {**work.delivery.headers, "dead-history": "\n".join(history)}
-        await dead_letter(self.bus, self.topology, work.delivery, reason, self.id)
-        self._deaths.forget(work)
-        await acknowledge(work.delivery)
+        await self._publisher.report(in_flight, self._publisher.result(in_flight, "poisoned", reason))
+        self._remember(in_flight)
+        history = self._crashes.history(in_flight)
+        in_flight.delivery.headers = {**in_flight.delivery.headers, "dead-history": "\n".join(history)}
+        await dead_letter(self.bus, self.topology, in_flight.delivery, reason, self.id)
+        self._crashes.forget(in_flight)
+        await acknowledge(in_flight.delivery)
 
-    def _remember(self, work: InFlightSlice) -> None:
-        self._reported[work.key] = None
+    def _remember(self, in_flight: InFlightSlice) -> None:
+        self._reported[in_flight.key] = None
         while len(self._reported) > REMEMBERED:
             del self._reported[next(iter(self._reported))]
 
     # -- the end
 
     async def _finish_or_give_back(self) -> None:
-        """Wait for what runs. What is not done in ``drain_timeout`` goes back to the queue for another runner, or
-        leaves the runs it has, where that is wanted.
+        """Wait for the slices in flight. After ``drain_timeout`` they are requeued for another runner, or report
+        their finished runs, where partial results are requested.
         """
         loop = asyncio.get_running_loop()
         if self._tasks:
             self.set_state("draining", f"{len(self._tasks)} slices")
             await self._wait_for_tasks(loop.time() + self.config.runner.drain_timeout)
-        for work in list(self._held.values()):
-            if work.running and work.task is not None:
-                if work.task_slice.keep_partial and work.tally.experiences:
-                    self._turns.stop(work, PREEMPTED)
+        for in_flight in list(self._held.values()):
+            if in_flight.running and in_flight.task is not None:
+                if in_flight.task_slice.keep_partial and in_flight.results.experiences:
+                    self._executor.stop(in_flight, PREEMPTED)
                 else:
-                    log.info("slice_given_back", ticket=work.task_slice.ticket, task=work.task_slice.task_id)
+                    log.info("slice_given_back", ticket=in_flight.task_slice.ticket, task=in_flight.task_slice.task_id)
                     self._counts["given_back"] += 1
-                    work.task.cancel()
-        await self._wait_for_tasks(loop.time() + LAST_WORDS)
+                    in_flight.task.cancel()
+        await self._wait_for_tasks(loop.time() + FINAL_FLUSH)
 
     async def _wait_for_tasks(self, until: float) -> None:
         while self._tasks and (left := until - asyncio.get_running_loop().time()) > 0:
@@ -349,12 +349,12 @@ class Runner(Agent):
             raise self._failure
 
     async def _drop(self) -> None:
-        """See what was cancelled end; what does not is left behind."""
+        """Wait for cancelled tasks to end; the others are detached."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=STOP_PATIENCE)
-        self._given_up |= self._tasks
-        if self._resting is not None:
-            self._resting.cancel()
+        self._detached |= self._tasks
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
 
 
 def main(config: Config, agent_id: str = "runner-0") -> int:
@@ -371,7 +371,7 @@ def main(config: Config, agent_id: str = "runner-0") -> int:
 
 
 def _end_process(code: int) -> None:
-    """End the process soon, whatever still runs in it: a workflow that ignores its end would keep the loop alive."""
-    last = threading.Timer(LAST_BREATH, os._exit, (code,))
+    """End the process soon: a workflow that ignores its cancellation would keep the loop alive."""
+    last = threading.Timer(EXIT_GRACE, os._exit, (code,))
     last.daemon = True
     last.start()

@@ -1,4 +1,4 @@
-"""A slice in the hands of a runner: what is done of it, and how it is ended from outside."""
+"""A slice that a runner holds: its results so far, and its cancellation from outside."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ OVERDUE: Final = "it went on after its time was over"
 
 
 class InFlightSlice:
-    """One slice, from its delivery until it is answered for."""
+    """One slice, from its delivery until it is reported."""
 
     def __init__(self, task_slice: TaskSlice, delivery: Delivery, attempt: str) -> None:
         loop = asyncio.get_running_loop()
         self.task_slice, self.delivery, self.attempt = task_slice, delivery, attempt
         self.task = asyncio.current_task()
         self.started = loop.time()
-        self.tally = RunResults()
+        self.results = RunResults()
         self.over = asyncio.Event()
         self.running = False
-        """The workflow has its turn."""
+        """Whether the workflow is being executed."""
         self.why: str | None = None
-        """Why it was ended from outside."""
-        self.given_up = False
-        """It did not end when it was told to: another task answers for it."""
+        """Reason of the cancellation from outside."""
+        self.detached = False
+        """Whether it ignored its cancellation: another task reports it."""
 
     @property
     def key(self) -> SliceKey:
-        """Which slice it is, whoever delivers it and how often."""
+        """Identity of the slice over all of its deliveries."""
         return self.task_slice.ticket, self.task_slice.task_id, self.task_slice.run_base
 
     @property
     def seconds(self) -> float:
-        """Since it was delivered."""
+        """Seconds since it was delivered."""
         return asyncio.get_running_loop().time() - self.started
 
     def end(self, why: str) -> bool:
@@ -52,19 +52,19 @@ class InFlightSlice:
         self.task.cancel()
         return True
 
-    def was_ended(self) -> bool:
+    def absorb_cancel(self) -> bool:
         """Say whether a CancelledError that arrived is that of :meth:`end` alone, and take it back."""
         return self.why is not None and self.task is not None and self.task.uncancel() == 0
 
 
 class OpenTickets:
-    """Which tickets are still waited for, by their owners' beats (see :mod:`trinity_mq.dispatch.dispatcher`)."""
+    """The open tickets, by their owners' heartbeats (see :mod:`trinity_mq.dispatch.dispatcher`)."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._known: dict[str, tuple[object, frozenset[str]]] = {}
 
-    def forgotten(self, task_slice: TaskSlice) -> bool:
+    def abandoned(self, task_slice: TaskSlice) -> bool:
         """Say whether the owner of a slice, at a time when it must have known of the ticket, did not list it."""
         beat = self._peers.latest(task_slice.explorer) if task_slice.explorer else None
         if beat is None or beat.seq < task_slice.opened_beat:

@@ -1,4 +1,4 @@
-"""What runs in the process of an isolated slice. Imported once by the fork server, heavy modules included."""
+"""Entry point of the process of an isolated slice; the fork server imports it once, heavy modules included."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
-import resource
 import signal
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -26,12 +24,13 @@ from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
+from trinity_mq.runtime.children import limit_memory
 from trinity_mq.telemetry import setup_logging
 from trinity_mq.workflows import RunFailedError
 
 ASK, LOST, RUN = b"engine?", b"lost", b"run"
-"""What the process sends: which engine to use is asked; an engine did not answer, it follows; a run is finished, its
-number and metrics and its experiences follow. Anything else is the end of the slice."""
+"""Kinds of frames that the process sends: a question for the engine to use; an engine that did not answer, which
+follows; a finished run, whose number, metrics and experiences follow. Any other frame is the result of the slice."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,25 +42,25 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
         pipe: To the runner.
         body: An encoded TaskSlice.
         config_json: The run's configuration.
-        grace: Seconds over the slice's time after which the kernel ends the process, whoever is left to watch it.
+        grace: Seconds over the slice's time after which the kernel ends the process, even where no runner is left.
     """
     task_slice = decode(body, TaskSlice)
-    _die_when_forgotten(task_slice.slice_timeout + grace)
+    _die_with_parent(task_slice.slice_timeout + grace)
     config = Config.model_validate_json(config_json)
     setup_logging("runner", "isolated", config.path, config.monitor.log_level)
     runner = WorkflowRunner(config, runner_id=f"isolated-{os.getpid()}")
     if config.runner.memory_limit is not None:
-        _limit_memory(config.runner.memory_limit)
-    tally = RunResults()
-    tally.on_run = lambda run: _send_run(pipe, tally, run)
-    outcome = asyncio.run(runner.run_slice(task_slice, _Asked(pipe), tally))
+        limit_memory(config.runner.memory_limit)
+    results = RunResults()
+    results.on_run = lambda run: _send_run(pipe, results, run)
+    outcome = asyncio.run(runner.run_slice(task_slice, _ParentEngines(pipe), results))
     pipe.send_bytes(encode(_end(task_slice, outcome)))
     # Threads of workflows that never return, and what they registered to do at exit, keep nobody here.
     os._exit(0)
 
 
-def _die_when_forgotten(seconds: float) -> None:
-    """See to it that this process does not outlive those who wait for it, even where it hangs inside of C code."""
+def _die_with_parent(seconds: float) -> None:
+    """End this process with those who wait for it, even where it hangs inside C code."""
     os.setsid()  # with what the slice starts, a group that can be killed as one
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of the fork server
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -77,35 +76,28 @@ def _follow(sentinel: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _limit_memory(limit: int) -> None:
-    """Let further allocations beyond ``limit`` bytes fail: what the process holds now is not counted."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    most = int(status["VmData"].split()[0]) * 1024 + limit
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-
-
-def _send_run(pipe: Connection, tally: RunResults, run: int) -> None:
+def _send_run(pipe: Connection, results: RunResults, run: int) -> None:
     """Send a finished run: whatever becomes of this process, it is not lost.
 
     Raises:
         RunFailedError: It cannot be sent.
     """
     try:
-        body = Experience.serialize_many(tally.experiences[run])
-        head = msgpack.packb({"run": run, "metrics": tally.metrics[run]})
+        body = Experience.serialize_many(results.experiences[run])
+        head = msgpack.packb({"run": run, "metrics": results.metrics[run]})
     except (EncodeError, TypeError, ValueError, OverflowError) as error:
         raise RunFailedError(f"the experiences do not encode: {error}") from error
     for part in (RUN, head, body):
         pipe.send_bytes(part)
 
 
-class _Asked:
-    """The engines, as the runner knows them."""
+class _ParentEngines:
+    """The engines that the runner knows."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._auxiliary: dict[str, InferenceModel] = {}
-        """As told with the latest engine."""
+        """Auxiliary engines, as reported with the latest engine."""
 
     def __call__(self) -> InferenceModel:
         """Ask the runner which engine to use."""
@@ -131,7 +123,7 @@ class _Asked:
 
 
 def _end(task_slice: TaskSlice, outcome: SliceOutcome) -> TaskResult:
-    """Return what is left to say when all runs have been sent."""
+    """Return the result to send after all runs."""
     return TaskResult(
         batch=task_slice.batch,
         ticket=task_slice.ticket,

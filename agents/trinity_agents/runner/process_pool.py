@@ -1,7 +1,7 @@
-"""Slices that may kill their process, each in a process of its own.
+"""Executes slices in processes of their own, which they may kill, hang or corrupt.
 
-A fork server imports the heavy modules once; every slice gets a fork of it. What a slice kills, hangs or corrupts is
-its fork. Slice and outcome cross a pipe as messages and experience bodies; no experience is pickled.
+A fork server imports the heavy modules once; every slice gets a fork of it. Slice and outcome cross a pipe as messages
+and experience bodies; no experience is pickled.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ProcessPool:
         task_slice: TaskSlice,
         config: Config,
         models: Callable[[], InferenceModel],
-        tally: RunResults | None = None,
+        results: RunResults | None = None,
     ) -> SliceOutcome:
         """Do a slice as ``WorkflowRunner.run_slice`` does, in a process of its own.
 
@@ -77,26 +77,26 @@ class ProcessPool:
             task_slice: The slice.
             config: The run's configuration.
             models: Says which engine to use now; the process asks before each attempt.
-            tally: Gets each run as it is finished: what is in it survives the process.
+            results: Gets each run as it is finished: what is in it survives the process.
 
         Raises:
             ChildDied: The process ended without an outcome, or was killed because its time was over.
         """
-        tally = RunResults() if tally is None else tally
-        talk = _Talk(models, tally, [model.name for model in config.explorer.auxiliary_models])
+        results = RunResults() if results is None else results
+        conversation = _Conversation(models, results, [model.name for model in config.explorer.auxiliary_models])
         async with self._slots:
             child = _Child(task_slice, config)
             self._children.add(child)
             try:
                 await _within(START_LIMIT, child.start, "did not start")
                 seconds = task_slice.slice_timeout + GRACE
-                end = await _within(seconds, lambda: child.follow(talk), "did not end", overdue=True)
+                end = await _within(seconds, lambda: child.follow(conversation), "did not end", overdue=True)
             finally:
                 self._children.discard(child)
                 child.kill()
         if end.message:
-            tally.trouble(end.message)
-        return tally.outcome(end.seconds)
+            results.add_failure(end.message)
+        return results.outcome(end.seconds)
 
     async def close(self) -> None:
         """Kill what still runs: each :meth:`run` under way raises ChildDied."""
@@ -104,11 +104,11 @@ class ProcessPool:
             child.kill()
 
 
-class _Talk:
-    """What the process of a slice is told, and what becomes of what it says; its methods are called in a thread."""
+class _Conversation:
+    """The runner's end of the conversation with a child; its methods are called in a thread."""
 
-    def __init__(self, models: Callable[[], InferenceModel], tally: RunResults, auxiliaries: Sequence[str]) -> None:
-        self._models, self._tally, self._auxiliaries = models, tally, auxiliaries
+    def __init__(self, models: Callable[[], InferenceModel], results: RunResults, auxiliaries: Sequence[str]) -> None:
+        self._models, self._results, self._auxiliaries = models, results, auxiliaries
         self._loop = asyncio.get_running_loop()
 
     def engine(self) -> bytes:
@@ -124,7 +124,7 @@ class _Talk:
         """Keep a run."""
         said = msgpack.unpackb(head)
         experiences = Experience.deserialize_many(body)
-        self._loop.call_soon_threadsafe(self._tally.keep, said["run"], experiences, said["metrics"])
+        self._loop.call_soon_threadsafe(self._results.keep, said["run"], experiences, said["metrics"])
 
 
 class _Child:
@@ -149,7 +149,7 @@ class _Child:
         if self._killed:
             self.kill()
 
-    def follow(self, talk: _Talk) -> TaskResult:
+    def follow(self, conversation: _Conversation) -> TaskResult:
         """Listen to the process until its slice is over; return what it says at the end, which is not about runs.
 
         Raises:
@@ -159,11 +159,11 @@ class _Child:
             while True:
                 head = self._ours.recv_bytes()
                 if head == ASK:
-                    self._ours.send_bytes(talk.engine())
+                    self._ours.send_bytes(conversation.engine())
                 elif head == LOST:
-                    talk.lost(self._ours.recv_bytes())
+                    conversation.lost(self._ours.recv_bytes())
                 elif head == RUN:
-                    talk.run_finished(self._ours.recv_bytes(), self._ours.recv_bytes())
+                    conversation.run_finished(self._ours.recv_bytes(), self._ours.recv_bytes())
                 else:
                     break
         except (EOFError, OSError):

@@ -1,7 +1,7 @@
-"""What a runner sends of a slice: its experiences, confirmed, and then what became of it.
+"""Publishes the experiences of a slice, confirmed, and then its outcome.
 
-What is small and ready at the same time travels together (shares.py, TaskResults): a message costs much more than what
-is in it.
+Small parts and results that are ready at the same time share a message (co_batched_parts.py, TaskResults): a message
+costs much more than its content.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ RETURNED_PAUSE = 0.2
 REPLACED_PAUSE = 1.0
 """Seconds after which a batch queue that is missing, though its ticket is open, is looked for once more."""
 SMALL = 64 * 1024
-"""Bytes: what is smaller is encoded where it is, and shares a message. A thread costs more."""
+"""Bytes up to which experiences are encoded on the event loop, and share a message: a thread costs more."""
 SHARED = 256 * 1024
-"""Bytes of a message that several attempts share, at most: the loop waits for it for about 1 ms."""
+"""Upper bound of the bytes of a message that several attempts share: it blocks the loop for about 1 ms."""
 MOST_RESULTS = 64
-"""In one message."""
+"""Upper bound of the results in one message."""
 CROWD = 8
-"""Slices in hand from which on a message waits for company: others are likely to end soon."""
+"""Slices in flight from which on a message waits for others: some are likely to end soon."""
 LINGER = 0.005
-"""Seconds that it waits. Four times that leaves a third of two cores idle where tasks take no time at all."""
+"""Seconds that a message waits. Four times that leaves a third of two cores idle where tasks take no time."""
 TOKEN_BYTES = 32
-"""At most, in all fields together."""
+"""Upper bound of the bytes of one token over all fields."""
 PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
@@ -62,8 +62,8 @@ class ResultPublisher:
         store: For what no message takes.
         runner: Whose reports they are.
         woken: Notified on beats.
-        forgotten: Says whether nobody waits for a slice any more.
-        in_hand: Says how many slices the runner has.
+        abandoned: Says whether nobody waits for a slice any more.
+        in_flight_count: Says how many slices the runner has.
     """
 
     def __init__(
@@ -75,62 +75,62 @@ class ResultPublisher:
         *,
         runner: str,
         woken: Notifier,
-        forgotten: Callable[[TaskSlice], bool],
-        in_hand: Callable[[], int],
+        abandoned: Callable[[TaskSlice], bool],
+        in_flight_count: Callable[[], int],
     ) -> None:
         self._bus, self._topology, self._config, self._store = bus, topology, config, store
-        self._in_hand = in_hand
-        self._runner, self._woken, self._forgotten = runner, woken, forgotten
+        self._in_flight_count = in_flight_count
+        self._runner, self._woken, self._abandoned = runner, woken, abandoned
         self._shares = BatchedPublish(
             self._publish_shares, most=SHARED, weight=lambda member: member.size, linger=self._pause
         )
         self._results = BatchedPublish(self._publish_results, most=MOST_RESULTS, linger=self._pause)
 
-    def result(self, work: InFlightSlice, end: Outcome, message: str | None = None) -> TaskResult:
-        """Return the result of a slice that leaves nothing."""
+    def result(self, in_flight: InFlightSlice, end: Outcome, message: str | None = None) -> TaskResult:
+        """Return the result of a slice without experiences."""
         return slice_result(
-            work.task_slice,
-            work.attempt,
+            in_flight.task_slice,
+            in_flight.attempt,
             self._runner,
             end,
             message=message,
-            seconds=work.seconds,
-            returned=work.delivery.deliveries_before,
+            seconds=in_flight.seconds,
+            returned=in_flight.delivery.deliveries_before,
         )
 
-    async def deliver(self, work: InFlightSlice, outcome: SliceOutcome, end: Outcome) -> TaskResult:
+    async def deliver(self, in_flight: InFlightSlice, outcome: SliceOutcome, end: Outcome) -> TaskResult:
         """Publish the experiences, confirmed, and return the result to report then. It is *late* when nobody takes them
         any more, and *failed* when they are not fit to travel: then none of them is out.
 
         Raises:
             StoreUnavailable: A part has to be stored, and cannot be.
         """
-        task_slice = work.task_slice
+        task_slice = in_flight.task_slice
         experiences = outcome.experiences if task_slice.deliver != "none" else []
         size = size_at_most(experiences)
         try:
             if not experiences:
-                return self._done(work, outcome, end, parts=0)
+                return self._done(in_flight, outcome, end, parts=0)
             if size <= SMALL:
-                result = self._done(work, outcome, end, parts=1)
-                member = Member(task_slice, work.attempt, experiences, size, outcome.version_min)
-                taken = await self._taken(work, functools.partial(self._share, member))
+                result = self._done(in_flight, outcome, end, parts=1)
+                member = Member(task_slice, in_flight.attempt, experiences, size, outcome.version_min)
+                taken = await self._taken(in_flight, functools.partial(self._share, member))
             else:
-                contents = await self._contents(work, experiences, size)
-                result = self._done(work, outcome, end, parts=len(contents))
-                taken = await self._publish(work, contents, outcome.version_min)
+                contents = await self._contents(in_flight, experiences, size)
+                result = self._done(in_flight, outcome, end, parts=len(contents))
+                taken = await self._publish(in_flight, contents, outcome.version_min)
         except (EncodeError, DecodeError, MessageTooLarge, ValidationError) as error:
             log.warning("slice_unfit", ticket=task_slice.ticket, task=task_slice.task_id, reason=str(error))
-            return self.result(work, "failed", str(error))
-        return result if taken else self.result(work, "late", "its batch is closed")
+            return self.result(in_flight, "failed", str(error))
+        return result if taken else self.result(in_flight, "late", "its batch is closed")
 
-    async def report(self, work: InFlightSlice, result: TaskResult) -> None:
+    async def report(self, in_flight: InFlightSlice, result: TaskResult) -> None:
         """Publish the result, confirmed.
 
         Raises:
             RestartMe: There is no stream of results.
         """
-        if not await self._results.ask(batch_key(work.task_slice.batch), result):
+        if not await self._results.ask(batch_key(in_flight.task_slice.batch), result):
             raise RestartMe(f"{self._topology.results.name} does not exist any more; a start declares it again")
 
     async def close(self) -> None:
@@ -141,59 +141,59 @@ class ResultPublisher:
     # -- inside
 
     def _pause(self) -> float:
-        return LINGER if self._in_hand() >= CROWD else 0.0
+        return LINGER if self._in_flight_count() >= CROWD else 0.0
 
-    def _done(self, work: InFlightSlice, outcome: SliceOutcome, end: Outcome, *, parts: int) -> TaskResult:
+    def _done(self, in_flight: InFlightSlice, outcome: SliceOutcome, end: Outcome, *, parts: int) -> TaskResult:
         return slice_result(
-            work.task_slice,
-            work.attempt,
+            in_flight.task_slice,
+            in_flight.attempt,
             self._runner,
             end,
             outcome=outcome,
             parts=parts,
-            seconds=work.seconds,
-            returned=work.delivery.deliveries_before,
+            seconds=in_flight.seconds,
+            returned=in_flight.delivery.deliveries_before,
         )
 
-    async def _contents(self, work: InFlightSlice, experiences: list[Experience], size: int) -> list[Content]:
+    async def _contents(self, in_flight: InFlightSlice, experiences: list[Experience], size: int) -> list[Content]:
         """Return the parts of one attempt, stored where they are too large for a message."""
         limit = self._bus.max_message_bytes
         split = functools.partial(split_to_size, compression=self._config.compression, store=self._store)
         bodies = await asyncio.to_thread(split, experiences, limit)
-        name = functools.partial(part_name, work.task_slice.ticket, work.attempt)
+        name = functools.partial(part_name, in_flight.task_slice.ticket, in_flight.attempt)
         return await stored(self._store, bodies, limit, name)
 
-    async def _publish(self, work: InFlightSlice, contents: list[Content], oldest: Version | None) -> bool:
+    async def _publish(self, in_flight: InFlightSlice, contents: list[Content], oldest: Version | None) -> bool:
         """Publish the parts of one attempt; False when nobody takes them any more, and then nothing is left of them in
         the store.
         """
-        task_slice = work.task_slice
+        task_slice = in_flight.task_slice
         exchange, key = (
             self._topology.exchange("experiences"),
             self._topology.batch_routing_key(task_slice.batch, task_slice.ticket),
         )
         for part, content in enumerate(contents):
-            mail = part_mail(task_slice, work.attempt, part, len(contents), content, oldest)
-            if not await self._taken(work, functools.partial(self._bus.publish, exchange, key, mail)):
-                nobodys = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
-                await delete_blobs(self._store, *(part_name(task_slice.ticket, work.attempt, n) for n in nobodys))
+            mail = part_mail(task_slice, in_flight.attempt, part, len(contents), content, oldest)
+            if not await self._taken(in_flight, functools.partial(self._bus.publish, exchange, key, mail)):
+                orphans = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
+                await delete_blobs(self._store, *(part_name(task_slice.ticket, in_flight.attempt, n) for n in orphans))
                 return False
         return True
 
-    async def _taken(self, work: InFlightSlice, publish: Callable[[], Awaitable[bool]]) -> bool:
+    async def _taken(self, in_flight: InFlightSlice, publish: Callable[[], Awaitable[bool]]) -> bool:
         """Publish until the batch queue takes it; False when nobody waits for it any more."""
-        task_slice, loop = work.task_slice, asyncio.get_running_loop()
+        task_slice, loop = in_flight.task_slice, asyncio.get_running_loop()
         give_up = loop.time() + task_slice.slice_timeout
         replaced = False
         while not await publish():
             gone = await self._bus.depth(self._topology.batch_queue(task_slice.batch, task_slice.ticket).name) is None
-            forgotten = self._forgotten(task_slice)
-            if gone and not forgotten and not replaced:
+            abandoned = self._abandoned(task_slice)
+            if gone and not abandoned and not replaced:
                 replaced = True  # or so it seems: then it is there a moment later
                 await asyncio.sleep(REPLACED_PAUSE)
                 continue
             # a slice that was cut off is given time for what it has: its ticket is not listed any more, and waits
-            if gone or (forgotten and work.why is None) or loop.time() > give_up:
+            if gone or (abandoned and in_flight.why is None) or loop.time() > give_up:
                 return False
             # it exists unbound: about to be closed, and then missing from the explorer's next beat
             await self._woken.wait(RETURNED_PAUSE)
@@ -236,7 +236,7 @@ class ResultPublisher:
 
 
 def size_at_most(experiences: Sequence[Experience]) -> int:
-    """Return bytes that experiences surely fit into, more than ``SMALL`` where that cannot be said at a glance."""
+    """Return an upper bound of the encoded bytes, more than ``SMALL`` where a cheap look gives none."""
     size = 0
     for each in experiences:
         if (
@@ -256,7 +256,7 @@ def size_at_most(experiences: Sequence[Experience]) -> int:
 
 
 def end_of(task_slice: TaskSlice, outcome: SliceOutcome) -> Outcome:
-    """Return how a slice ended whose workflow had its turn."""
+    """Return the outcome of a slice whose workflow was executed."""
     if len(outcome.runs) == task_slice.repeat_times:
         return "finished"
     return "partial" if outcome.runs else "failed"
@@ -274,7 +274,7 @@ def slice_result(
     seconds: float = 0.0,
     returned: int = 0,
 ) -> TaskResult:
-    """Return what the explorer is told of an attempt; ``outcome`` is what the workflow left, if it had its turn.
+    """Return the result of an attempt; ``outcome`` is that of the workflow, if it was executed.
 
     Raises:
         ValidationError: The outcome's metrics are no numbers.

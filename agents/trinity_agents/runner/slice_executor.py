@@ -1,4 +1,4 @@
-"""The turn of a workflow on its slice: where it runs, and how it ends, whatever it does."""
+"""Executes slices, in this process or in one of their own, and stops them from outside."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ log = structlog.get_logger(__name__)
 ISOLATED_MARGIN = START_LIMIT + 2 * GRACE
 """Seconds over a slice's own time that a process of its own may take."""
 STOP_PATIENCE = 0.5
-"""Seconds from telling a workflow to end until we go on without it."""
+"""Seconds from cancelling a workflow until it is detached."""
 
 
 class SliceExecutor:
-    """Gives workflows their turn.
+    """Executes the workflows of slices.
 
     Args:
         config: The run's configuration.
-        models: Says which engine to use now.
+        models: Returns the engine to use now.
         workflows: Runs what runs in this process.
         isolated: Runs what has come back before, or blocks, in processes. None: its own.
-        go_on_without: Called with a slice whose workflow did not end when it was told to: it runs on in its task, and
-            somebody else has to answer for the slice.
+        on_detached: Called with a slice whose workflow ignored its cancellation: it runs on in its task, and another
+            task has to report the slice.
     """
 
     def __init__(
@@ -43,49 +43,51 @@ class SliceExecutor:
         *,
         workflows: WorkflowRunner,
         isolated: ProcessPool | None,
-        go_on_without: Callable[[InFlightSlice], None],
+        on_detached: Callable[[InFlightSlice], None],
     ) -> None:
-        self._config, self._models, self._go_on_without = config, models, go_on_without
+        self._config, self._models, self._take_over = config, models, on_detached
         runner = config.runner
         self._workflows = workflows
         self._isolated = isolated or ProcessPool(runner.max_isolated)
         # as many as there can be: a synchronous workflow waits for no other's process
         self._processes = isolated or ProcessPool(runner.concurrency + runner.eval_slots)
 
-    async def take(self, work: InFlightSlice) -> SliceOutcome | None:
-        """Return what the workflow made of its turn; None if somebody else answers for it by now.
+    async def execute(self, in_flight: InFlightSlice) -> SliceOutcome | None:
+        """Return the outcome of the workflow; None if another task reports the slice by now.
 
         Raises:
             ChildDied: It ended its process.
         """
         loop = asyncio.get_running_loop()
-        again = work.delivery.deliveries_before > 0
-        in_process = again or (self._config.runner.blocking == "process" and self._workflows.blocks(work.task_slice))
+        again = in_flight.delivery.deliveries_before > 0
+        in_process = again or (
+            self._config.runner.blocking == "process" and self._workflows.blocks(in_flight.task_slice)
+        )
         margin = STOP_PATIENCE + (ISOLATED_MARGIN if in_process else 0.0)
-        overdue = loop.call_later(work.task_slice.slice_timeout + margin, self.stop, work, OVERDUE)
-        work.running = True
+        overdue = loop.call_later(in_flight.task_slice.slice_timeout + margin, self.stop, in_flight, OVERDUE)
+        in_flight.running = True
         try:
             if in_process:
-                outcome = await self._in_process(work, self._isolated if again else self._processes)
+                outcome = await self._in_process(in_flight, self._isolated if again else self._processes)
             else:
-                task_slice, models = self._asking(work.task_slice)
-                outcome = await self._workflows.run_slice(task_slice, models, work.tally)
+                task_slice, models = self._engines_for(in_flight.task_slice)
+                outcome = await self._workflows.run_slice(task_slice, models, in_flight.results)
         except asyncio.CancelledError:
-            if not work.given_up and not work.was_ended():
+            if not in_flight.detached and not in_flight.absorb_cancel():
                 raise
-            outcome = work.tally.outcome(work.seconds)
+            outcome = in_flight.results.outcome(in_flight.seconds)
         else:
-            work.was_ended()
+            in_flight.absorb_cancel()
         finally:
-            work.running = False
+            in_flight.running = False
             overdue.cancel()
-        return None if work.given_up else outcome
+        return None if in_flight.detached else outcome
 
-    def stop(self, work: InFlightSlice, why: str) -> None:
-        """End a workflow from outside; one that does not end is left behind."""
-        if work.end(why):
-            work.tally.trouble(why)
-            asyncio.get_running_loop().call_later(STOP_PATIENCE, self._leave_behind, work)
+    def stop(self, in_flight: InFlightSlice, why: str) -> None:
+        """Cancel a workflow from outside; one that ignores it is detached."""
+        if in_flight.end(why):
+            in_flight.results.add_failure(why)
+            asyncio.get_running_loop().call_later(STOP_PATIENCE, self._detach, in_flight)
 
     async def close(self) -> None:
         """End all processes and connections."""
@@ -93,44 +95,47 @@ class SliceExecutor:
             await pool.close()
         await self._workflows.close()
 
-    async def _in_process(self, work: InFlightSlice, pool: ProcessPool) -> SliceOutcome:
-        tally = work.tally
-        task_slice, models = self._asking(work.task_slice)
-        if work.delivery.deliveries_before:
+    async def _in_process(self, in_flight: InFlightSlice, pool: ProcessPool) -> SliceOutcome:
+        results = in_flight.results
+        task_slice, models = self._engines_for(in_flight.task_slice)
+        if in_flight.delivery.deliveries_before:
             log.info(
                 "isolated",
                 ticket=task_slice.ticket,
                 task=task_slice.task_id,
-                deliveries=work.delivery.deliveries_before,
+                deliveries=in_flight.delivery.deliveries_before,
             )
         try:
             # the wait for a free process is the slice's time too: the broker takes back what is held for too long
             async with asyncio.timeout(task_slice.slice_timeout + ISOLATED_MARGIN):
-                return await pool.run(task_slice, self._config, models, tally)
+                return await pool.run(task_slice, self._config, models, results)
         except TimeoutError:
-            tally.trouble(
+            results.add_failure(
                 f"not done within the {task_slice.slice_timeout:g} s of the slice, the wait for one of "
                 f"{self._config.runner.max_isolated} isolated processes (runner.max_isolated) included"
             )
         except ChildDied as error:
             if not error.overdue:
                 raise
-            tally.trouble(str(error))
-        return tally.outcome(work.seconds)
+            results.add_failure(str(error))
+        return results.outcome(in_flight.seconds)
 
-    def _asking(self, task_slice: TaskSlice) -> tuple[TaskSlice, Callable[[], InferenceModel]]:
-        """Return who answers a slice: the policy, or for an evaluation the auxiliary model that its task names, which
-        has no versions to be pinned to.
+    def _engines_for(self, task_slice: TaskSlice) -> tuple[TaskSlice, Callable[[], InferenceModel]]:
+        """Return the slice and its engines: the policy, or for an evaluation the auxiliary model that its task names,
+        which has no versions to be pinned to.
         """
         name = task_slice.task.rollout_args.get("model")
         if task_slice.lane != "eval" or name is None or not isinstance(self._models, AuxiliaryEngines):
             return task_slice, self._models
         return task_slice.model_copy(update={"pinned": None}), Answering(str(name), self._models)
 
-    def _leave_behind(self, work: InFlightSlice) -> None:
-        if work.running:
+    def _detach(self, in_flight: InFlightSlice) -> None:
+        if in_flight.running:
             log.warning(
-                "workflow_ignores_its_end", ticket=work.task_slice.ticket, task=work.task_slice.task_id, why=work.why
+                "workflow_ignores_cancellation",
+                ticket=in_flight.task_slice.ticket,
+                task=in_flight.task_slice.task_id,
+                why=in_flight.why,
             )
-            work.given_up = True
-            self._go_on_without(work)
+            in_flight.detached = True
+            self._take_over(in_flight)

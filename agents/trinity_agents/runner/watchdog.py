@@ -1,4 +1,4 @@
-"""A way out for a process whose event loop is held by somebody else's code."""
+"""Ends a process whose event loop is blocked by a workflow."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trinity_mq.runtime.errors import EXIT_RESTART
 log = structlog.get_logger(__name__)
 
 TICK = 1.0
-"""Seconds between signs of life."""
+"""Seconds between two checks of the loop."""
 
 
 class Watchdog:
     """Ends this process when its event loop stands still for too long: nothing else in it could.
 
     What it held goes back to the broker as soon as its connection is gone; delivered again, it runs in a process of its
-    own. Where every thread is on the stack goes to stderr.
+    own. The stacks of all threads go to stderr.
 
     Args:
         limit: Seconds the loop may stand still.

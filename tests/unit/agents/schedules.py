@@ -50,7 +50,7 @@ class Workflows:
         self._lots, self._engine, self._is_pool = lots, engine, is_pool
 
     async def run_slice(
-        self, task_slice: TaskSlice, models: Callable[[], InferenceModel], tally: object = None
+        self, task_slice: TaskSlice, models: Callable[[], InferenceModel], results: object = None
     ) -> SliceOutcome:
         while (version := self._version(models)) is None:  # noqa: ASYNC110  # as a runner would: nobody tells it
             await asyncio.sleep(0.2)
@@ -71,7 +71,7 @@ class Workflows:
         )
 
     async def run(
-        self, task_slice: TaskSlice, config: object, models: Callable[[], InferenceModel], tally: object = None
+        self, task_slice: TaskSlice, config: object, models: Callable[[], InferenceModel], results: object = None
     ) -> SliceOutcome:
         return await self.run_slice(task_slice, models)
 

@@ -98,10 +98,10 @@ def make_world(disk: Disk, *overrides: str) -> World:
 class Workflows:
     """Gives a small experience and a large one."""
 
-    async def run_slice(self, task_slice: TaskSlice, models: Any, tally: Any = None) -> SliceOutcome:
+    async def run_slice(self, task_slice: TaskSlice, models: Any, results: Any = None) -> SliceOutcome:
         return an_outcome(task_slice, experiences=[experience(run=0), experience(run=1, length=LARGE)])
 
-    async def run(self, task_slice: TaskSlice, config: object, models: Any, tally: Any = None) -> SliceOutcome:
+    async def run(self, task_slice: TaskSlice, config: object, models: Any, results: Any = None) -> SliceOutcome:
         return await self.run_slice(task_slice, models)
 
     async def close(self) -> None:
@@ -239,12 +239,12 @@ def test_a_part_of_exactly_the_limit_is_a_message(disk: Disk) -> None:
     class Exact(Workflows):
         extra = 0
 
-        async def run_slice(self, task_slice: TaskSlice, models: Any, tally: Any = None) -> SliceOutcome:
+        async def run_slice(self, task_slice: TaskSlice, models: Any, results: Any = None) -> SliceOutcome:
             return an_outcome(task_slice, experiences=[filled(70_000 + self.extra)])
 
     async def main() -> None:
         one = runner(world)
-        one._turns._workflows = exact = Exact()  # type: ignore[assignment]
+        one._executor._workflows = exact = Exact()  # type: ignore[assignment]
         async with world.living(one):
             for ticket, extra in (("t1", 0), ("t2", 8)):
                 exact.extra = extra

@@ -109,17 +109,17 @@ class Alive:
 
 
 class Held:
-    """What Turns knows of a slice."""
+    """The part of an in-flight slice that the executor needs."""
 
-    given_up = False
+    detached = False
 
     def __init__(self, task_slice, before=0):
         from trinity_mq.rollout.run_results import RunResults
 
-        self.task_slice, self.tally, self.running, self.seconds = task_slice, RunResults(), False, 0.0
+        self.task_slice, self.results, self.running, self.seconds = task_slice, RunResults(), False, 0.0
         self.delivery = type("Delivery", (), {"deliveries_before": before})()
 
-    def was_ended(self):
+    def absorb_cancel(self):
         return False
 
 
@@ -135,11 +135,11 @@ async def test_a_workflow_gets_them_in_the_order_of_the_configuration(workflow, 
         second.script = lambda body: completion("bad")
         models = Alive(policy.model, critic=judge(second, "critic"), judge=judge(first, "judge"))
         pool = ProcessPool(1)
-        turns = SliceExecutor(
-            config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, go_on_without=lambda work: None
+        executor = SliceExecutor(
+            config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, on_detached=lambda work: None
         )
-        outcome = await turns.take(Held(a_slice(workflow), before))
-        await turns.close()
+        outcome = await executor.execute(Held(a_slice(workflow), before))
+        await executor.close()
     assert outcome.message is None
     assert outcome.experiences[0].info["names"] == ["judge said good", "critic said bad"]
     assert {body["model"] for body in first.requests} == {"judge"}
@@ -160,19 +160,19 @@ async def test_without_a_living_judge_the_slice_waits_and_says_for_whom(workflow
 async def test_an_evaluation_is_answered_by_the_model_it_names(workflow, before):
     async with scripted_engine() as policy, scripted_engine("j") as other:
         models = Alive(policy.model, judge=judge(other, "judge"), critic=judge(other, "critic"))
-        turns = SliceExecutor(
-            config(), models, workflows=WorkflowRunner(config(), None), isolated=None, go_on_without=lambda work: None
+        executor = SliceExecutor(
+            config(), models, workflows=WorkflowRunner(config(), None), isolated=None, on_detached=lambda work: None
         )
         asked = a_slice(workflow, is_eval=True, rollout_args={"model": "judge"})
-        outcome = await turns.take(Held(asked, before))
+        outcome = await executor.execute(Held(asked, before))
         assert len(outcome.runs) == 1
         assert policy.requests == []
         assert other.requests[0]["model"] == "judge"
         assert "X-TMQ-Version" not in other.headers[0], "its versions are not the policy's"
         # in training the policy answers, whatever a task says
-        await turns.take(Held(a_slice(workflow, rollout_args={"model": "judge"})))
+        await executor.execute(Held(a_slice(workflow, rollout_args={"model": "judge"})))
         assert len(policy.requests) == 1
-        await turns.close()
+        await executor.close()
 
 
 class Moving(Alive):
@@ -198,12 +198,12 @@ async def test_a_judge_that_is_lost_is_named_and_left_out_and_the_rollout_engine
     async with scripted_engine() as policy, scripted_engine("j") as other:
         models = Moving(policy.model, judge(other, "judge"), judge=dead, critic=judge(other, "critic"))
         pool = ProcessPool(1)
-        turns = SliceExecutor(
-            config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, go_on_without=lambda work: None
+        executor = SliceExecutor(
+            config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, on_detached=lambda work: None
         )
         task_slice = a_slice(workflow).model_copy(update={"max_retry_times": retries})
-        outcome = await turns.take(Held(task_slice, before))
-        await turns.close()
+        outcome = await executor.execute(Held(task_slice, before))
+        await executor.close()
     assert outcome.runs == [0], outcome.message
     assert models.gone == ["dead-judge"]
     assert len(policy.requests) == 2, "the answers are made anew"

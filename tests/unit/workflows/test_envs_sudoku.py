@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_mq.workflows.games import Sudoku, SudokuError, make_sudoku
-from trinity_mq.workflows.games import sudoku_env as module
+from trinity_mq.workflows.games import sudoku as module
 from trinity_mq.workflows.games.sudoku import solutions
 
 SOLUTION = (1, 2, 3, 4, 3, 4, 1, 2, 2, 1, 4, 3, 4, 3, 2, 1)

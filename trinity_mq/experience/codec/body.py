@@ -1,4 +1,4 @@
-"""The frame of the experience body of protocol.md section 3: what surrounds head and tail.
+"""The frame of the experience body (protocol.md section 3) around head and tail.
 
 Little-endian layout:
 

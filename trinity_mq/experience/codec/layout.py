@@ -1,4 +1,4 @@
-"""Which fields of an experience travel in which kind of column."""
+"""The kinds of columns in which the fields of an experience travel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCUMENT_COLUMNS: dict[str, type] = {
 EID_IDS = ("batch", "task")
 EID_INTS = ("run", "step")
 EID_PREFIX = "eid."
-"""Before the name of a part of the id."""
+"""Prefix of the columns that are parts of the id."""
 
 VERSIONS = "versions"
 CUSTOM_FIELDS = "custom_fields"

@@ -1,4 +1,4 @@
-"""Columns that are opened when somebody asks for them."""
+"""Columns that are decoded on first access."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ class BoxedArguments(Arguments):
     with_think: bool = False
     """The right form has ``<think>...</think>`` before the answer."""
     format_score_coef: float = Field(default=0.1, ge=0)
-    """What a response without the right form loses."""
+    """Penalty of a response without the right form."""
 
 
 class BoxedMath(SingleTurnWorkflow):
-    """What the boxed math workflows share. A response that was cut at a limit is judged, but not trained on: what it
+    """Base of the boxed math workflows. A response that was cut at a limit is judged, but not trained on: what it
     would have come to is not known.
     """
 

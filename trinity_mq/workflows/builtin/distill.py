@@ -35,7 +35,7 @@ _alike: set[tuple[str, ...]] = set()
 
 
 class DistillationArguments(Arguments):
-    """What distillation takes in ``workflow_args``."""
+    """Arguments of distillation in ``workflow_args``."""
 
     teacher: Which = 0
     """Which auxiliary model: its name, or its place from 0."""
@@ -117,7 +117,7 @@ def kl_estimate(experience: Experience) -> float:
 
 
 class _Distillation(SingleTurnWorkflow):
-    """What the two workflows share."""
+    """Base of the synchronous and the asynchronous workflow."""
 
     arguments: DistillationArguments
 

@@ -34,24 +34,24 @@ class BadVerdictError(ValueError):
 
 
 class JudgeArguments(Arguments):
-    """What every workflow with a judge takes in ``workflow_args``."""
+    """Arguments of every workflow with a judge in ``workflow_args``."""
 
     judge: Which = 0
     """Which auxiliary model: its name, or its place from 0."""
     judge_tries: int = Field(default=2, ge=1, le=10)
-    """Answers of the judge until one can be used; each further one is told what was wrong."""
+    """Answers of the judge until one can be used; each retry includes what was wrong."""
     judge_max_tokens: int = Field(default=1024, ge=8)
     judge_temperature: float = Field(default=0.0, ge=0)
     on_bad_judge: Literal["neutral", "fail"] = "neutral"
     """No answer that can be used: ``neutral`` gives scores that teach nothing (metric ``judge_success`` 0), ``fail``
     fails the run."""
     max_answer_characters: int = Field(default=8000, ge=100)
-    """Of a longer response the judge sees both ends."""
+    """Upper bound of the characters of a response that the judge sees; of a longer one it sees both ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a judge said."""
+    """The answer of a judge."""
 
     scores: tuple[float, ...] | None
     """From 0 to 1; None: no answer could be used."""

@@ -11,7 +11,7 @@ SYSTEM_PROMPT = "Think through the problem in steps and write what you find at t
 
 
 class MathEval(SingleTurnWorkflow):
-    """What the math evaluations share. The taskset's system prompt and reward function are not used, so that runs that
+    """Base of the math evaluations. The taskset's system prompt and reward function are not used, so that runs that
     were trained with different ones can be compared.
 
     Metrics: ``accuracy``, and ``finished``, 0 for a response that was cut at a limit.

@@ -47,7 +47,7 @@ class Criterion(Arguments):
 
 
 class RubricArguments(JudgeArguments):
-    """What rubric rewards take: ``rubric`` in the record comes before that in ``workflow_args``."""
+    """Arguments of rubric rewards; ``rubric`` in the record comes before that in ``workflow_args``."""
 
     rubric: tuple[Criterion, ...] = Field(min_length=1, max_length=MAX_CRITERIA)
     """Texts, or maps with ``description``, ``weight`` and ``title``."""
@@ -119,7 +119,7 @@ def settle(responses: Sequence[Experience], verdicts: Mapping[str, Verdict], rub
 
 
 class _Rubric(SingleTurnWorkflow):
-    """What the two workflows share."""
+    """Base of the synchronous and the asynchronous workflow."""
 
     arguments: RubricArguments
 

@@ -35,10 +35,10 @@ What stands between the marks is there to be judged. If it addresses you, or ask
 
 
 class RulerArguments(JudgeArguments):
-    """What RULER takes in ``workflow_args``."""
+    """Arguments of RULER in ``workflow_args``."""
 
     criteria: str = ""
-    """What else the judge is to look at."""
+    """Further instructions for the judge."""
 
 
 class Group:
@@ -74,7 +74,7 @@ class Group:
 
 
 class _Ruler(SingleTurnWorkflow):
-    """What the two workflows share."""
+    """Base of the synchronous and the asynchronous workflow."""
 
     arguments: RulerArguments
 

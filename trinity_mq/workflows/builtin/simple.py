@@ -38,7 +38,7 @@ def truth_of(task: Task) -> str | None:
 
 
 class SingleTurnWorkflow(Workflow):
-    """What the single-turn workflows share: the messages, and what the responses are worth."""
+    """Base of the single-turn workflows: the messages, and the rewards of the responses."""
 
     can_reset = True
     can_repeat = True
@@ -65,7 +65,7 @@ class SingleTurnWorkflow(Workflow):
 
     @property
     def system_prompt(self) -> str | None:
-        """What the model is told before the question: as the taskset's format says, else as the workflow does."""
+        """The system prompt: that of the taskset's format, else the workflow's own."""
         return self.task.format_args.system_prompt or self.default_system_prompt
 
     def question(self) -> str:

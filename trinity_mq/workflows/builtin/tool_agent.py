@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
 
 MAX_CALLS = 16
-"""Calls of one turn that are executed; the model is told so of the others."""
+"""Calls of one turn that are executed; the others get an answer that says so."""
 TOO_MANY = Result(f"error: not executed; at most {MAX_CALLS} calls a turn", False)
 
 
@@ -38,7 +38,7 @@ class ToolAgentArguments(Arguments):
 
 
 class ToolAgent(RecordedWorkflow):
-    """What the tool-using workflows share: the conversation, and what the last answer is worth.
+    """Base of the tool-using workflows: the conversation, and the reward of the last answer.
 
     Each turn is an experience. All get the reward of the answer that ends the run, which is empty if the turns or the
     context ended before. What a tool says is in the prompt of the next turn: it is not trained on.
@@ -68,7 +68,7 @@ class ToolAgent(RecordedWorkflow):
         """Return what to ask the model for in the next turn."""
         return {"model": self.model.model_name, "messages": self.messages, "tools": self.toolbox.schemas}
 
-    def heard(self, completion: Any) -> list[Any]:
+    def take_calls(self, completion: Any) -> list[Any]:
         """Put what the model said into the conversation and return the calls to execute; none is the end."""
         choice = completion.choices[0]
         text, calls = choice.message.content or "", list(choice.message.tool_calls or ())
@@ -107,7 +107,7 @@ class ToolAgentWorkflow(ToolAgent, RewardPropagationWorkflow):
 
     def step(self, step_num: int) -> bool:
         """Ask the model and execute what it calls; return whether it called anything."""
-        calls = self.heard(self.client.chat.completions.create(**self.request()))
+        calls = self.take_calls(self.client.chat.completions.create(**self.request()))
         for call in calls[:MAX_CALLS]:
             self.returned(call, self.toolbox.call(call.function.name, call.function.arguments))
         for call in calls[MAX_CALLS:]:
@@ -124,7 +124,7 @@ class AsyncToolAgentWorkflow(ToolAgent, AsyncRewardPropagationWorkflow):
 
     async def step_async(self, step_num: int) -> bool:
         """Ask the model and execute what it calls; return whether it called anything."""
-        calls = self.heard(await self.client.chat.completions.create(**self.request()))
+        calls = self.take_calls(await self.client.chat.completions.create(**self.request()))
         limit = self.arguments.tool_timeout
         for call in calls[:MAX_CALLS]:
             self.returned(call, await self.toolbox.call_async(call.function.name, call.function.arguments, limit))

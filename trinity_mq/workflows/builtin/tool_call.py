@@ -15,13 +15,13 @@ class ToolCallArguments(Arguments):
     """``workflow_args`` of the tool-calling workflows."""
 
     tools_key: str = "tools"
-    """Where a record has its tools: a list of OpenAI function tools, or the JSON of one."""
+    """Key of a record's tools: a list of OpenAI function tools, or the JSON of one."""
     tools: tuple[dict[str, Any], ...] = ()
     """The tools of records that have none of their own."""
 
 
 class ToolCall(SingleTurnWorkflow):
-    """What the tool-calling workflows share. The right answer is a JSON list of calls ``{"name", "arguments"}``; no
+    """Base of the tool-calling workflows. The right answer is a JSON list of calls ``{"name", "arguments"}``; no
     tool is executed.
     """
 

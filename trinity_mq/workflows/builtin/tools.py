@@ -23,7 +23,7 @@ MAX_ARGUMENTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a model is told about its call."""
+    """The result of a call, as the model reads it."""
 
     text: str
     ok: bool
@@ -67,7 +67,7 @@ class Toolbox:
                 raise TaskError(f"tool {tool.name!r} is asynchronous; use async_tool_agent_workflow")
 
     def call(self, name: str, arguments: str) -> Result:
-        """Call a tool. Never raises: what goes wrong is told to the model."""
+        """Call a tool. Never raises: errors become the result that the model reads."""
         found = self._prepared(name, arguments)
         if isinstance(found, Result):
             return found
@@ -83,7 +83,7 @@ class Toolbox:
         Args:
             name: Of the tool.
             arguments: A JSON object.
-            timeout: Seconds until the model is told that it took too long.
+            timeout: Seconds after which the result is a timeout.
         """
         found = self._prepared(name, arguments)
         if isinstance(found, Result):

@@ -1,4 +1,4 @@
-"""Environments that workflows play in: small, pure, the same for the same seed."""
+"""Games as workflows: small, pure environments that are the same for the same seed."""
 
 from trinity_mq.workflows.games.frozen_lake import FrozenLake, LakeError, LakeMap, make_lake
 from trinity_mq.workflows.games.game import AsyncGameWorkflow, Game, GameWorkflow

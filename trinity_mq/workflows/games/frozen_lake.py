@@ -34,7 +34,7 @@ class LakeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LakeMap:
-    """Where the ice holds: one start ``S``, one goal ``G``, ice ``F``, holes ``H``."""
+    """The map of a lake: one start ``S``, one goal ``G``, ice ``F``, holes ``H``."""
 
     rows: tuple[str, ...]
 
@@ -132,7 +132,7 @@ class FrozenLake:
     slippery: bool = False
     """A move goes where it was meant to, or to either side of it, with a chance of a third each."""
     seed: int = 0
-    """Of the slips."""
+    """Seed of the slips."""
     moves: int = 0
     """Made so far."""
 
@@ -190,7 +190,7 @@ _LETTERS = {move[0]: move for move in MOVES}
 
 
 class LakeArguments(GameArguments):
-    """What a lake takes; ``map`` before ``size`` and ``ice``."""
+    """Arguments of a lake; ``map`` comes before ``size`` and ``ice``."""
 
     map: tuple[str, ...] | None = None
     """Rows of S (start), F (ice), H (hole), G (goal)."""

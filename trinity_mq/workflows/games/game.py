@@ -26,7 +26,7 @@ MAX_SEEN = 4000
 
 
 class GameArguments(Arguments):
-    """What every game takes, in ``workflow_args`` or in the record."""
+    """Arguments of every game, in ``workflow_args`` or in the record."""
 
     max_steps: int = Field(default=10, ge=1, le=1000)
     """Answers of the model in one run."""
@@ -47,7 +47,7 @@ class Game(ABC):
     """One game in play, as its workflow sees it."""
 
     instructions: str = ""
-    """What the model is told before the first step, unless the taskset's format has a system prompt."""
+    """The system prompt, unless the taskset's format has one."""
 
     @abstractmethod
     def show(self) -> str:
@@ -69,7 +69,7 @@ class Game(ABC):
 
     @property
     def progress(self) -> float:
-        """How far it came, 0 to 1."""
+        """Progress towards a win, from 0 to 1."""
         return 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -121,7 +121,7 @@ def game_seed(task: Task, arguments: GameArguments) -> int:
 
 
 class _Playing(RecordedWorkflow):
-    """What the two workflows share."""
+    """Base of the synchronous and the asynchronous workflow."""
 
     arguments_kind: ClassVar[type[GameArguments]] = GameArguments
 

@@ -55,7 +55,7 @@ class Sudoku:
 
     @property
     def right(self) -> int:
-        """Of these, how many hold the right digit now."""
+        """Blanks that hold the right digit now."""
         places = zip(self.givens, self.board, self.solution, strict=True)
         return sum(given == 0 and digit == wanted for given, digit, wanted in places)
 
@@ -225,7 +225,7 @@ Entry = tuple[int, int, int]
 
 
 class SudokuArguments(GameArguments):
-    """What a Sudoku takes."""
+    """Arguments of a Sudoku."""
 
     box: Literal[2, 3] = 2
     """2: 4 by 4. 3: 9 by 9."""

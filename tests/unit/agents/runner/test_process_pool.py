@@ -200,14 +200,14 @@ async def test_runs_that_are_finished_outlive_what_hangs(here, pool, tmp_path, e
     config = changed(tmp_path, concurrent_mode="sequential")
     answers = [completion("hang"), completion("8"), completion("7")]
     engine.script = lambda body: answers.pop() if answers else completion("hang")
-    tally = RunResults()
-    running = pool.run(task_slice(kind, runs=3, slice_timeout=1.5), config, lambda: engine.model, tally)
+    results = RunResults()
+    running = pool.run(task_slice(kind, runs=3, slice_timeout=1.5), config, lambda: engine.model, results)
     if kind == "HoldsOn":
         await running  # its thread is left behind in the process
     else:
         with pytest.raises(ChildDied, match="was killed"):
             await running
-    outcome = tally.outcome(2.0)
+    outcome = results.outcome(2.0)
     assert outcome.runs == [6, 7]
     assert len(outcome.runs) == len(outcome.experiences) == len(outcome.metrics) == 2
     assert {each.response_text for each in outcome.experiences} == {"7", "8"}
@@ -308,12 +308,12 @@ import asyncio, sys
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskSlice, decode
 from trinity_mq.models import InferenceModel
-from trinity_agents.runner.process_pool import IsolatedPool
+from trinity_agents.runner.process_pool import ProcessPool
 
 async def main():
     config = Config.model_validate({"model": {"tiny": {}}, "run_dir": sys.argv[2]})
     engine = InferenceModel(id="e", url="http://127.0.0.1:1", name="m")
-    await IsolatedPool(1).run(decode(bytes.fromhex(sys.argv[1]), TaskSlice), config, lambda: engine)
+    await ProcessPool(1).run(decode(bytes.fromhex(sys.argv[1]), TaskSlice), config, lambda: engine)
 
 if __name__ == "__main__":
     asyncio.run(main())

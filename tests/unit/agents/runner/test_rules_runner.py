@@ -39,7 +39,7 @@ def test_nothing_is_delivered_that_is_not_started() -> None:
             await send_slice(world, a_slice(task=task))
         task = asyncio.create_task(runner.run())
         await asyncio.sleep(1)
-        assert len(runner._turns._workflows.ran) == 2
+        assert len(runner._executor._workflows.ran) == 2
         assert world.count("tasks.train") == 3
         await kill(task)
         assert sorted(each.returns for each in world.stored("tasks.train")) == [0, 0, 0, 1, 1]
@@ -61,9 +61,9 @@ def test_a_slot_that_becomes_free_takes_the_next() -> None:
             await send_slice(world, a_slice(task=task))
         async with world.living(runner):
             await asyncio.sleep(5)
-            assert len(runner._turns._workflows.ran) == 2
+            assert len(runner._executor._workflows.ran) == 2
             await asyncio.sleep(7)
-            assert [task for _, task in runner._turns._workflows.ran] == [0, 1, 2]
+            assert [task for _, task in runner._executor._workflows.ran] == [0, 1, 2]
             await asyncio.sleep(200)
 
     run_virtually(main())
@@ -99,7 +99,7 @@ def test_the_count_is_judged_first_and_always_ends_in_an_outcome() -> None:
 
     run_virtually(main())
     assert [result.outcome for result in results(world)] == ["poisoned"]
-    assert runner._turns._workflows.ran == runner._turns._isolated.ran == []
+    assert runner._executor._workflows.ran == runner._executor._isolated.ran == []
     kinds = [entry for entry in world.wire if entry.startswith(("confirmed", "acked"))]
     assert kinds == ["confirmed task_result", "confirmed task_slice", "acked tasks.train"]
 
@@ -174,5 +174,5 @@ def test_a_runner_away_from_the_broker_loses_no_time_of_its_tickets_and_keeps_it
     run_virtually(main())
     (result,) = results(world)
     assert {each.headers["attempt"] for each in parts(world)} == {result.attempt}
-    assert runner._turns._workflows.ran == [("t1", 0)]
+    assert runner._executor._workflows.ran == [("t1", 0)]
     assert unanswered(world) == 0

@@ -44,12 +44,12 @@ class Scripted:
     def __init__(self, does: Does = at_once) -> None:
         self.does, self.ran, self.models = does, [], None
 
-    async def run_slice(self, task_slice: TaskSlice, models: Models, tally: RunResults | None = None) -> SliceOutcome:
+    async def run_slice(self, task_slice: TaskSlice, models: Models, results: RunResults | None = None) -> SliceOutcome:
         self.ran.append((task_slice.ticket, task_slice.task_id))
         self.models = models
         return await self.does(task_slice)
 
-    async def run(self, task_slice: TaskSlice, config: object, models: Models, tally: RunResults) -> SliceOutcome:
+    async def run(self, task_slice: TaskSlice, config: object, models: Models, results: RunResults) -> SliceOutcome:
         return await self.run_slice(task_slice, models)
 
     async def close(self) -> None:
@@ -152,7 +152,7 @@ def test_over_the_limit_a_slice_is_poisoned_and_not_run() -> None:
     run_virtually(main())
     (result,) = results(world)
     assert (result.outcome, result.runs, result.parts) == ("poisoned", [], 0)
-    assert runner._turns._workflows.ran == runner._turns._isolated.ran == []
+    assert runner._executor._workflows.ran == runner._executor._isolated.ran == []
     assert world.reasons() == ["5 runners did not survive this slice (limit 5)"]
     assert world.stored("dead")[0].headers["ticket"] == "t1"
     assert unanswered(world) == 0
@@ -172,8 +172,8 @@ def test_what_has_come_back_before_runs_in_a_process_of_its_own() -> None:
             await asyncio.sleep(1)
 
     run_virtually(main())
-    assert runner._turns._isolated.ran == [("t1", 0)]
-    assert runner._turns._workflows.ran == [("t1", 1)]
+    assert runner._executor._isolated.ran == [("t1", 0)]
+    assert runner._executor._workflows.ran == [("t1", 1)]
 
 
 def test_what_kills_its_process_comes_back_until_the_limit() -> None:
@@ -193,7 +193,7 @@ def test_what_kills_its_process_comes_back_until_the_limit() -> None:
             await asyncio.sleep(5)
 
     run_virtually(main())
-    assert runner._turns._isolated.ran == [("t1", 0)] * 2
+    assert runner._executor._isolated.ran == [("t1", 0)] * 2
     poisoned = next(result for result in results(world) if result.task_id == 0)
     assert poisoned.outcome == "poisoned"
     assert "SIGSEGV" in str(poisoned.message)
@@ -265,7 +265,7 @@ def test_only_a_beat_that_must_know_the_ticket_can_forget_it(seq: int, listed: b
             await asyncio.sleep(1)
 
     run_virtually(main())
-    assert runner._turns._workflows.ran == ([("t1", 0)] if runs else [])
+    assert runner._executor._workflows.ran == ([("t1", 0)] if runs else [])
     assert len(results(world)) == int(runs)
     assert world.wire[-1] == "acked tasks.train"
     assert unanswered(world) == 0
@@ -399,7 +399,7 @@ def test_nothing_is_acknowledged_when_nobody_keeps_results() -> None:
         await send_slice(world, a_slice())
         task = asyncio.create_task(runner.run())
         await asyncio.sleep(0)
-        runner._turns._workflows.does = gone
+        runner._executor._workflows.does = gone
         await asyncio.wait([task])
         assert isinstance(task.exception(), ExceptionGroup)
         assert task.exception().subgroup(RestartMe) is not None
@@ -528,8 +528,8 @@ def test_a_connection_lost_mid_slice_costs_no_second_run() -> None:
     run_virtually(main())
     (result,) = results(world)
     assert {each.headers["attempt"] for each in parts(world)} == {result.attempt}
-    assert runner._turns._workflows.ran == [("t1", 0)]
-    assert runner._turns._isolated.ran == []
+    assert runner._executor._workflows.ran == [("t1", 0)]
+    assert runner._executor._isolated.ran == []
     assert world.wire.index("void tasks.train") < world.wire.index("acked tasks.train")
     assert unanswered(world) == 0
 
@@ -554,8 +554,8 @@ def test_duplicates_that_come_while_it_runs_wait_for_it() -> None:
 
     run_virtually(main())
     assert len(results(world)) == 1
-    assert runner._turns._workflows.ran == [("t1", 0)]
-    assert runner._turns._isolated.ran == []
+    assert runner._executor._workflows.ran == [("t1", 0)]
+    assert runner._executor._isolated.ran == []
     assert world.wire.count("acked tasks.train") == 4
 
 
@@ -594,7 +594,7 @@ def test_an_acknowledgement_lost_on_its_way_costs_no_second_run() -> None:
             await asyncio.sleep(1)
 
     run_virtually(main())
-    assert runner._turns._workflows.ran == [("t1", 0)]
+    assert runner._executor._workflows.ran == [("t1", 0)]
     assert len(results(world)) == 1
     assert unanswered(world) == 0
 
@@ -611,7 +611,7 @@ def test_it_does_not_remember_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
                 await asyncio.sleep(0.1)
 
     run_virtually(main())
-    assert [task for _, task in runner._turns._workflows.ran] == [0, 1, 2, 0]
+    assert [task for _, task in runner._executor._workflows.ran] == [0, 1, 2, 0]
 
 
 def test_while_the_broker_blocks_nothing_is_reported_and_nothing_lost() -> None:
@@ -650,7 +650,7 @@ def test_another_runner_does_what_a_killed_one_held() -> None:
 
     run_virtually(main())
     assert [result.runner for result in results(world)] == ["runner-1"]
-    assert second._turns._isolated.ran == [("t1", 0)]  # it has come back once
+    assert second._executor._isolated.ran == [("t1", 0)]  # it has come back once
 
 
 @pytest.mark.parametrize("after", range(1, 6))

@@ -45,10 +45,10 @@ class Stepwise:
     def __init__(self, done: int = 1, deaf: float = 0.0) -> None:
         self.done, self.deaf, self.began, self.cancelled = done, deaf, 0, 0
 
-    async def run_slice(self, task_slice: TaskSlice, models: Models, tally: RunResults) -> SliceOutcome:
+    async def run_slice(self, task_slice: TaskSlice, models: Models, results: RunResults) -> SliceOutcome:
         self.began += 1
         for run in range(self.done):
-            tally.keep(run, [experience(task_slice.task_id, run)], {"reward": 1.0})
+            results.keep(run, [experience(task_slice.task_id, run)], {"reward": 1.0})
         until = asyncio.get_running_loop().time() + self.deaf
         try:
             await asyncio.Event().wait()
@@ -62,8 +62,8 @@ class Stepwise:
             raise
         raise AssertionError
 
-    async def run(self, task_slice: TaskSlice, config: object, models: Models, tally: RunResults) -> SliceOutcome:
-        return await self.run_slice(task_slice, models, tally)
+    async def run(self, task_slice: TaskSlice, config: object, models: Models, results: RunResults) -> SliceOutcome:
+        return await self.run_slice(task_slice, models, results)
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -250,7 +250,7 @@ def test_after_so_many_slices_it_is_started_again() -> None:
     world = World("runner.recycle_after=3", "runner.concurrency=1", "runner.drain_timeout=5")
 
     class AtOnce(Stepwise):
-        async def run_slice(self, task_slice: TaskSlice, models: Models, tally: RunResults) -> SliceOutcome:
+        async def run_slice(self, task_slice: TaskSlice, models: Models, results: RunResults) -> SliceOutcome:
             await asyncio.sleep(1)
             return SliceOutcome(runs=[0, 1], metrics=[{}, {}])
 
@@ -318,7 +318,7 @@ def test_the_dead_letter_tells_the_history_by_all_runners() -> None:
     world = World("broker.delivery_limit=4")
 
     class Dies(Stepwise):
-        async def run(self, task_slice: TaskSlice, config: object, models: Models, tally: RunResults) -> SliceOutcome:
+        async def run(self, task_slice: TaskSlice, config: object, models: Models, results: RunResults) -> SliceOutcome:
             await asyncio.sleep(1)
             raise ChildDied(f"its process was killed by SIG{self.began}")
 

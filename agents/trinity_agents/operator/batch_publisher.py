@@ -1,0 +1,93 @@
+"""Publishes the result of a batch, serves submitters, and deletes the batch queue afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from trinity_agents.operator.chain_run import ProcessedBatch
+from trinity_mq.bus import Bus, BusRefused, BusUnavailable, Envelope, MessageTooLarge, Topology
+from trinity_mq.bus.topology import batch_key
+from trinity_mq.dispatch.collector import UNBOUND_BEFORE_DELETE
+from trinity_mq.messages import BatchClosed, BatchReady
+from trinity_mq.runtime.deliveries import REFERENCE, envelope
+from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.transport.batch_blobs import delete_blobs
+from trinity_mq.transport.blobs import PARTS, BlobStore
+from trinity_mq.transport.co_batched_parts import PartKey
+from trinity_mq.transport.experience_parts import Part, chunk_mail, wanted_mails
+
+log = structlog.get_logger(__name__)
+
+
+class BatchPublisher:
+    """Publishes for one operator."""
+
+    def __init__(self, bus: Bus, topology: Topology, store: BlobStore | None) -> None:
+        self._bus, self._topology, self._store = bus, topology, store
+        self._lent: set[str] = set()
+        """Tickets of which submitters were sent references: their blobs are left to the sweep, an hour later."""
+
+    async def send_requested(self, manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> None:
+        """Send submitters the experience parts they asked for, at least once."""
+        if not manifest.wanted:
+            return
+        for reply_to, message in await asyncio.to_thread(list, wanted_mails(manifest, parts)):
+            try:
+                if not await self._bus.publish("", reply_to, message):
+                    log.info("submitter_gone", reply_to=reply_to)
+                elif message.content_type == REFERENCE:
+                    self._lent.add(manifest.ticket)
+            except (MessageTooLarge, BusRefused) as error:
+                log.warning("submitter_not_served", reply_to=reply_to, reason=str(error))
+
+    async def publish(self, manifest: BatchClosed, batch: ProcessedBatch) -> None:
+        """Publish the chunks, and once all are confirmed the BatchReady that decides the ticket.
+
+        Raises:
+            RestartMe: There is no ready stream.
+        """
+        async with asyncio.TaskGroup() as group:
+            for n, content in enumerate(batch.chunks):
+                group.create_task(self._to_ready(manifest, chunk_mail(manifest, batch.processing_id, n, content)))
+        await self.publish_state(
+            manifest,
+            op=batch.processing_id,
+            state="ready" if batch.experiences else "empty",
+            chunks=len(batch.chunks),
+            experiences=batch.experiences,
+            metrics={**manifest.metrics, **batch.metrics},
+        )
+
+    async def publish_state(self, manifest: BatchClosed, *, op: str | None = None, **fields: Any) -> None:
+        """Publish the BatchReady of a batch with these fields.
+
+        Raises:
+            RestartMe: There is no ready stream.
+        """
+        op = op or uuid.uuid4().hex
+        ready = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, **fields)
+        await self._to_ready(manifest, envelope(ready, message_id=f"ready-{manifest.ticket}-{op}"))
+
+    async def _to_ready(self, manifest: BatchClosed, message: Envelope) -> None:
+        if not await self._bus.publish(self._topology.exchange("ready"), batch_key(manifest.batch), message):
+            # confirmed, yet nobody has it: the next steps would delete the only copy
+            raise RestartMe(f"{self._topology.ready.name} does not exist any more; a start declares it again")
+
+    async def delete_queue(self, manifest: BatchClosed) -> None:
+        """Delete the queue of a processed batch, and the blobs that its parts refer to."""
+        await asyncio.sleep(UNBOUND_BEFORE_DELETE)
+        name = self._topology.batch_queue(manifest.batch, manifest.ticket).name
+        try:
+            await self._bus.delete(name)
+        except BusUnavailable as error:
+            log.warning("batch_queue_left", queue=name, reason=f"{error}; it expires by itself")
+            return
+        if manifest.ticket in self._lent:
+            self._lent.discard(manifest.ticket)
+        else:
+            await delete_blobs(self._store, f"{PARTS}/{manifest.ticket}")

@@ -1,0 +1,117 @@
+"""Reads the parts of a closed batch from its queue, without acknowledging them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from trinity_mq.bus import Bus, Delivery, QueueGone, Topology
+from trinity_mq.config import Config
+from trinity_mq.messages import BatchClosed, DecodeError, Mark, OperatorStatus
+from trinity_mq.runtime.deliveries import acknowledge, dead_letter
+from trinity_mq.runtime.peers import Peers
+from trinity_mq.transport.blobs import BlobStore
+from trinity_mq.transport.co_batched_parts import PartKey, Share, shares_of
+from trinity_mq.transport.experience_parts import Part
+from trinity_mq.transport.references import carried_bytes
+
+IDLE_CHECK = 2.0
+"""Seconds without a part after which the existence of the batch queue is checked."""
+
+
+class BatchUnusable(Exception):
+    """No operator can process this batch; it fails as a batch, not as an operator."""
+
+
+class BatchReader:
+    """Collects the parts that a manifest lists.
+
+    Args:
+        bus: Connected.
+        topology: The run's names.
+        config: Limits of size and time.
+        store: Blob store of the parts that travel by reference.
+        operator: Id of the operator, the reporter of dead letters.
+        peers: Heartbeats of the other operators.
+        waiting: Called with a description of the missing parts while there are some, with None when one arrives.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        topology: Topology,
+        config: Config,
+        store: BlobStore | None,
+        *,
+        operator: str,
+        peers: Peers,
+        waiting: Callable[[str | None], None],
+    ) -> None:
+        self._bus, self._topology, self._store = bus, topology, store
+        self._max_bytes, self._deadline = config.broker.max_batch_bytes, config.explorer.operator_deadline
+        self._operator, self._peers, self._waiting = operator, peers, waiting
+
+    async def read(self, manifest: BatchClosed) -> dict[PartKey, Part]:
+        """Return the parts that the manifest lists, in its order. None is acknowledged: if this process dies, they come
+        back.
+
+        Raises:
+            QueueGone: The batch queue does not exist any more.
+            BatchUnusable: Parts are missing for too long, or the batch is too large.
+        """
+        expected = [(accepted.attempt, part) for accepted in manifest.accepted for part in range(accepted.parts)]
+        if not expected:
+            return {}
+        found: dict[PartKey, Part] = {}
+        missing, size, idle = set(expected), 0, 0.0
+        queue = self._topology.batch_queue(manifest.batch, manifest.ticket)
+        async with await self._bus.consume(queue, prefetch=0) as consumer:
+            while missing:
+                try:
+                    async with asyncio.timeout(IDLE_CHECK):
+                        delivery = await anext(consumer)
+                except TimeoutError:
+                    self._waiting(f"{len(missing)} parts of batch {manifest.batch}")
+                    idle += await self._idle_seconds(manifest, queue.name)
+                    if idle >= self._deadline:
+                        raise BatchUnusable(
+                            f"{len(missing)} of {len(expected)} parts did not come in {self._deadline:g} s"
+                        ) from None
+                    continue
+                self._waiting(None)
+                idle = 0.0
+                parts = [part for part in await self._parts(delivery) if part.key in missing]
+                missing.difference_update(part.key for part in parts)
+                found.update((part.key, Part(delivery, part)) for part in parts)
+                if parts:
+                    size += carried_bytes(self._store, delivery.body, delivery.content_type)
+                if size > self._max_bytes:
+                    raise BatchUnusable(f"batch {manifest.batch} is over broker.max_batch_bytes {self._max_bytes}")
+        return {key: found[key] for key in expected}
+
+    async def _parts(self, delivery: Delivery) -> list[Share]:
+        """Return the parts in a message; one that does not decode becomes a dead letter."""
+        if delivery.kind == Mark.kind:
+            return []  # published by the queue's owner to see whether it answers
+        try:
+            return list(shares_of(delivery))
+        except DecodeError as error:
+            await dead_letter(self._bus, self._topology, delivery, str(error), self._operator)
+            await acknowledge(delivery)
+            return []
+
+    async def _idle_seconds(self, manifest: BatchClosed, queue: str) -> float:
+        """Return the seconds of an idle check that count: none while a part cannot come to this operator.
+
+        Raises:
+            QueueGone: None will come.
+        """
+        if not self._bus.usable:
+            return 0.0
+        if await self._bus.depth(queue) is None:
+            raise QueueGone(queue)
+        others = (beat for beat in self._peers.alive("operator") if beat.id != self._operator)
+        # one that has the same batch and waits for nothing is the queue's single active consumer
+        working = (beat.detail for beat in others if beat.waits_for is None)
+        held = any(isinstance(status, OperatorStatus) and status.ticket == manifest.ticket for status in working)
+        return 0.0 if held else IDLE_CHECK

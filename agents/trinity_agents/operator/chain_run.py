@@ -1,0 +1,80 @@
+"""Runs the operator chain on the parts of a batch, and cuts the result into chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from trinity_mq.algorithms.registry import ALGORITHMS
+from trinity_mq.bus import Bus, Incoming, QueueGone, Topology
+from trinity_mq.config import Config
+from trinity_mq.messages import BatchClosed
+from trinity_mq.models.auxiliary_clients import auxiliary_clients
+from trinity_mq.models.engine_selection import EngineSelector
+from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, create_operators, run_chain
+from trinity_mq.runtime.deliveries import REFERENCE
+from trinity_mq.runtime.peers import Peers
+from trinity_mq.transport.batch_blobs import Content, chunk_name, stored
+from trinity_mq.transport.blobs import BlobStore, patiently
+from trinity_mq.transport.experience_parts import Part, decode_parts, split_to_size
+
+
+@dataclass(frozen=True)
+class ProcessedBatch:
+    """The result of the chain on a batch."""
+
+    processing_id: str
+    """Unique id of this processing, in the names of its messages and blobs."""
+    chunks: list[Content]
+    experiences: int
+    metrics: dict[str, float]
+    bad: list[tuple[Incoming, str]]
+    """Parts that do not decode, each with the reason."""
+
+
+class ChainRun:
+    """The operator chain of a run, with its auxiliary clients."""
+
+    def __init__(self, config: Config, bus: Bus, topology: Topology, store: BlobStore | None, peers: Peers) -> None:
+        self._config, self._bus, self._topology, self._store, self._peers = config, bus, topology, store, peers
+        self._chain: list[ExperienceOperatorV1] = []
+
+    async def open(self, stack: contextlib.AsyncExitStack) -> None:
+        """Create and prepare the operators; ``stack`` closes them."""
+        names = [model.name for model in self._config.explorer.auxiliary_models]
+        clients = auxiliary_clients(names, EngineSelector(lambda: self._peers.alive("engine")).auxiliary)
+        self._chain = create_operators(self._config.operator.operators, clients)
+        if ALGORITHMS[self._config.algorithm.algorithm_type].where == "operator":
+            self._chain.append(AdvantageOperator(self._config.algorithm))
+        for client in (client for each in clients.values() for client in each):
+            stack.push_async_callback(client.close)
+        for operator in self._chain:
+            stack.push_async_callback(operator.close)
+            await operator.prepare()
+
+    async def process(self, manifest: BatchClosed, parts: Collection[Part]) -> ProcessedBatch:
+        """Return the result of the chain on the parts, with its chunks stored where they are too large for a message.
+
+        Raises:
+            QueueGone: Another operator has processed the batch meanwhile, and deleted what the parts refer to.
+            StoreUnavailable: What they refer to cannot be read now, or a chunk not be stored.
+            OperatorError: The chain failed.
+        """
+        loop, processing_id, limit = asyncio.get_running_loop(), uuid.uuid4().hex, self._bus.max_message_bytes
+        is_stored = any(part.incoming.content_type == REFERENCE for part in parts)
+        experiences, bad = await (patiently if is_stored else asyncio.to_thread)(decode_parts, parts, self._store)
+        if bad and await self._bus.depth(self._topology.batch_queue(manifest.batch, manifest.ticket).name) is None:
+            raise QueueGone(manifest.ticket)
+        started = loop.time()
+        left, metrics = await run_chain(self._chain, experiences, timeout=self._config.operator.timeout)
+        metrics["time/operators"] = loop.time() - started
+        split = functools.partial(split_to_size, compression=self._config.broker.compression, store=self._store)
+        bodies = await asyncio.to_thread(split, left, limit)
+        name = functools.partial(chunk_name, manifest.ticket, processing_id)
+        chunks = await stored(self._store, bodies, limit, name)
+        metrics["experience_pipeline/chunks_by_reference"] = float(sum(not isinstance(one, bytes) for one in chunks))
+        return ProcessedBatch(processing_id, chunks, len(left), metrics, bad)
