@@ -1,1 +1,1 @@
-"""One way to be a daemon."""
+"""The base of the daemons, shared by all agents."""

@@ -1,4 +1,4 @@
-"""What every daemon has: a bus, beats, ears for the others' beats and for commands, an orderly end."""
+"""The base of the daemons: a bus, heartbeats sent and received, commands, an orderly end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.heartbeats import HEARTBEAT_INTERVAL, HEARTBEAT_LEASE, HeartbeatPublisher
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
-from trinity_mq.runtime.run_marker import is_over
+from trinity_mq.runtime.process import is_run_over
 from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
@@ -29,11 +29,10 @@ __all__ = ["HEARTBEAT_INTERVAL", "HEARTBEAT_LEASE", "Agent"]
 
 
 class Agent(ABC):
-    """Base of the four daemons.
+    """Base of the daemons.
 
     A subclass implements :meth:`serve`, which returns when its work is over or soon after :attr:`draining` is set, and
-    fills
-    :meth:`detail`, which travels in each beat.
+    :meth:`detail`, which each heartbeat carries.
     """
 
     role: ClassVar[Role]
@@ -48,16 +47,16 @@ class Agent(ABC):
         self.peers = Peers()
         self.draining = asyncio.Event()
         self.serving = asyncio.Event()
-        """Set once it is connected, hears the others and does its work."""
-        self.over_in: Path | None = None
-        """A folder: where the mark of a run that is over may be. Whoever starts after that has missed the last beat."""
+        """Set once the agent is connected, subscribed and about to serve."""
+        self.run_folder: Path | None = None
+        """Folder with the marker of a run that is over: an agent started after that has missed the last heartbeat."""
         self.woken = Notifier()
-        """Notified on anything an agent's main loop may wait for."""
+        """Notified on every change that an agent's main loop may wait for."""
         self.state = "starting"
         self.heartbeat_seq = 0
         self._waits_for: str | None = None
         self._waits_since = 0.0
-        self._beats = HeartbeatPublisher(bus, topology, agent_id, self._beats_now)
+        self._heartbeats = HeartbeatPublisher(bus, topology, agent_id, self._current_heartbeats)
 
     @abstractmethod
     async def serve(self) -> None:
@@ -68,17 +67,17 @@ class Agent(ABC):
         return STATUS_BY_ROLE[self.role]()
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
-        """Return beats sent on behalf of processes that this agent hosts."""
+        """Return the heartbeats of processes that this agent hosts."""
         return []
 
     def report(self, step: int, values: dict[str, float]) -> None:
-        """Write the metrics of ``step`` down, and tell whoever listens."""
+        """Write the metrics of ``step`` to the run's files and publish them."""
         if self._metrics is not None:
             self._metrics.write(step, values)
         self._unsent.put_nowait(Metrics(role=self.role, id=self.id, step=step, values=values))
 
     def set_state(self, state: str, waits_for: str | None = None) -> None:
-        """Say what the agent does and what it waits for; a change makes a beat."""
+        """Set what the agent does and what it waits for; a change sends a heartbeat."""
         if (state, waits_for) != (self.state, self._waits_for):
             if waits_for != self._waits_for:
                 self._waits_since = asyncio.get_running_loop().time()
@@ -87,34 +86,37 @@ class Agent(ABC):
 
     @property
     def waits_for(self) -> str | None:
-        """What it waits for, None while it works."""
+        """The awaited event, None while the agent works."""
         return self._waits_for
 
     def heartbeat_soon(self) -> None:
-        """Send a beat now rather than at the next interval."""
-        self._beats.soon()
+        """Send a heartbeat now rather than at the next interval."""
+        self._heartbeats.soon()
 
     def drain(self) -> None:
-        """Ask the agent to finish what it holds and end."""
+        """Ask the agent to finish its work in hand and end."""
         if not self.draining.is_set():
             log.info("draining", agent=self.id)
             self.draining.set()
             self.woken.notify()
 
     async def run(self) -> None:
-        """Connect, serve, say goodbye, close."""
+        """Connect, serve, send a last heartbeat, close."""
         if not await self._connect():
             return
         try:
             await self.bus.declare(*self.topology.durable)
             self.bus.on_change(self._bus_changed)
-            # heard before told: an answer to our first beat must not be missed
-            heard = asyncio.Event()
+            # subscribed before the first heartbeat, so that no answer to it is missed
+            subscribed = asyncio.Event()
             await self.with_background(
-                self._serve_once(heard), self._listen(heard), self._beat_forever(heard), self._send_metrics()
+                self._serve_once(subscribed),
+                self._listen(subscribed),
+                self._send_heartbeats(subscribed),
+                self._send_metrics(),
             )
             self.state, self._waits_for = "gone" if self.draining.is_set() else "finished", None
-            await self._beats.once()
+            await self._heartbeats.once()
         finally:
             await self.bus.close()
 
@@ -133,10 +135,10 @@ class Agent(ABC):
             await asyncio.wait((connecting, draining))
         return True
 
-    async def _serve_once(self, heard: asyncio.Event) -> None:
-        await heard.wait()
+    async def _serve_once(self, subscribed: asyncio.Event) -> None:
+        await subscribed.wait()
         self.serving.set()
-        if self.over_in is not None and is_over(self.over_in):  # not before we hear: else it might be marked in between
+        if self.run_folder is not None and is_run_over(self.run_folder):  # after we listen: a mark made earlier is seen
             log.info("run_is_over", agent=self.id)
             return
         await self.serve()
@@ -150,25 +152,23 @@ class Agent(ABC):
             log.warning("bus_unusable", agent=self.id, trouble=self.bus.trouble)
         self.woken.notify()
 
-    async def _listen(self, heard: asyncio.Event) -> None:
-        beats = self.topology.listener(self.id, self.incarnation, "telemetry", "beat.#")
+    async def _listen(self, subscribed: asyncio.Event) -> None:
+        telemetry = self.topology.listener(self.id, self.incarnation, "telemetry", "beat.#")
         control = self.topology.listener(
             self.id, self.incarnation, "control", f"*.{self.id}", f"*.{self.role}", "*.all"
         )
-        await self.bus.declare(beats, control)
+        await self.bus.declare(telemetry, control)
         async with (
-            await self.bus.consume(beats) as beat_feed,
-            await self.bus.consume(control) as control_feed,
+            await self.bus.consume(telemetry) as heartbeats,
+            await self.bus.consume(control) as commands,
             asyncio.TaskGroup() as group,
         ):
-            heard.set()
-            group.create_task(self.each(beat_feed, self._on_beat, quiet=self.role != "explorer"))
-            group.create_task(self.each(control_feed, self._on_control))
+            subscribed.set()
+            group.create_task(self.each(heartbeats, self._on_heartbeat, quiet=self.role != "explorer"))
+            group.create_task(self.each(commands, self._on_control))
 
     async def with_background(self, main: Awaitable[Any], *background: Coroutine[Any, Any, None]) -> None:
-        """Await ``main`` beside ``background`` tasks, which are cancelled when it returns; what one of them raises ends
-        all.
-        """
+        """Await ``main`` and run ``background`` tasks until it returns; an exception of one of them ends all."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in background]
             await main
@@ -176,7 +176,7 @@ class Agent(ABC):
                 task.cancel()
 
     async def each(self, feed: Consumer, handle: Callable[[Any, Delivery], Awaitable[None]], **how: Any) -> None:
-        """Hand every message of ``feed`` to ``handle`` and acknowledge it; what does not decode is parked.
+        """Pass every message of ``feed`` to ``handle`` and acknowledge it; dead-letter a body that does not decode.
 
         ``how`` as for :func:`trinity_mq.runtime.deliveries.decode_or_dead_letter`.
         """
@@ -186,7 +186,7 @@ class Agent(ABC):
                 await handle(message, delivery)
                 await acknowledge(delivery)
 
-    async def _on_beat(self, message: Message, delivery: Delivery) -> None:
+    async def _on_heartbeat(self, message: Message, delivery: Delivery) -> None:
         if isinstance(message, Heartbeat):
             self.peers.receive(message)
             self.woken.notify()
@@ -203,7 +203,7 @@ class Agent(ABC):
             await self.on_control(message)
 
     async def on_control(self, event: ControlEvent) -> None:
-        """Act on pause and resume, where the agent knows them."""
+        """Act on a pause or resume command; the default ignores both."""
         log.info("control_ignored", verb=event.verb)
 
     async def publish(self, exchange: str, key: str, message: Message, *, message_id: str | None = None) -> bool:
@@ -215,11 +215,11 @@ class Agent(ABC):
             metrics = await self._unsent.get()
             await self.publish("telemetry", f"metrics.{self.role}.{self.id}", metrics)
 
-    async def _beat_forever(self, heard: asyncio.Event) -> None:
-        await heard.wait()
-        await self._beats.run()
+    async def _send_heartbeats(self, subscribed: asyncio.Event) -> None:
+        await subscribed.wait()
+        await self._heartbeats.run()
 
-    def _beats_now(self) -> Iterable[Heartbeat]:
+    def _current_heartbeats(self) -> Iterable[Heartbeat]:
         now = asyncio.get_running_loop().time()
         self.heartbeat_seq += 1
         own = Heartbeat(

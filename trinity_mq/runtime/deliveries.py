@@ -1,4 +1,4 @@
-"""Messages to envelopes and deliveries to messages, and where a body goes that cannot be used."""
+"""Turns messages into envelopes and deliveries into messages; dead-letters a body that cannot be used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 EXPERIENCES = "application/vnd.trinity-mq.experiences"
 """Content type of experience parts and chunks."""
 REFERENCE = "application/vnd.trinity-mq.reference"
-"""Content type of one whose body lies in the blob store: an ExperienceReference."""
+"""Content type of an ExperienceReference, whose experience body lies in the blob store."""
 
 
 def envelope(
@@ -68,7 +68,7 @@ async def dead_letter(bus: Bus, topology: Topology, incoming: Incoming, reason: 
         deliveries=incoming.deliveries_before,
     )
     if len(incoming.body) > bus.max_message_bytes and isinstance(incoming, Delivery):
-        with contextlib.suppress(StaleDelivery):  # void: it comes again, and so do we
+        with contextlib.suppress(StaleDelivery):  # stale: the broker redelivers it, and it is handled then
             await incoming.reject()
         return
     kept = {
@@ -94,11 +94,11 @@ async def dead_letter(bus: Bus, topology: Topology, incoming: Incoming, reason: 
         reply_to=incoming.reply_to,
     )
     while not await bus.publish(topology.exchange("dead"), incoming.routing_key or "unknown", copy):
-        await bus.declare(topology.dead)  # somebody deleted it; what is acknowledged next must not be lost
+        await bus.declare(topology.dead)  # it was deleted; the original is acknowledged next and must not be lost
 
 
 def _identity(incoming: Incoming) -> str:
-    """Return what tells this body from others: senders outside may leave the message id out."""
+    """Return an id of this body; outside senders may leave the message id out."""
     if incoming.message_id:
         return incoming.message_id
     return hashlib.sha256(incoming.body).hexdigest()[:32] if incoming.offset is None else str(incoming.offset)
@@ -113,10 +113,15 @@ async def decode_or_dead_letter(
     expect: type[Message] | None = None,
     quiet: bool = False,
 ) -> Message | None:
-    """Return the control-plane message in ``delivery``; one that does not decode is parked, acknowledged, and None.
+    """Return the control-plane message in ``delivery``; None if it does not decode, dead-lettered and acknowledged.
 
-    ``expect``: the only kind that belongs there, and so may be left out of the body. ``quiet``: only log it; of the
-    many who hear a broadcast one parks it.
+    Args:
+        bus: A connected bus.
+        topology: The run's names.
+        delivery: The delivery.
+        by: Id of the agent, for the dead letter.
+        expect: The only kind that belongs there, which the body may then leave out.
+        quiet: Only log a body that does not decode: of the many receivers of a broadcast one dead-letters it.
     """
     try:
         if expect is not None:
@@ -132,7 +137,7 @@ async def decode_or_dead_letter(
 
 
 async def acknowledge(delivery: Delivery) -> bool:
-    """Acknowledge; False when the delivery is void and the broker will deliver it again."""
+    """Acknowledge; return False for a stale delivery, which the broker redelivers."""
     try:
         await delivery.ack()
     except StaleDelivery:
@@ -141,6 +146,6 @@ async def acknowledge(delivery: Delivery) -> bool:
 
 
 async def requeue(delivery: Delivery) -> None:
-    """Requeue, one delivery more on its count; a void one the broker has taken back by itself."""
+    """Requeue, which counts as a delivery; a stale delivery has been taken back by the broker already."""
     with contextlib.suppress(StaleDelivery):
         await delivery.requeue()

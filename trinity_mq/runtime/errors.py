@@ -1,11 +1,11 @@
-"""How an agent ends when it cannot go on."""
+"""Exceptions and exit codes of an agent that cannot go on."""
 
 from __future__ import annotations
 
 EXIT_RESTART = 75
-"""Something passing: start me again (sysexits EX_TEMPFAIL)."""
+"""A passing failure: start the agent again (sysexits EX_TEMPFAIL)."""
 EXIT_RECYCLE = 79
-"""Nothing is wrong: start a fresh process in my place."""
+"""No failure: start a fresh process in its place."""
 EXIT_FATAL = 78
 """Starting again does not help (sysexits EX_CONFIG)."""
 
@@ -15,8 +15,8 @@ class FatalError(Exception):
 
 
 class RestartMe(Exception):
-    """This process cannot go on, a fresh one can."""
+    """Raised to have a fresh process take over from one that cannot go on."""
 
 
 class RecycleMe(RestartMe):
-    """This process has done its share; a fresh one takes its place, and nobody counts that as a failure."""
+    """Raised to have a fresh process take over without a failure being counted."""

@@ -1,4 +1,4 @@
-"""Beats of whoever is heard of: one at each interval, one soon after a change, none while the bus is unusable."""
+"""Publishes heartbeats: one at each interval, one soon after a change, none while the bus is unusable."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from trinity_mq.runtime.deliveries import envelope
 log = structlog.get_logger(__name__)
 
 HEARTBEAT_INTERVAL = 2.0
+"""Seconds between two heartbeats without a change."""
 HEARTBEAT_LEASE = 10.0
+"""Seconds after which an agent that sends nothing is taken for dead."""
 MIN_HEARTBEAT_GAP = 0.05
-"""A burst of changes makes one beat."""
+"""Least seconds between two heartbeats: a burst of changes makes one."""
 
 
 class HeartbeatPublisher:
-    """Publishes beats until cancelled.
+    """Publishes heartbeats until cancelled.
 
     Args:
         bus: A connected bus.
         topology: The run's names.
-        who: Whose beats they are, for logs.
-        make: Returns the beats to send now, each with a higher number than the last one.
+        who: Id of the sending agent, for logs.
+        make: Returns the heartbeats to send now, each with a higher ``seq`` than the last one.
     """
 
     def __init__(self, bus: Bus, topology: Topology, who: str, make: Callable[[], Iterable[Heartbeat]]) -> None:
@@ -51,7 +53,7 @@ class HeartbeatPublisher:
                 continue
 
     async def once(self) -> None:
-        """Send now; what cannot be sent is not sent again: a lost beat costs one beat."""
+        """Send now. A heartbeat that cannot be sent is dropped: the next one replaces it."""
         try:
             for beat in self._make():
                 key = f"beat.{beat.role}.{beat.id}"

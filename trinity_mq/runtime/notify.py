@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 
 
 class Notifier:
-    """Wakes everybody who waits, each time something changed."""
+    """Wakes all waiters at each change."""
 
     def __init__(self) -> None:
         self._waiters: dict[asyncio.Future[None], None] = {}
-        """In the order in which they came: that of a set would differ from run to run."""
+        """In order of arrival: the order of a set would differ from run to run."""
 
     def notify(self) -> None:
         """Wake the waiters."""
@@ -39,7 +39,7 @@ class Notifier:
             await self.wait()
 
     async def unless(self, predicate: Callable[[], bool], work: Awaitable[None]) -> bool:
-        """Await ``work``, but give it up once ``predicate`` holds; return whether it was done."""
+        """Await ``work``, but cancel it once ``predicate`` holds; return whether it ended by itself."""
         tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self.until(predicate))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Who else lives: the latest beat of every agent, kept while its lease lasts."""
+"""The other agents of a run: the latest heartbeat of each, valid while its lease lasts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ S = TypeVar("S", bound=Status)
 
 @dataclass(slots=True)
 class Peer:
-    """An agent as last heard of."""
+    """The last heartbeat of an agent."""
 
     beat: Heartbeat
-    heard: float
-    """Loop time."""
+    received: float
+    """Loop time in seconds."""
 
 
 class Peers:
-    """Beats by agent id. Leases are durations on our own monotonic clock and stand still while we are disconnected."""
+    """Heartbeats by agent id. Leases run on our own monotonic clock and stand still while we are disconnected."""
 
     def __init__(self) -> None:
         self._peers: dict[str, Peer] = {}
-        self._deaf_since: float | None = None
+        self._suspended_since: float | None = None
         self.changed = Notifier()
 
     def receive(self, beat: Heartbeat) -> None:
-        """Take in a beat; one older than what we know of the same incarnation is ignored."""
+        """Store a heartbeat; one older than the stored one of the same incarnation is ignored."""
         known = self._peers.get(beat.id)
         if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
             return
@@ -38,29 +38,29 @@ class Peers:
         self.changed.notify()
 
     def suspend(self) -> None:
-        """We hear nobody from now on: leases stand still until :meth:`refresh`."""
-        if self._deaf_since is None:
-            self._deaf_since = asyncio.get_running_loop().time()
+        """Stop all leases until :meth:`refresh`: no heartbeat arrives while we are disconnected."""
+        if self._suspended_since is None:
+            self._suspended_since = asyncio.get_running_loop().time()
 
     def refresh(self) -> None:
-        """Start all leases anew: we were deaf and cannot know."""
+        """Start all leases anew, after a time in which no heartbeat could arrive."""
         now = asyncio.get_running_loop().time()
-        self._deaf_since = None
+        self._suspended_since = None
         for peer in self._peers.values():
-            peer.heard = now
+            peer.received = now
         self.changed.notify()
 
     def alive(self, role: Role) -> list[Heartbeat]:
-        """Return the beats of the living agents of a role, oldest id first."""
-        now = asyncio.get_running_loop().time() if self._deaf_since is None else self._deaf_since
+        """Return the heartbeats of the living agents of a role, oldest id first."""
+        now = asyncio.get_running_loop().time() if self._suspended_since is None else self._suspended_since
         return [
             peer.beat
             for _, peer in sorted(self._peers.items())
-            if peer.beat.role == role and now - peer.heard < peer.beat.lease and peer.beat.state != "gone"
+            if peer.beat.role == role and now - peer.received < peer.beat.lease and peer.beat.state != "gone"
         ]
 
     def latest(self, agent_id: str) -> Heartbeat | None:
-        """Return the last beat of an agent, alive or not."""
+        """Return the last heartbeat of an agent, alive or not."""
         peer = self._peers.get(agent_id)
         return peer.beat if peer else None
 

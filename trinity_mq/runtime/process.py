@@ -1,17 +1,20 @@
-"""Small facts of life of processes and files: dying with a parent, waiting for an end, writing whole files."""
+"""Helpers for processes and files: ending with a parent, waiting for an exit, atomic writes, the run marker."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_RUN_MARKER = "finished"
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
@@ -32,7 +35,7 @@ def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
-    # the parent may have ended before the kernel knew of our wish
+    # the parent may have ended before the call
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
 
@@ -58,10 +61,9 @@ async def wait_exit(pid: int) -> None:
 
 
 def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
-    """Replace the file ``path`` by one that holds ``data``: whoever opens it, at any time, sees the old one or the
-    new one, whole.
+    """Replace the file ``path`` by one that holds ``data``: a reader sees the old content or the new one, whole.
 
-    It is on disk on return, also its name.
+    Data and name are on disk on return.
 
     Args:
         path: Its folder must exist.
@@ -88,6 +90,21 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def is_run_over(folder: Path) -> bool:
+    """Return whether the run in ``folder`` has come to its end."""
+    return (folder / _RUN_MARKER).exists()
+
+
+def mark_run_over(folder: Path) -> None:
+    """Leave a marker in ``folder`` that its run has come to its end, on disk on return: an agent that is started later
+    finds nothing to do.
+
+    Raises:
+        OSError: The marker cannot be written.
+    """
+    write_atomic(folder / _RUN_MARKER, json.dumps({"time": time.time()}).encode())
 
 
 def _default_mode() -> int:

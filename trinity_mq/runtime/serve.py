@@ -1,4 +1,4 @@
-"""From a configuration to a running daemon: logging, bus, signals, and an exit code that says what to do next."""
+"""Runs a daemon from its configuration: logging, bus, signals, and the exit code."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ from trinity_mq.telemetry import setup_logging
 log = structlog.get_logger(__name__)
 
 
-GARBAGE = (20_000, 20, 20)
-"""Thresholds of the cycle collector where many small objects live for long: with its own it looks through all of them
-so often that a quarter of the time of a scheduler with 10,000 tasks in flight goes into it."""
+GC_THRESHOLDS = (20_000, 20, 20)
+"""Thresholds of the cycle collector in processes with many long-lived small objects: with the default ones a scheduler
+with 10,000 tasks in flight spends a quarter of its time in the collector."""
 
 
 def collect_seldom() -> None:
-    """Have the cycle collector leave alone what is there by now, and look for cycles less often."""
+    """Exempt the objects that exist now from the cycle collector, and run it less often."""
     gc.freeze()
-    gc.set_threshold(*GARBAGE)
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, Topology], Agent]) -> int:
     """Run the agent that ``build`` makes until its work is over or it was asked to drain.
 
     Returns:
-        0 when done; ``EXIT_FATAL`` when starting again would meet the same; ``EXIT_RESTART`` when a fresh process can
-        go on, ``EXIT_RECYCLE`` when one should;
-        1 for what nobody expected (its traceback is in the log).
+        0 when done; ``EXIT_FATAL`` when a restart would fail the same way; ``EXIT_RESTART`` when a fresh process can go
+        on, ``EXIT_RECYCLE`` when one should; 1 for an unexpected error (its traceback is in the log).
     """
     parent = os.environ.get(PARENT_VARIABLE)
     if parent:
@@ -88,8 +87,8 @@ def first_leaf(error: BaseException) -> BaseException:
 async def _serve(config: Config, agent_id: str, build: Callable[[Bus, Topology], Agent], signs: LifeSigns) -> None:
     topology = Topology(config.name, config.broker.ready_max_bytes, config.broker.results_max_bytes)
     agent = build(create_bus(config.broker, topology, agent_id), topology)
-    if agent.role != "explorer":  # it is the one to tell those who cannot see the folder
-        agent.over_in = config.path
+    if agent.role != "explorer":  # the explorer tells agents that cannot see the folder
+        agent.run_folder = config.path
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.drain)

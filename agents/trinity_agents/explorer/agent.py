@@ -21,7 +21,7 @@ from trinity_mq.config import Config
 from trinity_mq.messages import ExplorerStatus, Heartbeat, TaskBody
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.locks import acquire, restart_when_lost
-from trinity_mq.runtime.run_marker import mark_over
+from trinity_mq.runtime.process import mark_run_over
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.telemetry import MetricsWriter
 
@@ -84,7 +84,7 @@ class Explorer(Agent):
         self.exploration = ExplorerLoop(self, self.engines, self.auxiliaries, state, self._file, *sources, lock=lock)
         if state.finished:
             self.set_state("finished")
-            await asyncio.to_thread(mark_over, self._folder)
+            await asyncio.to_thread(mark_run_over, self._folder)
             await asyncio.sleep(HEARTBEAT_LEASE)  # for agents that started at the same time
             return
         hosted = self.exploration.hosted
@@ -95,7 +95,9 @@ class Explorer(Agent):
             await self.with_background(self.explore(), restart_when_lost(lock, reason), *background)
             await hosted.leave()
             if state.finished:
-                await asyncio.to_thread(mark_over, self._folder)  # for agents that start now and miss the heartbeats
+                await asyncio.to_thread(
+                    mark_run_over, self._folder
+                )  # for agents that start now and miss the heartbeats
                 await self.exploration.see_off()
         finally:
             # a drained or finished run needs no engines; a successor adopts those of an explorer that failed

@@ -13,8 +13,7 @@ import yaml
 
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import Config, ConfigError, load_config
-from trinity_mq.runtime.process import write_atomic
-from trinity_mq.runtime.run_marker import is_over, mark_over
+from trinity_mq.runtime.process import is_run_over, mark_run_over, write_atomic
 
 CONFIG_FILE = "config.yaml"
 FIXED_SECTIONS = ("model", "algorithm")
@@ -88,11 +87,11 @@ class RunFolder:
     @property
     def finished(self) -> bool:
         """The run has finished."""
-        return is_over(self.path)
+        return is_run_over(self.path)
 
     def mark_finished(self) -> None:
         """Mark the run as finished."""
-        mark_over(self.path)
+        mark_run_over(self.path)
 
     def note_broker(self, url: str) -> None:
         """Write the broker's URL for other commands, readable by the owner only."""
