@@ -1,4 +1,4 @@
-"""What a run is: pydantic sections and their loading. Describes and builds nothing."""
+"""The configuration of a run: pydantic sections and their loading. It builds nothing."""
 
 from trinity_mq.config.agents import (
     DynamicTimeoutConfig,

@@ -15,27 +15,31 @@ ConcurrentMode = Literal["sequential", "asynchronous", "multi-threading"]
 
 
 class RolloutModelConfig(Section):
-    """The engine that samples, and the sampling parameters of training rollouts."""
+    """The rollout engine and the sampling parameters of training rollouts."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    """``transformers``: a process of ours, torch only. ``vllm``: vLLM's server, with the section ``vllm`` here."""
+    """``transformers``: our own server, torch only. ``vllm``: vLLM's server, with the settings in ``vllm``."""
     engine_num: int = Field(default=1, ge=1)
     """Engines that the explorer hosts, and each ``trinity-mq explorer --engines-only`` beside it; a process each."""
     temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of training rollouts."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling of training rollouts; below 1 only with ``algorithm.allow_truncated_sampling``."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the engine's torch."""
     max_batch_sequences: int = Field(default=1024, ge=1)
-    """Sequences generated at once; requests beyond wait for the next round."""
+    """Most sequences generated at once; further requests wait for the next static batch."""
     max_batch_delay: float = Field(default=0.005, ge=0)
-    """Seconds the engine gathers concurrent requests before a round starts."""
+    """Seconds for which the engine collects concurrent requests before a static batch starts."""
     lease: float = Field(default=60.0, ge=5)
-    """Seconds an engine outlives a host that is gone: long enough for the host's restart."""
+    """Seconds that an engine outlives its host: long enough for a restart of the host."""
     host: str = "127.0.0.1"
-    """Where engines listen, and the address at which runners ask them: for runners on other machines one of this
-    machine's that they can reach."""
+    """Address on which engines listen and at which runners ask them: for runners on other machines an address of this
+    machine that they can reach."""
     enable_history: bool = False
+    """Record the model calls of a workflow as experiences; workflows that ask through ``client`` need it."""
     vllm: VllmConfig = Field(default_factory=VllmConfig)
+    """Settings of the engine ``vllm``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,58 +54,66 @@ class RolloutModelConfig(Section):
 
 
 class DynamicTimeoutConfig(Section):
-    """A limit for slices that follows what slices take."""
+    """A time limit of slices that follows their mean duration."""
 
     enable: bool = False
+    """Use the limit."""
     ratio: float = Field(default=3.0, gt=1)
-    """Times the mean seconds of a slice; never more than the limits that are set."""
+    """The limit as a multiple of the mean duration of a slice; the configured limits still hold."""
     warmup_min_steps: int = Field(default=1, ge=1)
-    """Training batches complete before it is used."""
+    """Training batches that are complete before the limit is used."""
 
 
 class OverRolloutConfig(Section):
     """Closing a batch without its slowest tasks."""
 
     ratio: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a batch's tasks that need not be done. 0: all are waited for."""
+    """Fraction of a batch's tasks that may be cut off. 0: the batch waits for all."""
     wait_after_min: float = Field(default=30.0, ge=0)
-    """Seconds that the rest still has once enough tasks are done."""
+    """Seconds left to the other tasks once enough tasks are done."""
     return_partial_tasks: bool = False
-    """Finished runs of tasks that were cut off count; else such tasks are as if they had not been run."""
+    """Keep the finished runs of tasks that were cut off; otherwise such tasks count as not run."""
 
 
 class ExplorerConfig(Section):
-    """Tasks out, outcomes in, engines hosted."""
+    """Scheduling of tasks, evaluation, and the engines that the explorer hosts."""
 
     eval_interval: int = Field(default=100, ge=1)
     """Batches between evaluations."""
     eval_on_startup: bool = True
+    """Evaluate before the first batch."""
     max_timeout: float = Field(default=500.0, gt=0)
     """Seconds for one attempt of one run."""
     max_retry_times: int = Field(default=2, ge=0)
+    """Further attempts of a failed run."""
     max_repeat_times_per_runner: int | None = Field(default=None, ge=1)
-    """Runs in one slice. None: all runs of a task in one, so that one request asks for all of them."""
+    """Most runs in one slice. None: all runs of a task, so that one request asks for all of them."""
     batch_timeout: float = Field(default=3600.0, gt=0)
-    """Seconds for a batch; the clock runs only while a runner and an engine live."""
+    """Seconds for a batch, counted only while a runner and an engine live."""
     eval_timeout: float = Field(default=1800.0, gt=0)
+    """Seconds for an evaluation."""
     operator_deadline: float = Field(default=60.0, gt=0)
     """Seconds without progress and without an operator at work until a manifest is published again."""
     batch_tries: int = Field(default=3, ge=1)
-    """Publishes of one manifest before it is given up with a tombstone."""
+    """Publishes of one manifest before the batch is reported as failed."""
     max_open_batches: int = Field(default=8, ge=1)
+    """Most batches open at a time."""
     max_consecutive_empty: int = Field(default=3, ge=1)
-    """Empty batches in a row that end the run with an error."""
+    """Consecutive empty batches that end the run with an error."""
     stall_timeout: float = Field(default=7200.0, gt=0)
-    """Seconds of holding after which the run ends with an error, its state saved."""
+    """Seconds without any progress after which the run ends with an error, its state saved."""
     unfinished: Literal["requeue", "drop"] = "requeue"
-    """Tasks without a finished run when their batch closes: give them back once, or drop them."""
+    """Tasks without a finished run when their batch closes: ``requeue`` them once, or ``drop`` them."""
     dynamic_timeout: DynamicTimeoutConfig = Field(default_factory=DynamicTimeoutConfig)
+    """A time limit of slices that follows their mean duration."""
     over_rollout: OverRolloutConfig = Field(default_factory=OverRolloutConfig)
+    """Closing a batch without its slowest tasks."""
     cancel_grace: float = Field(default=2.0, ge=0)
-    """Seconds in which finished runs of slices that were cut off still count, where they are to be kept."""
+    """Seconds after a cut-off in which finished runs still arrive, where partial results are kept."""
     rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)
+    """The rollout engine."""
     auxiliary_models: tuple[AuxiliaryModelConfig, ...] = ()
-    """Models that workflows get as ``auxiliary_models``, in this order, and operators by name."""
+    """Models passed to workflows as ``auxiliary_models``, in this order, and to operators by name."""
 
     @model_validator(mode="after")
     def _auxiliary_names(self) -> ExplorerConfig:
@@ -121,42 +133,41 @@ class ExplorerConfig(Section):
 
     @property
     def slice_timeout(self) -> float:
-        """Seconds a runner has for a slice, retries included."""
+        """Seconds that a runner has for a slice, retries included."""
         return self.max_timeout * (self.max_retry_times + 1)
 
 
 class RunnerConfig(Section):
-    """Who does the slices."""
+    """Runners: processes that run the slices of tasks."""
 
     num_runners: int = Field(default=2, ge=1)
     """Runner processes that ``trinity-mq run`` starts."""
     concurrency: int = Field(default=16, ge=1)
-    """Slices of training one runner works on at a time; its prefetch."""
+    """Training slices in flight in one runner: its prefetch."""
     eval_concurrency: int | None = Field(default=None, ge=1)
-    """Slices of evaluations one runner works on at a time, beside those of training. None: as many."""
+    """Evaluation slices in flight in one runner, in addition to those of training. None: as ``concurrency``."""
     concurrent_mode: ConcurrentMode = "asynchronous"
-    """How the runs of a slice are done where a workflow does one at a time. ``sequential``: one after the other, by one
-    instance if the workflow can be reset. ``asynchronous``: all at once, each by an instance of its own.
-    ``multi-threading``: the same, asynchronous workflows too each in a thread, on an event loop and connections of its
+    """Execution of the runs of a slice where an instance of a workflow does one run. ``sequential``: one after the
+    other, by one instance if the workflow can be reset. ``asynchronous``: concurrently, each by an instance of its own.
+    ``multi-threading``: the same, and each asynchronous workflow in a thread with an event loop and connections of its
     own."""
     blocking: Literal["thread", "process"] = "thread"
-    """Where synchronous workflows run. ``thread``: in the runner; one that never returns is given up, but its thread
-    cannot be ended from outside. ``process``: in a process for each slice, killed when its time is over."""
+    """Place of synchronous workflows. ``thread``: in the runner; one that never returns is abandoned, and its thread
+    runs on. ``process``: a process for each slice, killed when its time is over."""
     max_stuck: int = Field(default=16, ge=0)
-    """Workflows given up that run on all the same, beyond which the runner gives back what it holds and is started
-    again."""
+    """Abandoned workflows that may still run; with more, the runner requeues its slices and is restarted."""
     max_block: float = Field(default=30.0, gt=0)
-    """Seconds a workflow may hold the event loop; a runner that stands still for longer ends its process."""
+    """Seconds for which a workflow may block the event loop; beyond, the runner ends its process."""
     recycle_after: int | None = Field(default=None, ge=1)
-    """Slices after which a runner is started again, so that what workflows leak does not add up. None: never."""
+    """Slices after which a runner is restarted, so that leaks of workflows do not add up. None: never."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the runners, set before any workflow is imported."""
     memory_limit: int | None = Field(default=None, ge=2**20)
-    """Bytes that the process of a slice may allocate beyond what it starts with. None: no limit."""
+    """Bytes that the process of a slice may allocate beyond those at its start. None: no limit."""
     max_isolated: int = Field(default=2, ge=1)
-    """Redelivered slices that run in child processes at a time."""
+    """Most redelivered slices that run in child processes at a time."""
     drain_timeout: float = Field(default=20.0, gt=0)
-    """Seconds a draining runner has to finish before it gives slices back."""
+    """Seconds in which a draining runner finishes its slices before it requeues them."""
 
     @property
     def eval_slots(self) -> int:
@@ -165,46 +176,51 @@ class RunnerConfig(Section):
 
 
 class OperatorsConfig(Section):
-    """Who processes batches, and with what chain."""
+    """Operators: processes that run a chain of operators on each batch."""
 
     num_operators: int = Field(default=1, ge=1)
+    """Operator processes that ``trinity-mq run`` starts."""
     operators: tuple[OperatorConfig, ...] = ()
-    """The chain, before the algorithm's advantage function."""
+    """The chain, which runs before the algorithm's advantage function."""
     timeout: float = Field(default=1200.0, gt=0)
-    """Seconds for the chain on one batch; below the broker's limit for holding a delivery."""
+    """Seconds for the chain on one batch; less than the broker's limit for holding a delivery (1800)."""
 
 
 class TrainerConfig(Section):
-    """Who steps the optimizer."""
+    """The trainer, which steps the optimizer."""
 
     save_interval: int = Field(default=50, ge=1)
     """Batches between checkpoints."""
     max_checkpoints_to_keep: int = Field(default=2, ge=1)
+    """Checkpoints kept; older ones are deleted."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
-    """Padded tokens in one forward and backward pass; a longer single sequence is a pass of its own."""
+    """Most padded tokens in one forward and backward pass; a longer single sequence has a pass of its own."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer's torch."""
     batches_per_step: int = Field(default=1, ge=1)
-    """Batches that make a train step together. Each of them counts as progress; the last step of a run takes what is
-    left. Under ``fixed`` it divides ``synchronizer.sync_interval``, else it is at most ``pipeline_depth + 1``: the
-    explorer would wait for the trainer, and the trainer for the explorer."""
+    """Batches in one train step. Each counts as progress; the last step of a run takes the remaining ones. Under
+    ``fixed`` it must divide ``synchronizer.sync_interval``; otherwise it is at most ``pipeline_depth + 1``, so that
+    explorer and trainer do not wait for each other."""
 
 
 class MonitorConfig(Section):
-    """What is written down."""
+    """Metrics and logs."""
 
     tensorboard: bool = True
+    """Write the metrics for TensorBoard too."""
     detailed_stats: bool = False
     """Evaluations: ``/mean``, ``/max``, ``/min`` and ``/std`` over the tasks of a set for every metric, instead of the
     mean alone."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level written to the log files."""
 
 
 class SupervisorConfig(Section):
-    """How ``trinity-mq run`` keeps its processes alive."""
+    """Restarts of the processes of ``trinity-mq run``."""
 
     max_restarts: int = Field(default=10, ge=0)
     """Restarts of one process within ``restart_window`` before the run fails for good."""
     restart_window: float = Field(default=600.0, gt=0)
+    """Seconds in which restarts are counted."""
     grace: float = Field(default=30.0, gt=0)
-    """Seconds a process has to drain before it is killed."""
+    """Seconds in which a process drains before it is killed."""

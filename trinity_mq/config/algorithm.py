@@ -1,4 +1,4 @@
-"""The algorithm section: how rewards become a gradient."""
+"""The algorithm section: advantages, loss and optimizer."""
 
 from __future__ import annotations
 
@@ -13,42 +13,51 @@ class OptimizerConfig(Section):
     """AdamW with warm-up and decay."""
 
     lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
     lr_warmup_steps: int = Field(default=10, ge=0)
-    """Train steps of linear rise from 0."""
+    """Train steps in which the learning rate rises linearly from 0."""
     lr_scheduler_type: Literal["linear", "constant"] = "linear"
-    """``linear`` falls to ``min_lr_ratio`` at ``buffer.total_steps``; constant rates were measured to wobble."""
+    """``linear`` falls to ``min_lr_ratio`` at ``buffer.total_steps``. ``constant`` was measured to oscillate."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end of the decay, as a fraction of ``lr``."""
     clip_grad: float = Field(default=1.0, gt=0)
-    """Largest gradient norm."""
+    """Largest norm of the gradient; a larger gradient is scaled down to it."""
 
 
 class AlgorithmConfig(Section):
-    """Where advantages come from, and the clipped loss that all of them share."""
+    """The advantage function and the clipped loss."""
 
     algorithm_type: Literal["grpo", "on_policy_distill"] = "grpo"
-    """``grpo`` compares the rewards of a task's runs; ``on_policy_distill`` looks at no reward and follows, token by
-    token, the teacher that the workflow has asked."""
+    """``grpo`` compares the rewards of a task's runs; ``on_policy_distill`` ignores rewards and follows the logprobs of
+    the workflow's teacher, token by token."""
     repeat_times: int = Field(default=8, ge=1)
     """Runs of each task: the group size."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """grpo: groups with fewer finished runs are dropped. None: half of ``repeat_times``, at least 2."""
+    """grpo: least finished runs of a group; smaller groups are dropped. None: half of ``repeat_times``, at least 2."""
     kl_coef: float = Field(default=1.0, gt=0)
-    """on_policy_distill: times teacher's minus student's logprob of a token, in nats, is its advantage."""
+    """on_policy_distill: factor of the advantage, the teacher's minus the student's logprob of a token in nats."""
     std_level: Literal["group", "batch", "none"] = "group"
-    """grpo: what the centred reward is divided by: the standard deviation of its group, of the batch, or nothing."""
+    """grpo: divide the centred reward by the standard deviation of its group, of the batch, or by nothing."""
     std_epsilon: float = Field(default=1e-4, gt=0)
+    """grpo: added to the standard deviation."""
     clip_range_low: float = Field(default=0.2, gt=0, lt=1)
+    """The probability ratio is clipped below 1 minus this."""
     clip_range_high: float = Field(default=0.28, gt=0)
+    """The probability ratio is clipped above 1 plus this."""
     entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus in the loss."""
     entropy_decay: bool = False
-    """Let the entropy coefficient follow the learning rate's decay."""
+    """Scale ``entropy_coef`` with the decay of the learning rate."""
     mini_batches: int = Field(default=1, ge=1)
     """Optimizer steps a batch is divided into."""
     epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
     allow_truncated_sampling: bool = False
     """Train on samples drawn with top-p, top-k, min-p or penalties, although their logprobs are not the policy's."""
 
@@ -80,3 +89,4 @@ class OperatorConfig(Section):
     name: str
     """Registered name or dotted path."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of its constructor."""

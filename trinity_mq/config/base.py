@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Frozen and closed: an unknown key is an error, and nothing changes after loading."""
+    """A frozen, closed section: an unknown key is an error, and nothing changes after loading."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)

@@ -1,4 +1,4 @@
-"""The buffer section: which tasks, how many a batch, for how long."""
+"""The buffer section: tasksets, batch size and length of the run."""
 
 from __future__ import annotations
 
@@ -10,40 +10,52 @@ from trinity_mq.config.base import Section
 
 
 class FormatConfig(Section):
-    """Where a record keeps its parts."""
+    """Keys of the parts of a record."""
 
     prompt_key: str = "question"
+    """Key of the prompt."""
     response_key: str = "answer"
+    """Key of the expected answer."""
     system_prompt: str | None = None
+    """System prompt of all tasks. None: none."""
 
 
 class TasksetConfig(Section):
     """A source of tasks.
 
     ``file``: JSON lines at ``path``. ``huggingface``: a dataset folder or hub id at ``path`` (extra ``datasets``).
-    ``synthetic``:
-    problems made here from ``path`` (its name, such as ``ops3``) without any file. ``queue``: tasks submitted from
-    outside.
+    ``synthetic``: problems of the generator named ``path``, such as ``ops3``, without any file. ``queue``: tasks
+    submitted from outside.
     """
 
     name: str = "train"
+    """Name in metrics and messages."""
     storage_type: Literal["file", "huggingface", "synthetic", "queue"] = "file"
+    """Kind of the source."""
     path: str = ""
+    """File, dataset or generator, by ``storage_type``."""
     subset_name: str | None = None
+    """huggingface: name of the dataset's configuration. None: its default."""
     split: str = "train"
+    """huggingface: split of the dataset."""
     limit: int | None = Field(default=None, ge=1)
-    """At most so many records."""
+    """Most records read. None: all."""
     selector: Literal["sequential", "shuffle"] = "shuffle"
+    """Order of the records: as stored, or shuffled anew in each epoch by ``seed``."""
     format: FormatConfig = Field(default_factory=FormatConfig)
+    """Keys of the parts of a record."""
     workflow: str = "async_simple_workflow"
+    """Registered name or dotted path."""
     workflow_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the workflow."""
     reward_fn: str = ""
     """Registered name or dotted path; empty means the workflow's own."""
     reward_fn_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the reward function."""
     rollout_args: dict[str, Any] = Field(default_factory=dict)
-    """Sampling parameters over those of ``explorer.rollout_model``."""
+    """Sampling parameters that override those of ``explorer.rollout_model``."""
     repeat_times: int = Field(default=1, ge=1)
-    """Evaluation tasksets only: samples a task; training uses ``algorithm.repeat_times``."""
+    """Runs of each task, of evaluation tasksets only; training uses ``algorithm.repeat_times``."""
 
     @model_validator(mode="after")
     def _path(self) -> TasksetConfig:
@@ -56,12 +68,15 @@ class BufferConfig(Section):
     """Batches and epochs."""
 
     batch_size: int = Field(default=32, ge=1)
-    """Tasks a batch."""
+    """Tasks in a batch."""
     total_steps: int | None = Field(default=None, ge=1)
     """Batches of the run. None: ``total_epochs`` over the taskset."""
     total_epochs: int = Field(default=1, ge=1)
+    """Passes over the taskset, unless ``total_steps`` is given."""
     taskset: TasksetConfig = Field(default_factory=lambda: TasksetConfig(storage_type="queue"))
+    """Source of the training tasks."""
     eval_tasksets: tuple[TasksetConfig, ...] = ()
+    """Sources of the evaluation tasks, each reported by its name."""
 
     @model_validator(mode="after")
     def _names(self) -> BufferConfig:

@@ -1,4 +1,4 @@
-"""The broker section: where it is and how patiently we talk to it."""
+"""The broker section: address, TLS, limits and timeouts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trinity_mq.config.base import Section
 
 
 class TlsConfig(Section):
-    """What ``amqps://`` is checked against. All files are PEM and read anew at each connect, so they may be rotated."""
+    """Verification of ``amqps://``. All files are PEM and read again at each connect, so they may be rotated."""
 
     ca_file: str | None = None
-    """Certificates of the authorities that may vouch for the broker. None: those that this system trusts."""
+    """Certificates of the authorities that may sign the broker's certificate. None: those that this system trusts."""
     cert_file: str | None = None
     """Our own certificate, for a broker that asks for one, with the chain that leads to its authority."""
     key_file: str | None = None
@@ -25,7 +25,7 @@ class TlsConfig(Section):
     server_name: str | None = None
     """The name that the broker's certificate must hold. None: the host in the URL."""
     verify: bool = True
-    """False: anybody who sits between may read and change everything, passwords included; each start warns."""
+    """False: anybody on the path may read and change everything, passwords included; each start logs a warning."""
 
     @field_validator("ca_file", "cert_file", "key_file", "key_password_file")
     @classmethod
@@ -56,37 +56,37 @@ class BrokerConfig(Section):
     """A file with the password of URLs that hold none, as it is; read anew at each connect. None: the file named by
     ``TRINITY_MQ_BROKER_PASSWORD_FILE``."""
     tls: TlsConfig = Field(default_factory=TlsConfig)
-    """How the broker of an ``amqps://`` URL is verified, and how we show who we are."""
+    """Verification of the broker of an ``amqps://`` URL, and our own certificate."""
     max_message_bytes: int = Field(default=8 * 1024**2, ge=64 * 1024, le=16 * 1024**2)
-    """Producers split above this. RabbitMQ 4 closes the channel above 16 MiB."""
+    """Most bytes of one message; producers split larger bodies. RabbitMQ 4 closes the channel above 16 MiB."""
     max_batch_bytes: int = Field(default=2 * 1024**3, ge=1024**2)
-    """A batch is held whole by one operator; a larger one fails as a batch, not as an operator."""
+    """Most bytes of a batch, which one operator holds whole; a larger batch fails."""
     compression: Literal["none", "zstd"] = "none"
-    """What experience bodies are written with; readers take both. zstd costs CPU time and saves broker and network."""
+    """Compression of written experience bodies; readers accept both. zstd costs CPU time and saves bandwidth."""
     blob_store: str | None = None
-    """Where a single experience over ``max_message_bytes`` goes, so that only a reference to it travels: an fsspec URL
+    """Store of single experiences over ``max_message_bytes``, of which only a reference is sent: an fsspec URL
     such as ``s3://bucket/tmq`` or ``file:///data/tmq``, or an absolute path. Runners, operators and trainer reach it
     under this same URL; credentials come from its library's own environment or files. Change it only between runs:
     references into another store are refused. Each run has a folder of its name in it, so runs of one name on several
     brokers need a store each. None: such an experience is an error.
     """
     heartbeat: float = Field(default=10.0, ge=1.0)
-    """Seconds."""
+    """Seconds between AMQP heartbeats."""
     connect_timeout: float = Field(default=60.0, gt=0)
-    """Seconds to wait for the broker at start."""
+    """Seconds for which an agent waits for the broker at its start."""
     publish_timeout: float = Field(default=300.0, gt=0)
     """Seconds until an unconfirmed publish is an error."""
     ready_max_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2)
-    """Retention of the stream of processed batches."""
+    """Most bytes kept of the stream of processed batches."""
     results_max_bytes: int = Field(default=512 * 1024**2, ge=64 * 1024**2)
-    """Retention of the stream of results."""
+    """Most bytes kept of the stream of results."""
     delivery_limit: int = Field(default=5, ge=1)
     """Deliveries after which a slice is poisoned or a batch failed."""
 
     @field_validator("url", mode="before")
     @classmethod
     def _joined(cls, value: Any) -> Any:
-        """Several URLs are one text."""
+        """Join a list of URLs by commas."""
         if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
             return ",".join(value)
         return value

@@ -1,4 +1,4 @@
-"""Engines beside that of the policy: models that workflows and operators may ask, such as judges and teachers."""
+"""Auxiliary models: models beside the policy that workflows and operators ask, such as judges and teachers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from trinity_mq.config.model import ModelConfig
 class AuxiliaryModelConfig(Section):
     """A model that is asked and never trained.
 
-    ``transformers``: ``model``, in engines of ours that the explorer hosts. ``external``: what an OpenAI-compatible
-    server at ``url`` serves.
+    ``transformers``: ``model``, in our own engines, which the explorer hosts. ``external``: a model of the
+    OpenAI-compatible server at ``url``.
     """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
-    """What workflows, operators and ``rollout_args.model`` call it."""
+    """Name used by workflows, operators and ``rollout_args.model``."""
     engine: Literal["transformers", "external"] = "transformers"
+    """Kind of the engine."""
     engine_num: int = Field(default=1, ge=1)
     """transformers: engines that serve it."""
     model: ModelConfig | None = None
@@ -27,18 +28,18 @@ class AuxiliaryModelConfig(Section):
     num_threads: int = Field(default=1, ge=1)
     """transformers: CPU threads of each engine."""
     url: str | None = None
-    """external: up to and including ``/v1``, such as ``https://api.example.com/v1``."""
+    """external: base URL up to and including ``/v1``, such as ``https://api.example.com/v1``."""
     served_name: str | None = None
-    """external: what the server calls the model. None: the only one it lists."""
+    """external: the server's name of the model. None: the only one that it lists."""
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """external: environment variable of the explorer that holds the key; the key itself is written down nowhere."""
+    """external: the explorer's environment variable with the API key; the key itself is stored nowhere."""
     api_key_file: str | None = None
-    """external: instead, a file that holds the key, where the explorer runs; such as a secret of Docker or systemd."""
+    """external: instead, a file with the key on the explorer's machine, such as a secret of Docker or systemd."""
     token_ids: bool = False
-    """external: the server gives token ids and logprobs on ``return_token_ids``, as vLLM does. Without them its answers
-    are texts: good for judges and evaluations, not for what needs tokens."""
+    """external: the server returns token ids and logprobs on ``return_token_ids``, as vLLM does. Without them its
+    answers are texts, which judges and evaluations can use."""
     health_interval: float = Field(default=10.0, gt=0)
-    """external: seconds between looks at whether the server answers."""
+    """external: seconds between two checks of whether the server answers."""
     timeout: float = Field(default=600.0, gt=0)
     """external: seconds for one answer."""
 

@@ -1,4 +1,4 @@
-"""From a YAML file and ``key=value`` words to a Config, with errors that name the nearest right key."""
+"""Loads a Config from a YAML file and ``key=value`` overrides; errors name the nearest known key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENV = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?::([^}]*))?\}")
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the message says where and why, one line a finding."""
+    """An invalid configuration; the message names the place and the reason of each error, one a line."""
 
 
 def load_config(

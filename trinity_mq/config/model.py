@@ -1,4 +1,4 @@
-"""The model section: which policy is trained, and what it is sampled with."""
+"""The model section: the policy that is trained, and its lengths."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trinity_mq.config.base import Section
 
 
 class TinyModelConfig(Section):
-    """A small Qwen3 made from these numbers, with random weights and a tokenizer of single characters; nothing is
-    downloaded.
+    """A small Qwen3 with random weights and a tokenizer of single characters; nothing is downloaded. Numbers as in a
+    Hugging Face configuration.
     """
 
     characters: str = "0123456789+-=,"
-    """The vocabulary, besides padding and end of sequence. Text outside of it is refused."""
+    """The vocabulary, besides padding and end of sequence. Text with other characters is refused."""
     hidden_size: int = Field(default=64, ge=8)
     intermediate_size: int = Field(default=256, ge=8)
     num_hidden_layers: int = Field(default=2, ge=1)
@@ -24,7 +24,7 @@ class TinyModelConfig(Section):
     initializer_range: float = Field(default=0.05, gt=0)
     max_position_embeddings: int = Field(default=64, ge=8)
     chat_template: str = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    """Few constant tokens: a tiny model should not spend its capacity on them."""
+    """Jinja template; without constant tokens, on which a tiny model would spend its capacity."""
 
 
 class ModelConfig(Section):
@@ -33,14 +33,19 @@ class ModelConfig(Section):
     model_path: str | None = None
     """A Hugging Face folder or hub id."""
     tiny: TinyModelConfig | None = None
+    """A small model made for the run."""
     max_model_len: int = Field(default=4096, ge=8)
     """Prompt and response together, in tokens."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
+    """Longest prompt."""
     max_response_tokens: int = Field(default=2048, ge=1)
+    """Longest response."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the trained weights; on a CPU keep float32."""
+    """Type of the trained weights; float32 is recommended on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of trainer and engines. ``auto``: CUDA where there is one."""
     trust_remote_code: bool = False
+    """Allow code in the model's folder to run."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -23,21 +23,21 @@ from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.sync import SyncConfig
 
 CONSUMER_TIMEOUT = 1800.0
-"""RabbitMQ's default limit for holding a delivery, in seconds."""
+"""Seconds for which a consumer may hold a delivery: RabbitMQ's default."""
 
 
 class Config(Section):
     """One run."""
 
-    mode: Literal["both"] = "both"
     name: str = Field(default="run", pattern=r"^[a-z0-9-]{1,40}$")
-    """Becomes part of every broker name: many runs share a broker."""
+    """Name of the run, part of every name on the broker, which many runs may share."""
     run_dir: str = ""
-    """Checkpoints, logs, metrics, state. Empty: ``runs/<name>``."""
+    """Folder of checkpoints, logs, metrics and state. Empty: ``runs/<name>``."""
     seed: int = Field(default=0, ge=0)
+    """Seed of the task order, of sampling and of a tiny model's weights."""
     plugin_dirs: tuple[str, ...] = ()
-    """Folders whose modules every agent can import: workflows, reward functions and operators in ``my_file.py`` there
-    have the dotted path ``my_file.Name``. Relative ones start where the command is run."""
+    """Folders of modules that every agent can import: a workflow, reward function or operator in ``my_file.py`` has the
+    dotted path ``my_file.Name``. Relative ones start at the working directory."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     model: ModelConfig
     buffer: BufferConfig = Field(default_factory=BufferConfig)
@@ -49,6 +49,14 @@ class Config(Section):
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_mode(cls, data: Any) -> Any:
+        """Drop ``mode: both``, the one mode that configurations of the reference system may name."""
+        if isinstance(data, dict) and data.get("mode") == "both":
+            return {key: value for key, value in data.items() if key != "mode"}
+        return data
 
     @field_validator("run_dir")
     @classmethod

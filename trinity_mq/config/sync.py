@@ -1,4 +1,4 @@
-"""The section of the weight sync: when weights travel, by what, and how long anyone waits."""
+"""The section of the weight sync: its channel, its schedule and its timeouts."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ OTHER_NAMES: dict[str, SyncStyle] = {"dynamic_by_trainer": "trainer_driven", "dy
 
 
 class SyncConfig(Section):
-    """When weights travel and how long anyone waits (learning.md section 1)."""
+    """Channel, schedule and timeouts of weight syncs (docs/learning.md)."""
 
     sync_method: SyncMethod = "collective"
-    """``collective``: a broadcast from the trainer to all engines at once, ``backend`` says by what. ``checkpoint``:
+    """``collective``: a broadcast from the trainer to all engines at once, over ``backend``. ``checkpoint``:
     safetensors files below ``checkpoint_path``, which trainer and engines reach. ``memory``: each engine streams them
     over HTTP from a copy in the trainer's host memory. ``nccl`` is taken for ``collective`` with that backend."""
     sync_style: SyncStyle = "fixed"
-    """Who starts a sync, and what the explorer waits for. ``fixed``: the trainer, when it has consumed a multiple of
+    """The start of a sync, and the explorer's waiting. ``fixed``: the trainer, when it has consumed a multiple of
     ``sync_interval`` batches; the explorer opens no batch before the weights it is due (1 and offset 0: on-policy).
     ``trainer_driven``: the trainer, every ``sync_interval`` of its steps; the explorer does not wait for weights.
     ``explorer_driven``: every ``sync_interval`` batches the explorer asks for the newest weights and waits for them.
     ``fully_async``: as trainer_driven, and requests in flight go on under the new weights. ``dynamic_by_trainer`` and
     ``dynamic_by_explorer`` are taken for the middle two."""
     sync_interval: int = Field(default=1, ge=1)
+    """Batches, or steps of the trainer, between two syncs, by ``sync_style``."""
     sync_offset: int = Field(default=0, ge=0)
-    """Batches that the explorer opens beyond the interval before it waits; of style fixed only."""
+    """fixed: batches that the explorer opens beyond the interval before it waits."""
     pipeline_depth: int = Field(default=1, ge=0)
-    """How far the explorer runs ahead in the styles other than fixed, in batches not yet consumed."""
+    """Other styles than fixed: most batches opened and not yet consumed, besides the one being opened."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Oldest fit to train on, in steps of the trainer, by the oldest token of a group: a hard bound when the batch is
-    trained. None: what the style makes by itself where batches are trained in the order in which they were opened."""
+    """Largest age of data to train on, in steps of the trainer, by the oldest token of a group. None: the staleness
+    that the style causes by itself."""
     stale: Literal["drop", "requeue"] = "drop"
     """Groups beyond ``max_staleness``: ``drop`` them, or give their tasks back to the explorer, which puts them at the
     head of its next batch (``requeue``; a task at most once)."""
@@ -46,29 +47,28 @@ class SyncConfig(Section):
     each token stamped with its own version) or ``abort`` them (they begin anew). None: ``keep`` under fully_async, else
     ``wait``."""
     request_timeout: float = Field(default=1800.0, gt=0)
-    """Seconds the explorer waits for weights it has asked for (explorer_driven) while a trainer lives; then the run
-    ends with an error, its state saved. A train step must fit in."""
+    """explorer_driven: seconds for which the explorer waits for requested weights while a trainer lives; then the run
+    ends with an error, its state saved. Must be longer than a train step."""
     sync_timeout: float = Field(default=60.0, gt=0)
-    """Seconds for each phase of one try."""
+    """Seconds for each phase of one attempt at a sync."""
     member_lease: float = Field(default=15.0, gt=0)
-    """Seconds without a join event until a member counts as gone."""
+    """Seconds without a join event after which an engine is out of the gate."""
     backend: Literal["gloo", "nccl"] = "gloo"
-    """What carries the broadcast: ``gloo`` over host memory, everywhere; ``nccl`` where the trainer and every engine
+    """Transport of the broadcast: ``gloo`` over host memory, everywhere; ``nccl`` where the trainer and every engine
     have a GPU of their own."""
     bucket_bytes: int = Field(default=64 * 1024**2, ge=1024)
-    """Size of one broadcast, of one shard of a checkpoint, and of one piece that is streamed."""
+    """Most bytes of one broadcast, of one shard of a checkpoint, and of one streamed chunk."""
     host: str = "127.0.0.1"
-    """Where the trainer's rendezvous and its server of weights listen: an address of its machine that engines reach."""
+    """Address on which the trainer's rendezvous and weight server listen: one that engines reach."""
     checkpoint_path: str = ""
-    """Folder or fsspec URL (such as ``s3://bucket/weights``) below which weights that travel as files are, in a folder
-    of the run's name. Empty: ``weights`` in the run folder. What the trainer resumes from is in ``checkpoints``."""
+    """Folder or fsspec URL (such as ``s3://bucket/weights``) of weights sent as files, in a folder of the run's name.
+    Empty: ``weights`` in the run folder. The trainer resumes from ``checkpoints``, not from here."""
     checkpoint_keep: int = Field(default=2, ge=1)
-    """Versions that stay there: the newest, whose files an engine may be reading, and those before it."""
+    """Versions kept in ``checkpoint_path``, the newest included."""
     pull: PullMethod | None = None
-    """Where an engine that lost its weights, or came late, gets the last committed ones from, at once, if
-    ``sync_method`` is ``collective``. ``memory``, the default: a copy that the trainer keeps in host memory.
-    ``checkpoint``: files below ``checkpoint_path``, written before each broadcast. The other methods are themselves
-    where it gets them from."""
+    """collective: source of the committed weights for an engine that lost its own or joined late. ``memory``, the
+    default: a copy in the trainer's host memory. ``checkpoint``: files below ``checkpoint_path``, written before each
+    broadcast. With the other methods such an engine fetches by ``sync_method`` itself."""
 
     @model_validator(mode="before")
     @classmethod
@@ -109,7 +109,7 @@ class SyncConfig(Section):
 
     @property
     def inherent_staleness(self) -> int:
-        """Largest staleness that the style makes by itself, in steps, of batches trained in the order of their opening.
+        """Largest staleness, in steps, that the style causes by itself where batches are trained in order of opening.
 
         The first token of batch b may be sampled as soon as b is opened. Under ``fixed`` the weights are then at most
         ``sync_interval - 1 + sync_offset`` batches behind b. In the others b is opened at a progress of at least

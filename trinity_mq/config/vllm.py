@@ -28,22 +28,22 @@ OURS = frozenset(
         "weight-transfer-config",
     }
 )
-"""Options of the server that follow from other settings, or that the weight sync cannot do with."""
+"""Options of the server that follow from other settings or that the weight sync depends on."""
 
 
 class VllmConfig(Section):
     """Settings of vLLM's server, where ``explorer.rollout_model.engine`` is vllm. It uses one device."""
 
     kv_cache_memory_bytes: int | None = Field(default=None, ge=2**20)
-    """None: 256 MiB on a CPU; on a GPU what ``gpu_memory_utilization`` leaves."""
+    """Bytes of the KV cache. None: 256 MiB on a CPU; on a GPU the rest of ``gpu_memory_utilization``."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Share of the GPU's memory for model and cache together: the trainer may need the rest."""
+    """Fraction of the GPU's memory for model and cache; the trainer may need the rest."""
     enforce_eager: bool = True
-    """Nothing is compiled: a start in seconds, slower sampling."""
+    """Compile nothing: the server starts in seconds and samples more slowly."""
     start_timeout: float = Field(default=900.0, gt=0)
-    """Seconds from its start until it takes requests."""
+    """Seconds from the start of the server until it accepts requests."""
     extra_args: tuple[str, ...] = ()
-    """More command-line options of ``vllm serve``, such as ``--max-num-batched-tokens=8192``."""
+    """Further command-line options of ``vllm serve``, such as ``--max-num-batched-tokens=8192``."""
 
     @field_validator("extra_args")
     @classmethod

@@ -78,3 +78,9 @@ def test_it_survives_its_own_dump() -> None:
     config = load_config(TINY)
     assert Config.model_validate(config.model_dump()) == config
     assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_the_one_mode_of_the_reference_system_is_accepted_and_no_other() -> None:
+    assert load_config({**TINY, "mode": "both"}) == load_config(TINY)
+    with pytest.raises(ConfigError, match="mode: unknown key"):
+        load_config({**TINY, "mode": "train"})
