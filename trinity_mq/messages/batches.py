@@ -13,7 +13,7 @@ StepOutcome = Literal["trained", "empty", "failed", "gone", "dropped", "skipped"
 
 
 class Accepted(Message):
-    """One attempt that counts."""
+    """An attempt at a slice whose experiences are part of the batch."""
 
     kind: ClassVar[str] = "accepted"
 
@@ -35,7 +35,7 @@ class Wanted(Message):
 
 
 class BatchClosed(Message):
-    """The manifest: which attempts make up a batch. It never changes once saved."""
+    """The manifest of a batch: the attempts that are part of it. It never changes once saved."""
 
     kind: ClassVar[str] = "batch_closed"
 
@@ -47,7 +47,7 @@ class BatchClosed(Message):
     repeat_times: int = 1
     metrics: dict[str, float] = Field(default_factory=dict)
     wanted: list[Wanted] = Field(default_factory=list)
-    """Whom the operator sends experience parts of single tasks."""
+    """Submitters to whom the operator sends the experience parts of their tasks."""
 
 
 class BatchReady(Message):
@@ -58,7 +58,7 @@ class BatchReady(Message):
     batch: BatchId
     ticket: str
     op: str
-    """A uuid of this processing; sets of different processings never mix."""
+    """The processing id, a uuid: chunks of different processings never mix."""
     state: BatchState = "ready"
     chunks: int = 0
     experiences: int = 0
@@ -78,14 +78,14 @@ class ExperienceReference(Message):
     bytes: int = Field(ge=1)
     """Size of the experience body."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """Of the experience body, in hexadecimal."""
+    """Checksum of the experience body, in hexadecimal."""
     experiences: int = Field(default=1, ge=1)
-    """How many are in it."""
+    """Experiences in the body."""
 
 
 class Mark(Message):
-    """A reader's own mark on a stream: what came before it has been read when it arrives. In a batch queue its owner
-    has looked whether it answers; other readers pass over it.
+    """A marker that a reader publishes on a stream: when it arrives, everything before it has been read. In a batch
+    queue it is the owner's probe of whether the queue answers. Other readers skip it.
     """
 
     kind: ClassVar[str] = "mark"

@@ -1,4 +1,4 @@
-"""Control-plane bodies to bytes and back: msgpack maps with named fields; JSON is accepted on the way in."""
+"""Encodes control-plane bodies as msgpack maps with named fields and decodes them; JSON is read too."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ CATALOGUE: Mapping[tuple[str, int], type[Message]] = {
 """Every body that travels by itself, by kind and version, each kind in its newest version."""
 
 UPGRADES: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {}
-"""By kind and old version: what makes the fields of a body of that version those of the next one."""
+"""Functions that turn the fields of a body into those of the next version, by kind and old version."""
 
 
 class DecodeError(ValueError):
-    """A body is not what it should be; the message says what was seen and what was wanted."""
+    """A body that cannot be decoded; the message names what was seen and what was expected."""
 
 
 def encode(message: Message) -> bytes:
@@ -64,7 +64,7 @@ def decode(body: bytes, expect: type[M], content_type: str | None = CONTENT_TYPE
     """Return the message in ``body``; a body of an older version is upgraded.
 
     Args:
-        body: As it came.
+        body: The bytes received.
         expect: The only class that belongs there; its kind may be left out of the body, and so may version 1.
         content_type: JSON where it says so, else msgpack.
 

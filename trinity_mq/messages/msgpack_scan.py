@@ -1,4 +1,4 @@
-"""How deep a msgpack document nests and how many containers it holds, found without building any of it.
+"""Counts the containers of a msgpack document and their nesting without building any of it.
 
 A msgpack reader allocates what an array claims to hold before it reads the items, level after level, so a few kilobytes
 of nested claims cost gigabytes. Documents with few containers are safe as they are: :func:`measure` tells them apart at

@@ -19,20 +19,20 @@ class SyncEvent(Message):
     verb: SyncVerb
     sender: str
     life: str = ""
-    """From members: born with the engine's process as its host knows it. Another one has never been in our group."""
+    """From members: identifies the engine's process; a new process has never been in the group."""
     version: Version | None = None
     epoch: int = 0
-    """One membership."""
+    """Number of the membership: rises whenever engines join or leave."""
     attempt: int = 0
-    """Try number of this version, so that late answers to an aborted try are told apart."""
+    """Attempt at this version, so that late answers to an aborted attempt are recognized."""
     members: list[str] = Field(default_factory=list)
-    """prepare, commit: whom it is for, in rank order (rank 0 is the coordinator)."""
+    """prepare, commit: the members addressed, in rank order (rank 0 is the coordinator)."""
     manifest: list[tuple[str, str, list[int]]] = Field(default_factory=list)
-    """prepare: ``(name, dtype, shape)`` of every tensor, in the order in which they travel."""
+    """prepare: ``(name, dtype, shape)`` of every tensor, in the order in which they are sent."""
     rendezvous: dict[str, Any] = Field(default_factory=dict)
-    """prepare: ``method``, and what a member needs to fetch or to meet us by it."""
+    """prepare: ``method``, and the parameters with which a member fetches or joins by it."""
     pull: bool = False
-    """prepare: fetch the committed version alone, without go and barrier, and say applied."""
+    """prepare: fetch the committed version alone, without go and barrier, and answer applied."""
     progress: int | None = None
     """prepare, commit: closed batches behind these weights."""
     seconds: float | None = None

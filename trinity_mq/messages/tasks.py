@@ -1,4 +1,4 @@
-"""Bodies between those who have tasks (outside submitters, the explorer) and the runners that do them."""
+"""Bodies between the senders of tasks (submitters, the explorer) and the runners that execute them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Outcome = Literal["finished", "partial", "failed", "cancelled", "poisoned", "lat
 
 
 class TaskBody(Message):
-    """What a workflow is made from; the wire form of :class:`trinity_mq.workflows.Task`."""
+    """The task of a workflow; the wire form of :class:`trinity_mq.workflows.Task`."""
 
     kind: ClassVar[str] = "task"
 
@@ -38,7 +38,7 @@ class TaskBody(Message):
 
 
 class TaskSubmission(Message):
-    """A task from outside. The AMQP properties ``reply_to`` and ``correlation_id`` say where its outcome goes."""
+    """A task from outside. Its outcome goes to the AMQP properties ``reply_to`` and ``correlation_id``."""
 
     kind: ClassVar[str] = "task_submission"
 
@@ -63,7 +63,7 @@ class SubmissionOutcome(Message):
     metrics: dict[str, float] = Field(default_factory=dict)
     message: str | None = None
     experiences: int = 0
-    """How many experience parts follow on ``reply_to``."""
+    """Experience parts sent to ``reply_to``."""
 
 
 class TaskSlice(Message):
@@ -80,27 +80,27 @@ class TaskSlice(Message):
     lane: Lane = "train"
     deliver: Deliver = "pipeline"
     seed: int = 0
-    """Run ``r`` of the slice uses ``hash(seed, r)``; work done again repeats itself where the engine honours it."""
+    """Run ``r`` of the slice uses ``hash(seed, r)``; a repeated run samples the same where the engine honours it."""
     max_timeout: float = 1800.0
     """Seconds for one attempt of one run."""
     max_retry_times: int = 2
     """Further attempts of failed runs."""
     slice_timeout: float = 1800.0
-    """Seconds for the slice in the hands of one runner, retries included."""
+    """Seconds for one runner's execution of the slice, retries included."""
     pinned: Version | None = None
     """Evaluation: the version that must serve it."""
     opened_beat: int = 0
-    """The explorer's beat from which on the ticket is listed as open; a runner may drop a slice whose ticket a later
-    beat lacks."""
+    """``seq`` of the explorer's first heartbeat that lists the ticket as open; a runner may drop a slice whose ticket a
+    later one lacks."""
     explorer: str = ""
-    """Id of the scheduling explorer whose beats count for ``opened_beat``."""
+    """Id of the scheduling explorer, whose heartbeats ``opened_beat`` refers to."""
     keep_partial: bool = False
-    """A runner that drops the slice because a beat lacks its ticket first publishes the runs that are finished, and
-    their result."""
+    """A runner that drops the slice because a heartbeat lacks its ticket first publishes the finished runs and their
+    result."""
 
 
 class TaskResult(Message):
-    """What became of one attempt at a slice. The first one decides the slice."""
+    """The outcome of one attempt at a slice. The first result of a slice decides it."""
 
     kind: ClassVar[str] = "task_result"
 
@@ -110,25 +110,25 @@ class TaskResult(Message):
     run_base: int = 0
     repeat_times: int = 1
     attempt: str
-    """The fence: a uuid born when a runner started on the slice."""
+    """The attempt's id, a uuid made when a runner started on the slice: other attempts' parts do not count."""
     outcome: Outcome
     runs: list[int] = Field(default_factory=list)
-    """Runs that finished."""
+    """Ids of the runs that finished."""
     parts: int = 0
     """Experience parts published under this attempt."""
     metrics: list[dict[str, float]] = Field(default_factory=list)
-    """One dict a finished run."""
+    """Metrics of each finished run."""
     message: str | None = None
     runner: str = ""
     returned: int = 0
-    """How often the slice had come back to its queue before this attempt."""
+    """Returns of the slice to its queue before this attempt."""
     seconds: float = 0.0
     version_min: Version | None = None
     version_max: Version | None = None
 
 
 class TaskResults(Message):
-    """Results of several slices of one batch id in one message: what each of them would say alone."""
+    """Results of several slices of one batch id in one message."""
 
     kind: ClassVar[str] = "task_results"
 

@@ -1,4 +1,4 @@
-"""Folders with modules of the user's own, which every agent of a run can import."""
+"""Plug-in folders: the user's own modules, which every agent of a run can import."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_plugins(folders: Sequence[str]) -> list[Path]:
 
 
 def plugin_names() -> list[str]:
-    """Return what the added folders hold as dotted paths, ``my_file.Mine`` for each class at the top of a module.
+    """Return the dotted paths of the classes in the added folders, such as ``my_file.Mine``.
 
     The files are read, not executed; one that is no Python is left out: importing it says why.
     """

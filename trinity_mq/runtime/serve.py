@@ -93,5 +93,5 @@ async def _serve(config: Config, agent_id: str, build: Callable[[Bus, Topology],
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.drain)
     log.info("agent_starts", agent=agent_id, pid=os.getpid(), incarnation=agent.incarnation)
-    await agent.with_background(agent.run(), signs.told(agent))
+    await agent.with_background(agent.run(), signs.report(agent))
     log.info("agent_done", agent=agent_id)

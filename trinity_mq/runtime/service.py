@@ -1,6 +1,6 @@
-"""Signs of life from an agent's own event loop, for a service manager and for a container's health check.
+"""Liveness reports from an agent's event loop, for a service manager and for a container's health check.
 
-The datagrams of sd_notify(3) are our own, since the packages for them are unkept.
+The datagrams of sd_notify(3) are sent from here, since the packages for them are unmaintained.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 HEALTH_VARIABLE = "TRINITY_MQ_HEALTH_FILE"
-"""Names the file that an agent's loop writes again and again, on a local disk; ``trinity-mq health`` reads it."""
+"""Environment variable with the file, on a local disk, that an agent rewrites; ``trinity-mq health`` reads it."""
 NOTIFY_VARIABLE, WATCHDOG_VARIABLE, WATCHDOG_PID_VARIABLE = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 
 INTERVAL = 5.0
-"""Seconds between signs; less where a watchdog wants them sooner."""
+"""Seconds between reports; less where a watchdog expects them sooner."""
 EXTENSION = 30.0
-"""Seconds for which a starting or draining agent asks each time: what starts or drains longer than the unit allows."""
+"""Seconds of more time that a starting or draining agent requests with each report."""
 LONGEST_DRAIN = 900.0
-"""Seconds after which a drain is no longer excused."""
+"""Seconds of draining after which no more time is requested."""
 LONGEST_STATUS = 200
 
 
 class ServiceManager:
-    """The service manager that started this process, as far as it listens.
+    """The service manager that started this process.
 
     Args:
         address: Its socket: a path, or ``@`` and an abstract name.
-        watchdog: Seconds within which it wants a sign each time; None: it does not watch.
+        watchdog: Seconds within which it expects each report; None: it does not watch.
     """
 
     def __init__(self, address: str, watchdog: float | None = None) -> None:
@@ -50,7 +50,7 @@ class ServiceManager:
         self._warned = False
 
     def tell(self, *lines: str) -> bool:
-        """Send assignments such as ``READY=1``; False if it takes none at the moment."""
+        """Send assignments such as ``READY=1``; return False if the manager accepts none at the moment."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
                 sender.setblocking(False)
@@ -65,16 +65,16 @@ class ServiceManager:
 
 
 class HealthFile:
-    """A file with one line of JSON: who writes it, when, and what it does."""
+    """A file with one line of JSON: the agent, the time and its state."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._part = path.with_name(f"{path.name}.{os.getpid()}.part")
         self._warned = False
-        self.remove()  # what an earlier process left says nothing of us
+        self.remove()  # left by an earlier process
 
     def write(self, agent: Agent) -> None:
-        """Say that the loop turns."""
+        """Write that the event loop runs."""
         fields = {
             "pid": os.getpid(),
             "agent": agent.id,
@@ -98,7 +98,7 @@ class HealthFile:
 
 
 class LifeSigns:
-    """Tells both, for as long as :meth:`told` lasts."""
+    """Reports to a service manager and a health file while :meth:`report` runs."""
 
     def __init__(self, manager: ServiceManager | None = None, health: HealthFile | None = None) -> None:
         self._manager, self._health = manager, health
@@ -110,11 +110,11 @@ class LifeSigns:
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str] = os.environ, *, supervised: bool = False) -> LifeSigns:
-        """Return the signs that our environment asks for, and take that out of it: children must not speak for us.
+        """Return the reports that the environment requests, and remove the request: children must not report for us.
 
         Args:
             environ: The environment.
-            supervised: One of several agents of a supervisor: what is asked of that one is not asked of us.
+            supervised: This agent has a supervisor, which is the one to report.
         """
         address = environ.pop(NOTIFY_VARIABLE, "")
         watchdog = _watchdog(environ.pop(WATCHDOG_VARIABLE, ""), environ.pop(WATCHDOG_PID_VARIABLE, ""))
@@ -130,7 +130,7 @@ class LifeSigns:
 
     @contextlib.contextmanager
     def ended(self) -> Iterator[None]:
-        """Say at the end that we go."""
+        """Report the end on exit."""
         try:
             yield
         finally:
@@ -139,8 +139,8 @@ class LifeSigns:
             if self._manager is not None and "STOPPING=1" not in self._said:
                 self._manager.tell("STOPPING=1")
 
-    async def told(self, agent: Agent) -> None:
-        """Tell until cancelled: at each interval, and at once when ``agent`` is ready or begins to drain."""
+    async def report(self, agent: Agent) -> None:
+        """Report until cancelled: at each interval, and at once when ``agent`` is ready or begins to drain."""
         if self._manager is None and self._health is None:
             return
         async with asyncio.TaskGroup() as group:
@@ -148,7 +148,7 @@ class LifeSigns:
                 group.create_task(self._tell_at(event, agent))
             while True:
                 self._tell(agent)
-                await asyncio.sleep(self.interval)  # late when the loop is blocked: that is the point
+                await asyncio.sleep(self.interval)  # late when the loop is blocked, as intended
 
     async def _tell_at(self, event: asyncio.Event, agent: Agent) -> None:
         await event.wait()
@@ -176,7 +176,7 @@ class LifeSigns:
             self._status = status
 
     def _is_excused(self, serving: bool, draining: bool) -> bool:
-        """Say whether we may take longer than the unit allows by itself."""
+        """Return whether to request more time than the unit allows."""
         if not draining:
             return not serving
         now = asyncio.get_running_loop().time()
@@ -186,7 +186,7 @@ class LifeSigns:
 
 
 def status_of(agent: Agent) -> str:
-    """Return one line for a person: what the agent does, what it waits for, what is wrong with its broker."""
+    """Return the agent's state, what it waits for and its broker's trouble, in one line for a person."""
     if agent.bus.trouble is not None:
         waits = f"waits for the broker: {agent.bus.trouble}" if agent.serving.is_set() else "connects to the broker"
     else:
@@ -197,7 +197,7 @@ def status_of(agent: Agent) -> str:
 
 
 def _watchdog(microseconds: str, pid: str) -> float | None:
-    """Return the seconds of the watchdog, None where it watches nobody or another process."""
+    """Return the seconds of the watchdog, None where there is none or it watches another process."""
     if not microseconds or (pid and pid != str(os.getpid())):
         return None
     if not microseconds.isdecimal() or int(microseconds) == 0:

@@ -1,4 +1,4 @@
-"""Keeps processes alive: starts them, restarts what dies, gives up with a reason, ends them in order."""
+"""Keeps processes alive: starts them, restarts them after a crash, fails with a reason, ends them in order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RECYCLE
 
 EXIT_NOT_STARTED = 127
-"""As a shell reports a program that cannot be started."""
+"""Exit code of a program that cannot be started, as in a shell."""
 PARENT_VARIABLE = "TRINITY_MQ_PARENT"
-"""Tells a child who its supervisor is, for :func:`~trinity_mq.runtime.process.die_with_parent`."""
+"""Environment variable with the supervisor's process id, for :func:`~trinity_mq.runtime.process.die_with_parent`."""
 
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
-"""Seconds before the first restart and before the last ones; it doubles in between."""
+"""Seconds before the first restart and at most before later ones; the delay doubles with each."""
 
 What = Literal["started", "died", "restarting", "finished", "stopped", "killed", "failed"]
 Phase = Literal["new", "running", "waiting", "finished", "stopped", "failed"]
@@ -41,19 +41,19 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEvent:
-    """Something happened to a process."""
+    """A change of a process."""
 
     name: str
     role: str
     what: What
-    """``died``: by itself, with a bad code. ``stopped``: on request. ``killed``: asked to stop, it did not in time."""
+    """``died``: it ended by itself with an error. ``stopped``: on request. ``killed``: it did not stop in time."""
     pid: int | None = None
     code: int | None = None
     """Exit code; 128 + n for signal n."""
     delay: float = 0.0
-    """restarting: seconds until then."""
+    """restarting: seconds until the restart."""
     restarts: int = 0
-    """restarting: how many there were within the window, this one included."""
+    """restarting: restarts within the window, this one included."""
     reason: str = ""
 
 
@@ -80,14 +80,14 @@ class Supervisor:
     """Runs a set of processes, each in a session of its own, output to ``<log_dir>/<name>.out``.
 
     An exit code of 0 means finished; 78 (EX_CONFIG) that starting again does not help; 79 asks for a fresh process at
-    once, which is not counted; any other end is followed by a restart after a growing delay. What was restarted more
-    than ``max_restarts`` times within ``restart_window`` has failed for good, and then all others are drained.
+    once, which is not counted; any other end is followed by a restart after a growing delay. A process that was
+    restarted more than ``max_restarts`` times within ``restart_window`` has failed, and then all others are drained.
 
     Args:
         specs: The processes.
         config: Limits.
         log_dir: Folder of the output files; made if missing.
-        on_event: Called on the event loop with everything that happens.
+        on_event: Called on the event loop with every change of a process.
         backoff: Seconds to wait before a restart, from the number of restarts within the window.
     """
 
@@ -109,7 +109,7 @@ class Supervisor:
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """What each process is doing now, by name."""
+        """The phase of each process, by name."""
         return {name: child.phase for name, child in self._children.items()}
 
     async def run(self) -> int:
@@ -136,7 +136,7 @@ class Supervisor:
         return child.phase
 
     async def restart(self, name: str) -> None:
-        """Stop the process ``name`` and start it again, without counting. What has ended for good stays so."""
+        """Stop the process ``name`` and start it again, uncounted; one that has ended for good stays ended."""
         child = self._child(name)
         if child.stopping or child.ended.is_set():
             return
@@ -158,7 +158,7 @@ class Supervisor:
                 await child.ended.wait()
 
     def kill(self) -> None:
-        """SIGKILL everything that runs and restart nothing."""
+        """Send SIGKILL to all processes and restart none."""
         self._killing = True
         for child in self._children.values():
             child.stopping = child.forced = True
@@ -227,7 +227,7 @@ class Supervisor:
         return code if code >= 0 else 128 - code
 
     async def _goes_on(self, child: _Child, code: int) -> bool:
-        """Decide what an exit means; True: start again, now."""
+        """Handle an exit; return True to start the process again now."""
         if child.stopping:
             child.phase = "stopped"
             asked = code == 0 or (code == 128 + signal.SIGTERM and not child.forced)

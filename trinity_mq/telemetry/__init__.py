@@ -1,4 +1,4 @@
-"""Logs and metrics: what a run leaves behind for people to read. Imports nothing else of the library."""
+"""Logs and metrics of a run. Imports nothing else of the library."""
 
 from trinity_mq.telemetry.aggregate import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
 from trinity_mq.telemetry.log import get_logger, mask_passwords, setup_logging

@@ -19,9 +19,9 @@ from structlog.types import Processor
 from trinity_mq.telemetry.jsonline import dump_line
 
 _PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):((?:(?!://)\S)*)@")
-"""Up to the last @ before the next URL: a password that holds one unencoded is a mistake, and no reason to show it."""
+"""Matches up to the last @ before the next URL, so that a password with an unencoded @ is hidden too."""
 _CHATTY = ("asyncio", "httpcore", "httpx", "httpx2", "openai", "urllib3")
-"""Libraries whose info lines are one a request or a connection."""
+"""Libraries that log a line at level info for each request or connection."""
 
 
 def mask_passwords(text: str) -> str:
@@ -99,7 +99,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _ShortErrors(logging.Handler):
-    """``role: event key=value: the exception's last line``; the whole story is in the file."""
+    """Writes ``role: event key=value: the exception's last line``; the log file has the traceback."""
 
     def __init__(self, role: str) -> None:
         super().__init__(logging.ERROR)

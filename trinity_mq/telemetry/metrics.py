@@ -59,10 +59,10 @@ class MetricsWriter:
             self._events = None
 
     def _end_torn_line(self) -> None:
-        """A process that was killed while it wrote must not spoil the next one's first line.
+        """End a line that a killed process left unfinished, so that the next line is not appended to it.
 
-        Another's line half written this moment looks the same; it then gets a blank line after it. A lock would tell
-        them apart, and would let one frozen agent hold up all.
+        A line that another agent is writing at this moment looks the same and is then followed by a blank line. A lock
+        would tell them apart, but a frozen agent could block all others.
         """
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":

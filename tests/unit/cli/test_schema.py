@@ -33,7 +33,7 @@ def test_a_schema_says_what_its_model_takes(key: tuple[str, int], cls: type[Mess
 def test_docstrings_of_fields_are_their_descriptions() -> None:
     made = json_schemas()["task_submission.v1"]
     assert made["$defs"]["TaskBody"]["additionalProperties"] is True
-    assert made["$defs"]["TaskBody"]["description"] == "What a workflow is made from; the wire form of `Task`."
+    assert made["$defs"]["TaskBody"]["description"] == "The task of a workflow; the wire form of `Task`."
     assert made["properties"]["submission_id"]["description"] == (
         "De-duplicates repeated publishes; empty means the message's `message_id`."
     )

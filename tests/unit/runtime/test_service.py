@@ -107,7 +107,7 @@ def ears(tmp_path: Path) -> Iterator[Ears]:
 def live(signs: LifeSigns, script: Any, agent: Idler | None = None) -> None:
     async def main() -> None:
         one = agent or Idler()
-        running = asyncio.create_task(one.with_background(one.run(), signs.told(one)))
+        running = asyncio.create_task(one.with_background(one.run(), signs.report(one)))
         await script(one)
         one.drain()
         await running
@@ -308,7 +308,7 @@ def test_the_status_names_what_is_wrong_with_the_broker() -> None:
 async def test_a_blocked_loop_is_silent(tmp_path: Path, ears: Ears) -> None:
     agent = Idler()
     signs = LifeSigns(ServiceManager(str(tmp_path / "notify"), 0.2), HealthFile(tmp_path / "health"))
-    task = asyncio.create_task(signs.told(agent))
+    task = asyncio.create_task(signs.report(agent))
 
     async def pings(number: int) -> None:
         async with asyncio.timeout(10):
