@@ -95,9 +95,7 @@ class Explorer(Agent):
             await self.with_background(self.explore(), restart_when_lost(lock, reason), *background)
             await hosted.leave()
             if state.finished:
-                await asyncio.to_thread(
-                    mark_run_over, self._folder
-                )  # for agents that start now and miss the heartbeats
+                await asyncio.to_thread(mark_run_over, self._folder)  # for agents that start only now
                 await self.exploration.see_off()
         finally:
             # a drained or finished run needs no engines; a successor adopts those of an explorer that failed
