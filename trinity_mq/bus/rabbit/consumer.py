@@ -13,7 +13,6 @@ from aiormq.channel import Channel
 
 from trinity_mq.bus.base import BusRefused, Delivery, QueueGone, StaleDelivery, StreamCut
 from trinity_mq.bus.checks import STREAM_WINDOW, AnsweredOnce, BufferedConsumer
-from trinity_mq.bus.rabbit.acknowledgements import Acknowledgements
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, Locked, OwnQueueLost, amqp_errors
 from trinity_mq.bus.topology import Queue
 
@@ -27,7 +26,7 @@ leader may never serve a reader again that came while its replicas were restarte
 
 
 class _Arrived(NamedTuple):
-    answers: Acknowledgements
+    channel: Channel
     message: DeliveredMessage
     offset: int | None
 
@@ -65,7 +64,6 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._attaching = asyncio.Lock()
         self._to_ack = 0
         self._acking: asyncio.Task[None] | None = None
-        self._answers: Acknowledgements | None = None
         self._idle: asyncio.TimerHandle | None = None
 
     @property
@@ -77,7 +75,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         """Start, or go on, consuming; a queue that does not exist ends the consumer.
 
         Raises:
-            LinkError: Try again.
+            BrokerConnectError: Try again.
             OwnQueueLost: Once it has been declared again.
         """
         async with self._attaching:
@@ -109,10 +107,9 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._arrived.clear()
         self._to_ack = 0
         self._channel = channel
-        answers = self._answers = Acknowledgements(channel)
 
         async def receive(message: DeliveredMessage) -> None:
-            self._receive(channel, answers, message)
+            self._receive(channel, message)
 
         with amqp_errors():
             await channel.basic_qos(prefetch_count=self._prefetch)
@@ -144,12 +141,12 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         # Lost before anything arrived: what was published meanwhile must not be missed, so rather a little too much.
         return self._began - CLOCK_MARGIN
 
-    def _receive(self, channel: Channel, answers: Acknowledgements, message: DeliveredMessage) -> None:
+    def _receive(self, channel: Channel, message: DeliveredMessage) -> None:
         if channel is not self._channel or self.over:
             return
         offset = (message.header.properties.headers or {}).get("x-stream-offset") if self._stream else None
         if not isinstance(offset, int):
-            self._put(_Arrived(answers, message, None))
+            self._put(_Arrived(channel, message, None))
             return
         if self._next is None:
             self._next = offset
@@ -157,7 +154,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         if asked is not None and offset > asked + SEGMENT_ENTRIES:
             self._end(StreamCut(self.queue.name, asked, offset))
         else:
-            self._put(_Arrived(answers, message, offset))
+            self._put(_Arrived(channel, message, offset))
 
     def _cancel(self, channel: Channel) -> None:
         """The broker ended the consumer: its queue was deleted, or moved. Attaching again tells which."""
@@ -207,8 +204,6 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._on_close(self)
         if self._acking is not None:
             await self._acking
-        if self._answers is not None:
-            await self._answers.flush()
         if channel is not None:
             await _close(channel)
         await self._close_cancelled()
@@ -239,34 +234,34 @@ class RabbitDelivery(AnsweredOnce):
             deliveries_before=returns if isinstance(returns, int) else 0,
             offset=arrived.offset,
         )
-        self._answers, self._tag = arrived.answers, message.delivery_tag or 0
+        self._channel, self._tag = arrived.channel, message.delivery_tag or 0
 
     async def ack(self) -> None:
-        """Done with it."""
+        """Acknowledge, for this delivery alone: another answer of the channel may still be to be written."""
         if self.offset is None:
             self._answer()
-            if self._answers.lost:
-                raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: its channel is closed")
-            self._answers.ack(self._tag)
+            with self._stale_if_lost():
+                await self._channel.basic_ack(self._tag, wait=False)
 
     async def reject(self) -> None:
-        """Unusable: to the dead-letter exchange."""
+        """Hand it to the dead-letter exchange."""
         if self.offset is None:
             self._answer()
             with self._stale_if_lost():
-                await self._answers.reject(self._tag)
+                await self._channel.basic_reject(self._tag, requeue=False, wait=False)
 
     async def requeue(self) -> None:
-        """Give it back."""
+        """Give it back for another consumer."""
         if self.offset is None:
             self._answer()
             with self._stale_if_lost():
-                await self._answers.requeue(self._tag)
+                await self._channel.basic_nack(self._tag, requeue=True, wait=False)
 
     @contextlib.contextmanager
     def _stale_if_lost(self) -> Iterator[None]:
         try:
-            yield
+            with amqp_errors():
+                yield
         except BrokerConnectError as error:
             raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: {error}") from error
 

@@ -13,7 +13,6 @@ from aiormq.exceptions import ChannelAccessRefused, DeliveryError, PublishError
 from trinity_mq.bus.base import BusUnavailable, Envelope
 from trinity_mq.bus.checks import CLOSED
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, amqp_errors
-from trinity_mq.bus.rabbit.sending import Places
 from trinity_mq.bus.retry import retrying
 
 PERSISTENT = 2
@@ -45,7 +44,6 @@ class Publisher:
         self._overdue = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._same_id: dict[str, asyncio.Future[None]] = {}
-        self._places = Places()
 
     @property
     def ready(self) -> bool:
@@ -101,7 +99,6 @@ class Publisher:
         return await self._once(exchange, routing_key, envelope, next(patience))
 
     async def _once(self, exchange: str, routing_key: str, envelope: Envelope, patience: float) -> bool:
-        await self._places.take()
         channel = await self._usable_channel()
         confirmed = asyncio.timeout(None)
         self._begin(confirmed, patience)

@@ -128,7 +128,7 @@ class Reconnector:
             raise BusUnavailable(f"the broker did not answer in {seconds:g} s: {why}") from None
 
     async def attach(self, consumer: RabbitConsumer) -> None:
-        """Let a consumer begin on the consuming connection. Raises LinkError."""
+        """Let a consumer begin on the consuming connection. Raises BrokerConnectError."""
         if self._consuming is None:
             raise BrokerConnectError("not connected")
         await self._attach(consumer, self._consuming)
