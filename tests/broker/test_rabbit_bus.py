@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.tcp_proxy import CuttingProxy
+from tests.waiting import until
 from trinity_mq.bus import topology as topology_module
 from trinity_mq.bus.base import BusRefused, BusUnavailable, Envelope, StreamCut
 from trinity_mq.bus.rabbit import consumer as _rabbit_consumer
@@ -126,11 +127,12 @@ class TestChannels:
                 group.create_task(delivery.reject() if int(delivery.body) % 3 == 0 else delivery.ack())
         await consumer.close()
         rejected = sum(int(delivery.body) % 3 == 0 for delivery in deliveries[2:])
-        async with asyncio.timeout(10):
-            while await bus.depth(topology.dead.name) != rejected:
-                await asyncio.sleep(0.05)
-            while await bus.depth(topology.tasks_train.name) != 2:
-                await asyncio.sleep(0.05)
+
+        async def settled() -> bool:
+            depths = [await bus.depth(queue.name) for queue in (topology.dead, topology.tasks_train)]
+            return depths == [rejected, 2]
+
+        await until(settled)
 
     async def test_a_deleted_exchange_is_made_again(self, bus: RabbitBus, broker_url: str, topology: Topology) -> None:
         await bus.declare(topology.tasks_train, topology.dead)

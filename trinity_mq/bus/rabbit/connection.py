@@ -64,7 +64,7 @@ class InequivalentError(BrokerConnectError):
 
 @contextlib.contextmanager
 def amqp_errors() -> Iterator[None]:
-    """Translate errors of the AMQP client into BrokerConnectError and its subclasses, QueueGone, Locked or BusRefused."""
+    """Translate errors of the AMQP client into BrokerConnectError (or a subclass), QueueGone, Locked or BusRefused."""
     try:
         yield
     except asyncio.CancelledError as error:
@@ -138,6 +138,7 @@ class _SocketFactory(TransportFactory):
             transport, _ = await loop.create_connection(lambda: protocol, host, port, **tls)
         except OSError as error:
             raise AMQPConnectionError(*error.args) from error
+        await asyncio.sleep(0)  # reads the alert of a server that refuses our certificate: a write could reset it
         return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
