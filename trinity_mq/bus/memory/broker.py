@@ -14,7 +14,7 @@ from trinity_mq.bus.topology import Binding, Queue
 
 
 class Client(Protocol):
-    """What the broker sees of a bus."""
+    """Interface of a bus towards the broker."""
 
     def disconnect(self, reason: str) -> None:
         """The connection is gone."""
@@ -30,7 +30,7 @@ class Client(Protocol):
 
 
 class MemoryBroker:
-    """What a broker holds: one a test, shared by its buses."""
+    """In-memory broker of one test, shared by its buses."""
 
     def __init__(self) -> None:
         self.queues: dict[str, MemoryQueue] = {}

@@ -1,4 +1,4 @@
-"""The Bus on RabbitMQ."""
+"""Bus implementation on RabbitMQ."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RabbitBus(Bus):
 
     @property
     def broker_version(self) -> str | None:
-        """What the broker says it is, None when not connected."""
+        """Version that the broker reports, None when not connected."""
         return self._keeper.version
 
     async def wait_usable(self) -> None:

@@ -21,7 +21,7 @@ SEGMENT_ENTRIES = 1
 CLOCK_MARGIN = datetime.timedelta(seconds=5)
 CLOSE_TIMEOUT = 5.0
 STREAM_IDLE = 10.0
-"""Seconds without a delivery after which a stream is asked anew from where we are: a cluster that lost the stream's
+"""Seconds without a delivery after which a stream is consumed anew from its next offset: a cluster that lost the stream's
 leader may never serve a reader again that came while its replicas were restarted (seen on 3.10.8), and says nothing."""
 
 
@@ -32,7 +32,7 @@ class _Arrived(NamedTuple):
 
 
 class RabbitConsumer(BufferedConsumer[_Arrived]):
-    """Deliveries of one queue.
+    """Consumer of one queue, attached again after each reconnect.
 
     Args:
         queue: What to consume from.
@@ -119,7 +119,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._watch(channel, self._next)
 
     def _watch(self, channel: Channel, position: int | None) -> None:
-        """Ask anew from ``position`` if we are still there in a while, and nothing has arrived."""
+        """Consume anew after ``STREAM_IDLE`` seconds without progress from ``position``."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:
@@ -157,7 +157,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._put(_Arrived(channel, message, offset))
 
     def _cancel(self, channel: Channel) -> None:
-        """The broker ended the consumer: its queue was deleted, or moved. Attaching again tells which."""
+        """Handle the end of the consumer by the broker: its queue was deleted or moved, which attaching again shows."""
         self._cancelled.append(channel)
         self._lost(channel)
 
@@ -180,7 +180,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         return RabbitDelivery(self.queue.name, item)
 
     async def _acknowledge(self, channel: Channel) -> None:
-        """Acknowledge all that was handed over of a stream, at once: these are credit, not progress."""
+        """Acknowledge all deliveries of a stream so far in one frame: on a stream they only grant credit."""
         with contextlib.suppress(BrokerConnectError), amqp_errors():
             while channel is self._channel and self._to_ack:
                 tag, self._to_ack = self._to_ack, 0
@@ -214,7 +214,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
 
 
 class RabbitDelivery(AnsweredOnce):
-    """A message handed over; answers go to the channel it came by."""
+    """Delivered message; its answer goes to the channel that delivered it."""
 
     def __init__(self, queue: str, arrived: _Arrived) -> None:
         message = arrived.message

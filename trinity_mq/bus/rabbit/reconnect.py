@@ -1,4 +1,4 @@
-"""The connections of a RabbitBus and the one routine that makes everything again when one of them is lost."""
+"""Connections of a RabbitBus, and the routine that rebuilds everything after one of them is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 GHOST_HEARTBEATS = 4
-"""Heartbeats after which the broker has noticed a dead connection for certain, and freed its exclusive queues."""
+"""Heartbeats after which the broker has closed a dead connection and freed its exclusive queues."""
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +60,7 @@ class Reconnector:
 
     @property
     def version(self) -> str | None:
-        """What the broker says it is, None when not connected."""
+        """Version that the broker reports, None when not connected."""
         return self._consuming.version if self._consuming is not None else None
 
     @property
@@ -90,7 +90,7 @@ class Reconnector:
         self._routine = asyncio.create_task(self._keep(), name=f"{self._name}: reconnect")
 
     async def stop(self) -> None:
-        """Close everything; what waits for the connections hears so."""
+        """Close everything; waiting tasks get BusUnavailable."""
         if self._closed:
             return
         self._closed = True
@@ -134,7 +134,7 @@ class Reconnector:
         await self._attach(consumer, self._consuming)
 
     def repair_soon(self) -> None:
-        """Something that belongs to the connections was lost."""
+        """Trigger the repair of what the connections have lost."""
         self._broken.set()
 
     async def _keep(self) -> None:
