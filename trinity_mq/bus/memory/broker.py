@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from trinity_mq.bus.base import BusRefused
 from trinity_mq.bus.memory.queues import MemoryQueue, Stored, StreamQueue, WorkQueue
-from trinity_mq.bus.memory.routing import topic_matches
 from trinity_mq.bus.topology import Binding, Queue
 
 
@@ -140,3 +139,25 @@ def check_owner(queue: MemoryQueue, client: Client) -> None:
     """Refuse the use of another's exclusive queue."""
     if queue.owner is not None and queue.owner is not client:
         raise BusRefused(f"queue {queue.declared.name} is exclusive to another connection")
+
+
+def topic_matches(pattern: str, key: str) -> bool:
+    """Return whether a routing key fits an AMQP binding pattern: ``*`` is one word, ``#`` any number of words.
+
+    >>> topic_matches("train.#", "train"), topic_matches("*.a", "x.y.a")
+    (True, False)
+    """
+    return _match(_words(pattern), _words(key))
+
+
+def _words(text: str) -> Sequence[str]:
+    return text.split(".") if text else ()
+
+
+def _match(pattern: Sequence[str], key: Sequence[str]) -> bool:
+    if not pattern:
+        return not key
+    first, rest = pattern[0], pattern[1:]
+    if first == "#":
+        return any(_match(rest, key[skipped:]) for skipped in range(len(key) + 1))
+    return bool(key) and first in {"*", key[0]} and _match(rest, key[1:])

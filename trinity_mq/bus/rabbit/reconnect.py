@@ -12,10 +12,9 @@ from tenacity import RetryCallState
 from trinity_mq.bus.addresses import Addresses, address
 from trinity_mq.bus.base import BusError, BusUnavailable
 from trinity_mq.bus.checks import BLOCKED, CLOSED, NOT_CONNECTED, Health
-from trinity_mq.bus.rabbit.admin import Admin
+from trinity_mq.bus.rabbit.admin import Admin, RabbitLock
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, OwnQueueLost, open_connection
 from trinity_mq.bus.rabbit.consumer import RabbitConsumer
-from trinity_mq.bus.rabbit.lock import RabbitLock
 from trinity_mq.bus.rabbit.publisher import Publisher
 from trinity_mq.bus.retry import retrying
 from trinity_mq.bus.topology import Topology
