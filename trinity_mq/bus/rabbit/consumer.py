@@ -21,8 +21,8 @@ SEGMENT_ENTRIES = 1
 CLOCK_MARGIN = datetime.timedelta(seconds=5)
 CLOSE_TIMEOUT = 5.0
 STREAM_IDLE = 10.0
-"""Seconds without a delivery after which a stream is consumed anew from its next offset: a cluster that lost the stream's
-leader may never serve a reader again that came while its replicas were restarted (seen on 3.10.8), and says nothing."""
+"""Seconds without a delivery after which a stream is consumed anew from its next offset: a cluster that lost the
+stream's leader may never serve a reader again that came while its replicas were restarted (seen on 3.10.8)."""
 
 
 class _Arrived(NamedTuple):
