@@ -17,7 +17,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.messages import Accepted, BatchClosed
 from trinity_mq.runtime.deliveries import REFERENCE, envelope
 from trinity_mq.transport.blobs import open_store
-from trinity_mq.transport.experience_parts import part_mail
+from trinity_mq.transport.experience_parts import part_message
 
 pytestmark = pytest.mark.broker
 
@@ -38,7 +38,7 @@ async def test_an_experience_over_the_limit_reaches_the_trainer(
     sent = experience(length=20_000, routed_experts=None)
     reference = store.put("batch/t1/a-0.tmqx", Experience.serialize_many([sent]))
     assert reference.bytes > bus.max_message_bytes
-    mail = part_mail(a_slice(), "a", 0, 1, reference)
+    mail = part_message(a_slice(), "a", 0, 1, reference)
     assert mail.content_type == REFERENCE
     assert await bus.publish(topology.exchange("experiences"), topology.batch_routing_key(1, "t1"), mail)
     await bus.unbind(queue)

@@ -35,8 +35,8 @@ from trinity_mq.messages import (
     decode_any,
 )
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
-from trinity_mq.transport.co_batched_parts import Share
-from trinity_mq.transport.experience_parts import Part, wanted_mails
+from trinity_mq.transport.co_batched_parts import AttemptRows
+from trinity_mq.transport.experience_parts import Part, requested_parts
 
 CLIENT = Path(__file__).parents[2] / "schemas" / "clients" / "go"
 UNAVAILABLE = 69
@@ -133,8 +133,8 @@ class Run:
         accepted = Accepted(task_id=0, run_base=0, attempt="a", runs=[0], parts=len(bodies))
         wanted = Wanted(task_id=0, reply_to=to.reply_to, correlation_id=to.correlation_id)
         manifest = BatchClosed(batch=3, ticket="t", accepted=[accepted], wanted=[wanted])
-        parts = {("a", number): Part(incoming(body), Share(("a", number))) for number, body in enumerate(bodies)}
-        for reply_to, mail in wanted_mails(manifest, parts):
+        parts = {("a", number): Part(incoming(body), AttemptRows(("a", number))) for number, body in enumerate(bodies)}
+        for reply_to, mail in requested_parts(manifest, parts):
             assert await self.bus.publish("", reply_to, mail)
 
 

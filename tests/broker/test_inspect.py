@@ -19,7 +19,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Accepted, BatchClosed
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.transport.blobs import open_store
-from trinity_mq.transport.experience_parts import chunk_mail, part_mail
+from trinity_mq.transport.experience_parts import chunk_message, part_message
 
 pytestmark = pytest.mark.broker
 
@@ -66,7 +66,7 @@ async def _close(bus: Bus, topology: Topology, config: Config, batch: int) -> No
         content: Any = Experience.serialize_many([one])
         if len(content) > bus.max_message_bytes:
             content = store.put(f"batch/{ticket}/a{task}-0.tmqx", content)
-        mail = part_mail(a_slice(ticket=ticket, task_id=task, batch=batch), f"a{task}", 0, 1, content)
+        mail = part_message(a_slice(ticket=ticket, task_id=task, batch=batch), f"a{task}", 0, 1, content)
         assert await bus.publish(topology.exchange("experiences"), topology.batch_routing_key(batch, ticket), mail)
     await bus.unbind(queue)
     accepted = [Accepted(task_id=task, run_base=0, attempt=f"a{task}", runs=[0], parts=1) for task in range(2)]
@@ -121,7 +121,7 @@ def test_while_the_run_goes_on(
         bus = create_bus(config.broker, topology, "test")
         await bus.connect()
         await bus.declare(*topology.durable)
-        mail = chunk_mail(BatchClosed(batch=3, ticket="t3"), "o", 0, Experience.serialize_many([experience()]))
+        mail = chunk_message(BatchClosed(batch=3, ticket="t3"), "o", 0, Experience.serialize_many([experience()]))
         assert await bus.publish(topology.exchange("ready"), "3", mail)
         await bus.close()
 

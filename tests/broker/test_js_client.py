@@ -34,8 +34,8 @@ from trinity_mq.messages import (
 )
 from trinity_mq.messages import encode as encode_message
 from trinity_mq.runtime.deliveries import REFERENCE, envelope
-from trinity_mq.transport.co_batched_parts import Share
-from trinity_mq.transport.experience_parts import Part, wanted_mails
+from trinity_mq.transport.co_batched_parts import AttemptRows
+from trinity_mq.transport.experience_parts import Part, requested_parts
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "schemas" / "clients" / "js"
@@ -223,8 +223,8 @@ async def test_outcome_and_experiences_come_back(
             ],
             wanted=[Wanted(task_id=0, reply_to=delivery.reply_to or "", correlation_id=delivery.correlation_id)],
         )
-        shares = {key: Part(part, Share(key)) for key, part in parts.items()}
-        first, second, third, last = (mail for _, mail in wanted_mails(manifest, shares))
+        shares = {key: Part(part, AttemptRows(key)) for key, part in parts.items()}
+        first, second, third, last = (mail for _, mail in requested_parts(manifest, shares))
         outcome = outcome_of(message, parts=4)
         if form == "compressed":
             text = json.dumps(outcome.model_dump(mode="json")).encode()

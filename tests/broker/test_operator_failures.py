@@ -25,7 +25,7 @@ from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Accepted, BatchClosed, BatchReady, DecodeError, decode
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
-from trinity_mq.transport.experience_parts import part_mail
+from trinity_mq.transport.experience_parts import part_message
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]
 
@@ -75,7 +75,7 @@ class Stage:
         key = self.topology.batch_routing_key(batch, ticket)
         for run in range(runs):
             body = Experience.serialize_many([experience(run=run, eid=EID(batch=batch, task=0, run=run))])
-            mail = part_mail(a_slice(batch=batch, ticket=ticket), f"a{run}", 0, 1, body)
+            mail = part_message(a_slice(batch=batch, ticket=ticket), f"a{run}", 0, 1, body)
             assert await self.bus.publish(self.topology.exchange("experiences"), key, mail)
         await self.bus.unbind(queue)
         accepted = [Accepted(task_id=0, run_base=run, attempt=f"a{run}", runs=[run], parts=1) for run in range(runs)]

@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.tcp_proxy import CuttingProxy
+from tests.waiting import until
 from trinity_mq.bus import topology as topology_module
 from trinity_mq.bus.base import BusRefused, BusUnavailable, Envelope, StreamCut
 from trinity_mq.bus.rabbit import consumer as _rabbit_consumer
@@ -106,10 +107,32 @@ class TestChannels:
         consumer = await bus.consume(topology.dead)
         first = await anext(consumer)
         assert isinstance(first, RabbitDelivery)
-        await first._answers._channel.basic_ack(999, wait=False)  # an unknown tag: 406 closes the channel
+        await first._channel.basic_ack(999, wait=False)  # an unknown tag: 406 closes the channel
         async with asyncio.timeout(10):
             again = await anext(consumer)
         assert (again.body, again.deliveries_before) == (b"a", 1)
+
+    async def test_answers_of_one_turn_each_count_for_their_own_delivery(
+        self, bus: RabbitBus, topology: Topology
+    ) -> None:
+        """Acknowledged, rejected and kept ones mixed, all answered at once: no acknowledgement covers a neighbour."""
+        await bus.declare(topology.tasks_train, topology.dead)
+        async with asyncio.TaskGroup() as group:
+            for number in range(30):
+                group.create_task(bus.publish("", topology.tasks_train.name, note(str(number))))
+        consumer = await bus.consume(topology.tasks_train)
+        deliveries = [await anext(consumer) for _ in range(30)]
+        async with asyncio.TaskGroup() as group:
+            for delivery in reversed(deliveries[2:]):
+                group.create_task(delivery.reject() if int(delivery.body) % 3 == 0 else delivery.ack())
+        await consumer.close()
+        rejected = sum(int(delivery.body) % 3 == 0 for delivery in deliveries[2:])
+
+        async def settled() -> bool:
+            depths = [await bus.depth(queue.name) for queue in (topology.dead, topology.tasks_train)]
+            return depths == [rejected, 2]
+
+        await until(settled)
 
     async def test_a_deleted_exchange_is_made_again(self, bus: RabbitBus, broker_url: str, topology: Topology) -> None:
         await bus.declare(topology.tasks_train, topology.dead)

@@ -1,4 +1,4 @@
-"""Where the broker is: one URL or several, from the configuration, the environment or files that are read anew."""
+"""Broker URLs, from the configuration, the environment, or files that are read at each connect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORM = "amqp://user:password@host:port/vhost"
 
 _BETWEEN = re.compile(r"[,\s]\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)|\s+")
 _OF_THE_CLIENT = {"cafile", "capath", "cadata", "certfile", "keyfile", "no_verify_ssl"}
-"""Settings that the AMQP client would read from a URL, the one that turns verification off among them."""
+"""TLS settings that the AMQP client would read from a URL, one of which disables verification."""
 
 
 class AddressError(BusError):

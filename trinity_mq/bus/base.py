@@ -1,4 +1,4 @@
-"""The Bus: what the rest of the system may ask of a broker, implemented by RabbitBus and MemoryBus."""
+"""Interface of the message bus, implemented by RabbitBus and MemoryBus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HeaderValue = str | int | float | bool
 
 
 class BusError(Exception):
-    """The root of what a Bus raises."""
+    """Base class of the errors that a Bus raises."""
 
 
 class BusUnavailable(BusError):
@@ -175,7 +175,7 @@ class Bus(ABC):
     @property
     @abstractmethod
     def trouble(self) -> str | None:
-        """Why it is not usable, in words, else None."""
+        """Reason why the bus is not usable, None while it is."""
 
     @abstractmethod
     async def wait_usable(self) -> None:

@@ -1,4 +1,4 @@
-"""What RabbitBus and MemoryBus share: the state that callers see, checks before a publish, a consumer's buffer."""
+"""Parts shared by RabbitBus and MemoryBus: health, checks before a publish, answers and consumer buffers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 class Health:
-    """Why the bus is not usable, if it is not, and who wants to know."""
+    """Health of a bus: the reason why it is not usable, and the callbacks for changes."""
 
     def __init__(self) -> None:
         self.trouble: str | None = NOT_CONNECTED
@@ -36,7 +36,7 @@ class Health:
         return self.trouble is None
 
     def set(self, trouble: str | None) -> None:
-        """Take note; callbacks hear of changes of :attr:`usable` only."""
+        """Set the reason, None for usable; callbacks are called only when :attr:`usable` changes."""
         if self._closed:
             return
         changed = (trouble is None) != self.usable
@@ -51,7 +51,7 @@ class Health:
             callback()
 
     def close(self) -> None:
-        """Not usable any more: who waits for it hears so."""
+        """Mark the bus closed and wake the tasks that wait for it."""
         self.set(CLOSED)
         self._closed = True
         self._usable_or_closed.set()
@@ -111,7 +111,7 @@ class BufferedConsumer(Consumer, Generic[Item]):
 
     @property
     def error(self) -> BusError | None:
-        """What ended it, None if nothing or :meth:`close` did."""
+        """Error that ended the consumer, None while it runs or after :meth:`close`."""
         return self._error
 
     @property

@@ -1,4 +1,4 @@
-"""From a configuration to a Bus."""
+"""Factory of a Bus from the configuration."""
 
 from __future__ import annotations
 

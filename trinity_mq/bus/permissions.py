@@ -1,4 +1,4 @@
-"""What a broker's user needs for its part in a run, as patterns for ``rabbitmqctl``; tested against a real broker."""
+"""Broker permissions of each role in a run, as patterns for ``rabbitmqctl``; tested against a real broker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING = "^$"
 
 @dataclass(frozen=True, slots=True)
 class TopicPermission:
-    """Which routing keys of one exchange may be published with and bound to."""
+    """Patterns of the routing keys that a user may publish with and bind to on one exchange."""
 
     exchange: str
     write: str

@@ -1,4 +1,4 @@
-"""Retries in one style: tenacity, with jitter, so that many agents do not return to a broker in step."""
+"""Retries by tenacity with jitter, so that many agents do not reconnect to a broker at the same moment."""
 
 from __future__ import annotations
 

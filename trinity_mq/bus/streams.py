@@ -1,4 +1,4 @@
-"""Reading a stream up to our own mark: a reader at an offset beyond the end would wait for ever."""
+"""Stream reads with a limit on silence: a reader at an offset beyond the end would wait for ever."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 
 from trinity_mq.bus import Bus, Consumer, Delivery
 
-LOOK = 1.0
-"""Seconds after which we look whether the bus was usable: only then silence means something."""
+POLL_SECONDS = 1.0
+"""Seconds between checks that the bus is usable: silence counts only on a usable bus."""
 
 
-async def next_or_quiet(bus: Bus, feed: Consumer, seconds: float) -> Delivery | None:
+async def next_or_quiet(bus: Bus, consumer: Consumer, seconds: float) -> Delivery | None:
     """Return the next delivery, None after ``seconds`` of silence in a row on a usable bus.
 
     An outage starts the count anew: what was published meanwhile needs its time to arrive.
@@ -18,8 +18,8 @@ async def next_or_quiet(bus: Bus, feed: Consumer, seconds: float) -> Delivery | 
     quiet = 0.0
     while quiet < seconds:
         try:
-            async with asyncio.timeout(min(LOOK, seconds)):
-                return await anext(feed)
+            async with asyncio.timeout(min(POLL_SECONDS, seconds)):
+                return await anext(consumer)
         except TimeoutError:
-            quiet = quiet + LOOK if bus.usable else 0.0
+            quiet = quiet + POLL_SECONDS if bus.usable else 0.0
     return None

@@ -1,4 +1,4 @@
-"""TLS to the broker: the context for a connect, and what its many errors mean."""
+"""TLS to the broker: the context for a connect, and readable texts for its errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 KEY_PASSWORD_VARIABLE = "TRINITY_MQ_BROKER_KEY_PASSWORD"
 
 _ALERT = b"\x15\x03"
-"""How a TLS listener answers what is no TLS."""
+"""First bytes of a TLS listener's answer to a plain connection."""
 _WANTS_CERTIFICATE = ("CERTIFICATE_REQUIRED", "HANDSHAKE_FAILURE")
 _NO_TLS = ("WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
 

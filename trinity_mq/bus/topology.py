@@ -11,7 +11,7 @@ from typing import Literal
 from trinity_mq.messages.base import BatchId
 
 BROKER_DELIVERY_LIMIT = 1_000_000
-"""Never strikes: our own limit is read from the delivery count. -1 loses messages on 3.10, absent means 20 on 4.x."""
+"""Never reached: the daemons limit deliveries by their count. -1 loses messages on 3.10; no limit means 20 on 4.x."""
 BATCH_QUEUE_EXPIRES_MS = 7 * 24 * 3600 * 1000
 STREAM_SEGMENT_BYTES = 64 * 1024 * 1024
 
@@ -164,7 +164,7 @@ class Topology:
 
     @property
     def dead(self) -> Queue:
-        """What was rejected or given up, with its reason."""
+        """Dead letters: rejected and abandoned messages with the reason."""
         return Queue(name=self.prefix + "dead", bindings=(Binding(self.exchange("dead"), "#"),))
 
     @property
@@ -193,7 +193,7 @@ class Topology:
 
     @staticmethod
     def batch_routing_key(batch: BatchId, ticket: str) -> str:
-        """Where the experiences of a ticket are published to."""
+        """Return the routing key that the experiences of a ticket are published with."""
         return f"{batch_key(batch)}.{ticket}"
 
     def listener(self, agent: str, incarnation: str, exchange: str, *patterns: str) -> Queue:

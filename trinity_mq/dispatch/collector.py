@@ -16,9 +16,8 @@ from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import DecodeError, Mark, TaskResult
 from trinity_mq.runtime.deliveries import REFERENCE, acknowledge, dead_letter, requeue
 from trinity_mq.transport.batch_blobs import delete_blobs
-from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_store, patiently
-from trinity_mq.transport.co_batched_parts import PartKey, Share, shares_of
-from trinity_mq.transport.references import resolve
+from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_store, patiently, resolve
+from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey, attempt_rows_of
 
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience
@@ -174,7 +173,7 @@ class Collector:
             await acknowledge(delivery)  # of BatchQueues: it asked whether the queue answers
             return []
         try:
-            shares = [share for share in shares_of(delivery) if share.key not in held.parts]
+            shares = [share for share in attempt_rows_of(delivery) if share.key not in held.parts]
         except DecodeError as error:
             await dead_letter(self._bus, self._topology, delivery, str(error), self._by)
             shares = []
@@ -202,7 +201,7 @@ def _keys(results: Sequence[TaskResult]) -> Iterator[PartKey]:
     return ((result.attempt, part) for result in results for part in range(result.parts))
 
 
-def _decode(store: BlobStore | None, delivery: Delivery, shares: Sequence[Share]) -> list[Experience]:
+def _decode(store: BlobStore | None, delivery: Delivery, shares: Sequence[AttemptRows]) -> list[Experience]:
     from trinity_mq.experience import Experience  # torch only where experiences are wanted
 
     experiences = Experience.deserialize_many(resolve(store, delivery.body, delivery.content_type))

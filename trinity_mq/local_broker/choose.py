@@ -1,4 +1,4 @@
-"""A broker on this machine, by whatever is there to run it."""
+"""Choice between an installed RabbitMQ and Docker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in a private node's folder: remembered ports and password, configuration, environment, the lock."""
+"""Files of a broker's folder: state with ports and password, configuration, environment, lock."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class FolderLock:
         os.pwrite(self.fd, f"{pid or os.getpid()}\n".encode(), 0)
 
     def free(self) -> None:
-        """Let go; the server, if it still lives, keeps its share."""
+        """Release the lock; a server that still runs keeps its inherited descriptor."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

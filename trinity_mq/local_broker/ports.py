@@ -12,8 +12,8 @@ LOOPBACK = "127.0.0.1"
 AMQP_HEADER = b"AMQP\x00\x00\x09\x01"
 METHOD_FRAME = b"\x01"
 FIRST_CANDIDATE = 20_000
-_given: set[int] = set()
-"""What this process was told is free: whoever asked may not listen yet."""
+_reserved: set[int] = set()
+"""Ports that this process was given: their users may not listen yet."""
 
 
 def is_free(port: int) -> bool:
@@ -34,9 +34,9 @@ def free_ports(count: int) -> list[int]:
     found: list[int] = []
     while len(found) < count:
         candidate += 1
-        if candidate not in _given and is_free(candidate):
+        if candidate not in _reserved and is_free(candidate):
             found.append(candidate)
-    _given.update(found)
+    _reserved.update(found)
     return found
 
 

@@ -14,13 +14,13 @@ from trinity_mq.transport.blobs import CHUNKS, PARTS, BlobStore, StoreUnavailabl
 log = structlog.get_logger(__name__)
 
 Content = bytes | ExperienceReference
-"""What is sent of experiences: a body, or what stands for one that is too large."""
+"""Content of an experience message: the body, or a reference to a body that is too large."""
 
 SWEEP_INTERVAL = 600.0
 GRACE = 3600.0
 """Seconds that blobs stay when their batch queue was found gone: a submitter may have been sent references to them."""
 DELETE_PATIENCE = 10.0
-"""Seconds; what is left behind, the sweep removes."""
+"""Seconds to wait for a delete; the sweep removes what is left."""
 
 
 def part_name(ticket: str, attempt: str, part: int) -> str:
@@ -53,7 +53,7 @@ async def stored(
 
 
 async def delete_blobs(store: BlobStore | None, *names: str) -> None:
-    """Remove blobs or folders of blobs that nobody needs any more; the sweep does it later where that fails now."""
+    """Remove blobs or folders of blobs; what fails now is left to the sweep."""
     if store is None:
         return
     try:
@@ -74,7 +74,7 @@ class Sweep:
         self._gone_since: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Look now and then, until cancelled."""
+        """Sweep every ``SWEEP_INTERVAL`` seconds until cancelled."""
         while True:
             try:
                 await self.once()
@@ -83,7 +83,7 @@ class Sweep:
             await asyncio.sleep(SWEEP_INTERVAL)
 
     async def once(self) -> None:
-        """Look at every ticket that has blobs.
+        """Check every ticket that has blobs once.
 
         Raises:
             StoreUnavailable: The store does not answer.

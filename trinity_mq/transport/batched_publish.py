@@ -1,4 +1,4 @@
-"""Single calls made as one: what is asked for while a call is under way goes along with the next."""
+"""Coalesces concurrent calls per key into one batched call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Answer = TypeVar("Answer")
 
 
 class BatchedPublish(Generic[Key, Item, Answer]):
-    """Makes one call of many, key by key. Alone, an item goes at once.
+    """Batches items per key: items that arrive during a call are sent with the next one. A single item goes at once.
 
     Args:
-        call: Does some items of one key, and returns an answer for each. What it raises, all of them get.
+        call: Processes some items of one key and returns an answer for each. Its exception is raised for each item.
         most: Weight of the items that go together, at most; one goes whatever it weighs.
         weight: Of an item.
         linger: Says how many seconds to wait for company before a call.
@@ -35,7 +35,7 @@ class BatchedPublish(Generic[Key, Item, Answer]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, key: Key, item: Item) -> Answer:
-        """Have ``item`` done and return its answer. Who is cancelled meanwhile does not learn whether it was done."""
+        """Process ``item`` in a batch and return its answer. A cancelled caller does not learn what became of it."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if key in self._waiting:
             self._waiting[key].append((item, future))
@@ -47,7 +47,7 @@ class BatchedPublish(Generic[Key, Item, Answer]):
         return await future
 
     async def close(self) -> None:
-        """Cancel what is under way, and all that waits."""
+        """Cancel the running calls and all waiting items."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""The blob store: where an experience goes that no message can carry, and what may be read from there.
+"""Blob store for experiences that are too large for a message, and the references sent in their place.
 
 Names are ``batch/<ticket>/<attempt>-<part>.tmqx`` (parts, removed with the batch's queue) and
 ``ready/<ticket>/<op>-<n>.tmqx`` (chunks, removed by the trainer), all under ``<broker.blob_store>/<run>``.
@@ -20,7 +20,8 @@ from tenacity import RetryCallState
 
 from trinity_mq.bus.retry import retrying
 from trinity_mq.config import BrokerConfig
-from trinity_mq.messages import DecodeError, ExperienceReference
+from trinity_mq.messages import DecodeError, ExperienceReference, decode
+from trinity_mq.runtime.deliveries import REFERENCE
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.process import write_atomic
 
@@ -29,9 +30,9 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 PARTS, CHUNKS = "batch", "ready"
-"""The two folders of a run."""
+"""Folders of a run: experience parts and processed chunks."""
 STORE_PATIENCE = 120.0
-"""Seconds that one piece of work waits for a store that does not answer, before it is given back as a whole."""
+"""Seconds that a delivery waits for a store that does not answer before it is requeued."""
 MARK = "store"
 """A file of each run. A blob that is not found where this is missing too is not lost: the store is not there."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(?:/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
@@ -266,3 +267,31 @@ async def patiently(function: Callable[..., T], *args: Any, seconds: float = STO
             return await retrying(StoreUnavailable, before_sleep=note)(asyncio.to_thread, function, *args)
     except TimeoutError:
         raise StoreUnavailable(f"not done within {seconds:g} s; {last or 'the blob store does not answer'}") from last
+
+
+def resolve(store: BlobStore | None, body: bytes, content_type: str | None) -> bytes:
+    """Return the experience body that was sent: ``body`` itself, or the blob that it refers to.
+
+    Raises:
+        DecodeError: It refers to nothing that may be read, that is there, and that is whole.
+        StoreUnavailable: The store does not answer.
+    """
+    if content_type != REFERENCE:
+        return body
+    reference = decode(body, ExperienceReference)
+    if store is None:
+        raise BlobRefused(
+            f"a reference to {reference.url[:200]!r}, but broker.blob_store is not set here; give all agents the same"
+        )
+    return store.get(reference)
+
+
+def carried_bytes(store: BlobStore | None, body: bytes, content_type: str | None) -> int:
+    """Return how much a body takes once it is resolved; one that will be refused takes only what it is."""
+    if content_type == REFERENCE and store is not None:
+        try:
+            claimed = decode(body, ExperienceReference).bytes
+        except DecodeError:
+            return len(body)
+        return claimed if claimed <= store.max_bytes else len(body)
+    return len(body)

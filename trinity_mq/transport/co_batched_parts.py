@@ -1,4 +1,4 @@
-"""Experience parts that several attempts share: small ones travel together, and are told apart by a header.
+"""Experience parts that hold the experiences of several attempts, listed in a header.
 
 An experience part belongs to one attempt, named in the headers ``attempt``, ``part`` and ``parts``. A *shared* part
 holds all experiences of several attempts at slices of one ticket, one attempt after the other; its header ``attempts``
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 PartKey = tuple[str, int]
 """``(attempt, part)``."""
 
-MOST_DIGITS = 6
-"""Of a number of experiences."""
+MAX_COUNT_DIGITS = 6
+"""Maximum digits of an experience count in the ``attempts`` header."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """What one attempt puts into a shared part."""
+    """Contribution of one attempt to a shared part."""
 
     task_slice: TaskSlice
     attempt: str
     experiences: Sequence[Experience]
     size: int
-    """Bytes, at most."""
+    """Upper bound of its encoded bytes."""
     oldest: Version | None
     """The oldest weights in it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Where in a part the experiences of an attempt are."""
+class AttemptRows:
+    """Rows of a part that hold the experiences of one attempt."""
 
     key: PartKey
     rows: slice | None = None
@@ -68,7 +68,7 @@ class Share:
             raise DecodeError(f"header attempts lists {self.total} experiences, the body holds {experiences}")
 
 
-def share_mail(members: Sequence[Member], body: bytes) -> Envelope:
+def shared_part_message(members: Sequence[Member], body: bytes) -> Envelope:
     """Return the shared part of ``members`` of one ticket; ``body`` holds their experiences in this order."""
     versions = [member.oldest for member in members if member.oldest is not None]
     headers: dict[str, HeaderValue] = {
@@ -88,25 +88,25 @@ def share_mail(members: Sequence[Member], body: bytes) -> Envelope:
     )
 
 
-def shares_of(incoming: Incoming) -> list[Share]:
-    """Return whose experiences a part holds.
+def attempt_rows_of(incoming: Incoming) -> list[AttemptRows]:
+    """Return the attempts whose experiences a part holds, with their rows.
 
     Raises:
         DecodeError: Its headers do not say so.
     """
     attempt, part, attempts = (incoming.headers.get(name) for name in ("attempt", "part", "attempts"))
     if isinstance(attempt, str) and isinstance(part, int):
-        return [Share((attempt, part))]
+        return [AttemptRows((attempt, part))]
     if not isinstance(attempts, str):
         raise DecodeError("an experience part needs the headers attempt and part, or attempts where several share it")
     counts: dict[str, int] = {}
     for entry in attempts.split(","):
         name, _, count = entry.rpartition(":")
-        if not name or name in counts or not count.isascii() or not count.isdigit() or len(count) > MOST_DIGITS:
+        if not name or name in counts or not count.isascii() or not count.isdigit() or len(count) > MAX_COUNT_DIGITS:
             raise DecodeError(f"header attempts has {entry[:80]!r}, wanted <attempt>:<experiences>, each attempt once")
         counts[name] = int(count)
     ends = list(itertools.accumulate(counts.values()))
     return [
-        Share((name, 0), slice(end - count, end), ends[-1])
+        AttemptRows((name, 0), slice(end - count, end), ends[-1])
         for (name, count), end in zip(counts.items(), ends, strict=True)
     ]

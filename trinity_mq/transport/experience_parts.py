@@ -1,4 +1,4 @@
-"""What runners and operators send of experiences: bodies that fit into a message, under the names readers go by."""
+"""Messages of experiences: parts from runners and chunks from operators, split to the size of a message."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from trinity_mq.experience import DecodeError, EncodeError, Experience, Experien
 from trinity_mq.messages import BatchClosed, TaskSlice, Version, encode
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
 from trinity_mq.transport.batch_blobs import Content
-from trinity_mq.transport.blobs import BlobStore
-from trinity_mq.transport.co_batched_parts import PartKey, Share
-from trinity_mq.transport.references import resolve
+from trinity_mq.transport.blobs import BlobStore, resolve
+from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey
 
 
 def split_to_size(
@@ -52,7 +51,7 @@ def split_to_size(
     return [body]
 
 
-def part_mail(
+def part_message(
     task_slice: TaskSlice, attempt: str, part: int, parts: int, content: Content, oldest: Version | None = None
 ) -> Envelope:
     """Return one experience part of an attempt at a slice; ``oldest`` are the oldest weights in it."""
@@ -66,10 +65,10 @@ def part_mail(
     }
     if oldest is not None:
         headers["policy_version"] = f"{oldest[0]}.{oldest[1]}"
-    return _mail("experience_part", f"{attempt}-{part}", content, headers)
+    return _message("experience_part", f"{attempt}-{part}", content, headers)
 
 
-def chunk_mail(manifest: BatchClosed, op: str, n: int, content: Content) -> Envelope:
+def chunk_message(manifest: BatchClosed, op: str, n: int, content: Content) -> Envelope:
     """Return chunk ``n`` of the processing ``op`` of a batch."""
     headers: dict[str, HeaderValue] = {
         "version": 1,
@@ -78,10 +77,10 @@ def chunk_mail(manifest: BatchClosed, op: str, n: int, content: Content) -> Enve
         "op": op,
         "n": n,
     }
-    return _mail("experience_chunk", f"{manifest.ticket}-{op}-{n}", content, headers)
+    return _message("experience_chunk", f"{manifest.ticket}-{op}-{n}", content, headers)
 
 
-def _mail(kind: str, message_id: str, content: Content, headers: Mapping[str, HeaderValue]) -> Envelope:
+def _message(kind: str, message_id: str, content: Content, headers: Mapping[str, HeaderValue]) -> Envelope:
     if isinstance(content, bytes):
         return Envelope(body=content, kind=kind, message_id=message_id, content_type=EXPERIENCES, headers=headers)
     body = encode(content)
@@ -90,13 +89,13 @@ def _mail(kind: str, message_id: str, content: Content, headers: Mapping[str, He
 
 @dataclass(frozen=True)
 class Part:
-    """What was received of one attempt: a message, or its share of one."""
+    """Received experiences of one attempt: a message, or some rows of one."""
 
     incoming: Incoming
-    share: Share
+    share: AttemptRows
 
 
-def wanted_mails(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Iterable[tuple[str, Envelope]]:
+def requested_parts(manifest: BatchClosed, parts: Mapping[PartKey, Part]) -> Iterable[tuple[str, Envelope]]:
     """Yield ``(reply_to, part)`` for the submitters who asked for the experiences of their task.
 
     A reference goes as it is: a submitter without access to the store gets no more than that, and one with access has

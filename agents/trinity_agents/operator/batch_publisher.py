@@ -19,7 +19,7 @@ from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.transport.batch_blobs import delete_blobs
 from trinity_mq.transport.blobs import PARTS, BlobStore
 from trinity_mq.transport.co_batched_parts import PartKey
-from trinity_mq.transport.experience_parts import Part, chunk_mail, wanted_mails
+from trinity_mq.transport.experience_parts import Part, chunk_message, requested_parts
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +36,7 @@ class BatchPublisher:
         """Send submitters the experience parts they asked for, at least once."""
         if not manifest.wanted:
             return
-        for reply_to, message in await asyncio.to_thread(list, wanted_mails(manifest, parts)):
+        for reply_to, message in await asyncio.to_thread(list, requested_parts(manifest, parts)):
             try:
                 if not await self._bus.publish("", reply_to, message):
                     log.info("submitter_gone", reply_to=reply_to)
@@ -53,7 +53,7 @@ class BatchPublisher:
         """
         async with asyncio.TaskGroup() as group:
             for n, content in enumerate(batch.chunks):
-                group.create_task(self._to_ready(manifest, chunk_mail(manifest, batch.processing_id, n, content)))
+                group.create_task(self._to_ready(manifest, chunk_message(manifest, batch.processing_id, n, content)))
         await self.publish_state(
             manifest,
             op=batch.processing_id,

@@ -10,10 +10,9 @@ from trinity_mq.config import Config
 from trinity_mq.messages import BatchClosed, DecodeError, Mark, OperatorStatus
 from trinity_mq.runtime.deliveries import acknowledge, dead_letter
 from trinity_mq.runtime.peers import Peers
-from trinity_mq.transport.blobs import BlobStore
-from trinity_mq.transport.co_batched_parts import PartKey, Share, shares_of
+from trinity_mq.transport.blobs import BlobStore, carried_bytes
+from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey, attempt_rows_of
 from trinity_mq.transport.experience_parts import Part
-from trinity_mq.transport.references import carried_bytes
 
 IDLE_CHECK = 2.0
 """Seconds without a part after which the existence of the batch queue is checked."""
@@ -89,12 +88,12 @@ class BatchReader:
                     raise BatchUnusable(f"batch {manifest.batch} is over broker.max_batch_bytes {self._max_bytes}")
         return {key: found[key] for key in expected}
 
-    async def _parts(self, delivery: Delivery) -> list[Share]:
+    async def _parts(self, delivery: Delivery) -> list[AttemptRows]:
         """Return the parts in a message; one that does not decode becomes a dead letter."""
         if delivery.kind == Mark.kind:
             return []  # published by the queue's owner to see whether it answers
         try:
-            return list(shares_of(delivery))
+            return list(attempt_rows_of(delivery))
         except DecodeError as error:
             await dead_letter(self._bus, self._topology, delivery, str(error), self._operator)
             await acknowledge(delivery)

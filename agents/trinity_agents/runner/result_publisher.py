@@ -26,8 +26,8 @@ from trinity_mq.runtime.notify import Notifier
 from trinity_mq.transport.batch_blobs import Content, delete_blobs, part_name, stored
 from trinity_mq.transport.batched_publish import BatchedPublish
 from trinity_mq.transport.blobs import BlobStore
-from trinity_mq.transport.co_batched_parts import Member, share_mail
-from trinity_mq.transport.experience_parts import part_mail, split_to_size
+from trinity_mq.transport.co_batched_parts import Member, shared_part_message
+from trinity_mq.transport.experience_parts import part_message, split_to_size
 
 log = structlog.get_logger(__name__)
 
@@ -173,7 +173,7 @@ class ResultPublisher:
             self._topology.batch_routing_key(task_slice.batch, task_slice.ticket),
         )
         for part, content in enumerate(contents):
-            mail = part_mail(task_slice, in_flight.attempt, part, len(contents), content, oldest)
+            mail = part_message(task_slice, in_flight.attempt, part, len(contents), content, oldest)
             if not await self._taken(in_flight, functools.partial(self._bus.publish, exchange, key, mail)):
                 orphans = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
                 await delete_blobs(self._store, *(part_name(task_slice.ticket, in_flight.attempt, n) for n in orphans))
@@ -214,9 +214,9 @@ class ResultPublisher:
             body = ExperienceBatch.of(experiences).encode(self._config.compression)
             first = members[0]
             mail = (
-                part_mail(first.task_slice, first.attempt, 0, 1, body, first.oldest)
+                part_message(first.task_slice, first.attempt, 0, 1, body, first.oldest)
                 if len(members) == 1
-                else share_mail(members, body)
+                else shared_part_message(members, body)
             )
             key = self._topology.batch_routing_key(*ticket)
             taken = await self._bus.publish(self._topology.exchange("experiences"), key, mail)

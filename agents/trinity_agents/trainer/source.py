@@ -19,8 +19,7 @@ from trinity_mq.messages.batches import BatchState
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, dead_letter, decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently
-from trinity_mq.transport.references import resolve
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently, resolve
 
 log = structlog.get_logger(__name__)
 

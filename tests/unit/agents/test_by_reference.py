@@ -28,7 +28,7 @@ from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.batch_blobs import GRACE, SWEEP_INTERVAL
 from trinity_mq.transport.blobs import STORE_PATIENCE, BlobStore
-from trinity_mq.transport.experience_parts import part_mail
+from trinity_mq.transport.experience_parts import part_message
 
 THIS = __name__
 QUEUE = "batch.t1"
@@ -144,7 +144,7 @@ async def send(world: World, disk: Disk, attempt: str, run: int = 0, **changes: 
     """Publish a large part, as a runner does."""
     body = Experience.serialize_many([experience(run=run, length=LARGE)])
     reference = disk.store.put(f"batch/t1/{attempt}-0.tmqx", body)
-    mail = part_mail(a_slice(), attempt, 0, 1, reference.model_copy(update=changes))
+    mail = part_message(a_slice(), attempt, 0, 1, reference.model_copy(update=changes))
     key = world.topology.batch_routing_key(1, "t1")
     assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
     return reference

@@ -35,7 +35,7 @@ def test_a_cancellation_that_meets_the_end_of_an_attempt_ends_the_routine(
     async def closed_while_it_connects() -> None:
         bus = RabbitBus("amqp://nobody@127.0.0.1:1/", Topology("r"), config=BrokerConfig(), name="test")
         keeper = bus._keeper
-        monkeypatch.setattr(_rabbit_keeper, "open_link", open_connection)
+        monkeypatch.setattr(_rabbit_keeper, "open_connection", open_connection)
         monkeypatch.setattr(keeper, "_renew_consuming", lambda _old: keeper._open("consumes", print))
         keeper._routine = asyncio.create_task(keeper._keep())
         keeper.repair_soon()

@@ -25,7 +25,7 @@ from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference, Mark, RunEnd
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.transport.experience_parts import chunk_mail
+from trinity_mq.transport.experience_parts import chunk_message
 
 Act = Callable[["Stream"], Coroutine[Any, Any, Any]]
 
@@ -49,7 +49,7 @@ class Stream:
 
     async def chunk(self, batch: int, *experiences: Experience, op: str = "o", n: int = 0, body: Any = None) -> None:
         content = Experience.serialize_many(list(experiences)) if body is None else body
-        await self.put(chunk_mail(BatchClosed(batch=batch, ticket=f"t{batch}"), op, n, content))
+        await self.put(chunk_message(BatchClosed(batch=batch, ticket=f"t{batch}"), op, n, content))
 
     async def ready(self, batch: int, chunks: int = 1, op: str = "o", **more: Any) -> None:
         await self.put(envelope(BatchReady(batch=batch, ticket=f"t{batch}", op=op, chunks=chunks, **more)))

@@ -18,7 +18,7 @@ from trinity_mq.messages import Mark, TaskBody, TaskResult
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable
-from trinity_mq.transport.experience_parts import part_mail
+from trinity_mq.transport.experience_parts import part_message
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ class Scene:
         await world.outside.declare(world.topology.batch_queue(1, ticket))
         body = Experience.serialize_many([experience(length=20_000)])
         reference = self.store.put(f"batch/{ticket}/a-0.tmqx", body)
-        mail = part_mail(a_slice(ticket), "a", 0, 1, reference)
+        mail = part_message(a_slice(ticket), "a", 0, 1, reference)
         key = world.topology.batch_routing_key(1, ticket)
         assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
         return Collector(self.bus, world.topology, world.config, "caller")

@@ -27,10 +27,11 @@ from trinity_mq.transport.blobs import (
     BlobRefused,
     BlobStore,
     StoreUnavailable,
+    carried_bytes,
     open_store,
     patiently,
+    resolve,
 )
-from trinity_mq.transport.references import carried_bytes, resolve
 
 NAME = "batch/t1/a-0.tmqx"
 BODY = bytes(range(256)) * 300

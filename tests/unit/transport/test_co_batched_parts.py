@@ -8,8 +8,8 @@ from tests.unit.agents.world import a_slice, experience
 from trinity_mq.bus import Envelope, Incoming
 from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
 from trinity_mq.messages.batches import Accepted, BatchClosed, Wanted
-from trinity_mq.transport.co_batched_parts import Member, Share, share_mail, shares_of
-from trinity_mq.transport.experience_parts import Part, decode_parts, wanted_mails
+from trinity_mq.transport.co_batched_parts import AttemptRows, Member, attempt_rows_of, shared_part_message
+from trinity_mq.transport.experience_parts import Part, decode_parts, requested_parts
 
 
 def member(attempt: str, *runs: int, task: int = 0, oldest: tuple[int, int] | None = (1, 3)) -> Member:
@@ -28,14 +28,14 @@ def received(mail: Envelope) -> Incoming:
 
 
 def parts_of(*incoming: Incoming) -> dict[tuple[str, int], Part]:
-    return {share.key: Part(each, share) for each in incoming for share in shares_of(each)}
+    return {share.key: Part(each, share) for each in incoming for share in attempt_rows_of(each)}
 
 
 MEMBERS = (member("a", 0, 1), member("b", 4, oldest=(1, 2)), member("c", 6, 7, 8, oldest=None))
 
 
 def test_a_shared_part_says_whose_experiences_it_holds_and_how_old_they_are() -> None:
-    mail = share_mail(MEMBERS, body_of(*MEMBERS))
+    mail = shared_part_message(MEMBERS, body_of(*MEMBERS))
     assert mail.headers == {
         "version": 1,
         "batch": 1,
@@ -45,13 +45,13 @@ def test_a_shared_part_says_whose_experiences_it_holds_and_how_old_they_are() ->
     }
     assert mail.kind == "experience_part"
     assert mail.message_id == "a-0+2"
-    assert "policy_version" not in share_mail(MEMBERS[2:], b"").headers
+    assert "policy_version" not in shared_part_message(MEMBERS[2:], b"").headers
 
 
 def test_each_attempt_finds_its_own() -> None:
-    incoming = received(share_mail(MEMBERS, body_of(*MEMBERS)))
+    incoming = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
     batch = ExperienceBatch.decode(incoming.body)
-    found = {share.key: [each.eid.run for each in share.of(batch)] for share in shares_of(incoming)}
+    found = {share.key: [each.eid.run for each in share.of(batch)] for share in attempt_rows_of(incoming)}
     assert found == {("a", 0): [0, 1], ("b", 0): [4], ("c", 0): [6, 7, 8]}
 
 
@@ -75,16 +75,16 @@ def test_each_attempt_finds_its_own() -> None:
 )
 def test_headers_that_do_not_say_whose_they_are_are_refused(headers: dict[str, object]) -> None:
     with pytest.raises(DecodeError, match="attempt"):
-        shares_of(Incoming(body=b"", exchange="", routing_key="", queue="q", headers=headers))
+        attempt_rows_of(Incoming(body=b"", exchange="", routing_key="", queue="q", headers=headers))
 
 
 def test_an_attempt_may_have_none_and_its_name_may_hold_a_colon() -> None:
     incoming = Incoming(body=b"", exchange="", routing_key="", queue="q", headers={"attempts": "a:b:0,c:2"})
-    assert shares_of(incoming) == [Share(("a:b", 0), slice(0, 0), 2), Share(("c", 0), slice(0, 2), 2)]
+    assert attempt_rows_of(incoming) == [AttemptRows(("a:b", 0), slice(0, 0), 2), AttemptRows(("c", 0), slice(0, 2), 2)]
 
 
 def test_the_manifest_takes_and_drops_members_like_parts_of_their_own_in_its_order() -> None:
-    shared = received(share_mail(MEMBERS, body_of(*MEMBERS)))
+    shared = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
     alone = received(
         Envelope(body=body_of(member("d", 9)), kind="experience_part", headers={"attempt": "d", "part": 0, "parts": 1})
     )
@@ -96,7 +96,7 @@ def test_the_manifest_takes_and_drops_members_like_parts_of_their_own_in_its_ord
 
 
 def test_one_that_holds_more_than_it_lists_is_unusable_as_a_whole_and_once() -> None:
-    shared = received(share_mail(MEMBERS[:2], body_of(*MEMBERS)))
+    shared = received(shared_part_message(MEMBERS[:2], body_of(*MEMBERS)))
     experiences, bad = decode_parts(parts_of(shared).values(), None)
     assert len(experiences) == 0
     assert [(one is shared, reason) for one, reason in bad] == [
@@ -105,7 +105,7 @@ def test_one_that_holds_more_than_it_lists_is_unusable_as_a_whole_and_once() -> 
 
 
 def test_submitters_get_their_own_share_and_no_more() -> None:
-    shared = received(share_mail(MEMBERS, body_of(*MEMBERS)))
+    shared = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
     manifest = BatchClosed(
         batch=1,
         ticket="t1",
@@ -114,8 +114,8 @@ def test_submitters_get_their_own_share_and_no_more() -> None:
         ],
         wanted=[Wanted(task_id=1, reply_to="me", correlation_id="c")],
     )
-    ((reply_to, mail),) = wanted_mails(manifest, parts_of(shared))
+    ((reply_to, mail),) = requested_parts(manifest, parts_of(shared))
     assert (reply_to, mail.headers["attempt"], mail.headers["part"], mail.headers["parts"]) == ("me", "b", 0, 1)
     assert [each.eid.run for each in Experience.deserialize_many(mail.body)] == [4]
-    damaged = received(share_mail(MEMBERS, b"no experiences"))
-    assert list(wanted_mails(manifest, parts_of(damaged))) == []
+    damaged = received(shared_part_message(MEMBERS, b"no experiences"))
+    assert list(requested_parts(manifest, parts_of(damaged))) == []

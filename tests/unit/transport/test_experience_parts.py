@@ -12,7 +12,7 @@ from trinity_mq.experience import Experience, encode
 from trinity_mq.messages import BatchClosed, ExperienceReference, decode
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
 from trinity_mq.transport.blobs import BlobStore
-from trinity_mq.transport.experience_parts import chunk_mail, part_mail, split_to_size
+from trinity_mq.transport.experience_parts import chunk_message, part_message, split_to_size
 
 LIMIT = 64 * 1024
 
@@ -74,12 +74,12 @@ def test_compression_comes_before_the_limit(store: BlobStore) -> None:
 
 def test_a_reference_travels_under_the_name_and_headers_of_its_body() -> None:
     reference = ExperienceReference(url="s3://b/r/batch/t1/a-0.tmqx", bytes=9, sha256="0" * 64)
-    plain, stands = (part_mail(a_slice(), "a", 0, 1, one, (1, 3)) for one in (b"body", reference))
+    plain, stands = (part_message(a_slice(), "a", 0, 1, one, (1, 3)) for one in (b"body", reference))
     assert (plain.content_type, stands.content_type) == (EXPERIENCES, REFERENCE)
     assert (plain.kind, plain.message_id, plain.headers) == (stands.kind, stands.message_id, stands.headers)
     assert decode(stands.body, ExperienceReference) == reference
     closed = BatchClosed(batch=1, ticket="t1")
-    plain, stands = (chunk_mail(closed, "o", 0, one) for one in (b"body", reference))
+    plain, stands = (chunk_message(closed, "o", 0, one) for one in (b"body", reference))
     assert (plain.content_type, stands.content_type) == (EXPERIENCES, REFERENCE)
     assert (plain.kind, plain.message_id, plain.headers) == (stands.kind, stands.message_id, stands.headers)
     assert len(stands.body) < 300

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from trinity_mq.bus.base import BusRefused
 from trinity_mq.bus.memory.queues import MemoryQueue, Stored, StreamQueue, WorkQueue
-from trinity_mq.bus.memory.routing import topic_matches
 from trinity_mq.bus.topology import Binding, Queue
 
 
 class Client(Protocol):
-    """What the broker sees of a bus."""
+    """Interface of a bus towards the broker."""
 
     def disconnect(self, reason: str) -> None:
         """The connection is gone."""
@@ -30,7 +29,7 @@ class Client(Protocol):
 
 
 class MemoryBroker:
-    """What a broker holds: one a test, shared by its buses."""
+    """In-memory broker of one test, shared by its buses."""
 
     def __init__(self) -> None:
         self.queues: dict[str, MemoryQueue] = {}
@@ -140,3 +139,25 @@ def check_owner(queue: MemoryQueue, client: Client) -> None:
     """Refuse the use of another's exclusive queue."""
     if queue.owner is not None and queue.owner is not client:
         raise BusRefused(f"queue {queue.declared.name} is exclusive to another connection")
+
+
+def topic_matches(pattern: str, key: str) -> bool:
+    """Return whether a routing key fits an AMQP binding pattern: ``*`` is one word, ``#`` any number of words.
+
+    >>> topic_matches("train.#", "train"), topic_matches("*.a", "x.y.a")
+    (True, False)
+    """
+    return _match(_words(pattern), _words(key))
+
+
+def _words(text: str) -> Sequence[str]:
+    return text.split(".") if text else ()
+
+
+def _match(pattern: Sequence[str], key: Sequence[str]) -> bool:
+    if not pattern:
+        return not key
+    first, rest = pattern[0], pattern[1:]
+    if first == "#":
+        return any(_match(rest, key[skipped:]) for skipped in range(len(key) + 1))
+    return bool(key) and first in {"*", key[0]} and _match(rest, key[1:])

@@ -30,7 +30,7 @@ class Stored:
 
 
 class Reader(Protocol):
-    """What a queue sees of a consumer."""
+    """Interface of a consumer towards a queue."""
 
     @property
     def room(self) -> bool:
@@ -47,7 +47,7 @@ class Reader(Protocol):
 
 
 class MemoryQueue(ABC):
-    """What both kinds have in common."""
+    """Base class of work queues and streams."""
 
     def __init__(self, declared: Queue, owner: object | None) -> None:
         self.declared, self.owner = declared, owner

@@ -1,17 +1,17 @@
-"""Declarations on the consuming connection, and what of them is to be made again after a reconnect."""
+"""Declarations and locks on the consuming connection, which are made again after a reconnect."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import structlog
 from aiormq.channel import Channel
 
-from trinity_mq.bus.base import BusRefused, QueueGone
+from trinity_mq.bus.base import BusRefused, Lock, QueueGone
 from trinity_mq.bus.rabbit.connection import (
     BrokerConnectError,
     BrokerConnection,
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 class Admin:
-    """One channel for everything that may fail and so close it; opened again when that happened.
+    """Channel for operations that may fail and thereby close it; it is opened again after that.
 
     Args:
         topology: Its exchanges are declared with every new connection.
@@ -42,7 +42,7 @@ class Admin:
         self._one_at_a_time = asyncio.Lock()  # one failure would fail the others on the channel
 
     def use(self, link: BrokerConnection) -> None:
-        """Work on this connection from now on."""
+        """Use this connection from now on."""
         self._link, self._channel = link, None
 
     async def make_exchanges(self) -> None:
@@ -154,6 +154,45 @@ class Admin:
             if self._channel is None or self._channel.is_closed:
                 self._channel = await self._link.channel()
             yield self._channel
+
+
+class RabbitLock(Lock):
+    """Exclusive queue as a lock, held while the connection lives."""
+
+    def __init__(self, queue: str, release: Callable[[RabbitLock], Awaitable[None]]) -> None:
+        self.queue = queue
+        self._release = release
+        self._held = True
+        self._lost = asyncio.Event()
+
+    @property
+    def held(self) -> bool:
+        """Held now."""
+        return self._held
+
+    async def wait_lost(self) -> None:
+        """Return when another took it."""
+        await self._lost.wait()
+
+    async def release(self) -> None:
+        """Give it up."""
+        await self._release(self)
+        self._held = False
+
+    def suspend(self) -> None:
+        """Mark the lock as not held: the connection is lost."""
+        self._held = False
+
+    async def retake(self, admin: Admin) -> bool:
+        """Take it on a new connection, waiting for what our old one may still hold; False when another has it."""
+        try:
+            await admin.own_again(self.queue)
+        except Locked as error:
+            log.error("lock lost to another connection", lock=self.queue, broker=str(error))
+            self._lost.set()
+            return False
+        self._held = True
+        return True
 
 
 def _not_there(what: str, refused: BusRefused) -> BusRefused:

@@ -1,4 +1,4 @@
-"""The Bus on RabbitMQ."""
+"""Bus implementation on RabbitMQ."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 from trinity_mq.bus.addresses import Addresses
 from trinity_mq.bus.base import Bus, BusRefused, BusUnavailable, Consumer, Envelope, Lock, LockHeld, QueueGone
 from trinity_mq.bus.checks import check_outgoing, lock_queue
+from trinity_mq.bus.rabbit.admin import RabbitLock
 from trinity_mq.bus.rabbit.connection import Locked
 from trinity_mq.bus.rabbit.consumer import RabbitConsumer
-from trinity_mq.bus.rabbit.lock import RabbitLock
 from trinity_mq.bus.rabbit.reconnect import Reconnector
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
@@ -57,7 +57,7 @@ class RabbitBus(Bus):
 
     @property
     def broker_version(self) -> str | None:
-        """What the broker says it is, None when not connected."""
+        """Version that the broker reports, None when not connected."""
         return self._keeper.version
 
     async def wait_usable(self) -> None:

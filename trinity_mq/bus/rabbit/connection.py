@@ -1,4 +1,4 @@
-"""One plain AMQP connection, and the translation of the client's many errors into the few that decide what to do."""
+"""AMQP connections, and the translation of the client's errors into the few that decide on a retry."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import ssl
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, SupportsIndex
 from urllib.parse import unquote, urlsplit
 
-from aio_pika.connection import Connection, make_url
 from aiormq.abc import AbstractConnection
 from aiormq.channel import Channel
+from aiormq.connection import Connection, TransportFactory
 from aiormq.exceptions import (
+    AMQPConnectionError,
     AMQPError,
     AuthenticationError,
     ChannelAccessRefused,
@@ -21,20 +23,21 @@ from aiormq.exceptions import (
     ChannelLockedResource,
     ChannelNotFoundEntity,
     ChannelPreconditionFailed,
+    ConnectionClosed,
     InvalidFrameError,
     ProbableAuthenticationError,
 )
+from yarl import URL
 
 from trinity_mq.bus.addresses import address, in_turn
 from trinity_mq.bus.base import BusRefused, QueueGone
-from trinity_mq.bus.rabbit.sending import GatheringTransport
 from trinity_mq.bus.tls import answers_with_tls, tls_context, tls_problem
 
 if TYPE_CHECKING:
     from trinity_mq.config.bus import TlsConfig
 
 CONNECT_TIMEOUT = 10.0
-"""For one attempt; a host that drops packets never refuses."""
+"""Seconds for one attempt: a host that drops packets never refuses."""
 CLOSE_TIMEOUT = 5.0
 
 for _name in ("aiormq", "aio_pika"):
@@ -61,7 +64,7 @@ class InequivalentError(BrokerConnectError):
 
 @contextlib.contextmanager
 def amqp_errors() -> Iterator[None]:
-    """Translate what the AMQP client raises into LinkError, Locked, InequivalentError, QueueGone or BusRefused."""
+    """Translate errors of the AMQP client into BrokerConnectError (or a subclass), QueueGone, Locked or BusRefused."""
     try:
         yield
     except asyncio.CancelledError as error:
@@ -90,11 +93,69 @@ def amqp_errors() -> Iterator[None]:
         raise BrokerConnectError("connection closed") from error
 
 
+class _FirstBytesReader(asyncio.StreamReader):
+    """Stream reader that keeps the first bytes received: they show a server that speaks another protocol."""
+
+    first = b""
+
+    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
+        """Buffer received bytes."""
+        if not self.first:
+            self.first = bytes(data)[:8]
+        super().feed_data(data)
+
+
+class _SocketFactory(TransportFactory):
+    """Opens the client's sockets with our TLS context and server name, which the client has no arguments for.
+
+    Args:
+        context: TLS context for ``amqps``, None without TLS.
+        server_name: Name that the certificate must be for, None for the host of the URL.
+    """
+
+    def __init__(self, context: ssl.SSLContext | None, server_name: str | None) -> None:
+        self._context, self._server_name = context, server_name
+        self._reader: _FirstBytesReader | None = None
+
+    @property
+    def first(self) -> bytes:
+        """First bytes that the server sent, at most 8."""
+        return self._reader.first if self._reader is not None else b""
+
+    async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect.
+
+        Raises:
+            AMQPConnectionError: The server does not answer, or its certificate is not accepted.
+        """
+        host, port, loop = url.host or "localhost", url.port or 5672, asyncio.get_running_loop()
+        reader = self._reader = _FirstBytesReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        tls: dict[str, Any] = {}
+        if self._context is not None:
+            tls = {"ssl": self._context, "server_hostname": self._server_name or host}
+        try:
+            transport, _ = await loop.create_connection(lambda: protocol, host, port, **tls)
+        except OSError as error:
+            raise AMQPConnectionError(*error.args) from error
+        await asyncio.sleep(0)  # reads the alert of a server that refuses our certificate: a write could reset it
+        return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+class _BufferedConnection(Connection):
+    """AMQP connection with room for the frames of many publishes.
+
+    A publish that finds no room holds the channel's lock while it waits, which makes the others go out one by one.
+    """
+
+    FRAME_BUFFER_SIZE = 1024
+
+
 class BrokerConnection:
     """An open connection."""
 
-    def __init__(self, connection: Connection, transport: AbstractConnection) -> None:
-        self._connection, self._transport = connection, transport
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     @classmethod
     async def open(
@@ -105,83 +166,80 @@ class BrokerConnection:
         Raises:
             AddressError: A file that TLS needs cannot be used.
             BusRefused: Wrong password or virtual host, or TLS where it cannot be trusted or does not fit.
-            LinkError: The broker cannot be reached now.
+            BrokerConnectError: The broker cannot be reached now.
         """
         secure = urlsplit(url).scheme == "amqps"
         context = await tls_context(tls) if secure else None
-        connection = Connection(make_url(url, heartbeat=round(heartbeat)), client_properties={"connection_name": name})
-        transports = GatheringTransport(context, tls.server_name if tls is not None else None)
-        connection.kwargs["transport_factory"] = transports
-        try:
-            with amqp_errors():
-                try:
-                    await connection.connect(timeout=CONNECT_TIMEOUT)
-                except (ProbableAuthenticationError, AuthenticationError) as error:
-                    raise BusRefused(_refused_login(url)) from error
-                except (AMQPError, OSError) as error:
-                    refusal = _refusal(error, url, tls, transports.first)
-                    if refusal is None:
-                        raise
-                    raise refusal from error
-            if connection.transport is None:
-                raise BrokerConnectError("connection lost")
-        except BaseException:
-            await connection.close()
-            raise
-        transport = connection.transport.connection
+        transports = _SocketFactory(context, tls.server_name if tls is not None else None)
+        connection = _BufferedConnection(
+            URL(url).update_query(heartbeat=round(heartbeat)),
+            transport_factory=transports,
+            client_properties={"connection_name": name},
+        )
+        with amqp_errors():
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT):
+                    await connection.connect()
+            except (ProbableAuthenticationError, AuthenticationError) as error:
+                raise BusRefused(_refused_login(url)) from error
+            except (AMQPError, OSError) as error:
+                refusal = _refusal(error, url, tls, transports.first)
+                if refusal is None:
+                    raise
+                raise refusal from error
 
         def lost(closing: asyncio.Future[object]) -> None:
-            _drain(transport)
+            _drain(connection)
             on_lost(_reason(closing))
 
-        transport.closing.add_done_callback(lost)
-        return cls(connection, transport)
+        connection.closing.add_done_callback(lost)
+        return cls(connection)
 
     @property
     def alive(self) -> bool:
         """Still open."""
-        return not self._transport.is_closed
+        return not self._connection.is_closed
 
     @property
     def version(self) -> str:
-        """The broker's version, as it says."""
+        """Version that the broker reports."""
         return str(self.server_properties.get("version", "unknown"))
 
     @property
     def server_properties(self) -> Mapping[str, Any]:
-        """What the broker said of itself."""
-        return self._transport.server_properties
+        """Properties that the broker sent on connect: product, version, capabilities."""
+        return self._connection.server_properties
 
     async def channel(self, *, confirms: bool = False) -> Channel:
         """Open a channel; with ``confirms``, a returned message raises PublishError."""
         with amqp_errors():
-            if self._transport.is_closed:
+            if self._connection.is_closed:
                 raise BrokerConnectError("connection lost")
-            channel = await self._transport.channel(publisher_confirms=confirms, on_return_raises=True)
+            channel = await self._connection.channel(publisher_confirms=confirms, on_return_raises=True)
         if not isinstance(channel, Channel):
             raise TypeError(f"the AMQP client made a {type(channel).__name__}, wanted {Channel.__name__}")
         return channel
 
     async def unblocked(self) -> None:
-        """Return when the broker does not block this connection; never, once it is lost."""
-        await self._transport.ready()
+        """Return once the broker does not block this connection. Never returns after the connection is lost."""
+        await self._connection.ready()
 
     async def close(self) -> None:
         """Close; at most five seconds are spent on a broker that does not answer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT):
-                await self._connection.close()
+                await self._connection.close(ConnectionClosed)
 
 
 async def open_connection(
     urls: tuple[str, ...], tls: TlsConfig | None, name: str, heartbeat: float, on_lost: Callable[[str], None]
 ) -> BrokerConnection:
-    """Connect to the first of the broker's nodes that lets us in, beginning with a random one.
+    """Connect to the first node of the broker that accepts, beginning with a random one.
 
     Raises:
         AddressError: A file that TLS needs cannot be used.
         BusRefused: Each refuses.
-        LinkError: None can be reached now.
+        BrokerConnectError: None can be reached now.
     """
     failed: dict[str, BrokerConnectError | BusRefused] = {}
     for url in in_turn(urls):
@@ -191,14 +249,14 @@ async def open_connection(
             failed[url] = error
     if len(failed) == 1:
         raise next(iter(failed.values()))
-    told = "; ".join(f"{address(url)}: {failed[url]}" for url in urls)
+    reasons = "; ".join(f"{address(url)}: {failed[url]}" for url in urls)
     if all(isinstance(error, BusRefused) for error in failed.values()):
-        raise BusRefused(told)
-    raise BrokerConnectError(told)
+        raise BusRefused(reasons)
+    raise BrokerConnectError(reasons)
 
 
 def _refusal(error: Exception, url: str, tls: TlsConfig | None, first: bytes) -> BusRefused | None:
-    """Return what no new attempt heals, None for what one may."""
+    """Return the error to raise where a retry cannot succeed, else None."""
     where, host = address(url), urlsplit(url).hostname or ""
     server = tls.server_name if tls is not None and tls.server_name else host
     if (problem := tls_problem(error, where, server, tls)) is not None:
@@ -211,14 +269,14 @@ def _refusal(error: Exception, url: str, tls: TlsConfig | None, first: bytes) ->
 
 
 def refused_access(said: str) -> str:
-    """Return what the broker says of an operation that it refuses, and what to do."""
+    """Return an error text: the broker's reason for refusing an operation, and what to do."""
     name = re.search(r"'tmq\.([a-z0-9-]{1,40})\.", said)
     run = name.group(1) if name is not None else "RUN"
     return f"the broker refuses it: {said}; `trinity-mq broker permissions {run}` says what each kind of user needs"
 
 
 def _drain(transport: AbstractConnection) -> None:
-    """Empty the write queue of a dead connection until nobody puts more: who waits for a place waits for ever else."""
+    """Empty the write queue of a dead connection until no task puts more: a full queue would block them for ever."""
     if transport.write_queue.empty():
         return
     while not transport.write_queue.empty():

@@ -13,7 +13,6 @@ from aiormq.channel import Channel
 
 from trinity_mq.bus.base import BusRefused, Delivery, QueueGone, StaleDelivery, StreamCut
 from trinity_mq.bus.checks import STREAM_WINDOW, AnsweredOnce, BufferedConsumer
-from trinity_mq.bus.rabbit.acknowledgements import Acknowledgements
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, Locked, OwnQueueLost, amqp_errors
 from trinity_mq.bus.topology import Queue
 
@@ -22,18 +21,18 @@ SEGMENT_ENTRIES = 1
 CLOCK_MARGIN = datetime.timedelta(seconds=5)
 CLOSE_TIMEOUT = 5.0
 STREAM_IDLE = 10.0
-"""Seconds without a delivery after which a stream is asked anew from where we are: a cluster that lost the stream's
-leader may never serve a reader again that came while its replicas were restarted (seen on 3.10.8), and says nothing."""
+"""Seconds without a delivery after which a stream is consumed anew from its next offset: a cluster that lost the
+stream's leader may never serve a reader again that came while its replicas were restarted (seen on 3.10.8)."""
 
 
 class _Arrived(NamedTuple):
-    answers: Acknowledgements
+    channel: Channel
     message: DeliveredMessage
     offset: int | None
 
 
 class RabbitConsumer(BufferedConsumer[_Arrived]):
-    """Deliveries of one queue.
+    """Consumer of one queue, attached again after each reconnect.
 
     Args:
         queue: What to consume from.
@@ -65,7 +64,6 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._attaching = asyncio.Lock()
         self._to_ack = 0
         self._acking: asyncio.Task[None] | None = None
-        self._answers: Acknowledgements | None = None
         self._idle: asyncio.TimerHandle | None = None
 
     @property
@@ -77,7 +75,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         """Start, or go on, consuming; a queue that does not exist ends the consumer.
 
         Raises:
-            LinkError: Try again.
+            BrokerConnectError: Try again.
             OwnQueueLost: Once it has been declared again.
         """
         async with self._attaching:
@@ -109,10 +107,9 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._arrived.clear()
         self._to_ack = 0
         self._channel = channel
-        answers = self._answers = Acknowledgements(channel)
 
         async def receive(message: DeliveredMessage) -> None:
-            self._receive(channel, answers, message)
+            self._receive(channel, message)
 
         with amqp_errors():
             await channel.basic_qos(prefetch_count=self._prefetch)
@@ -122,7 +119,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._watch(channel, self._next)
 
     def _watch(self, channel: Channel, position: int | None) -> None:
-        """Ask anew from ``position`` if we are still there in a while, and nothing has arrived."""
+        """Consume anew after ``STREAM_IDLE`` seconds without progress from ``position``."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:
@@ -144,12 +141,12 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         # Lost before anything arrived: what was published meanwhile must not be missed, so rather a little too much.
         return self._began - CLOCK_MARGIN
 
-    def _receive(self, channel: Channel, answers: Acknowledgements, message: DeliveredMessage) -> None:
+    def _receive(self, channel: Channel, message: DeliveredMessage) -> None:
         if channel is not self._channel or self.over:
             return
         offset = (message.header.properties.headers or {}).get("x-stream-offset") if self._stream else None
         if not isinstance(offset, int):
-            self._put(_Arrived(answers, message, None))
+            self._put(_Arrived(channel, message, None))
             return
         if self._next is None:
             self._next = offset
@@ -157,10 +154,10 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         if asked is not None and offset > asked + SEGMENT_ENTRIES:
             self._end(StreamCut(self.queue.name, asked, offset))
         else:
-            self._put(_Arrived(answers, message, offset))
+            self._put(_Arrived(channel, message, offset))
 
     def _cancel(self, channel: Channel) -> None:
-        """The broker ended the consumer: its queue was deleted, or moved. Attaching again tells which."""
+        """Handle the end of the consumer by the broker: its queue was deleted or moved, which attaching again shows."""
         self._cancelled.append(channel)
         self._lost(channel)
 
@@ -183,7 +180,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         return RabbitDelivery(self.queue.name, item)
 
     async def _acknowledge(self, channel: Channel) -> None:
-        """Acknowledge all that was handed over of a stream, at once: these are credit, not progress."""
+        """Acknowledge all deliveries of a stream so far in one frame: on a stream they only grant credit."""
         with contextlib.suppress(BrokerConnectError), amqp_errors():
             while channel is self._channel and self._to_ack:
                 tag, self._to_ack = self._to_ack, 0
@@ -207,8 +204,6 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._on_close(self)
         if self._acking is not None:
             await self._acking
-        if self._answers is not None:
-            await self._answers.flush()
         if channel is not None:
             await _close(channel)
         await self._close_cancelled()
@@ -219,7 +214,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
 
 
 class RabbitDelivery(AnsweredOnce):
-    """A message handed over; answers go to the channel it came by."""
+    """Delivered message; its answer goes to the channel that delivered it."""
 
     def __init__(self, queue: str, arrived: _Arrived) -> None:
         message = arrived.message
@@ -239,34 +234,34 @@ class RabbitDelivery(AnsweredOnce):
             deliveries_before=returns if isinstance(returns, int) else 0,
             offset=arrived.offset,
         )
-        self._answers, self._tag = arrived.answers, message.delivery_tag or 0
+        self._channel, self._tag = arrived.channel, message.delivery_tag or 0
 
     async def ack(self) -> None:
-        """Done with it."""
+        """Acknowledge, for this delivery alone: another answer of the channel may still be to be written."""
         if self.offset is None:
             self._answer()
-            if self._answers.lost:
-                raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: its channel is closed")
-            self._answers.ack(self._tag)
+            with self._stale_if_lost():
+                await self._channel.basic_ack(self._tag, wait=False)
 
     async def reject(self) -> None:
-        """Unusable: to the dead-letter exchange."""
+        """Hand it to the dead-letter exchange."""
         if self.offset is None:
             self._answer()
             with self._stale_if_lost():
-                await self._answers.reject(self._tag)
+                await self._channel.basic_reject(self._tag, requeue=False, wait=False)
 
     async def requeue(self) -> None:
-        """Give it back."""
+        """Give it back for another consumer."""
         if self.offset is None:
             self._answer()
             with self._stale_if_lost():
-                await self._answers.requeue(self._tag)
+                await self._channel.basic_nack(self._tag, requeue=True, wait=False)
 
     @contextlib.contextmanager
     def _stale_if_lost(self) -> Iterator[None]:
         try:
-            yield
+            with amqp_errors():
+                yield
         except BrokerConnectError as error:
             raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: {error}") from error
 

@@ -13,26 +13,25 @@ from aiormq.exceptions import ChannelAccessRefused, DeliveryError, PublishError
 from trinity_mq.bus.base import BusUnavailable, Envelope
 from trinity_mq.bus.checks import CLOSED
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, amqp_errors
-from trinity_mq.bus.rabbit.sending import Places
 from trinity_mq.bus.retry import retrying
 
 PERSISTENT = 2
 DEFAULT_EXCHANGE = "amq.default"
-"""What the broker calls the nameless one in permissions."""
+"""Name of the default exchange in permissions."""
 DRAIN_ABOVE = 64 * 1024
-"""Bodies above this wait until the socket has taken them, which holds the channel; small ones go out back to back."""
+"""Bytes of a body above which a publish holds the channel until the socket has taken it; smaller ones are pipelined."""
 OVERDUE = 0.25
-"""Seconds without a confirm after which we ask whether the broker blocks us."""
+"""Seconds without a confirm after which the publisher checks whether the broker blocks it."""
 PATIENCE = 20.0
 """Seconds unblocked without a confirm after which a message is published again; then it is more, up to sixfold: a
 cluster that loses a queue's leader may never confirm what was on its way to it (seen on 3.10.8), channel or not."""
 
 
 class Publisher:
-    """The publishing connection's only channel.
+    """Publisher on the publishing connection's only channel.
 
     Args:
-        on_blocked: Called with True and False when the broker begins and ends to block us.
+        on_blocked: Called with True when the broker begins to block publishers, with False when that ends.
     """
 
     def __init__(self, on_blocked: Callable[[bool], None]) -> None:
@@ -41,11 +40,10 @@ class Publisher:
         self._clear = asyncio.Event()  # there is a channel and no alarm, or the bus is closed
         self._closed = False
         self._under_way: dict[asyncio.Timeout, float] = {}
-        """When each publish that waits for its confirm is to be given up, by the loop's clock."""
+        """Deadline of each publish that waits for its confirm, in seconds of the loop's clock."""
         self._overdue = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._same_id: dict[str, asyncio.Future[None]] = {}
-        self._places = Places()
 
     @property
     def ready(self) -> bool:
@@ -60,14 +58,14 @@ class Publisher:
         self._clear.set()
 
     def close(self) -> None:
-        """Publishers that wait hear that the bus is closed."""
+        """Raise BusUnavailable in all waiting publishers."""
         self._closed, self._channel = True, None
         self._clear.set()
         if self._timer is not None:
             self._timer.cancel()
 
     async def watch(self, link: BrokerConnection) -> None:
-        """Tell when the broker blocks this connection and when that ends, until cancelled."""
+        """Report when the broker blocks this connection and when that ends, until cancelled."""
         while True:
             await self._overdue.wait()
             self._overdue.clear()
@@ -101,7 +99,6 @@ class Publisher:
         return await self._once(exchange, routing_key, envelope, next(patience))
 
     async def _once(self, exchange: str, routing_key: str, envelope: Envelope, patience: float) -> bool:
-        await self._places.take()
         channel = await self._usable_channel()
         confirmed = asyncio.timeout(None)
         self._begin(confirmed, patience)
@@ -170,7 +167,7 @@ class Publisher:
 
 
 def _is_of(refusal: str, exchange: str, routing_key: str) -> bool:
-    """Say whether a refusal, which fails all publishes under way on the channel, is for this one."""
+    """Return whether a refusal, which fails every publish under way on the channel, concerns this one."""
     topic = f" topic '{routing_key}' " in refusal or " topic '" not in refusal
     return topic and f"exchange '{exchange or DEFAULT_EXCHANGE}'" in refusal
 

@@ -1,4 +1,4 @@
-"""The connections of a RabbitBus and the one routine that makes everything again when one of them is lost."""
+"""Connections of a RabbitBus, and the routine that rebuilds everything after one of them is lost."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from tenacity import RetryCallState
 from trinity_mq.bus.addresses import Addresses, address
 from trinity_mq.bus.base import BusError, BusUnavailable
 from trinity_mq.bus.checks import BLOCKED, CLOSED, NOT_CONNECTED, Health
-from trinity_mq.bus.rabbit.admin import Admin
+from trinity_mq.bus.rabbit.admin import Admin, RabbitLock
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, OwnQueueLost, open_connection
 from trinity_mq.bus.rabbit.consumer import RabbitConsumer
-from trinity_mq.bus.rabbit.lock import RabbitLock
 from trinity_mq.bus.rabbit.publisher import Publisher
 from trinity_mq.bus.retry import retrying
 from trinity_mq.bus.topology import Topology
@@ -25,7 +24,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 
 GHOST_HEARTBEATS = 4
-"""Heartbeats after which the broker has noticed a dead connection for certain, and freed its exclusive queues."""
+"""Heartbeats after which the broker has closed a dead connection and freed its exclusive queues."""
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +59,7 @@ class Reconnector:
 
     @property
     def version(self) -> str | None:
-        """What the broker says it is, None when not connected."""
+        """Version that the broker reports, None when not connected."""
         return self._consuming.version if self._consuming is not None else None
 
     @property
@@ -90,7 +89,7 @@ class Reconnector:
         self._routine = asyncio.create_task(self._keep(), name=f"{self._name}: reconnect")
 
     async def stop(self) -> None:
-        """Close everything; what waits for the connections hears so."""
+        """Close everything; waiting tasks get BusUnavailable."""
         if self._closed:
             return
         self._closed = True
@@ -128,13 +127,13 @@ class Reconnector:
             raise BusUnavailable(f"the broker did not answer in {seconds:g} s: {why}") from None
 
     async def attach(self, consumer: RabbitConsumer) -> None:
-        """Let a consumer begin on the consuming connection. Raises LinkError."""
+        """Let a consumer begin on the consuming connection. Raises BrokerConnectError."""
         if self._consuming is None:
             raise BrokerConnectError("not connected")
         await self._attach(consumer, self._consuming)
 
     def repair_soon(self) -> None:
-        """Something that belongs to the connections was lost."""
+        """Trigger the repair of what the connections have lost."""
         self._broken.set()
 
     async def _keep(self) -> None:

@@ -15,8 +15,7 @@ from trinity_mq.cli.errors import CommandError
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchReady, DecodeError, Mark, decode_any
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, envelope
-from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently
-from trinity_mq.transport.references import resolve
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently, resolve
 
 MARK_SECONDS = 10.0
 """Seconds until our mark is confirmed; without it the end of the stream is assumed where it is quiet."""

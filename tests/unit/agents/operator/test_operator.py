@@ -24,7 +24,7 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.transport.experience_parts import part_mail
+from trinity_mq.transport.experience_parts import part_message
 
 THIS = __name__
 QUEUE = "batch.t1"
@@ -82,7 +82,7 @@ async def send(
     world: World, attempt: str, part: int = 0, *, run: int = 0, body: bytes | None = None, length: int = 4
 ) -> None:
     content = Experience.serialize_many([experience(run=run, length=length)]) if body is None else body
-    mail = part_mail(a_slice(), attempt, part, 1, content)
+    mail = part_message(a_slice(), attempt, part, 1, content)
     key = world.topology.batch_routing_key(1, "t1")
     assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
 

@@ -20,7 +20,7 @@ from trinity_mq.messages import TaskBody, TaskResult, TaskResults, TaskSlice, de
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.transport.co_batched_parts import Member, share_mail, shares_of
+from trinity_mq.transport.co_batched_parts import Member, attempt_rows_of, shared_part_message
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def counted(world: World) -> dict[tuple[str, int], list[int]]:
     found: dict[tuple[str, int], list[int]] = {}
     for stored in parts(world):
         runs = [each.eid.run for each in Experience.deserialize_many(stored.body)]
-        for share in shares_of(stored):
+        for share in attempt_rows_of(stored):
             assert share.key not in found
             found[share.key] = runs if share.rows is None else runs[share.rows]
     return found
@@ -138,7 +138,7 @@ def test_several_results_in_one_message_say_what_each_says_alone() -> None:
 def shared(*members: tuple[str, int]) -> Any:
     listed = [Member(a_slice(task=task), name, [experience(task, 0)], 10, (1, 3)) for name, task in members]
     body = Experience.serialize_many([each for one in listed for each in one.experiences])
-    return share_mail(listed, body)
+    return shared_part_message(listed, body)
 
 
 async def send(world: World, mail: Any, ticket: str = "t1") -> None:
