@@ -239,7 +239,7 @@ def test_status_while_it_runs(bench: Bench) -> None:
         assert (code, err) == (0, "")
         assert [agent for agent in AGENTS if agent not in out] == []
         code, _, err = bench.finish("status", "--run", "nobody-here", "--broker", bench.url, "--seconds", "0.1")
-        assert (code, err) == (1, "nobody of run 'nobody-here' was heard within 0.1 s\n")
+        assert (code, err) == (1, "no agent of run 'nobody-here' sent a heartbeat within 0.1 s\n")
         code, out, err = bench.finish("dead", "list", str(bench.config), TRINITY_MQ_BROKER_URL="")
         assert (code, err) == (0, "")
         assert "has no dead letters" in out
