@@ -44,7 +44,7 @@ Run = tuple[int, int, int]
 
 
 class Workflows:
-    """In place of WorkflowRunner and IsolatedPool: a workflow that takes its time and fails where the lots say so."""
+    """In place of WorkflowRunner and ProcessPool: a workflow that takes its time and fails where the lots say so."""
 
     def __init__(self, lots: Lots, engine: Any, is_pool: bool = False) -> None:
         self._lots, self._engine, self._is_pool = lots, engine, is_pool

@@ -510,14 +510,14 @@ def test_a_store_that_stays_away_fails_the_batch_and_queue_and_blobs_are_kept(di
 def test_one_that_finds_the_blobs_gone_with_their_queue_says_gone_and_parks_nothing(disk: Disk) -> None:
     world = make_world(disk)
     late = operator(world)
-    drain = late._drain
+    read = late._reader.read
 
     async def held_up(manifest: BatchClosed) -> Any:
-        parts = await drain(manifest)
+        parts = await read(manifest)
         await asyncio.sleep(20)
         return parts
 
-    late._drain = held_up  # type: ignore[method-assign]
+    late._reader.read = held_up  # type: ignore[method-assign]
 
     async def main() -> None:
         await open_batch(world)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.simulation import Simulation, killed_once
-from trinity_agents.operator.agent import Operator
+from trinity_agents.operator.batch_publisher import BatchPublisher
 from trinity_agents.trainer.history import lineage
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually
@@ -85,13 +85,13 @@ def test_a_much_faster_or_slower_trainer(tmp_path: Path, step_seconds: float, of
 
 def test_operators_that_finish_out_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sim = Simulation(tmp_path, ("synchronizer.sync_interval=4", "synchronizer.sync_offset=4"), batches=8, operators=3)
-    publish = Operator._publish
+    publish = BatchPublisher.publish
 
-    async def later(self: Operator, manifest: Any, *rest: Any) -> None:
+    async def later(self: BatchPublisher, manifest: Any, *rest: Any) -> None:
         await asyncio.sleep(20.0 if manifest.batch % 3 == 1 else 0.0)
         await publish(self, manifest, *rest)
 
-    monkeypatch.setattr(Operator, "_publish", later)
+    monkeypatch.setattr(BatchPublisher, "publish", later)
     run_virtually(sim.run(), limit=3000)
     history = lineage(tmp_path / "history", 1, 8)
     assert [entry["batch"] for entry in history] == list(range(1, 9))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.simulation import Simulation, killed, killed_once, until
-from trinity_agents.operator.agent import Operator
+from trinity_agents.operator.batch_publisher import BatchPublisher
 from trinity_agents.trainer.history import lineage
 from trinity_mq.messages import Progress, TaskSlice
 from trinity_mq.runtime.errors import FatalError
@@ -146,13 +146,13 @@ def test_operators_that_finish_out_of_order_are_trained_on_as_they_come(
         batches=8,
         operators=3,
     )
-    publish = Operator._publish
+    publish = BatchPublisher.publish
 
-    async def later(self: Operator, manifest: Any, *rest: Any) -> None:
+    async def later(self: BatchPublisher, manifest: Any, *rest: Any) -> None:
         await asyncio.sleep(20.0 if manifest.batch % 3 == 1 else 0.0)
         await publish(self, manifest, *rest)
 
-    monkeypatch.setattr(Operator, "_publish", later)
+    monkeypatch.setattr(BatchPublisher, "publish", later)
     run_virtually(sim.run(), limit=3000)
     check_whole(sim, 8)
     order = [entry["batch"] for entry in lineage(tmp_path / "history", 1, 8)]
@@ -280,13 +280,13 @@ def test_requeued_tasks_survive_the_explorers_death(tmp_path: Path) -> None:
 def test_a_run_may_go_back_to_batch_order_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was consumed out of order is on record: the trainer does not wait for it again."""
     sim = styled(tmp_path, "trainer_driven", "synchronizer.pipeline_depth=4", batches=8, operators=3)
-    publish = Operator._publish
+    publish = BatchPublisher.publish
 
-    async def later(self: Operator, manifest: Any, *rest: Any) -> None:
+    async def later(self: BatchPublisher, manifest: Any, *rest: Any) -> None:
         await asyncio.sleep(30.0 if manifest.batch == 2 else 0.0)
         await publish(self, manifest, *rest)
 
-    monkeypatch.setattr(Operator, "_publish", later)
+    monkeypatch.setattr(BatchPublisher, "publish", later)
 
     async def trainer() -> None:
         first = sim.make_trainer()

@@ -314,20 +314,20 @@ def test_a_closed_batch_that_nobody_processes_is_published_again_then_given_up(t
 def test_batches_that_queue_behind_a_slow_operator_are_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trinity_agents.operator.agent import Operator
+    from trinity_agents.operator.batch_publisher import BatchPublisher
 
     sim = Simulation(
         tmp_path,
         ("explorer.operator_deadline=5", "explorer.batch_tries=1", "synchronizer.sync_interval=4"),
         batches=4,
     )
-    publish = Operator._publish
+    publish = BatchPublisher.publish
 
-    async def later(self: Operator, *what: Any) -> None:
+    async def later(self: BatchPublisher, *what: Any) -> None:
         await asyncio.sleep(20.0)
         await publish(self, *what)
 
-    monkeypatch.setattr(Operator, "_publish", later)
+    monkeypatch.setattr(BatchPublisher, "publish", later)
     run_virtually(sim.run(), limit=1000)
     assert {one.outcome for one in sim.published(Progress)} == {"trained"}
 

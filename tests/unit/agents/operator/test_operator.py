@@ -177,13 +177,13 @@ def test_a_lost_confirm_of_a_chunk_delays_the_ready() -> None:
     async def main() -> None:
         await batch_of(world, "a")
         operator = make(world)
-        publish = operator._publish
+        publish = operator._publisher.publish
 
         async def lossy(*args: Any) -> None:
             world.broker.lose_confirm_once()
             await publish(*args)
 
-        operator._publish = lossy  # type: ignore[method-assign]
+        operator._publisher.publish = lossy  # type: ignore[method-assign]
         async with world.living(operator):
             await asyncio.sleep(3)
 

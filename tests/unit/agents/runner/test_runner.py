@@ -39,7 +39,7 @@ async def at_once(task_slice: TaskSlice) -> SliceOutcome:
 
 
 class Scripted:
-    """In place of WorkflowRunner and IsolatedPool."""
+    """In place of WorkflowRunner and ProcessPool."""
 
     def __init__(self, does: Does = at_once) -> None:
         self.does, self.ran, self.models = does, [], None

@@ -37,7 +37,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Stepwise:
-    """In place of WorkflowRunner and IsolatedPool: finishes ``done`` runs at once and hangs in the next.
+    """In place of WorkflowRunner and ProcessPool: finishes ``done`` runs at once and hangs in the next.
 
     ``deaf``: not even cancelling ends it, for so many seconds.
     """

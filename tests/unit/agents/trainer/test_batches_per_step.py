@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.simulation import Simulation, killed_once
-from trinity_agents.operator.agent import Operator
+from trinity_agents.operator.chain_run import ChainRun
 from trinity_agents.trainer.history import lineage
 from trinity_mq.config import ConfigError, load_config
 from trinity_mq.messages import BatchClosed, Progress
@@ -64,14 +64,14 @@ def test_a_trainer_killed_in_between_takes_the_same_batches_together_again(
 def test_a_failed_batch_is_progress_and_its_neighbour_is_a_step_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = Operator._processed
+    process = ChainRun.process
 
-    async def failing(self: Operator, manifest: BatchClosed, parts: Any) -> Any:
+    async def failing(self: ChainRun, manifest: BatchClosed, parts: Any) -> Any:
         if manifest.batch in {2, 5, 6}:
             raise ValueError("not this one")
         return await process(self, manifest, parts)
 
-    monkeypatch.setattr(Operator, "_processed", failing)
+    monkeypatch.setattr(ChainRun, "process", failing)
     sim = Simulation(tmp_path, (TWO, *WORLDS[0]), batches=6)
     run_virtually(sim.run(), limit=3000)
     found = [(one.batch, one.outcome, one.step) for one in sim.published(Progress)]

@@ -157,17 +157,17 @@ def test_an_operator_acknowledges_no_part(tmp_path: Path) -> None:
 
 
 def test_an_operator_takes_one_manifest_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trinity_agents.operator.agent import Operator
+    from trinity_agents.operator.batch_publisher import BatchPublisher
 
     sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=4",), batches=4)
-    publish, most = Operator._publish, []
+    publish, most = BatchPublisher.publish, []
 
-    async def later(self: Operator, *what: Any) -> None:
+    async def later(self: BatchPublisher, *what: Any) -> None:
         await asyncio.sleep(20.0)
         most.append(sim.broker.queues[sim.topology.closed.name].depth)
         await publish(self, *what)
 
-    monkeypatch.setattr(Operator, "_publish", later)
+    monkeypatch.setattr(BatchPublisher, "publish", later)
     run_virtually(sim.run(), limit=1000)
     assert most[0] == 3, "the others wait where another operator can have them"
 
