@@ -93,14 +93,13 @@ class SyncTrainer(Agent):
             name=self.id,
             config=self.config.synchronizer,
             dtype="float32",
-            max_wait=30.0,
             weights=weights,
             channel=open_channel(self.config),
             canary=CANARY,
             publish=told(self._publish),
         )
         self.gate._heard = heard(self.gate._heard)  # type: ignore[method-assign]
-        verbs = ("join", "leave", "ready", "wait", "applied", "failed")
+        verbs = ("join", "leave", "ready", "applied", "failed")
         ears = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
         await self.bus.declare(ears)
         async with await self.bus.consume(ears) as feed:

@@ -39,20 +39,19 @@ class Evaluations:
     ) -> None:
         self._config, self._state, self._dispatcher, self._hosted = config, state, dispatcher, hosted
         self._sets, self._save, self._report, self._woken = sets, save, report, woken
-        self.running: int | None = None
         self._is_pinned = config.synchronizer.sync_style == "fixed"
-        if state.due and self._is_pinned:
-            # at once: a version committed before the results were read would be the wrong one
-            hosted.hold(config.explorer.eval_timeout)
+
+    @property
+    def running(self) -> int | None:
+        """The label under evaluation or next to be, None if there is none; the trainer reads it in the heartbeat and
+        begins no sync under style ``fixed`` meanwhile.
+        """
+        return self._state.due[0] if self._state.due else None
 
     def request(self, label: int) -> None:
-        """Have the sets evaluated; under style ``fixed`` the engine keeps its version until that is done. The caller
-        saves.
-        """
+        """Queue an evaluation of all sets under ``label``; the caller saves."""
         if self._sets and label not in self._state.due and not self.is_done(label):
             self._state.due.append(label)
-            if self._is_pinned:
-                self._hosted.hold(self._config.explorer.eval_timeout)
             self._woken.notify()
 
     def is_done(self, label: int) -> bool:
@@ -64,13 +63,10 @@ class Evaluations:
         await self._dispatcher.resumed()
         while True:
             await self._woken.until(lambda: bool(self._state.due))
-            self.running = self._state.due[0]
-            await self._evaluate(self.running)
-            self._state.due.remove(self.running)
-            self.running = None
+            label = self._state.due[0]
+            await self._evaluate(label)
+            self._state.due.remove(label)
             await self._save()
-            if not self._state.due and self._is_pinned:
-                self._hosted.release()
             self._woken.notify()
 
     async def _evaluate(self, label: int) -> None:
@@ -112,7 +108,7 @@ class Evaluations:
             return found
         for ticket in found:
             del self._dispatcher.tickets[ticket.ticket]
-        # a sync try that was under way when the hold began ends first
+        # a sync that had begun before the trainer heard of this evaluation ends first
         await self._woken.until(lambda: (self._hosted.idle or not self._is_pinned) and self._hosted.version is not None)
         pinned: Version | None = self._hosted.version if self._is_pinned else None
         tickets = [

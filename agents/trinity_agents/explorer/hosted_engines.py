@@ -13,7 +13,7 @@ from trinity_mq.models.inference import ModelRole
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.gate.member import Key
-from trinity_mq.sync.gate.member_driver import HEARD, MemberDriver
+from trinity_mq.sync.gate.member_driver import COORDINATOR_VERBS, MemberDriver
 
 if TYPE_CHECKING:
     from trinity_mq.models import EngineHost
@@ -82,16 +82,6 @@ class HostedEngines:
         """Return whether an engine of the policy runs, here or at another host."""
         return any(engine.snapshot.alive for engine in self.engines) or bool(self._elsewhere())
 
-    def hold(self, seconds: float) -> None:
-        """Delay ready for up to so many seconds: an evaluation of the present version is open."""
-        for member in self._members:
-            member.hold(seconds)
-
-    def release(self) -> None:
-        """Lift :meth:`hold`."""
-        for member in self._members:
-            member.release()
-
     async def leave(self) -> None:
         """Take all members out of the gate."""
         for member in self._members:
@@ -109,7 +99,7 @@ class HostedEngines:
         """Return the coroutines that keep engines and members running, subscribed to what they receive."""
         agent = self._agent
         subscription = agent.topology.listener(
-            agent.id, agent.incarnation, "sync", *(f"weights.{verb}" for verb in HEARD)
+            agent.id, agent.incarnation, "sync", *(f"weights.{verb}" for verb in COORDINATOR_VERBS)
         )
         await agent.bus.declare(subscription)
         consumer = await agent.bus.consume(subscription)

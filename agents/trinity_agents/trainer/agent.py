@@ -22,7 +22,7 @@ from trinity_mq.config import Config
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
 from trinity_mq.models import ensure_model_folder, fingerprint
-from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.locks import ensure_held
@@ -89,11 +89,11 @@ class Trainer(Agent):
             name=agent_id,
             config=config.synchronizer,
             dtype=config.model.dtype,
-            max_wait=config.explorer.eval_timeout,
             weights=learner,
             channel=channel,
             canary=CANARY[: config.model.max_model_len],
             publish=self._publish_sync,
+            may_begin=self.evaluation_ended,
             fingerprint=fingerprint,
         )
 
@@ -130,7 +130,7 @@ class Trainer(Agent):
         lock = self._lock = await self._take_lock()
         if lock is None:
             return
-        verbs = ("join", "leave", "ready", "wait", "applied", "failed")
+        verbs = ("join", "leave", "ready", "applied", "failed")
         ears = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
         await self.bus.declare(ears)
         try:
@@ -263,6 +263,22 @@ class Trainer(Agent):
             self.report(self.progress, {"time/sync_weight": spent, **self.gate.metrics()})
         await self.gate.settled()
         self.heartbeat_soon()
+
+    @property
+    def _evaluation_is_pinned(self) -> bool:
+        """The explorer evaluates a version that an engine still serves."""
+        evaluating = self.peers.detail("explorer").get("evaluating") is not None
+        serving = any(member.version is not None for member in self.gate.machine.members.values())
+        return self._in_batch_order and evaluating and serving
+
+    async def evaluation_ended(self) -> None:
+        """Return once no evaluation is pinned to the present version, at the latest after ``explorer.eval_timeout``."""
+        loop = asyncio.get_running_loop()
+        state, waits_for, deadline = self.state, self.waits_for, loop.time() + self.config.explorer.eval_timeout
+        while self._evaluation_is_pinned and (left := deadline - loop.time()) > 0:
+            self.set_state("holding", "the evaluation of the present version")
+            await self.woken.wait(min(left, HEARTBEAT_INTERVAL))  # the end of a dead explorer's lease wakes nobody
+        self.set_state(state, waits_for)
 
     async def _consume(self) -> None:
         self.set_state("working", None)

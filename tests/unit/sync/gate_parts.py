@@ -65,8 +65,7 @@ class Host:
     def key(self) -> Event:
         m = self.machine
         prepare = None if m._prepare is None else said(m._prepare)
-        held = None if m._held is None else said(m._held)
-        inside = (m.life, m.version, m.stage, m.hold_seconds, prepare, m._touched, m._latest, held, frozenset(m._waits))
+        inside = (m.life, m.version, m.stage, prepare, m._touched, m._latest)
         return (inside, self.engine.key(), self.work)
 
 
@@ -85,7 +84,6 @@ class Bounds:
     """Engines that keep their old weights and say that they have the new ones."""
     breaks: int = 1
     """Pauses and transfers that fail, deadlines and leases that run out."""
-    holds: int = 0
 
 
 KNOWN: dict[Event, SyncEvent] = {}

@@ -82,8 +82,6 @@ class World:
         t._ready, t._applied, t.phases = set(t._ready), set(t._applied), Phases()
         t._pulls = CatchUpFetches(TIMEOUT, 1.0, {name: slots_copied(pull) for name, pull in t._pulls.under_way.items()})
         other.hosts = {name: Host(slots_copied(h.machine), copied(h.engine), h.work) for name, h in self.hosts.items()}
-        for host in other.hosts.values():
-            host.machine._waits = set(host.machine._waits)
         return other
 
     # -- what may happen
@@ -100,8 +98,6 @@ class World:
                 yield from (("deliver", event, name) for name in self.hosts)
             else:
                 yield ("deliver", event, "t")
-                if event[0] in {"wait", "ready"}:
-                    yield from (("deliver", event, name) for name in self.hosts if name != event[1])
         if self.collective is not None:
             yield from ((name,) for name in ("sent",) if self.collective[4])
         if left.breaks:
@@ -139,10 +135,6 @@ class World:
             yield ("engine dies",)
         if left.host_deaths:
             yield ("host dies",)
-        if left.holds and machine.hold_seconds == 0:
-            yield ("holds",)
-        if machine.hold_seconds > 0:
-            yield ("releases",)
 
     # -- what comes of it
 
@@ -181,11 +173,8 @@ class World:
             machine = self.hosts[to].machine
             if event.verb in {"commit", "abort"}:
                 commands = machine.commit(event) if event.verb == "commit" else machine.abort(event)
-            elif event.verb == "wait":
-                commands = machine.other_waits(event)
             else:
-                kinds = {"prepare": machine.prepare, "go": machine.go, "ready": machine.other_ready}
-                commands = kinds[event.verb](event, 0.0)
+                commands = machine.prepare(event, 0.0) if event.verb == "prepare" else machine.go(event, 0.0)
             self._host_does(to, commands)
         elif event.verb == "join":
             self._trainer_does(t.join(event.sender, event.version, now, lease=NEVER, life=event.life))
@@ -194,7 +183,7 @@ class World:
         elif event.verb == "applied":
             self._trainer_does(t.applied(event, None if event.canary["good"] else "differs", 0.0))
         else:
-            heard = {"ready": t.ready, "wait": t.wait, "failed": t.failed}[event.verb]
+            heard = {"ready": t.ready, "failed": t.failed}[event.verb]
             self._trainer_does(heard(event, 0.0))
 
     def _do_deadline(self) -> None:
@@ -293,13 +282,6 @@ class World:
         host.work = None
         host.machine = Member(name, life=f"{host.machine.life}h", version=self._seen(host))
 
-    def _do_holds(self, name: str) -> None:
-        self.spend("holds")
-        self.hosts[name].machine.hold_seconds = 1.0
-
-    def _do_releases(self, name: str) -> None:
-        self._host_does(name, self.hosts[name].machine.release(0.0))
-
     # -- inside
 
     @staticmethod
@@ -388,10 +370,8 @@ class World:
     def fair(self) -> World:
         """Return this state in a world where nothing goes wrong any more, and everything said before is lost."""
         world = self._copy()
-        world.left = Bounds(len(world.hosts), 99, 99, 0, 0, 0, 0, 99, 0)
+        world.left = Bounds(len(world.hosts), 99, 99, 0, 0, 0, 0, 99)
         world._old = world.network
-        for host in world.hosts.values():
-            host.machine.hold_seconds = 0.0
         return world
 
     def fair_round(self) -> World:

@@ -1,4 +1,4 @@
-"""The gate's two drivers, Gatekeeper and Membership, together on a bus in memory and in virtual time."""
+"""The drivers of coordinator and members, together on a bus in memory and in virtual time."""
 
 from __future__ import annotations
 
@@ -51,15 +51,17 @@ class Gate:
     def __init__(self, engines: int = 1, timeout: float = 5.0) -> None:
         self.wire, self.engines = Wire(), [FakeEngine(f"e{n}") for n in range(engines)]
         self.channel = FakeChannel()
+        self.no_evaluation = asyncio.Event()
+        self.no_evaluation.set()
         self.keeper = CoordinatorDriver(
             name="trainer-0",
             config=SyncConfig(sync_timeout=timeout),
             dtype="float32",
-            max_wait=100.0,
             weights=FakeLearner(),
             channel=self.channel,
             canary=(2, 3, 4),
             publish=self.wire.from_trainer,
+            may_begin=self._evaluation_ended,
         )
         self.committed: Version | None = None
         self.commits: list[tuple[Version | None, int]] = []
@@ -81,6 +83,9 @@ class Gate:
         """As the trainer's beat tells it."""
         known = self.keeper.report().members.get(member)
         return (known.version, *known.given) if known and known.given else None
+
+    async def _evaluation_ended(self) -> None:
+        await self.no_evaluation.wait()
 
     def play(self, act: Callable[[], Awaitable[Any]], limit: float = 500) -> Any:
         async def main() -> Any:

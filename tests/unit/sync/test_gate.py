@@ -104,19 +104,6 @@ def test_prepare_and_go_are_repeated_until_answered() -> None:
     assert sent(machine.tick(3.6)) == ["go"]
 
 
-def test_waiting_members_delay_the_deadline_but_not_for_ever() -> None:
-    machine = coordinator("a")
-    machine.max_wait = 30.0
-    machine.start((1, 1), 1, PREPARE, 1.0)
-    for second in range(2, 60):
-        machine.join("a", None, float(second))
-        machine.wait(from_member("wait", machine, "a"), float(second))
-        machine.tick(float(second))
-        if machine.phase is Phase.IDLE:
-            break
-    assert 30 <= second <= 32
-
-
 def test_a_failed_collective_is_abandoned_and_nobody_is_blamed() -> None:
     machine = coordinator("a", "b")
     through_go(machine)
@@ -332,16 +319,6 @@ def test_member_that_missed_the_commit_learns_it_from_the_beat() -> None:
     assert member.tick(1.0, ((1, 0), 1, 1)) == []
     assert member.tick(1.5, ((1, 1), 2, 2)) == [], "that was another try: ours may have failed for our canary"
     assert member.tick(2.0, KEY) == [Commit((1, 1), 1)]
-
-
-def test_member_holds_while_an_evaluation_is_open_and_answers_when_it_ends() -> None:
-    member = Member("m", version=(1, 0), hold_seconds=60.0)
-    (reply,) = member.prepare(prepare(), 0.0)
-    assert isinstance(reply, Reply)
-    assert reply.event.verb == "wait"
-    assert member.release(5.0) == [Pause(KEY, 10.0)]
-    empty = Member("m", hold_seconds=60.0)
-    assert empty.prepare(prepare(), 0.0) == [Pause(KEY, 10.0)], "an engine without weights has nothing to hold"
 
 
 def test_member_failure_without_touching_keeps_the_old_version() -> None:

@@ -84,7 +84,6 @@ LARGE = {
     "two versions, much breaks": Bounds(versions=2, tries=3, breaks=2),
     "two members, something breaks": Bounds(members=2, versions=1, tries=1, breaks=1),
     "two members, one lies": Bounds(members=2, versions=2, tries=3, breaks=0, lies=1),
-    "two members, one waits": Bounds(members=2, versions=2, tries=2, breaks=0, holds=1),
     "three members": Bounds(members=3, versions=1, tries=1, breaks=0),
 }
 """By hand, or as far as there is time."""

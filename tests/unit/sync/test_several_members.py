@@ -1,4 +1,4 @@
-"""Members that live and die by themselves: one waits and the others serve, one dies and the others go on."""
+"""Members of the gate live and die independently: one dies, the others go on; an evaluation delays the sync of all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 from tests.unit.sync.test_drivers import Gate, now
 from trinity_mq.messages import SyncEvent
-from trinity_mq.sync.gate.coordinator import Coordinator
-from trinity_mq.sync.gate.member import Member, Pause, Rejoin, Reply, Resume, Stage
+from trinity_mq.sync.gate.member import Member, Rejoin, Resume, Stage
 from trinity_mq.testing.fakes import FakeEngine
 
 
@@ -27,61 +26,12 @@ def prepare(*members: str, attempt: int = 1) -> SyncEvent:
     )
 
 
-def said(verb: Any, sender: str, attempt: int = 1) -> SyncEvent:
-    return SyncEvent(verb=verb, sender=sender, version=(1, 1), epoch=1, attempt=attempt)
-
-
 def ready_member() -> Member:
     member = Member("b", version=(1, 0))
     member.prepare(prepare("a", "b"), 0.0)
     member.paused(member.key)
     assert member.stage is Stage.READY
     return member
-
-
-def test_a_ready_member_serves_while_another_waits_and_is_ready_again_after_it() -> None:
-    member = ready_member()
-    assert member.other_waits(said("wait", "a")) == [Resume()]
-    assert (member.stage, member.version) == (Stage.IDLE, (1, 0))
-    assert member.prepare(prepare("a", "b"), 1.0) == [], "a repeat changes nothing"
-    assert member.other_waits(said("wait", "a")) == []
-    assert member.other_ready(said("ready", "c"), 2.0) == [], "it was not that one"
-    assert member.other_ready(said("ready", "a"), 3.0) == [Pause(((1, 1), 1, 1), 10)]
-    (answer,) = member.paused(member.key)
-    assert isinstance(answer, Reply)
-    assert answer.event.verb == "ready"
-
-
-def test_waits_of_another_try_or_of_its_own_move_nobody() -> None:
-    member = ready_member()
-    assert member.other_waits(said("wait", "a", attempt=2)) == []
-    assert member.other_waits(said("wait", "b")) == []
-    assert member.stage is Stage.READY
-    member.go(prepare("a", "b"), 1.0)
-    assert member.other_waits(said("wait", "a")) == [], "too late: the weights are on their way"
-    assert member.stage is Stage.RECEIVING
-
-
-def test_a_wait_ends_with_its_try() -> None:
-    member = ready_member()
-    member.other_waits(said("wait", "a"))
-    assert member.abort(prepare("a", "b").model_copy(update={"verb": "abort"})) == []
-    again = prepare("a", "b", attempt=2)
-    assert member.prepare(again, 2.0) == [Pause(((1, 1), 1, 2), 10)], "nothing is left of the wait"
-    member = ready_member()
-    member.other_waits(said("wait", "a"))
-    assert member.prepare(prepare("a", "b", attempt=2), 2.0) == [Pause(((1, 1), 1, 2), 10)]
-
-
-def test_the_coordinator_wants_ready_again_from_all_after_a_wait() -> None:
-    machine = Coordinator(name="t", timeout=10.0, lease=15.0)
-    for name in ("a", "b"):
-        machine.join(name, None, 0.0)
-    machine.start((1, 1), 1, prepare(), 0.0)
-    machine.ready(said("ready", "b"), 0.1)
-    machine.wait(said("wait", "a"), 0.2)
-    assert machine.ready(said("ready", "a"), 0.3) == []
-    assert len(machine.ready(said("ready", "b"), 0.4)) == 2
 
 
 def test_an_evaluation_of_one_host_is_served_by_the_engines_of_another() -> None:
@@ -92,35 +42,21 @@ def test_an_evaluation_of_one_host_is_served_by_the_engines_of_another() -> None
     async def act() -> float:
         await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 3)
         await gate.keeper.sync((1, 0), 0)
-        gate.members[0].hold(100.0)
+        gate.no_evaluation.clear()
         syncing = asyncio.ensure_future(gate.keeper.sync((1, 1), 1))
         await asyncio.sleep(0.5)
         for _ in range(40):
             stood_still.append(any(engine.paused for engine in gate.engines))
             await asyncio.sleep(1.0)
         began = now()
-        gate.members[0].release()
+        gate.no_evaluation.set()
         await syncing
         return now() - began
 
-    hear_each_other(gate)
     assert gate.play(act) < 2.0
     assert not any(stood_still)
     assert [engine.served for engine in gate.engines] == [[(1, 0), (1, 1)]] * 3
     assert gate.keeper.aborts == 0
-
-
-def hear_each_other(gate: Gate) -> None:
-    """Let members hear what members say, as they do on the bus."""
-    to_trainer = gate.wire.from_member
-
-    async def to_all(event: SyncEvent) -> None:
-        await to_trainer(event)
-        for queue in gate.wire.to_members:
-            queue.put_nowait(event)
-
-    for member in gate.members:
-        member._publish = to_all
 
 
 def test_an_engine_that_dies_costs_the_others_nothing() -> None:
@@ -250,12 +186,11 @@ def test_the_phases_of_the_last_committed_sync_say_where_its_time_went() -> None
 
     async def act() -> dict[str, float]:
         await gate.keeper.changed.until(lambda: len(gate.keeper.machine.members) == 2)
-        gate.members[0].hold(100.0)
         await gate.keeper.sync((1, 0), 0)
-        gate.members[0].hold(100.0)
+        gate.no_evaluation.clear()
         syncing = asyncio.ensure_future(gate.keeper.sync((1, 1), 1))
         await asyncio.sleep(4.0)
-        gate.members[0].release()
+        gate.no_evaluation.set()
         await syncing
         slower = gate.keeper.changed.until(lambda: gate.keeper.phases.get("resume", 0.0) > 100.0)
         await slower  # the other engine said at once that it serves
@@ -265,7 +200,6 @@ def test_the_phases_of_the_last_committed_sync_say_where_its_time_went() -> None
         await next_try
         return found
 
-    hear_each_other(gate)
     wanted = {"wait": 4000.0, "pause": 250.0, "transfer": 1500.0, "apply": 500.0, "resume": 125.0}
     assert gate.play(act) == pytest.approx(wanted, abs=20.0)
     assert gate.keeper.metrics()["sync/transfer_ms"] == pytest.approx(1500.0, abs=20.0)

@@ -38,8 +38,6 @@ class Coordinator:
     """Seconds each phase may take."""
     lease: float
     """Seconds without a join until a member counts as gone."""
-    max_wait: float = 1800.0
-    """Seconds by which members may delay ready by asking for time."""
     members: dict[str, Member] = field(default_factory=dict)
     phase: Phase = Phase.IDLE
     epoch: int = 0
@@ -64,7 +62,6 @@ class Coordinator:
     _done: bool = False
     _committed_at: float = float("-inf")
     _deadline: float = 0.0
-    _latest: float = 0.0
     _resend: float = 0.0
 
     def __post_init__(self) -> None:
@@ -183,9 +180,11 @@ class Coordinator:
 
     # -- a version
 
-    def start(self, version: Version, progress: int, prepare: SyncEvent, now: float) -> list[Command]:
-        """Begin a try with the present members. ``prepare`` carries manifest, rendezvous and canary; the rest is filled
-        in here.
+    def start(
+        self, version: Version, progress: int, prepare: SyncEvent, now: float, *, held: float = 0.0
+    ) -> list[Command]:
+        """Begin a try with the present members, after it was put off for ``held`` seconds. ``prepare`` carries
+        manifest, rendezvous and canary; the other fields are set here.
         """
         if self.phase is not Phase.IDLE:
             raise RuntimeError(f"a try of version {self._version} is under way")
@@ -204,8 +203,8 @@ class Coordinator:
         self._applied.clear()
         self._done = False
         self.phase = Phase.PREPARING
-        self.phases = Phases(started=now)
-        self._deadline, self._latest, self._resend = now + self.timeout, now + self.max_wait, now + RESEND_INTERVAL
+        self.phases = Phases(started=now, held=held)
+        self._deadline, self._resend = now + self.timeout, now + RESEND_INTERVAL
         self._prepare = prepare.model_copy(update=self._stamp("prepare") | {"members": list(self._taking_part)})
         return [Send(self._prepare)]
 
@@ -233,15 +232,6 @@ class Coordinator:
             Send(self._go()),
             StartCollective(self._version, self.epoch, self.attempt, self._taking_part, self.timeout),
         ]
-
-    def wait(self, event: SyncEvent, now: float) -> list[Command]:
-        """A member asks for time before it can be ready (an evaluation is open). The others go on serving meanwhile,
-        and say ready once more when it is.
-        """
-        if self.phase is Phase.PREPARING and self._is_ours(event):
-            self._ready.clear()
-            self._deadline = min(max(self._deadline, now + self.timeout), self._latest)
-        return []
 
     def collective_done(self, epoch: int, attempt: int, now: float) -> list[Command]:
         """Our side of the broadcast is through."""

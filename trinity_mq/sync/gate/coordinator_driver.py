@@ -52,15 +52,16 @@ class CoordinatorDriver:
         name: str,
         config: SyncConfig,
         dtype: str,
-        max_wait: float,
         weights: Weights,
         channel: Channel,
         canary: Sequence[int],
         publish: Callable[[SyncEvent], Awaitable[None]],
+        may_begin: Callable[[], Awaitable[None]] | None = None,
         fingerprint: str | None = None,
     ) -> None:
+        """``may_begin`` returns once no open evaluation needs the committed version; awaited before each try."""
         self.config = config
-        self.machine = Coordinator(name=name, timeout=config.sync_timeout, lease=config.member_lease, max_wait=max_wait)
+        self.machine = Coordinator(name=name, timeout=config.sync_timeout, lease=config.member_lease)
         self.changed = Notifier()
         """Notified when membership, phase or committed version may have changed."""
         self.syncs = 0
@@ -69,7 +70,7 @@ class CoordinatorDriver:
         self._judge = Canary(dtype)
         self._weights, self._channel, self._canary = weights, channel, list(canary)
         self._publish = publish
-        self._fingerprint = fingerprint
+        self._may_begin, self._fingerprint = may_begin, fingerprint
         self._own_canary: list[float] = []
         """The policy's own logprobs of the canary, under the weights of the try under way."""
         self._committed_canary: list[float] = []
@@ -156,8 +157,11 @@ class CoordinatorDriver:
             for failures in itertools.count(1):
                 while not self.has_members:
                     await self.changed.wait()
+                asked = loop.time()
+                if self._may_begin is not None:
+                    await self._may_begin()
                 try:
-                    outcome = await self._try(version, progress)
+                    outcome = await self._try(version, progress, loop.time() - asked)
                 except ChannelError as error:
                     outcome = Failed(version, str(error), ())
                 if outcome is None:
@@ -174,8 +178,8 @@ class CoordinatorDriver:
             self._syncing = False
             self.changed.notify()
 
-    async def _try(self, version: Version, progress: int) -> Committed | Failed | None:
-        """Do one try; None: there is nobody any more to do it with.
+    async def _try(self, version: Version, progress: int, held: float) -> Committed | Failed | None:
+        """Run one try that was put off for ``held`` seconds; returns None if no member is left.
 
         Raises:
             ChannelError: The weights cannot be got ready to travel.
@@ -193,7 +197,7 @@ class CoordinatorDriver:
         if not self.has_members:
             return None
         self._outcome, self._travelling = loop.create_future(), (tensors, manifest)
-        self._enqueue(self.machine.start(version, progress, prepare, loop.time()))
+        self._enqueue(self.machine.start(version, progress, prepare, loop.time(), held=held))
         try:
             outcome = await self._outcome
         except asyncio.CancelledError:
@@ -261,8 +265,6 @@ class CoordinatorDriver:
             self._enqueue(machine.leave(message.sender, now, life=message.life))
         elif message.verb == "ready":
             self._enqueue(machine.ready(message, now))
-        elif message.verb == "wait":
-            self._enqueue(machine.wait(message, now))
         elif message.verb == "applied":
             self._enqueue(machine.applied(message, self._canary_error(message), now))
         elif message.verb == "failed":

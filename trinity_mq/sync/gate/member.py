@@ -9,7 +9,7 @@ idle ──prepare──▶ pausing ──paused──▶ ready ──go──�
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trinity_mq.messages import SyncEvent, Version
@@ -86,19 +86,12 @@ class Member:
     version: Version | None = None
     """What the engine serves; None before the first commit and while dirty."""
     stage: Stage = Stage.IDLE
-    hold_seconds: float = 0.0
-    """Over 0: something must end first (an evaluation of the present version), and how long that may take. Nothing to
-    lose, nothing held."""
     lease_ends: float = float("inf")
     _prepare: SyncEvent | None = None
     _touched: bool = False
     _pause_seconds: float = 0.0
     _latest: tuple[int, int] = (0, 0)
     """Generation and attempt of the newest try heard of: both only rise."""
-    _held: SyncEvent | None = None
-    """The prepare that waits for the hold to end, ours or another member's."""
-    _waits: set[str] = field(default_factory=set)
-    """Other members that have asked for time in the try of :attr:`_held`: until they are ready we go on serving."""
 
     @property
     def key(self) -> Key | None:
@@ -116,72 +109,14 @@ class Member:
             return []
         if event.pull and event.version is not None and event.version == self.version:
             return [Rejoin()]
-        if event.pull and self.hold_seconds > 0 and self.version is not None:
-            return []  # it is repeated, and nobody waits for us
         order = (event.version[0] if event.version else 0, event.attempt)
-        again = self._held is not None and _try_of(self._held) == _try_of(event)
-        if order < self._latest or (order == self._latest and not again):
-            return []  # late: what became of that try is known, and its commit may be on its way to us
+        if order <= self._latest:
+            return []  # late: how that try ended is known, and its commit may be on its way to us
         self._latest = order
-        return self._take_up(event, now)
-
-    def _take_up(self, event: SyncEvent, now: float) -> list[Command]:
-        """Begin a try, or put it off while something must end first."""
-        commands: list[Command] = []
-        if self._prepare is not None:
-            commands += self._give_up()
-        if self._held is not None and self._waits and _try_of(self._held) == _try_of(event):
-            return commands  # a repeat: whoever asked for time has not said ready
-        self._waits.clear()
-        if self.hold_seconds > 0 and self.version is not None:
-            self._held = event
-            wait = event.model_copy(
-                update={
-                    "verb": "wait",
-                    "sender": self.name,
-                    "life": self.life,
-                    "seconds": self.hold_seconds,
-                    "manifest": [],
-                    "canary": {},
-                }
-            )
-            return [*commands, Reply(wait)]
-        self._held = None
+        commands = self._give_up() if self._prepare is not None else []
         self._prepare, self._touched, self.stage = event, False, Stage.PAUSING
         self._extend(event, now)
         return [*commands, Pause(_key_of(event), event.seconds or 60.0)]
-
-    def release(self, now: float) -> list[Command]:
-        """What had to end first has ended: answer the prepare that was put off."""
-        self.hold_seconds = 0.0
-        held, self._held = self._held, None
-        return self._take_up(held, now) if held is not None else []
-
-    def other_waits(self, event: SyncEvent) -> list[Command]:
-        """Another member asks for time, such as one whose host evaluates the present version: serve meanwhile, or what
-        it waits for might wait for us.
-        """
-        if event.sender == self.name:
-            return []
-        if self._prepare is not None and self._same_round(self._prepare, event):
-            if self.stage not in {Stage.PAUSING, Stage.READY}:
-                return []
-            self._held = self._prepare
-            self._waits.add(event.sender)
-            return self._give_up()
-        if self._held is not None and self._same_round(self._held, event) and self.hold_seconds <= 0:
-            self._waits.add(event.sender)
-        return []
-
-    def other_ready(self, event: SyncEvent, now: float) -> list[Command]:
-        """Another member is ready: once all are that asked for time, so are we."""
-        if self._held is None or event.sender not in self._waits or not self._same_round(self._held, event):
-            return []
-        self._waits.discard(event.sender)
-        if self._waits:
-            return []
-        held, self._held = self._held, None
-        return self._take_up(held, now)
 
     def paused(self, key: Key, seconds: float = 0.0) -> list[Command]:
         """The engine stands still; that took ``seconds``."""
@@ -238,9 +173,6 @@ class Member:
 
     def abort(self, event: SyncEvent) -> list[Command]:
         """The try is over."""
-        if self._held is not None and self._same_round(self._held, event):
-            self._held = None
-            self._waits.clear()
         if self._prepare is None or not self._same_try(event):
             return []
         return self._give_up()
@@ -271,11 +203,6 @@ class Member:
 
     def _same_try(self, event: SyncEvent) -> bool:
         return self._prepare is not None and _try_of(event) == _try_of(self._prepare)
-
-    @staticmethod
-    def _same_round(prepare: SyncEvent, event: SyncEvent) -> bool:
-        """Say whether another member speaks of the try that ``prepare`` began."""
-        return _key_of(event) == _key_of(prepare)
 
     def _ready(self) -> SyncEvent:
         return self._answer("ready").model_copy(update={"detail": {"pause": self._pause_seconds}})

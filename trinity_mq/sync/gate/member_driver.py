@@ -18,8 +18,8 @@ from trinity_mq.sync.gate.member import Command, Commit, Key, Member, Pause, Rec
 log = structlog.get_logger(__name__)
 
 TICK = 1.0
-HEARD = ("prepare", "go", "commit", "abort", "wait", "ready")
-"""What a member listens to; the last two are said by the other members."""
+COORDINATOR_VERBS = ("prepare", "go", "commit", "abort")
+"""Verbs of the events that the coordinator sends to members."""
 
 
 class EnginePort(Protocol):
@@ -70,14 +70,6 @@ class MemberDriver:
     def version(self) -> Version | None:
         """What the engine serves."""
         return self.machine.version
-
-    def hold(self, seconds: float) -> None:
-        """Delay ready for up to so many seconds: an evaluation of the present version is open."""
-        self.machine.hold_seconds = seconds
-
-    def release(self) -> None:
-        """Lift :meth:`hold`."""
-        self._enqueue(self.machine.release(asyncio.get_running_loop().time()))
 
     @property
     def idle(self) -> bool:
@@ -131,10 +123,6 @@ class MemberDriver:
             self._enqueue(self.machine.go(message, now))
         elif message.verb == "abort":
             self._enqueue(self.machine.abort(message))
-        elif message.verb == "wait":
-            self._enqueue(self.machine.other_waits(message))
-        elif message.verb == "ready":
-            self._enqueue(self.machine.other_ready(message, now))
         elif message.verb == "commit":
             commands = self.machine.commit(message)
             self._enqueue(commands)

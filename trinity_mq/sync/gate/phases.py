@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from trinity_mq.messages import SyncEvent
 
 PHASES = ("wait", "pause", "transfer", "apply", "resume")
-"""``wait``: from prepare until all are ready, their pausing left out (an evaluation that must end first is here).
+"""``wait``: for an open evaluation, then from prepare until all are ready, their pausing left out.
 ``pause``: the slowest engine's way to a standstill. ``transfer``: from go until our side of the broadcast is through.
 ``apply``: from there until the last member has the weights in place and has answered the canary. ``resume``: the
 slowest engine's way from commit to serving."""
@@ -18,6 +18,8 @@ class Phases:
     """One try, in seconds of the coordinator's clock; durations at members are of their own clocks."""
 
     started: float = 0.0
+    held: float = 0.0
+    """Seconds for which the try was put off."""
     ready: float | None = None
     transferred: float | None = None
     committed: float | None = None
@@ -38,7 +40,7 @@ class Phases:
         found: dict[str, float] = {}
         if self.ready is not None:
             found["pause"] = max(self._pauses.values(), default=0.0)
-            found["wait"] = max(0.0, self.ready - self.started - found["pause"])
+            found["wait"] = self.held + max(0.0, self.ready - self.started - found["pause"])
         if self.ready is not None and self.transferred is not None:
             found["transfer"] = self.transferred - self.ready
         if self.transferred is not None and self.committed is not None:

@@ -24,13 +24,6 @@ class Gate:
     def __init__(self) -> None:
         self.version: Version | None = (1, 3)
         self.idle = True
-        self.held: float | None = None
-
-    def hold(self, seconds: float) -> None:
-        self.held = seconds
-
-    def release(self) -> None:
-        self.held = None
 
 
 class Bench:
@@ -56,6 +49,7 @@ class Bench:
         topology, broker = Topology("ev"), MemoryBroker()
         self.bus, other = (MemoryBus(broker, topology, config=config.broker) for _ in range(2))
         self.gate, self.woken, self.saves = Gate(), Notifier(), 0
+        self.announced: int | None = None
         self.runner = FakeRunner(other, topology, lambda: self.gate.version, spoil=spoil or (lambda task_slice: None))
         self.dispatcher = Dispatcher(
             config,
@@ -94,6 +88,7 @@ class Bench:
                 await self.dispatcher.resume()
                 self.evaluations.request(label)
                 self.evaluations.request(label)
+                self.announced = self.evaluations.running
                 await self.woken.until(lambda: self.evaluations.is_done(label) and not self.state.due)
                 for task in tasks:
                     task.cancel()
@@ -101,7 +96,7 @@ class Bench:
         run_virtually(main(), limit=500)
 
 
-def test_a_label_asked_for_twice_is_done_once_and_holds_the_gate_meanwhile() -> None:
+def test_a_label_asked_for_twice_is_done_once_and_announced_meanwhile() -> None:
     bench = Bench()
     bench.play(4)
     ((label, metrics),) = bench.reports
@@ -109,7 +104,7 @@ def test_a_label_asked_for_twice_is_done_once_and_holds_the_gate_meanwhile() -> 
     assert (metrics["eval/a/version/min"], metrics["eval/b/version/max"]) == (3.0, 3.0)
     assert len(bench.runner.done) == 4
     assert all(task_slice.pinned == (1, 3) and task_slice.deliver == "none" for task_slice in bench.runner.done)
-    assert bench.gate.held is None
+    assert (bench.announced, bench.evaluations.running) == (4, None)
     assert bench.state.tickets == {}
     bench.evaluations.request(4)
     assert bench.state.due == []
@@ -117,7 +112,6 @@ def test_a_label_asked_for_twice_is_done_once_and_holds_the_gate_meanwhile() -> 
 
 def test_in_other_styles_engines_go_on_taking_weights_and_the_metrics_tell_which_versions_served() -> None:
     bench = Bench(ExplorerState(due=[2]), style="fully_async")
-    assert bench.gate.held is None
     versions = iter([(1, 3), (1, 4), (1, 4), (1, 6)] * 2)
     bench.runner.version = lambda: next(versions)
     bench.play(4)
@@ -148,8 +142,8 @@ def test_the_spread_over_tasks_is_told_where_it_is_asked_for() -> None:
     ]
 
 
-def test_what_was_due_holds_the_gate_before_anything_has_run() -> None:
-    assert Bench(ExplorerState(due=[2])).gate.held == 99
+def test_what_was_due_is_announced_before_anything_has_run() -> None:
+    assert Bench(ExplorerState(due=[2])).evaluations.running == 2
 
 
 def test_a_life_that_saved_one_of_two_tickets_leaves_no_orphan() -> None:
