@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
 
 from trinity_mq.config import load_config
-from trinity_mq.sync.channels.factory import Channel, Manifest, Tensors, open_channel
+from trinity_mq.sync.channels.base import Channel, Manifest, Tensors
+from trinity_mq.sync.channels.factory import open_channel
 from trinity_mq.sync.channels.receiver import Receiver
 
 LAYERS = 24

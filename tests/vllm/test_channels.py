@@ -9,8 +9,8 @@ import torch
 
 from trinity_mq.models.engines.host.admin_client import ReceiveFailed
 from trinity_mq.models.engines.torch.weights import manifest, named_weights
+from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
-from trinity_mq.sync.channels.factory import Channel
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 
 from .conftest import CANARY, Engine, new_weights, reference

@@ -27,7 +27,8 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.locks import ensure_held
 from trinity_mq.runtime.serve import run_daemon
-from trinity_mq.sync.channels.factory import Channel, open_channel
+from trinity_mq.sync.channels.base import Channel
+from trinity_mq.sync.channels.factory import open_channel
 from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.training.checkpoint import CheckpointStore, StepAttempts, TrainerState, publish_final

@@ -13,9 +13,10 @@ import torch
 
 from trinity_mq.config import Config, SyncConfig, load_config
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.sync.channels.base import Channel, ChannelError
 from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
 from trinity_mq.sync.channels.collective.channel import CollectiveChannel
-from trinity_mq.sync.channels.factory import Channel, ChannelError, open_channel, weights_folder
+from trinity_mq.sync.channels.factory import open_channel, weights_folder
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 from trinity_mq.sync.channels.receiver import Receiver
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
 from trinity_mq.sync.channels.checkpoint.files import MANIFEST as MANIFEST_FILE
-from trinity_mq.sync.channels.factory import ChannelError
 from trinity_mq.sync.channels.receiver import Receiver
 
 from .weights import BUCKET, manifest_of, same, send, some_weights, spec_of

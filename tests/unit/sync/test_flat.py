@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.buckets import ahead, dtype_of, fill, packed, plan, raw, split
-from trinity_mq.sync.channels.factory import ChannelError
 
 TENSORS = [
     ("a", torch.arange(100.0)),

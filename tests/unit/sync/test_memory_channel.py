@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 
 from tests.tcp_proxy import CuttingProxy
 from tests.waiting import until
+from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.buckets import raw
-from trinity_mq.sync.channels.factory import ChannelError
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
 from trinity_mq.sync.channels.receiver import Receiver

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.messages import Version
-from trinity_mq.sync.channels.factory import Channel, Manifest, Tensors
+from trinity_mq.sync.channels.base import Channel, Manifest, Tensors
 from trinity_mq.sync.channels.receiver import Receiver
 
 BUCKET = 4096

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from trinity_mq.sync.channels.factory import ChannelError, ManifestEntry
+from trinity_mq.sync.channels.base import ChannelError, ManifestEntry
 
 T = TypeVar("T")
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from trinity_mq.sync.channels.base import ChannelError, in_daemon_thread
 from trinity_mq.sync.channels.buffers import SpareBuffers
 from trinity_mq.sync.channels.checkpoint import fetch as checkpoint_fetch
 from trinity_mq.sync.channels.collective import broadcast as collective
-from trinity_mq.sync.channels.factory import ChannelError, in_daemon_thread
 from trinity_mq.sync.channels.memory import fetch as memory_fetch
 
 METHODS = ("collective", "checkpoint", "memory")

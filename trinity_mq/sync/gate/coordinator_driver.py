@@ -16,7 +16,7 @@ from trinity_mq.bus import Consumer, Delivery
 from trinity_mq.config import SyncConfig
 from trinity_mq.messages import GateStatus, MemberStatus, Message, SyncEvent, Version
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.sync.channels.factory import Channel, ChannelError, Pull
+from trinity_mq.sync.channels.base import Channel, ChannelError, Pull
 from trinity_mq.sync.gate.canary import Canary
 from trinity_mq.sync.gate.commands import AbandonCollective, Command, Committed, Failed, Send, StartCollective
 from trinity_mq.sync.gate.coordinator import Coordinator

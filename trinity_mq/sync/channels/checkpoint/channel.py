@@ -7,10 +7,10 @@ from typing import Any
 import structlog
 
 from trinity_mq.messages import Version
+from trinity_mq.sync.channels.base import STAGING_TRIES, ChannelError, Manifest, Pull, Tensors, in_daemon_thread
 from trinity_mq.sync.channels.buckets import ahead, packed, plan
 from trinity_mq.sync.channels.buffers import SpareBuffers
 from trinity_mq.sync.channels.checkpoint.files import WeightFiles
-from trinity_mq.sync.channels.factory import STAGING_TRIES, ChannelError, Manifest, Pull, Tensors, in_daemon_thread
 
 log = structlog.get_logger(__name__)
 

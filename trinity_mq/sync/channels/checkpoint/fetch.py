@@ -11,9 +11,9 @@ from typing import Any
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 from torch import Tensor
 
+from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.buckets import entries_of
 from trinity_mq.sync.channels.checkpoint.files import MANIFEST, checked, is_local
-from trinity_mq.sync.channels.factory import ChannelError
 
 TRIES = 3
 """Of each file: a network file system may show a new one late."""

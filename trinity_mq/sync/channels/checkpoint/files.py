@@ -22,8 +22,8 @@ from torch import Tensor
 from trinity_mq.experience.codec.tail import DTYPES
 from trinity_mq.messages import Version
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.sync.channels.base import label
 from trinity_mq.sync.channels.buckets import Bucket, raw
-from trinity_mq.sync.channels.factory import label
 from trinity_mq.sync.channels.memory.host_copy import digest
 
 log = structlog.get_logger(__name__)

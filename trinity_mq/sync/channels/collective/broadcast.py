@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared as exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from trinity_mq.sync.channels.base import ChannelError, Manifest, Tensors, in_daemon_thread
 from trinity_mq.sync.channels.buckets import Bucket, ahead, entries_of, packed, plan, split
 from trinity_mq.sync.channels.buffers import SpareBuffers
-from trinity_mq.sync.channels.factory import ChannelError, Manifest, Tensors, in_daemon_thread
 
 T = TypeVar("T")
 Backend = Literal["gloo", "nccl"]

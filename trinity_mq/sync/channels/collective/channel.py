@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_mq.messages import Version
+from trinity_mq.sync.channels.base import Manifest, Pull, Tensors
 from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
 from trinity_mq.sync.channels.collective.broadcast import Backend, Sender
-from trinity_mq.sync.channels.factory import Manifest, Pull, Tensors
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
 

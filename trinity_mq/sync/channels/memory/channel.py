@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_mq.messages import Version
+from trinity_mq.sync.channels.base import STAGING_TRIES, Manifest, Pull, Tensors, in_daemon_thread, label
 from trinity_mq.sync.channels.buffers import SpareBuffers
-from trinity_mq.sync.channels.factory import STAGING_TRIES, Manifest, Pull, Tensors, in_daemon_thread, label
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
 from trinity_mq.sync.channels.memory.server import WeightServer
 

@@ -13,9 +13,9 @@ import xxhash
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 from torch import Tensor
 
+from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.buckets import entries_of, plan, raw, split
 from trinity_mq.sync.channels.buffers import SpareBuffers
-from trinity_mq.sync.channels.factory import ChannelError
 
 T = TypeVar("T")
 TRIES = 3

@@ -9,9 +9,9 @@ import xxhash
 from torch import Tensor
 
 from trinity_mq.messages import Version
+from trinity_mq.sync.channels.base import Manifest
 from trinity_mq.sync.channels.buckets import Bucket, packed, plan, raw
 from trinity_mq.sync.channels.buffers import SpareBuffers
-from trinity_mq.sync.channels.factory import Manifest
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from aiohttp import web
 from trinity_mq.models.engines.server.admin_api import guarded
 from trinity_mq.models.engines.server.errors import ApiError
 from trinity_mq.models.engines.server.openai.api import errors_as_json
+from trinity_mq.sync.channels.base import ChannelError, in_daemon_thread
 from trinity_mq.sync.channels.buckets import raw
-from trinity_mq.sync.channels.factory import ChannelError, in_daemon_thread
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
 
 log = structlog.get_logger(__name__)
@@ -35,7 +35,7 @@ class WeightServer:
 
     def __init__(self, host: str, seconds: float) -> None:
         self.copies: dict[str, HostCopy] = {}
-        """By :func:`trinity_mq.sync.channels.factory.label`."""
+        """By :func:`trinity_mq.sync.channels.base.label`."""
         self.token = secrets.token_urlsafe(24)
         self._host, self._seconds = host, seconds
         self._runner: web.AppRunner | None = None
