@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trinity_mq.sync.gate.phases import PHASES
+from trinity_mq.sync.gate.records import PHASES
 from trinity_mq.testing.runs import LocalRun
 
 LIMIT = 20.0

@@ -41,7 +41,7 @@ from trinity_mq.local_broker.node import PrivateNode
 from trinity_mq.messages import Heartbeat, TaskBody, TaskResult, TaskSlice
 from trinity_mq.messages import encode as encode_message
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.engines.host.snapshot import EngineSnapshot
+from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.serve import collect_seldom
 from trinity_mq.scheduling import Scheduler, WorkflowRunner

@@ -26,7 +26,7 @@ from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.config import Config, load_config
 from trinity_mq.messages import Heartbeat
-from trinity_mq.models.engines.host.snapshot import EngineSnapshot
+from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.scheduling import Scheduler
 from trinity_mq.testing.virtual_time import run_virtually

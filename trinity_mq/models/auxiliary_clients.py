@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TIMEOUT = 600.0
 """Seconds for one answer."""
 RETRIES = 5
-"""Of requests that find no engine, or one that serves nothing at present."""
+"""Retries of a request that finds no engine, or one that serves nothing at present."""
 
 
 def auxiliary_clients(

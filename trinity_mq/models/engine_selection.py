@@ -80,7 +80,7 @@ class _Known:
 
     model: InferenceModel
     load: int
-    """What the beat says, and what was sent to it since."""
+    """Load reported in the heartbeat, plus the requests sent since."""
     beat: Heartbeat
     heard: float
 

@@ -1,4 +1,4 @@
-"""What can go wrong with models and engines, by who has to act on it."""
+"""Errors of models and engines, by who has to act on them."""
 
 from __future__ import annotations
 

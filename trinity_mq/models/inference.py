@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trinity_mq.messages import Version
+from trinity_mq.messages import EngineStatus, Version
 
 ModelRole = Literal["rollout", "auxiliary"]
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceModel:
-    """Where a model is served and what it is; plain data that travels in an engine's beat."""
+    """Address and identity of a served model; plain data that travels in an engine's heartbeat."""
 
     id: str
     """The engine's id."""
     url: str
     """Base URL without ``/v1``, such as ``http://127.0.0.1:8000``."""
     name: str
-    """What requests call the model."""
+    """Name of the model in requests."""
     model_path: str = ""
     """Folder with tokenizer and configuration."""
     version: Version | None = None
@@ -52,4 +52,46 @@ class InferenceModel:
             model_path=data.get("model_path", ""),
             version=None if version is None else (int(version[0]), int(version[1])),
             role=data.get("role", "rollout"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """Last known status of an engine."""
+
+    id: str
+    alive: bool = False
+    state: str = "loading"
+    """loading, empty, current, paused, dirty, draining; gone."""
+    url: str = ""
+    name: str = ""
+    model_path: str = ""
+    fingerprint: str = ""
+    version: Version | None = None
+    progress: int = 0
+    load: int = 0
+    """Sequences being generated or waiting."""
+    tokens: int = 0
+    """Sampled since the process started."""
+    restarts: int = 0
+
+    def model(self, role: ModelRole = "rollout") -> InferenceModel:
+        """Return the handle that runners use."""
+        return InferenceModel(self.id, self.url, self.name, self.model_path, self.version, role)
+
+    def detail(self, role: ModelRole = "rollout") -> EngineStatus:
+        """Return the status in the engine's heartbeat."""
+        return EngineStatus(
+            id=self.id,
+            url=self.url,
+            name=self.name,
+            model_path=self.model_path,
+            version=self.version,
+            role=role,
+            load=self.load,
+            state=self.state,
+            fingerprint=self.fingerprint,
+            progress=self.progress,
+            tokens=self.tokens,
+            restarts=self.restarts,
         )

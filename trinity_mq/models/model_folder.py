@@ -1,4 +1,4 @@
-"""Where a model's folder comes from: made here from numbers, given as a folder, or fetched by hub id.
+"""Model folders: a small model generated here, a given folder, or one fetched by hub id.
 
 Light to import: torch and transformers are loaded when a folder has to be made.
 """
@@ -23,7 +23,7 @@ _random_state = threading.Lock()
 """The weights come from torch's one random state."""
 
 RECIPE = "recipe.json"
-"""What a folder was made from, so that it is never taken for another."""
+"""Record of the settings that a folder was generated from; another model's folder is never reused."""
 
 
 def ensure_model_folder(config: ModelConfig, folder: Path, seed: int) -> Path:

@@ -89,7 +89,7 @@ class ModelWrapper:
 
     @property
     def model_name(self) -> str:
-        """What requests call the model."""
+        """Name of the model in requests."""
         return self.model.name
 
     @property
@@ -258,7 +258,7 @@ class ModelWrapper:
 
     @property
     def history(self) -> History:
-        """What is recorded now; another one after :meth:`start_over`."""
+        """History that is recorded into; :meth:`start_over` replaces it."""
         return self._history
 
     def note_version(self, version: Version) -> None:

@@ -16,7 +16,7 @@ from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import TaskResult, TaskSlice, Version, decode
-from trinity_mq.models.engines.host.snapshot import EngineSnapshot
+from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import EXPERIENCES, acknowledge, envelope
 

@@ -9,7 +9,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Token, Watch
+from trinity_mq.models.engines.generation.request import (
+    Completion,
+    GenerationListener,
+    GenerationRequest,
+    ScoreRequest,
+    Token,
+)
 from trinity_mq.models.engines.generation.stopping import cut
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
@@ -58,15 +64,17 @@ class ScriptedGenerator:
         self._script = script if callable(script) else None
         self._texts = iter(() if callable(script) else script)
 
-    def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
+    ) -> list[list[Completion]]:
         """Return ``n`` texts of the script for each request."""
         answers = []
         for number, request in enumerate(requests):
             [prompt] = self.codec.decode([request.prompt])
             self.prompts.append(prompt)
             answers.append([self._completion(request, self._next_text(prompt)) for _ in range(request.n)])
-            if watch is not None and watch.listens(number):
-                _show(watch, number, answers[-1])
+            if listener is not None and listener.listens(number):
+                _show(listener, number, answers[-1])
         return answers
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
@@ -148,7 +156,7 @@ def byte_codec() -> TextCodec:
     return TextCodec(tokenizer, frozenset({tokenizer.convert_tokens_to_ids(END)}))
 
 
-def _show(watch: Watch, number: int, completions: Sequence[Completion]) -> None:
+def _show(listener: GenerationListener, number: int, completions: Sequence[Completion]) -> None:
     """Pass the tokens to a listener one by one, all choices in step."""
     for position in range(max(len(completion.token_ids) for completion in completions)):
         step = [
@@ -162,7 +170,7 @@ def _show(watch: Watch, number: int, completions: Sequence[Completion]) -> None:
             for choice, completion in enumerate(completions)
             if position < len(completion.token_ids)
         ]
-        watch.sampled(step)
+        listener.sampled(step)
 
 
 async def _no_weights(*_: Any) -> Any:

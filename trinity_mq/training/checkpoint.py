@@ -28,7 +28,7 @@ class CheckpointError(FatalError):
 
 
 class TrainerState(BaseModel):
-    """What a trainer needs besides weights and optimizer to go on."""
+    """State of a trainer besides weights and optimizer, saved in each checkpoint."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,8 +39,6 @@ class TrainerState(BaseModel):
     """Closed batches consumed."""
     source: dict[str, Any]
     """The source's own state, opaque here; JSON."""
-    fingerprint: str
-    """Of the configuration it was made under."""
 
 
 class _StateFile(BaseModel):

@@ -18,10 +18,16 @@ from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.runtime.threads import run_to_end
-from trinity_mq.training.optimizer import entropy_coefficient, learning_rate, make_optimizer, set_learning_rate
 from trinity_mq.training.packing import pack, split
 from trinity_mq.training.policy import LearnerError, Policy
-from trinity_mq.training.update import StepTotals, optimizer_step
+from trinity_mq.training.update import (
+    StepTotals,
+    entropy_coefficient,
+    learning_rate,
+    make_optimizer,
+    optimizer_step,
+    set_learning_rate,
+)
 
 MODEL_FOLDER = "model"
 """Inside a checkpoint: what ``transformers`` loads."""
@@ -32,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 
 class Learner(Protocol):
-    """What the trainer needs of whoever steps the weights. A cancelled call ends its work before it gives way."""
+    """Interface of the weight updates to the trainer. A cancelled call finishes its work before it returns."""
 
     async def open(self, checkpoint: Path | None) -> None:
         """Load the first model, or all that :meth:`save` wrote to the folder ``checkpoint``."""

@@ -86,7 +86,7 @@ async def _serve_generator(
 ) -> None:
     rollout = config.explorer.rollout_model
     gc.collect()
-    gc.freeze()  # all that was imported stays: looking through it again and again would stop rounds for 0.2 s
+    gc.freeze()  # all that was imported stays: looking through it again and again would stop batch steps for 0.2 s
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(16)
     name = config.model.model_path or f"{config.name}-tiny"
     fingerprint = generator.codec.fingerprint()
@@ -103,7 +103,7 @@ async def _serve_generator(
         pause_mode=config.synchronizer.effective_pause_mode,
         lease=rollout.lease,
     )
-    server = EngineServer(generator, settings, receiver, vllm.rounds if vllm else None)
+    server = EngineServer(generator, settings, receiver, vllm.batcher if vllm else None)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop, signal.Signals(number).name)
 
@@ -129,7 +129,7 @@ async def _serve_generator(
         reason = await server.run(ready)
         if watching is not None:
             watching.cancel()
-    done = server.rounds.counters
+    done = server.batcher.counters
     log.info("engine_done", engine=options.id, reason=reason, sequences=done.sequences, tokens=done.tokens)
 
 

@@ -29,7 +29,7 @@ log = structlog.get_logger(__name__)
 
 
 class Server(Protocol):
-    """What serves, of either kind."""
+    """A running auxiliary engine of either kind."""
 
     def stop(self, reason: str) -> None:
         """End it."""
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse.Namespace) -> None:
     from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
-    from trinity_mq.models.engines.torch.fixed import fixed_generator, takes_no_weights
+    from trinity_mq.models.engines.torch.generator import fixed_generator, takes_no_weights
 
     assert model.model is not None
     generator, folder = fixed_generator(model, config.path / f"model-{model.name}", config.seed)

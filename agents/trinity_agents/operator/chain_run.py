@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.bus import Bus, Incoming, QueueGone, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import BatchClosed
@@ -48,8 +47,7 @@ class ChainRun:
         names = [model.name for model in self._config.explorer.auxiliary_models]
         clients = auxiliary_clients(names, EngineSelector(lambda: self._peers.alive("engine")).auxiliary)
         self._chain = create_operators(self._config.operator.operators, clients)
-        if ALGORITHMS[self._config.algorithm.algorithm_type].where == "operator":
-            self._chain.append(AdvantageOperator(self._config.algorithm))
+        self._chain.append(AdvantageOperator(self._config.algorithm))
         for client in (client for each in clients.values() for client in each):
             stack.push_async_callback(client.close)
         for operator in self._chain:

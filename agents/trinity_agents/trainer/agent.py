@@ -359,7 +359,6 @@ class Trainer(Agent):
             step=self.step,
             progress=self.progress,
             source=self.source.state(),
-            fingerprint=self.config.name,
         )
         started = asyncio.get_running_loop().time()
         await ensure_held(self.bus, self._lock)

@@ -1,4 +1,4 @@
-"""What becomes of the batches of a train step, repaired ones among them: trained on, or left out and why."""
+"""Trains on the batches of a train step, repaired ones included, and reports the outcome of each."""
 
 from __future__ import annotations
 
@@ -9,14 +9,62 @@ from typing import Any
 import structlog
 
 from trinity_agents.trainer.source import TrainBatch
-from trinity_agents.trainer.staleness import drop_stale, stale_tasks
 from trinity_mq.bus import Envelope, HeaderValue, Topology
-from trinity_mq.experience import ExperienceBatch
+from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience.rules import Versions
 from trinity_mq.messages import Progress
 from trinity_mq.messages.batches import StepOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.training.checkpoint import StepAttempts
 from trinity_mq.training.learner import Learner
+
+
+def staleness(versions: Versions | None, step: int) -> int:
+    """Return ``max(0, trainer step - step stamped on the oldest token)``, in train steps; 0 where none is stamped."""
+    if not versions:
+        return 0
+    oldest = min((generation, stamped) for _, generation, stamped in versions)
+    return max(0, step - oldest[1])
+
+
+def _ages(batch: ExperienceBatch, step: int) -> list[int]:
+    return [staleness(versions, step) for versions in batch.values("versions")]
+
+
+def stale_tasks(experiences: Sequence[Experience], step: int, max_staleness: int) -> list[int]:
+    """Return the tasks, in order, with an experience whose oldest token is more than ``max_staleness`` steps old."""
+    batch = ExperienceBatch.of(experiences)
+    ages = _ages(batch, step)
+    if max(ages, default=0) <= max_staleness:
+        return []
+    tasks = {one.eid.task for one, age in zip(batch, ages, strict=True) if age > max_staleness}
+    return sorted(task for task in tasks if isinstance(task, int))
+
+
+def drop_stale(
+    experiences: Sequence[Experience], step: int, max_staleness: int
+) -> tuple[ExperienceBatch, dict[str, float]]:
+    """Return the experiences of the groups whose oldest token is at most ``max_staleness`` steps old, and ``sample/*``
+    metrics.
+    """
+    batch = ExperienceBatch.of(experiences)
+    ages = _ages(batch, step)
+    tids = batch.ids("tid")
+    stale = {tid for tid, age in zip(tids, ages, strict=True) if age > max_staleness}
+    kept = [number for number, tid in enumerate(tids) if tid not in stale]
+    metrics = {
+        "sample/dropped_stale_groups": float(len(stale)),
+        "sample/dropped_stale_experiences": float(len(batch) - len(kept)),
+        "sample/experiences": float(len(kept)),
+    }
+    if kept:
+        metrics |= _spread([ages[number] for number in kept])
+    return batch.select(kept) if stale else batch, metrics
+
+
+def _spread(ages: Sequence[int]) -> dict[str, float]:
+    return {"sample/staleness/mean": sum(ages) / len(ages), "sample/staleness/max": float(max(ages))}
+
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +81,7 @@ class BatchResult:
     outcome: StepOutcome
     reason: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the train step, for all that was in it."""
+    """Metrics of the whole train step."""
     stale_tasks: list[int] = field(default_factory=list)
     """Tasks whose groups were too old."""
     dropped: int = 0
@@ -41,9 +89,9 @@ class BatchResult:
     kills: bool = False
     """It was skipped because trainers did not survive it; its dead letter is for people to look at."""
     beside: list[BatchResult] = field(default_factory=list)
-    """Of the other batches of the step, in their order."""
+    """Results of the other batches of the step, in their order."""
     repaired: list[BatchResult] = field(default_factory=list)
-    """Of the repaired batches that went along, in their order."""
+    """Results of the repaired batches trained on in the same step, in their order."""
 
     @property
     def stepped(self) -> bool:

@@ -1,5 +1,5 @@
-"""Which processed set of a ticket counts, and from where a restarted trainer must read. Pure: stream events in,
-decisions out.
+"""Chooses the processed set of a ticket that counts, and the offset that a restarted trainer reads from. Pure: stream
+events in, decisions out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Decision:
     ready: BatchReady
     chunks: tuple[Chunk, ...]
     offset: int
-    """Of its BatchReady on the stream."""
+    """Stream offset of its BatchReady."""
 
     @property
     def batch(self) -> int:
@@ -36,7 +36,7 @@ class Decision:
 
 @dataclass(slots=True)
 class _Sets:
-    """What has come of one ticket."""
+    """Sets of chunks received for one ticket."""
 
     first_offset: int
     by_op: dict[str, dict[int, Chunk]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What was decided, ticket by ticket: one append-only file of JSON lines per generation of the trainer."""
+"""Record of decided tickets: one append-only file of JSON lines per generation of the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where train batches come from: the Source protocol, and the stream of processed batches."""
+"""Sources of train batches: the Source protocol, and the stream of processed batches."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class StreamSource:
         return self._decider.unused
 
     def available(self) -> bool:
-        """What makes the next train step is here, and we know that the stream is ours."""
+        """All batches of the next train step have arrived, and the stream is known to be ours."""
         return self._marked and bool(self._next_decisions())
 
     def _next_decisions(self) -> list[Decision]:

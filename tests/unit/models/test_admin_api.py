@@ -81,7 +81,7 @@ async def test_held_requests_go_on_with_the_new_weights(
         await admin.post("pause", {})
         body = {"prompt": "+1=", "return_token_ids": True}
         asked = asyncio.create_task(session.post(f"{server.url}/v1/completions", json=body))
-        await server.rounds._arrived.wait()
+        await server.batcher._arrived.wait()
         await admin.post("receive", {"spec": SPEC})
         assert not asked.done()
         await admin.post("commit", {"version": [1, 8], "progress": 1})
@@ -194,15 +194,15 @@ async def test_a_pause_that_comes_too_late_is_taken_back(
         loop = asyncio.get_running_loop()
         generate = generator.generate
 
-        def slow(requests: list[GenerationRequest], watch: Any = None) -> Any:
+        def slow(requests: list[GenerationRequest], listener: Any = None) -> Any:
             loop.call_soon_threadsafe(started.set)
             import time
 
             time.sleep(0.3)
-            return generate(requests, watch)
+            return generate(requests, listener)
 
         generator.generate = slow  # type: ignore[method-assign, assignment]
-        asked = asyncio.create_task(server.rounds.generate([GenerationRequest([3], 2)], None))
+        asked = asyncio.create_task(server.batcher.generate([GenerationRequest([3], 2)], None))
         await started.wait()
         with pytest.raises(EngineRefused, match="did not end within") as caught:
             await admin.post("pause", {"timeout": 0.05})

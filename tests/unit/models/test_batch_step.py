@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from trinity_mq.models.engines.generation.batch_step import StaticBatcher
-from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Watch
+from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.server.errors import ApiError
 from trinity_mq.models.engines.server.state import EngineState
 
@@ -27,7 +27,9 @@ class Recorder:
         self.cancelled = False
         self.fail = False
 
-    def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
+    ) -> list[list[Completion]]:
         self.rounds.append(len(requests))
         self.threads.add(threading.current_thread().name)
         self.started.set()

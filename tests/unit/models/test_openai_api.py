@@ -265,7 +265,7 @@ async def test_a_client_that_hangs_up_before_its_round_costs_nothing(server: Eng
     server.state.pause(60.0)
     async with aiohttp.ClientSession() as session:
         asked = asyncio.create_task(session.post(f"{server.url}/v1/chat/completions", json=question(n=4)))
-        await server.rounds._arrived.wait()
+        await server.batcher._arrived.wait()
         asked.cancel()
         await asyncio.wait({asked})
     server.state.resume()
@@ -274,7 +274,7 @@ async def test_a_client_that_hangs_up_before_its_round_costs_nothing(server: Eng
         session.post(f"{server.url}/v1/chat/completions", json=question()) as response,
     ):
         assert response.status == 200
-    assert server.rounds.counters.sequences == 1
+    assert server.batcher.counters.sequences == 1
 
 
 async def test_a_stream_is_server_sent_events(server: EngineServer, shared_generator: TextGenerator) -> None:

@@ -1,4 +1,4 @@
-"""New weights while a round runs, on a real tiny model: it stands still and goes on (keep), or begins anew (abort)."""
+"""New weights while a batch step runs, on a real small model: it is paused and goes on (keep), or restarts (abort)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=12, n=2, seed=7)
 
 
 class At(PauseControl):
-    """Begins the sync's pause when the round is before step :data:`AT`, and lets the round wait there."""
+    """Begins the sync's pause when the batch step is before step :data:`AT`, and lets the batch step wait there."""
 
-    def __init__(self, rounds: StaticBatcher, mode: PauseMode) -> None:
-        super().__init__(rounds._stands_still)
+    def __init__(self, batcher: StaticBatcher, mode: PauseMode) -> None:
+        super().__init__(batcher._stands_still)
         self._mode, self.begun = mode, asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
@@ -45,14 +45,14 @@ class At(PauseControl):
 async def serving(generator: TextGenerator, mode: PauseMode) -> AsyncIterator[tuple[StaticBatcher, EngineState, At]]:
     state = EngineState()
     state.phase, state.version = "current", OLD
-    rounds = StaticBatcher(generator, state, max_sequences=100, max_delay=0.0, pause_mode=mode)
-    brake = rounds._brake = At(rounds, mode)
+    batcher = StaticBatcher(generator, state, max_sequences=100, max_delay=0.0, pause_mode=mode)
+    pause_control = batcher._pause_control = At(batcher, mode)
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(rounds.run())
+        running = group.create_task(batcher.run())
         try:
-            yield rounds, state, brake
+            yield batcher, state, pause_control
         finally:
-            await rounds.close(5.0)
+            await batcher.close(5.0)
             running.cancel()
 
 
@@ -65,14 +65,14 @@ def other_weights(generator: TextGenerator) -> dict[str, torch.Tensor]:
 
 
 async def sync(
-    rounds: StaticBatcher, state: EngineState, generator: TextGenerator, weights: dict[str, torch.Tensor]
+    batcher: StaticBatcher, state: EngineState, generator: TextGenerator, weights: dict[str, torch.Tensor]
 ) -> None:
     """What the admin routes do."""
     state.pause(30.0)
-    await rounds.idle()
-    checked = await rounds.call(lambda: generator.check(weights))
+    await batcher.idle()
+    checked = await batcher.call(lambda: generator.check(weights))
     state.touch()
-    await rounds.call(lambda: generator.apply(checked))
+    await batcher.call(lambda: generator.apply(checked))
     state.applied = True
     state.commit(NEW, 1)
 
@@ -92,11 +92,11 @@ async def test_a_round_that_is_kept_goes_on_under_the_new_weights_and_its_tokens
     generator: TextGenerator,
 ) -> None:
     before = copy.deepcopy(generator.model)
-    async with serving(generator, "keep") as (rounds, state, brake):
-        asked = asyncio.ensure_future(rounds.generate([REQUEST], None))
-        scored = asyncio.ensure_future(rounds.score([ScoreRequest(PROMPT)], None))
-        await brake.begun.wait()
-        await sync(rounds, state, generator, other_weights(generator))
+    async with serving(generator, "keep") as (batcher, state, pause_control):
+        asked = asyncio.ensure_future(batcher.generate([REQUEST], None))
+        scored = asyncio.ensure_future(batcher.score([ScoreRequest(PROMPT)], None))
+        await pause_control.begun.wait()
+        await sync(batcher, state, generator, other_weights(generator))
         [(completions, oldest)] = await asked
         await scored
     assert oldest == OLD
@@ -109,11 +109,11 @@ async def test_a_round_that_is_kept_goes_on_under_the_new_weights_and_its_tokens
 
 async def test_a_stream_that_is_kept_says_where_the_weights_changed(generator: TextGenerator) -> None:
     tokens: list[Token] = []
-    async with serving(generator, "keep") as (rounds, state, brake), rounds.stream(REQUEST, None) as feed:
-        assert await feed.begun() == OLD
-        await brake.begun.wait()
-        await sync(rounds, state, generator, other_weights(generator))
-        async for news in feed:
+    async with serving(generator, "keep") as (batcher, state, pause_control), batcher.stream(REQUEST, None) as stream:
+        assert await stream.begun() == OLD
+        await pause_control.begun.wait()
+        await sync(batcher, state, generator, other_weights(generator))
+        async for news in stream:
             tokens += news
     for choice in range(REQUEST.n):
         versions = [token.version for token in tokens if token.choice == choice]
@@ -122,10 +122,10 @@ async def test_a_stream_that_is_kept_says_where_the_weights_changed(generator: T
 
 
 async def test_a_round_that_is_aborted_begins_anew_under_the_new_weights(generator: TextGenerator) -> None:
-    async with serving(generator, "abort") as (rounds, state, brake):
-        asked = asyncio.ensure_future(rounds.generate([REQUEST], None))
-        await brake.begun.wait()
-        await sync(rounds, state, generator, other_weights(generator))
+    async with serving(generator, "abort") as (batcher, state, pause_control):
+        asked = asyncio.ensure_future(batcher.generate([REQUEST], None))
+        await pause_control.begun.wait()
+        await sync(batcher, state, generator, other_weights(generator))
         [(completions, version)] = await asked
         [again] = generator.generate([REQUEST])
     assert version == NEW
@@ -133,20 +133,20 @@ async def test_a_round_that_is_aborted_begins_anew_under_the_new_weights(generat
 
 
 async def test_a_stream_that_is_aborted_ends_with_an_error_that_says_why(generator: TextGenerator) -> None:
-    async with serving(generator, "abort") as (rounds, state, brake), rounds.stream(REQUEST, None) as feed:
-        await brake.begun.wait()
-        await sync(rounds, state, generator, other_weights(generator))
+    async with serving(generator, "abort") as (batcher, state, pause_control), batcher.stream(REQUEST, None) as stream:
+        await pause_control.begun.wait()
+        await sync(batcher, state, generator, other_weights(generator))
         with pytest.raises(ApiError, match="new weights have come"):
-            async for _ in feed:
+            async for _ in stream:
                 pass
 
 
 async def test_a_round_kept_through_a_sync_that_fails_untouched_goes_on_as_it_was(generator: TextGenerator) -> None:
-    async with serving(generator, "keep") as (rounds, state, brake):
-        asked = asyncio.ensure_future(rounds.generate([REQUEST], None))
-        await brake.begun.wait()
+    async with serving(generator, "keep") as (batcher, state, pause_control):
+        asked = asyncio.ensure_future(batcher.generate([REQUEST], None))
+        await pause_control.begun.wait()
         state.pause(30.0)
-        await rounds.idle()
+        await batcher.idle()
         state.resume()
         [(completions, version)] = await asked
         [plain] = generator.generate([REQUEST])
@@ -155,11 +155,11 @@ async def test_a_round_kept_through_a_sync_that_fails_untouched_goes_on_as_it_wa
 
 
 async def test_a_round_whose_weights_are_gone_is_not_finished_by_what_is_there(generator: TextGenerator) -> None:
-    async with serving(generator, "keep") as (rounds, state, brake):
-        asked = asyncio.ensure_future(rounds.generate([REQUEST], None))
-        await brake.begun.wait()
+    async with serving(generator, "keep") as (batcher, state, pause_control):
+        asked = asyncio.ensure_future(batcher.generate([REQUEST], None))
+        await pause_control.begun.wait()
         state.pause(30.0)
-        await rounds.idle()
+        await batcher.idle()
         state.touch()
         state.resume()
         with pytest.raises(ApiError, match="waits for weights"):
@@ -167,20 +167,20 @@ async def test_a_round_whose_weights_are_gone_is_not_finished_by_what_is_there(g
 
 
 async def test_a_kept_answer_to_a_request_pinned_to_the_old_version_is_refused(generator: TextGenerator) -> None:
-    async with serving(generator, "keep") as (rounds, state, brake):
-        asked = asyncio.ensure_future(rounds.generate([REQUEST], OLD))
-        await brake.begun.wait()
-        await sync(rounds, state, generator, other_weights(generator))
+    async with serving(generator, "keep") as (batcher, state, pause_control):
+        asked = asyncio.ensure_future(batcher.generate([REQUEST], OLD))
+        await pause_control.begun.wait()
+        await sync(batcher, state, generator, other_weights(generator))
         with pytest.raises(ApiError, match="pinned to version"):
             await asked
 
 
 def test_a_brake_that_is_off_changes_nothing() -> None:
-    brake, spans = PauseControl(), [(0, OLD)]
-    brake.begin(OLD)
-    assert brake.between(1, spans) is None
-    assert brake.submit(lambda: 1) is None, "nothing stands still: the worker does it"
-    brake.cut()
+    pause_control, spans = PauseControl(), [(0, OLD)]
+    pause_control.begin(OLD)
+    assert pause_control.between(1, spans) is None
+    assert pause_control.submit(lambda: 1) is None, "nothing stands still: the worker does it"
+    pause_control.cut()
     with pytest.raises(BatchCutOff):
-        brake.between(2, spans)
+        pause_control.between(2, spans)
     assert spans == [(0, OLD)]

@@ -17,7 +17,7 @@ from tests.unit.models import talker as taught
 from trinity_mq.experience import Experience
 from trinity_mq.models import EngineLost, EngineRefused, InferenceModel, ModelWrapper, VersionMismatch
 from trinity_mq.models.clients import EngineClients
-from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, Token, Watch
+from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, Token
 from trinity_mq.models.engines.server.server import EngineServer
 from trinity_mq.models.engines.torch.generator import TextGenerator
 
@@ -37,11 +37,13 @@ class Overheard:
         self.prompts: list[list[int]] = []
         self.hold: Hold | None = None
 
-    def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
-        assert watch is not None
+    def generate(
+        self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
+    ) -> list[list[Completion]]:
+        assert listener is not None
         if self.hold is not None:
-            self.hold.inner = watch
-        answers = self._generator.generate(requests, self.hold or watch)
+            self.hold.inner = listener
+        answers = self._generator.generate(requests, self.hold or listener)
         self.prompts += [list(request.prompt) for request in requests for _ in range(request.n)]
         self.sampled += [completion for completions in answers for completion in completions]
         return answers
@@ -51,7 +53,7 @@ class Hold:
     """A watch that lets ``steps`` decode steps go by, then waits until the first request's asker has left."""
 
     def __init__(self, steps: int) -> None:
-        self.inner: Watch
+        self.inner: GenerationListener
         self.steps = steps
         self.reached = threading.Event()
 
@@ -123,9 +125,9 @@ async def ask(model: ModelWrapper, *, sync: bool, **options: Any) -> list[Any]:
 
 
 async def pending(server: EngineServer, count: int) -> None:
-    """Return when so many requests wait for a round."""
+    """Return when so many requests wait for a batch step."""
     async with asyncio.timeout(DEADLINE):
-        while len(server.rounds._pending) < count:  # noqa: ASYNC110  # a queue that tells nobody
+        while len(server.batcher._pending) < count:  # noqa: ASYNC110  # a queue that tells nobody
             await asyncio.sleep(0)
 
 
@@ -235,12 +237,12 @@ async def test_a_stream_left_early_ends_the_sampling_and_is_recorded_as_far_as_i
                 if how == "taken":
                     taken.extend(model.extract_experience_from_history())
     async with asyncio.timeout(DEADLINE):
-        await server.rounds.idle()
+        await server.batcher.idle()
     recorded = taken + model.extract_experience_from_history()
     assert 1 <= len(recorded) <= 3
     assert all(1 <= experience.response_length <= 4 for experience in recorded)
     assert all(e.truncate_status == "response_truncated" or e.tokens[-1] == 1 for e in recorded)
-    assert server.rounds.counters.tokens < 3 * 5, "rows that nobody waits for were let go"
+    assert server.batcher.counters.tokens < 3 * 5, "rows that nobody waits for were let go"
     engine.hold = None
     [whole] = await wrap(max_response_tokens=50, enable_history=True).chat_async(MESSAGES, n=1)
     first = recorded[0]
@@ -255,7 +257,7 @@ async def test_a_client_that_hangs_up_frees_its_rows_only(wrap: Wrap, engine: Ov
     assert await asyncio.to_thread(engine.hold.reached.wait, DEADLINE)
     leaving.cancel()
     answered = await staying
-    assert len(engine.sampled) == 42, "one round"
+    assert len(engine.sampled) == 42, "one batch step"
     assert [e.tokens[5:].tolist() for e in answered] == [c.token_ids for c in engine.sampled[40:]]
     assert all(completion.finish_reason for completion in engine.sampled[40:])
     assert sum(len(completion.token_ids) for completion in engine.sampled[:40]) < 40 * 3

@@ -173,10 +173,10 @@ async def test_one_of_several_requests_that_fails_ends_the_others(group: asyncio
 
 async def test_a_stream_that_is_left_ends_the_request() -> None:
     world = World("wait")
-    async with world.flow.stream(REQUEST, None) as feed:
-        assert await feed.begun() == (1, 1)
+    async with world.flow.stream(REQUEST, None) as stream:
+        assert await stream.begun() == (1, 1)
         tokens = []
-        async for news in feed:
+        async for news in stream:
             tokens += [token.token_id for token in news]
             if len(tokens) == 2:
                 break
@@ -246,6 +246,6 @@ async def test_a_stream_that_cannot_begin_says_so_as_other_requests_do() -> None
 
 
 async def streamed(flow: Flow) -> list[int]:
-    async with flow.stream(REQUEST, None) as feed:
-        await feed.begun()
-        return [token.token_id async for news in feed for token in news]
+    async with flow.stream(REQUEST, None) as stream:
+        await stream.begun()
+        return [token.token_id async for news in stream for token in news]

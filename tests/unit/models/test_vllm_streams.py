@@ -55,9 +55,9 @@ class Reader:
         self.task = asyncio.create_task(self._read(world, pin))
 
     async def _read(self, world: World, pin: Version | None) -> None:
-        async with world.flow.stream(self.request, pin) as feed:
-            self.began = await feed.begun()
-            async for news in feed:
+        async with world.flow.stream(self.request, pin) as stream:
+            self.began = await stream.begun()
+            async for news in stream:
                 self.tokens += news
 
     def of(self, choice: int) -> list[int]:

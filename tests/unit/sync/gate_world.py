@@ -26,11 +26,9 @@ from tests.unit.sync.gate_parts import (
 )
 from trinity_mq.messages import SyncEvent, Version
 from trinity_mq.sync.gate.catch_up import CatchUpFetches
-from trinity_mq.sync.gate.commands import AbandonCollective, Committed, Send, StartCollective
 from trinity_mq.sync.gate.coordinator import Coordinator
 from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
-from trinity_mq.sync.gate.member_table import Phase
-from trinity_mq.sync.gate.phases import Phases
+from trinity_mq.sync.gate.records import AbandonCollective, Committed, Phase, Phases, Send, StartCollective
 
 NEVER = float("inf")
 LONG_AFTER = 100.0

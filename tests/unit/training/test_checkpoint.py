@@ -21,7 +21,6 @@ def state(progress: int, generation: int = 1) -> TrainerState:
         step=progress,
         progress=progress,
         source={"offset": 17, "decided": ["a"]},
-        fingerprint="f",
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trinity_mq.config import AlgorithmConfig, OptimizerConfig
-from trinity_mq.training.optimizer import (
+from trinity_mq.training.update import (
     decay_factor,
     entropy_coefficient,
     learning_rate,

@@ -19,8 +19,8 @@ from trinity_mq.config import AuxiliaryModelConfig
 from trinity_mq.models.engines.server.admin_api import guarded
 from trinity_mq.models.engines.server.admin_bodies import LeaseBody, parsed
 from trinity_mq.models.engines.server.errors import ApiError, bad_request, not_current, stopping
-from trinity_mq.models.engines.server.lease import Lease
 from trinity_mq.models.engines.server.openai.api import errors_as_json
+from trinity_mq.models.engines.server.state import Lease
 
 log = structlog.get_logger(__name__)
 
@@ -86,7 +86,7 @@ class ExternalServer:
                 self.url = f"http://{self._host}:{site.port}"
                 await self._look()
                 async with asyncio.TaskGroup() as group:
-                    watching = group.create_task(self._watch(), name="health")
+                    watching = group.create_task(self._watch_health(), name="health")
                     ready(self.url)
                     await self._ended.wait()
                     watching.cancel()
@@ -130,7 +130,7 @@ class ExternalServer:
 
     # -- its health
 
-    async def _watch(self) -> None:
+    async def _watch_health(self) -> None:
         while True:
             try:
                 async with asyncio.timeout(self.model.health_interval):

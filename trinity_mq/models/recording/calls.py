@@ -4,21 +4,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from trinity_mq.experience import Experience
+from trinity_mq.messages import Version
 from trinity_mq.models.clients import stream_error
 from trinity_mq.models.errors import EngineLost, PromptTooLong
+from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.history import History
 from trinity_mq.models.recording.responses import experiences_of, masked_experiences
 from trinity_mq.models.recording.sse import EventReader, Gathered
 
-if TYPE_CHECKING:
-    from trinity_mq.models.inference import InferenceModel
-    from trinity_mq.models.wrapper import ModelWrapper
-
 LOGPROBS_HEADERS = {"X-TMQ-Logprobs": "numbers"}
 """Spares our engines the text of each token; other servers do not know it."""
+
+
+class RecordedModel(Protocol):
+    """Interface of the model wrapper to its requests and OpenAI clients."""
+
+    model: InferenceModel
+    enable_history: bool
+    request_timeout: float
+
+    @property
+    def history(self) -> History:
+        """History that is recorded into."""
+        ...
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request."""
+        ...
+
+    def next_seed(self) -> int | None:
+        """Return the seed of the next call."""
+
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Return the sampling parameters of a call that gives none."""
+
+    def note_version(self, version: Version) -> None:
+        """Remember the version that gave the latest answer."""
+
+    def not_ready_policy(self) -> dict[str, Any]:
+        """Return how long and how often to ask an engine that is not ready, for tenacity."""
 
 
 class Call:
@@ -28,22 +56,23 @@ class Call:
     the same wrapper, is not that run's.
     """
 
-    def __init__(self, wrapper: ModelWrapper, given: Mapping[str, Any], *, tokens: bool) -> None:
+    def __init__(self, wrapper: RecordedModel, given: Mapping[str, Any], *, tokens: bool) -> None:
         """``given``: the body as the caller wants it; ``tokens``: experiences are to be made of the answer."""
         self._wrapper = wrapper
         self._history = wrapper.history
         self.body = _body(wrapper, given, tokens=tokens)
-        wants_logprobs = given.get("logprobs") is not None and given["logprobs"] is not False  # 0 is a wish
+        # logprobs=0 is an explicit request
+        wants_logprobs = given.get("logprobs") is not None and given["logprobs"] is not False
         self.headers = wrapper.headers | ({} if wants_logprobs or not tokens else LOGPROBS_HEADERS)
 
     @property
     def model(self) -> InferenceModel:
-        """Who is asked."""
+        """The model that is asked."""
         return self._wrapper.model
 
     @property
     def url(self) -> str:
-        """Of the engine."""
+        """Base URL of the engine."""
         return self.model.url
 
     @property
@@ -199,7 +228,7 @@ class StreamedAnswer:
         return self._call.read(self._gathered.answer())
 
 
-def _body(wrapper: ModelWrapper, given: Mapping[str, Any], *, tokens: bool) -> dict[str, Any]:
+def _body(wrapper: RecordedModel, given: Mapping[str, Any], *, tokens: bool) -> dict[str, Any]:
     """Return the caller's body over the wrapper's sampling parameters."""
     wanted = {name: value for name, value in given.items() if value is not None}
     body = {"model": wrapper.model.name, **wrapper.sampling_defaults()}

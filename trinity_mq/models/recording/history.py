@@ -1,4 +1,4 @@
-"""What a wrapped model was asked and answered, kept until a workflow takes it."""
+"""Recorded answers of a wrapped model, kept until a workflow takes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from trinity_mq.experience import Experience
 
 Partial = Callable[[], list[Experience]]
-"""Says what has come so far of an answer that is still on its way."""
+"""Returns the experiences of an answer that is still arriving, as far as it has come."""
 
 
 class History:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 import openai
@@ -17,35 +17,32 @@ from tenacity import AsyncRetrying, Retrying
 
 from trinity_mq.models.clients import engine_error, with_version
 from trinity_mq.models.errors import EngineLost, PromptTooLong
-from trinity_mq.models.recording.calls import Call, Recording
-
-if TYPE_CHECKING:
-    from trinity_mq.models.inference import InferenceModel
-    from trinity_mq.models.wrapper import ModelWrapper
+from trinity_mq.models.inference import InferenceModel
+from trinity_mq.models.recording.calls import Call, RecordedModel, Recording
 
 API_KEY = "none"  # engines ask for none, the client insists on one
 SAMPLING = ("/chat/completions", "/completions")
 """Ends of the paths whose answers are sampled."""
 
 
-def recorded_client(wrapper: ModelWrapper) -> openai.OpenAI:
+def recorded_client(wrapper: RecordedModel) -> openai.OpenAI:
     """Return a synchronous client of the wrapper's model."""
     client = openai.OpenAI(http_client=RecordingClient(wrapper), **_settings(wrapper))
-    _name_model(client, wrapper.model_name)
+    _name_model(client, wrapper.model.name)
     return client
 
 
-def recorded_async_client(wrapper: ModelWrapper) -> openai.AsyncOpenAI:
+def recorded_async_client(wrapper: RecordedModel) -> openai.AsyncOpenAI:
     """Return an asynchronous client of the wrapper's model."""
     client = openai.AsyncOpenAI(http_client=AsyncRecordingClient(wrapper), **_settings(wrapper))
-    _name_model(client, wrapper.model_name)
+    _name_model(client, wrapper.model.name)
     return client
 
 
 class RecordingClient(openai.DefaultHttpxClient):
     """HTTP for one wrapped model."""
 
-    def __init__(self, wrapper: ModelWrapper) -> None:
+    def __init__(self, wrapper: RecordedModel) -> None:
         super().__init__(**_connection(wrapper))
         self._wrapper = wrapper
 
@@ -84,7 +81,7 @@ class RecordingClient(openai.DefaultHttpxClient):
 class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
     """:class:`RecordingClient` for an event loop."""
 
-    def __init__(self, wrapper: ModelWrapper) -> None:
+    def __init__(self, wrapper: RecordedModel) -> None:
         super().__init__(**_connection(wrapper))
         self._wrapper = wrapper
 
@@ -176,7 +173,7 @@ def _name_model(client: openai.OpenAI | openai.AsyncOpenAI, name: str) -> None:
         vars(resource)["create"] = functools.wraps(resource.create)(functools.partial(resource.create, model=name))
 
 
-def _settings(wrapper: ModelWrapper) -> dict[str, Any]:
+def _settings(wrapper: RecordedModel) -> dict[str, Any]:
     return {
         "base_url": f"{wrapper.model.url}/v1",
         "api_key": API_KEY,
@@ -186,7 +183,7 @@ def _settings(wrapper: ModelWrapper) -> dict[str, Any]:
     }
 
 
-def _connection(wrapper: ModelWrapper) -> dict[str, Any]:
+def _connection(wrapper: RecordedModel) -> dict[str, Any]:
     """Return how to connect."""
     # an engine is near: no proxy leads to it, and loading certificates that plain HTTP has no use for takes 30 ms
     return {"trust_env": False, "verify": False} if wrapper.model.url.startswith("http://") else {}
@@ -196,7 +193,7 @@ def _samples(request: httpx2.Request) -> bool:
     return request.method == "POST" and request.url.path.endswith(SAMPLING)
 
 
-def _call(wrapper: ModelWrapper, given: Any) -> Call:
+def _call(wrapper: RecordedModel, given: Any) -> Call:
     return Call(wrapper, given, tokens=wrapper.enable_history)
 
 

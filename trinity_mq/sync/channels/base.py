@@ -19,14 +19,14 @@ Manifest = list[ManifestEntry]
 Tensors = list[tuple[str, "Tensor"]]
 """In the order of the manifest; a DTensor is gathered when it is its turn."""
 Pull = tuple[Version, dict[str, Any], Manifest]
-"""What is to be had, where (as the rendezvous of ``prepare``), and its manifest."""
+"""Version on offer, its location (the rendezvous of ``prepare``), and its manifest."""
 
 STAGING_TRIES = 10
 """Staging weights, while the engines serve, may take so many times the limit of a phase: a disk may be slow."""
 
 
 class ChannelError(Exception):
-    """Weights did not get through; the message says where and why. Whoever receives has touched nothing yet."""
+    """Weights could not be transferred; the message says where and why. The receiver has changed nothing yet."""
 
 
 class Channel(Protocol):

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What two sound sides may differ by."""
+    """Tolerated difference between two sides with the same weights."""
 
     largest: float
-    """Of one logprob."""
+    """Tolerated difference of one logprob."""
     unsteady: float
     """Deviation, per token, of what a difference between two versions leaves of the rounding error."""
 

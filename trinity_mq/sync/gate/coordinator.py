@@ -14,9 +14,17 @@ from dataclasses import dataclass, field
 
 from trinity_mq.messages import SyncEvent, Version
 from trinity_mq.sync.gate.catch_up import CatchUpFetches, following
-from trinity_mq.sync.gate.commands import AbandonCollective, Command, Committed, Failed, Send, StartCollective
-from trinity_mq.sync.gate.member_table import Member, Phase
-from trinity_mq.sync.gate.phases import Phases
+from trinity_mq.sync.gate.records import (
+    AbandonCollective,
+    Command,
+    Committed,
+    Failed,
+    Member,
+    Phase,
+    Phases,
+    Send,
+    StartCollective,
+)
 
 COMMIT_TRAVEL = 3.0
 """Seconds in which a join may still speak of the time before a commit: a beat repeats what a lost commit said."""
@@ -48,7 +56,7 @@ class Coordinator:
     pulled: int = 0
     """Members that have caught up alone."""
     phases: Phases = field(default_factory=Phases)
-    """Of the latest try."""
+    """Durations of the latest try."""
     _pulls: CatchUpFetches = field(init=False)
     _tries: int = 0
     """Those of all and those of one alone."""

@@ -1,5 +1,5 @@
-"""The coordinator on the bus: takes members' events in, performs the machine's commands, runs tries until a version is
-committed.
+"""Driver of the gate's coordinator: receives members' events, performs the machine's commands and repeats tries until a
+version is committed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from trinity_mq.messages import GateStatus, MemberStatus, Message, SyncEvent, Ve
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.channels.base import Channel, ChannelError, Pull
 from trinity_mq.sync.gate.canary import Canary
-from trinity_mq.sync.gate.commands import AbandonCollective, Command, Committed, Failed, Send, StartCollective
 from trinity_mq.sync.gate.coordinator import Coordinator
-from trinity_mq.sync.gate.member_table import Phase
-from trinity_mq.sync.gate.phases import Phases
+from trinity_mq.sync.gate.records import (
+    AbandonCollective,
+    Command,
+    Committed,
+    Failed,
+    Phase,
+    Phases,
+    Send,
+    StartCollective,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +38,7 @@ LONGEST_PAUSE = 10.0
 
 
 class Weights(Protocol):
-    """Whose weights are sent; read between train steps only."""
+    """Source of the weights that are sent; read between train steps only."""
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
         """Return name, dtype and shape of every tensor, in order."""
@@ -75,11 +82,11 @@ class CoordinatorDriver:
         """The policy's own logprobs of the canary, under the weights of the try under way."""
         self._committed_canary: list[float] = []
         self._to_pull: Pull | None = None
-        """Where one member alone gets the committed version."""
+        """Source from which one member alone fetches the committed version."""
         self._syncing = False
         self._outcome: asyncio.Future[Committed | Failed] | None = None
         self._last = Phases()
-        """Where the time of the last committed try went; its members may still be on their way back to serving."""
+        """Durations of the last committed try; its members may not serve yet."""
         self._travelling: tuple[Any, Any] = ([], [])
         """Tensors and manifest of the try under way."""
         self._commands: asyncio.Queue[Command] = asyncio.Queue()
@@ -353,7 +360,7 @@ class CoordinatorDriver:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Milliseconds of the last sync that was committed, see :data:`trinity_mq.sync.gate.phases.PHASES`."""
+        """Milliseconds of the last sync that was committed, see :data:`trinity_mq.sync.gate.records.PHASES`."""
         return self._last.milliseconds()
 
     @property

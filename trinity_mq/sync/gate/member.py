@@ -16,7 +16,7 @@ from trinity_mq.messages import SyncEvent, Version
 
 
 class Stage(enum.Enum):
-    """Where the member is."""
+    """Stage of a member within a try."""
 
     IDLE = "idle"
     PAUSING = "pausing"
@@ -38,7 +38,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Stop new rounds and wait for the running one; report :meth:`Member.paused` or ``broke``."""
+    """Stop new batch steps and wait for the running one; report :meth:`Member.paused` or ``broke``."""
 
     key: Key
     seconds: float
@@ -82,9 +82,9 @@ class Member:
 
     name: str
     life: str = ""
-    """Of the engine's process."""
+    """Random id of the engine's process; a restarted engine has another."""
     version: Version | None = None
-    """What the engine serves; None before the first commit and while dirty."""
+    """Version that the engine serves; None before the first commit and while dirty."""
     stage: Stage = Stage.IDLE
     lease_ends: float = float("inf")
     _prepare: SyncEvent | None = None

@@ -1,4 +1,4 @@
-"""A member on the bus: joins, and performs the machine's commands on the engine it hosts."""
+"""Driver of a gate member: joins over the bus, and performs the machine's commands on the engine it hosts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ COORDINATOR_VERBS = ("prepare", "go", "commit", "abort")
 
 
 class EnginePort(Protocol):
-    """What the gate asks of an engine's host."""
+    """Operations of an engine's host that the gate uses."""
 
     async def pause(self, timeout: float) -> None:
-        """Stop new rounds; return when the running one is over."""
+        """Stop new batch steps; return when the running one is over."""
 
     async def receive(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
         """Take the weights in as ``spec`` says; returns the canary's ``logprobs``, and ``seconds`` by what was done."""
@@ -68,7 +68,7 @@ class MemberDriver:
 
     @property
     def version(self) -> Version | None:
-        """What the engine serves."""
+        """Version that the engine serves."""
         return self.machine.version
 
     @property
@@ -100,7 +100,7 @@ class MemberDriver:
             group.create_task(self._tick(), name="sync-clock")
 
     async def leave(self) -> None:
-        """Say goodbye."""
+        """Announce that this member leaves."""
         await self._publish(SyncEvent(verb="leave", sender=self.machine.name, life=self.machine.life))
 
     # -- inside

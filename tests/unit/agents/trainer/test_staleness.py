@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_agents.trainer.staleness import drop_stale, stale_tasks, staleness
+from trinity_agents.trainer.batch_result import drop_stale, stale_tasks, staleness
 from trinity_mq.experience import EID, Experience
 
 

@@ -1,4 +1,4 @@
-"""Requests that come together are generated together: gather, run one round in the worker thread, answer, again."""
+"""Static batching: gathers concurrent requests, runs them as one batch step in the worker thread, answers them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import structlog
 
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.generation.pause import BatchCutOff, PauseControl, Spans
-from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Watch
+from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.token_stream import BatchListener, Job, TokenStream, stamped
 from trinity_mq.models.engines.server.errors import ApiError, not_current, stopping
 from trinity_mq.models.engines.server.state import EngineState
@@ -23,18 +23,20 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 PauseMode = Literal["wait", "keep", "abort"]
-"""What becomes of a round when new weights come. ``wait``: it ends first. ``keep``: it stands still and goes on under
+"""Treatment of a batch step when new weights come. ``wait``: it ends first. ``keep``: it is paused and goes on under
 them. ``abort``: it is cut off and begins anew under them."""
 GATHER_AT_MOST = 10
-"""A stream of arrivals delays a round by at most so many times ``max_delay``."""
+"""A stream of arrivals delays a batch step by at most so many times ``max_delay``."""
 HOLD_SECONDS = 60.0
-"""How long requests wait for a pause to end."""
+"""Seconds for which requests wait for a pause to end."""
 
 
 class Generator(Protocol):
-    """What does the work, in the worker thread."""
+    """Computes completions and scores, in the worker thread."""
 
-    def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
+    ) -> list[list[Completion]]:
         """Return the completions of each request."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
@@ -46,9 +48,9 @@ class Generator(Protocol):
 
 @dataclass(slots=True)
 class Counters:
-    """What the engine has done since its start."""
+    """Work of the engine since its start."""
 
-    rounds: int = 0
+    batch_steps: int = 0
     sequences: int = 0
     tokens: int = 0
     busy_seconds: float = 0.0
@@ -71,16 +73,16 @@ class StaticBatcher:
         self.max_sequences = max_sequences
         self._generator, self._state = generator, state
         self._max_delay, self._hold = max_delay, hold
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tmq-round")  # torch is used by this thread only
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tmq-batch-step")  # torch is used by this thread only
         self._pending: deque[Job] = deque()
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._mode = pause_mode
         self._still = asyncio.Event()
-        """Set while no step is being computed: between rounds, and where one stands still."""
+        """Set while no step is being computed: between batch steps, and where one stands still."""
         self._still.set()
-        self._brake = PauseControl(self._stands_still)
+        self._pause_control = PauseControl(self._stands_still)
         state.on_resume = self._resumed
         self._closing = False
         self._running_sequences = 0
@@ -96,7 +98,7 @@ class StaticBatcher:
         """Return the completions of each request, with the version that sampled them.
 
         Raises:
-            ApiError: The engine cannot serve this now, or the round failed.
+            ApiError: The engine cannot serve this now, or the batch step failed.
         """
         return await self._submit([(request, request.n) for request in requests], pin)
 
@@ -114,11 +116,11 @@ class StaticBatcher:
         if problem := self._state.problem(pin):
             raise problem
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        feed = TokenStream(answer)
-        self._pending.append(Job(request, pin, answer, request.n, feed))
+        stream = TokenStream(answer)
+        self._pending.append(Job(request, pin, answer, request.n, stream))
         self._arrived.set()
         try:
-            yield feed
+            yield stream
         finally:
             if answer.done() and not answer.cancelled():
                 answer.exception()  # looked at: whoever iterated has had it, whoever left does not want it
@@ -137,17 +139,17 @@ class StaticBatcher:
         return await asyncio.gather(*(job.answer for job in jobs))
 
     async def idle(self) -> None:
-        """Return when weights may be received: see :data:`PauseMode` for what happens to a round under way."""
+        """Return when weights may be received: see :data:`PauseMode` for what happens to a batch step under way."""
         if self._mode == "keep":
-            self._brake.hold()
+            self._pause_control.hold()
             await self._still.wait()
             return
         if self._mode == "abort":
-            self._brake.cut()
+            self._pause_control.cut()
         await self._idle.wait()
 
     def _stands_still(self) -> None:
-        """In the worker thread: the round waits."""
+        """Report from the worker thread that the batch step is paused."""
         with contextlib.suppress(RuntimeError):  # the loop has closed since: nobody wants to know
             self._loop.call_soon_threadsafe(self._still.set)
 
@@ -155,11 +157,11 @@ class StaticBatcher:
         """The pause is over: go on under the weights that are there."""
         if not self._idle.is_set():
             self._still.clear()
-        self._brake.release(self._state.version if self._state.phase == "current" else None)
+        self._pause_control.release(self._state.version if self._state.phase == "current" else None)
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the worker thread, between rounds or where one stands still."""
-        if (under_way := self._brake.submit(work)) is not None:
+        """Run ``work`` in the worker thread, between batch steps or where one stands still."""
+        if (under_way := self._pause_control.submit(work)) is not None:
             return await asyncio.wrap_future(under_way)
         return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
@@ -168,13 +170,13 @@ class StaticBatcher:
         try:
             while await self._gathered():
                 if jobs := self._take():
-                    await self._round(jobs)
+                    await self._run_step(jobs)
         finally:
             self._fail_pending(stopping())
             self._worker.shutdown(wait=False)
 
     async def close(self, grace: float) -> None:
-        """Start no more rounds; wait for the running one, and after ``grace`` seconds cut it off."""
+        """Start no more batch steps; wait for the running one, and after ``grace`` seconds cut it off."""
         self._closing = True
         self._arrived.set()
         self._state.running.set()
@@ -183,11 +185,11 @@ class StaticBatcher:
             async with asyncio.timeout(grace):
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("round_cut_off", after_seconds=grace, sequences=self._running_sequences)
+            log.warning("batch_step_cut_off", after_seconds=grace, sequences=self._running_sequences)
             self._generator.cancel()
 
     async def _gathered(self) -> bool:
-        """Wait until a round may start: requests came, none more for ``max_delay``, no pause. False when closing."""
+        """Wait until a batch step may start: requests came, none for ``max_delay``, no pause. False when closing."""
         while not self._closing:
             if not self._pending:
                 self._arrived.clear()
@@ -218,7 +220,7 @@ class StaticBatcher:
                 return
 
     def _take(self) -> list[Job]:
-        """Return the jobs of the next round; answer those that cannot be served, drop those nobody waits for."""
+        """Return the jobs of the next batch step; answer those that cannot be served, drop those nobody waits for."""
         jobs: list[Job] = []
         sequences = 0
         while self._pending:
@@ -234,7 +236,7 @@ class StaticBatcher:
             self._pending.popleft()
         return jobs
 
-    async def _round(self, jobs: list[Job]) -> None:
+    async def _run_step(self, jobs: list[Job]) -> None:
         version = self._state.version
         assert version is not None  # only a current engine passes _take
         loop = asyncio.get_running_loop()
@@ -242,21 +244,21 @@ class StaticBatcher:
         self._loop = loop
         self._idle.clear()
         self._still.clear()
-        self._brake.begin(version)
+        self._pause_control.begin(version)
         spans: Spans = [(0, version)]
         self._running_sequences = sum(job.sequences for job in jobs)
         for job in jobs:
-            if job.feed is not None:
-                job.feed.put(version)
+            if job.stream is not None:
+                job.stream.put(version)
         try:
-            results = await loop.run_in_executor(self._worker, self._work, jobs, loop, spans)
+            results = await loop.run_in_executor(self._worker, self._compute, jobs, loop, spans)
         except BatchCutOff:
-            self._begin_anew(jobs)
+            self._restart_later(jobs)
         except Exception as error:
             if self._closing:  # it was cut off
                 failure = stopping()
             else:
-                log.exception("round_failed", requests=len(jobs), sequences=self._running_sequences)
+                log.exception("batch_step_failed", requests=len(jobs), sequences=self._running_sequences)
                 failure = ApiError(500, f"generation failed: {type(error).__name__}: {error}", code="generation_failed")
             for job in jobs:
                 if not job.answer.done():
@@ -265,7 +267,7 @@ class StaticBatcher:
             for job, result in zip(jobs, results, strict=True):
                 if not job.answer.done():
                     self._settle(job, result, spans)
-            self.counters.rounds += 1
+            self.counters.batch_steps += 1
             self.counters.sequences += self._running_sequences
             self.counters.busy_seconds += loop.time() - started
         finally:
@@ -282,23 +284,23 @@ class StaticBatcher:
         else:
             job.answer.set_result(([stamped(completion, spans) for completion in result], spans[0][1]))
 
-    def _begin_anew(self, jobs: list[Job]) -> None:
-        """Put the jobs of a round that was cut off back to where they were."""
-        log.info("round_cut_off_for_weights", requests=len(jobs))
+    def _restart_later(self, jobs: list[Job]) -> None:
+        """Put the jobs of a batch step that was cut off back at the head of the queue."""
+        log.info("batch_step_restarted_for_weights", requests=len(jobs))
         for job in reversed(jobs):
-            if job.feed is not None and not job.answer.done():
+            if job.stream is not None and not job.answer.done():
                 job.answer.set_exception(not_current("new weights have come while this was streamed; ask again"))
             elif not job.answer.done():
                 self._pending.appendleft(job)
         self._arrived.set()
 
-    def _work(self, jobs: list[Job], loop: asyncio.AbstractEventLoop, spans: Spans) -> list[Any]:
+    def _compute(self, jobs: list[Job], loop: asyncio.AbstractEventLoop, spans: Spans) -> list[Any]:
         to_generate = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, GenerationRequest)]
         to_score = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, ScoreRequest)]
         results: list[Any] = [None] * len(jobs)
         if to_generate:
-            watch = BatchListener([jobs[place] for place, _ in to_generate], loop, self._brake, spans)
-            generated = self._generator.generate([request for _, request in to_generate], watch)
+            listener = BatchListener([jobs[place] for place, _ in to_generate], loop, self._pause_control, spans)
+            generated = self._generator.generate([request for _, request in to_generate], listener)
             for (place, _), completions in zip(to_generate, generated, strict=True):
                 results[place] = completions
                 self.counters.tokens += sum(len(completion.token_ids) for completion in completions)

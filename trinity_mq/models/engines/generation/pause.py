@@ -1,7 +1,7 @@
-"""Stops a round between two of its decode steps, so that new weights can go in, or ends it there.
+"""Pauses a batch step between two of its decode steps, so that new weights can go in, or ends it there.
 
-The round runs in the engine's worker thread, where all of torch runs; while it stands still, that thread does what the
-sync has for it, such as copying weights.
+The batch step runs in the engine's worker thread, where all of torch runs; while it is paused, that thread does the
+work of the sync, such as copying weights.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from trinity_mq.messages import Version
 
 T = TypeVar("T")
 Spans = list[tuple[int, Version]]
-"""``(first step, version)`` of each stretch of a round that was sampled by other weights than the one before."""
+"""``(first step, version)`` of each stretch of a batch step that was sampled under one version."""
 
 
 class BatchCutOff(Exception):
-    """The round was ended between two steps; its requests may begin anew."""
+    """The batch step was ended between two steps; its requests may begin anew."""
 
 
 class PauseControl:
-    """One engine's brake. :meth:`between` is called in the worker thread, everything else on the event loop."""
+    """Pause control of one engine. :meth:`between` runs in the worker thread, everything else on the event loop."""
 
     def __init__(self, on_standing: Callable[[], None] = lambda: None) -> None:
-        """``on_standing`` is called in the worker thread when a round stands still."""
+        """``on_standing`` is called in the worker thread when a batch step stands still."""
         self._on_standing = on_standing
         self._changed = threading.Condition()
         self._held = self._cut = self._standing = False
         self._version: Version | None = None
-        """The weights under which the round goes on."""
+        """The weights under which the batch step goes on."""
         self._work: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
 
     def hold(self) -> None:
-        """Have the round stand still at its next step."""
+        """Have the batch step stand still at its next step."""
         with self._changed:
             self._held = True
 
     def cut(self) -> None:
-        """Have the round raise :class:`BatchCutOff` at its next step."""
+        """Have the batch step raise :class:`BatchCutOff` at its next step."""
         with self._changed:
             self._cut = True
 
     def release(self, version: Version | None) -> None:
-        """Let the round go on, now under ``version``; None: there are no weights to go on with, so it is cut off."""
+        """Let the batch step go on under ``version``; None: there are no weights to go on with, so it is cut off."""
         with self._changed:
             self._cut = self._held and self._standing and version is None
             self._held, self._version = False, version
             self._changed.notify_all()
 
     def submit(self, work: Callable[[], T]) -> Future[T] | None:
-        """Have ``work`` done in the worker thread while the round stands still; None: it does not."""
+        """Have ``work`` done in the worker thread while the batch step stands still; None: it does not."""
         with self._changed:
             if not (self._held and self._standing):
                 return None
@@ -67,7 +67,7 @@ class PauseControl:
         put into ``spans``.
 
         Raises:
-            RoundCutOff: The round is not to go on.
+            BatchCutOff: The batch step is not to go on.
         """
         with self._changed:
             if self._held:
@@ -81,7 +81,7 @@ class PauseControl:
             return self._version
 
     def begin(self, version: Version) -> None:
-        """A round begins under ``version``."""
+        """A batch step begins under ``version``."""
         with self._changed:
             self._version, self._cut = version, False
 

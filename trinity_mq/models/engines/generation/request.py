@@ -1,4 +1,4 @@
-"""What an engine is asked for and what it answers; plain data, no torch."""
+"""Requests to a generation engine and its answers; plain data, no torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Completion:
     token_ids: list[int]
     """The end of sequence included, where it was sampled."""
     logprobs: list[float]
-    """Of each token: ``log_softmax(logits / temperature)`` before truncation; at temperature 0 untempered."""
+    """Logprob of each token: ``log_softmax(logits / temperature)`` before truncation; at temperature 0 untempered."""
     text: str
     """Without the end of sequence; other special tokens show."""
     finish_reason: FinishReason
@@ -58,7 +58,7 @@ class Token:
     """One token as it is sampled."""
 
     request: int
-    """Number of the request in its round."""
+    """Number of the request in its batch step."""
     choice: int
     """Which of the request's ``n`` completions it belongs to."""
     token_id: int
@@ -70,8 +70,8 @@ class Token:
     request began with."""
 
 
-class Watch(Protocol):
-    """Who waits for a round; called in the worker thread while it runs. Requests go by their number in the round."""
+class GenerationListener(Protocol):
+    """Listener of a batch step, called in the worker thread. Requests are numbered within the step."""
 
     def listens(self, request: int) -> bool:
         """Return whether the tokens of ``request`` are wanted one by one."""
@@ -84,5 +84,5 @@ class Watch(Protocol):
 
     def between(self, step: int) -> None:
         """Called before the model is asked for step ``step`` (from 0); may take its time, during which the weights may
-        change, or raise to end the round.
+        change, or raise to end the batch step.
         """

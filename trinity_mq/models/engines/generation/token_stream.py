@@ -1,4 +1,4 @@
-"""What a round samples, handed from its worker thread to those on the event loop who listen or have left."""
+"""Sampled tokens of a batch step, handed from its worker thread to listeners on the event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TokenStream:
         self._news.put_nowait(news)
 
     async def begun(self) -> Version:
-        """Return when the round has started, with the version that samples.
+        """Return when the batch step has started, with the version that samples.
 
         Raises:
             ApiError: It will not start.
@@ -33,14 +33,14 @@ class TokenStream:
         first = await self._news.get()
         if not isinstance(first, tuple):
             await self._answer
-            raise RuntimeError("a round ended that never began")
+            raise RuntimeError("a batch step ended that never began")
         return first
 
     async def __aiter__(self) -> AsyncIterator[list[Token]]:
         """Yield what has come since the last time, until all completions are finished.
 
         Raises:
-            ApiError: The round failed.
+            ApiError: The batch step failed.
         """
         over = False
         while not over:
@@ -61,34 +61,36 @@ class TokenStream:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request's place in a round."""
+    """One request's place in a batch step."""
 
     request: GenerationRequest | ScoreRequest
     pin: Version | None
     answer: asyncio.Future[Any]
     sequences: int
-    feed: TokenStream | None = None
+    stream: TokenStream | None = None
 
 
 class BatchListener:
-    """Who waits for the generating ``jobs`` of a round; its methods are called in the worker thread."""
+    """Listener for the generating ``jobs`` of a batch step; its methods are called in the worker thread."""
 
-    def __init__(self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop, brake: PauseControl, spans: Spans) -> None:
-        """``spans`` says under which version the round begins, and is added to when that changes."""
-        self._jobs, self._loop, self._brake, self._spans = jobs, loop, brake, spans
+    def __init__(
+        self, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop, pause_control: PauseControl, spans: Spans
+    ) -> None:
+        """``spans`` says under which version the batch step begins, and is added to when that changes."""
+        self._jobs, self._loop, self._pause_control, self._spans = jobs, loop, pause_control, spans
         self._changed: Version | None = None
 
     def listens(self, request: int) -> bool:
-        """Return whether there is a feed."""
-        return self._jobs[request].feed is not None
+        """Return whether the request is streamed."""
+        return self._jobs[request].stream is not None
 
     def left(self, request: int) -> bool:
         """Return whether the answer is not waited for any more."""
         return self._jobs[request].answer.done()
 
     def between(self, step: int) -> None:
-        """Stand still or end here, if the brake is on."""
-        self._changed = self._brake.between(step, self._spans) or self._changed
+        """Pause or end here, if the pause control says so."""
+        self._changed = self._pause_control.between(step, self._spans) or self._changed
 
     def sampled(self, tokens: list[Token]) -> None:
         """Hand the tokens of one step to the event loop."""
@@ -101,13 +103,13 @@ class BatchListener:
         for token in tokens:
             by_request.setdefault(token.request, []).append(token)
         for number, news in by_request.items():
-            feed = self._jobs[number].feed
-            if feed is not None:
-                feed.put(news)
+            stream = self._jobs[number].stream
+            if stream is not None:
+                stream.put(news)
 
 
 def stamped(completion: Completion, spans: Spans) -> Completion:
-    """Return a completion of a round with the versions of its tokens, if the weights changed meanwhile."""
+    """Return a completion of a batch step with the versions of its tokens, if the weights changed meanwhile."""
     if len(spans) == 1:
         return completion
     ends = len(completion.token_ids)

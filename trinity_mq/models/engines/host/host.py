@@ -28,15 +28,15 @@ from trinity_mq.messages import Version
 from trinity_mq.models.engines.host.admin_client import EngineAdmin
 from trinity_mq.models.engines.host.process import AUXILIARY_COMMAND, ENGINE_COMMAND, EngineProcess
 from trinity_mq.models.engines.host.ready_file import ReadyFile, engine_digest
-from trinity_mq.models.engines.host.snapshot import EngineSnapshot
 from trinity_mq.models.errors import EngineError, EngineFailed, EngineLost
+from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.process import write_atomic
 
 log = structlog.get_logger(__name__)
 
 START_TIMEOUT = 300.0
 STOP_GRACE = 40.0
-"""Longer than an engine's own grace for its running round."""
+"""Longer than an engine's own grace for its running batch step."""
 MAX_RENEW_INTERVAL = 2.0
 """Renewals also bring the engine's load, which runners choose by."""
 ADOPT_TIMEOUT = 10.0
@@ -73,12 +73,12 @@ class EngineHost:
 
     @property
     def ready_file(self) -> Path:
-        """Where the engine says that it is ready."""
+        """File in which the engine reports that it is ready."""
         return self.run_dir / "engines" / f"{self.id}.ready.json"
 
     @property
     def output(self) -> Path:
-        """Where the engine's stdout and stderr go."""
+        """File that receives the engine's stdout and stderr."""
         return self.run_dir / "logs" / f"engine-{self.id}.out"
 
     async def start(self) -> None:
@@ -117,7 +117,7 @@ class EngineHost:
                     await self._one_life()
 
     async def stop(self) -> None:
-        """End the engine for good: it finishes its round. Cancel :meth:`keep` before or after."""
+        """End the engine for good: it finishes its batch step. Cancel :meth:`keep` before or after."""
         self._closing = True
         if self._process is not None:
             with contextlib.suppress(EngineError):
@@ -143,10 +143,10 @@ class EngineHost:
     # -- the sync gate's commands
 
     async def pause(self, timeout: float = 60.0, lease: float = 120.0) -> None:
-        """Let no round start and wait for the running one; after ``lease`` seconds the engine goes on by itself.
+        """Let no batch step start and wait for the running one; after ``lease`` seconds the engine goes on by itself.
 
         Raises:
-            EngineRefused: 504; the round did not end in ``timeout`` seconds, the engine goes on.
+            EngineRefused: 504; the batch step did not end in ``timeout`` seconds, the engine goes on.
             EngineLost: No answer.
         """
         await self._command_engine("pause", {"timeout": timeout, "lease": lease}, timeout + 10.0)

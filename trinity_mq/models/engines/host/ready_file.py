@@ -21,7 +21,7 @@ which the clock corrects."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyFile:
-    """What an engine says about itself once it takes requests. Readable by its owner only: it holds the admin token."""
+    """Report of an engine that takes requests. Readable by its owner only: it holds the admin token."""
 
     id: str
     pid: int
@@ -32,9 +32,9 @@ class ReadyFile:
     name: str
     model_path: str
     fingerprint: str
-    """Of tokenizer, chat template and vocabulary."""
+    """Hash over tokenizer, chat template and vocabulary."""
     digest: str
-    """Of the settings the engine was started with."""
+    """Hash over the settings the engine was started with."""
 
     def write(self, path: Path) -> None:
         """Write atomically, mode 0600."""

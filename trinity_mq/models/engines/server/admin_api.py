@@ -14,8 +14,7 @@ from trinity_mq.models.engines.generation.batch_step import StaticBatcher
 from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.models.engines.server.admin_bodies import CommitBody, LeaseBody, PauseBody, ReceiveBody, parsed
 from trinity_mq.models.engines.server.errors import ApiError, bad_request, not_current
-from trinity_mq.models.engines.server.lease import Lease
-from trinity_mq.models.engines.server.state import EngineState, StateError
+from trinity_mq.models.engines.server.state import EngineState, Lease, StateError
 from trinity_mq.models.engines.torch.weights import WeightsError
 
 log = structlog.get_logger(__name__)
@@ -47,7 +46,7 @@ class AdminApi:
     def __init__(
         self,
         *,
-        rounds: StaticBatcher,
+        batcher: StaticBatcher,
         state: EngineState,
         generator: Any,
         lease: Lease,
@@ -56,7 +55,7 @@ class AdminApi:
         identity: Mapping[str, Any],
         shutdown: Callable[[str], None],
     ) -> None:
-        self._rounds, self._state, self._generator, self._lease = rounds, state, generator, lease
+        self._batcher, self._state, self._generator, self._lease = batcher, state, generator, lease
         self._receiver, self._token, self._identity, self._shutdown = receiver, token, identity, shutdown
         self._transfer: asyncio.Task[web.Response] | None = None
 
@@ -81,7 +80,7 @@ class AdminApi:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state that every answer holds."""
-        state, counters = self._state, self._rounds.counters
+        state, counters = self._state, self._batcher.counters
         return {
             **self._identity,
             "state": state.label,
@@ -89,9 +88,9 @@ class AdminApi:
             "paused": state.paused,
             "version": None if state.version is None else list(state.version),
             "progress": state.progress,
-            "load": self._rounds.load,
+            "load": self._batcher.load,
             "lease_left": self._lease.left,
-            "rounds": counters.rounds,
+            "rounds": counters.batch_steps,
             "sequences": counters.sequences,
             "tokens": counters.tokens,
             "busy_seconds": counters.busy_seconds,
@@ -111,17 +110,17 @@ class AdminApi:
         return self._answer()
 
     async def pause(self, request: web.Request) -> web.Response:
-        """Start no more rounds and return when the running one is over."""
+        """Start no more batch steps and return when the running one is over."""
         body = await parsed(request, PauseBody)
         self._state.pause(body.lease)
         try:
             async with asyncio.timeout(body.timeout):
-                await self._rounds.idle()
+                await self._batcher.idle()
         except TimeoutError:
             self._state.resume()
             raise ApiError(
                 504,
-                f"the running round did not end within {body.timeout:g} s; the engine goes on",
+                f"the running batch step did not end within {body.timeout:g} s; the engine goes on",
                 code="pause_timeout",
             ) from None
         self._state.restart_pause_lease(body.lease)
@@ -168,10 +167,10 @@ class AdminApi:
             async with asyncio.timeout(body.timeout):
                 tensors = await self._receiver(body.spec)
             arrived = loop.time()
-            checked = await self._rounds.call(lambda: self._generator.check(tensors))
+            checked = await self._batcher.call(lambda: self._generator.check(tensors))
             self._state.touch()
             touched = True
-            canary = await self._rounds.call(lambda: self._apply(checked, body.spec))
+            canary = await self._batcher.call(lambda: self._apply(checked, body.spec))
         except Exception as error:
             log.warning("receive_failed", touched=touched, error=f"{type(error).__name__}: {error}")
             reason = "time ran out" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
@@ -206,7 +205,7 @@ class AdminApi:
         return self._answer()
 
     async def shutdown(self, request: web.Request) -> web.Response:
-        """Finish the round and end."""
+        """Finish the batch step and end."""
         self._shutdown("asked to")
         return self._answer()
 
@@ -218,7 +217,7 @@ class AdminApi:
         if self._state.phase != "current":
             raise not_current("the engine holds no committed weights")
         try:
-            data = await self._rounds.call(lambda: self._generator.weight(name))
+            data = await self._batcher.call(lambda: self._generator.weight(name))
         except WeightsError as error:
             raise ApiError(404, str(error), code="no_such_weight", param="name") from error
         return web.Response(body=data, content_type="application/octet-stream")

@@ -29,7 +29,7 @@ class PauseBody(_Body):
     """``/admin/pause``."""
 
     timeout: float = Field(default=60.0, gt=0)
-    """Seconds the running round has to end."""
+    """Seconds the running batch step has to end."""
     lease: float = Field(default=PAUSE_LEASE, gt=0)
     """Seconds after which the engine goes on by itself if it hears nothing more."""
 

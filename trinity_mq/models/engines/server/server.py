@@ -12,9 +12,8 @@ from aiohttp import web
 
 from trinity_mq.models.engines.generation.batch_step import PauseMode, StaticBatcher
 from trinity_mq.models.engines.server.admin_api import AdminApi, Receiver
-from trinity_mq.models.engines.server.lease import Lease
 from trinity_mq.models.engines.server.openai.api import OpenAIApi, Served, errors_as_json
-from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.server.state import EngineState, Lease
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +30,7 @@ class ServerSettings:
     model_name: str
     model_path: str
     token: str
-    """Of the admin routes."""
+    """Bearer token of the admin routes."""
     fingerprint: str = ""
     host: str = "127.0.0.1"
     port: int = 0
@@ -41,7 +40,7 @@ class ServerSettings:
     pause_mode: PauseMode = "wait"
     lease: float = 60.0
     grace: float = 30.0
-    """Seconds that the running round has to end when the server is asked to; none after the lease ran out."""
+    """Seconds that the running batch step has to end when the server is asked to; none after the lease ran out."""
 
 
 class EngineServer:
@@ -52,13 +51,13 @@ class EngineServer:
         generator: Any,
         settings: ServerSettings,
         receiver: Receiver,
-        rounds: Callable[[EngineState], Any] | None = None,
+        batcher: Callable[[EngineState], Any] | None = None,
     ) -> None:
-        """``rounds`` makes what stands in for :class:`StaticBatcher`, where the generator batches by itself."""
+        """``batcher`` makes what stands in for :class:`StaticBatcher`, where the generator batches by itself."""
         self.state = EngineState()
-        self.rounds = (
-            rounds(self.state)
-            if rounds
+        self.batcher = (
+            batcher(self.state)
+            if batcher
             else StaticBatcher(
                 generator,
                 self.state,
@@ -73,7 +72,7 @@ class EngineServer:
         self._reason = ""
 
     def stop(self, reason: str) -> None:
-        """Take no more requests, finish the round, end :meth:`run`."""
+        """Take no more requests, finish the batch step, end :meth:`run`."""
         if not self._ended.is_set():
             log.info("engine_stopping", engine=self._settings.engine_id, reason=reason)
             self._reason = reason
@@ -93,10 +92,10 @@ class EngineServer:
             await site.start()
             self.url = f"http://{settings.host}:{site.port}"
             async with asyncio.TaskGroup() as group:
-                group.create_task(self.rounds.run(), name="rounds")
+                group.create_task(self.batcher.run(), name="batcher")
                 ready(self.url)
                 await self._ended.wait()
-                await self.rounds.close(0.0 if self._reason == "lease ran out" else settings.grace)
+                await self.batcher.close(0.0 if self._reason == "lease ran out" else settings.grace)
         finally:
             lease.end()
             await runner.cleanup()
@@ -119,7 +118,7 @@ class EngineServer:
             "fingerprint": settings.fingerprint,
         }
         admin = AdminApi(
-            rounds=self.rounds,
+            batcher=self.batcher,
             state=self.state,
             generator=self._generator,
             lease=lease,
@@ -129,7 +128,7 @@ class EngineServer:
             shutdown=self.stop,
         )
         application = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY)
-        application.add_routes(OpenAIApi(self.rounds, self.state, codec, served).routes())
+        application.add_routes(OpenAIApi(self.batcher, self.state, codec, served).routes())
         application.add_routes(admin.routes())
         application.add_routes([web.get("/health", self._health)])
         return application
@@ -138,5 +137,5 @@ class EngineServer:
         """Say that the process answers; what it can do now is in ``state``."""
         version = None if self.state.version is None else list(self.state.version)
         return web.json_response(
-            {"status": "ok", "state": self.state.label, "version": version, "load": self.rounds.load}
+            {"status": "ok", "state": self.state.label, "version": version, "load": self.batcher.load}
         )

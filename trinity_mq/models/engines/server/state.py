@@ -1,4 +1,4 @@
-"""What an engine may do now: the weights it holds, and whether it stands still for a sync."""
+"""Serving state of an engine: the weights it holds, and whether it is paused for a sync."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StateError(Exception):
 class EngineState:
     """Empty until the first weights, current at a committed version, dirty once weights were touched and not committed.
 
-    Beside that it may be paused: no round starts, requests wait. A pause has a lease, after which the engine goes on by
+    It may also be paused: no batch step starts, requests wait. A pause has a lease, after which the engine goes on by
     itself, with its old version if nothing was touched. To be used on the event loop only.
     """
 
@@ -121,3 +121,30 @@ class EngineState:
             )
         self.phase, self.version, self.progress = "current", version, progress
         self.resume()
+
+
+class Lease:
+    """Calls ``expired`` once, when ``seconds`` have passed since the last renewal. Used on the event loop."""
+
+    def __init__(self, seconds: float, expired: Callable[[], None]) -> None:
+        self._expired = expired
+        self._timer: asyncio.TimerHandle | None = None
+        self.renew(seconds)
+
+    def renew(self, seconds: float) -> None:
+        """Run for ``seconds`` from now on."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expired)
+
+    def end(self) -> None:
+        """Run no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        if self._timer is None or self._timer.cancelled():
+            return 0.0
+        return max(0.0, self._timer.when() - asyncio.get_running_loop().time())

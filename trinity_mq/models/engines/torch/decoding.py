@@ -9,9 +9,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_mq.models.engines.generation.request import FinishReason, GenerationRequest
-from trinity_mq.models.engines.torch.listeners import RowListener
+from trinity_mq.models.engines.generation.request import FinishReason, GenerationListener, GenerationRequest, Token
 from trinity_mq.models.engines.torch.sampling import Uniforms, choose
+
+
+class RowListener:
+    """A :class:`GenerationListener` in terms of the decode loop's rows."""
+
+    def __init__(
+        self, requests: Sequence[GenerationRequest], listener: GenerationListener, device: torch.device
+    ) -> None:
+        self._listener = listener
+        self._places = [(number, choice) for number, request in enumerate(requests) for choice in range(request.n)]
+        heard = [listener.listens(number) for number, _ in self._places]
+        self.listening = any(heard)
+        """Whether :meth:`step` has anybody to tell."""
+        self._heard = torch.tensor(heard, device=device)
+        self._numbers = torch.tensor([number for number, _ in self._places])
+        self._waiting = list(range(len(requests)))
+        self._left = torch.zeros(len(self._places), dtype=torch.bool, device=device)
+
+    def step(self, rows: Tensor, tokens: Tensor, logprobs: Tensor, ended: Tensor, stopped: Tensor) -> None:
+        """Take in what the unfinished ``rows`` just sampled; all arguments have one entry a row."""
+        chosen = self._heard[rows]
+        columns = [values[chosen].tolist() for values in (rows, tokens, logprobs, ended, stopped)]
+        out = [
+            Token(
+                self._places[row][0],
+                self._places[row][1],
+                token,
+                logprob,
+                ("stop" if stop else "length") if end else None,
+            )
+            for row, token, logprob, end, stop in zip(*columns, strict=True)
+        ]
+        if out:
+            self._listener.sampled(out)
+
+    def between(self, step: int) -> None:
+        """See :meth:`GenerationListener.between`."""
+        self._listener.between(step)
+
+    def left(self) -> Tensor | None:
+        """Return which rows of the whole batch nobody waits for any more, bool ``[rows]``; None: as before."""
+        gone = [number for number in self._waiting if self._listener.left(number)]
+        if not gone:
+            return None
+        self._waiting = [number for number in self._waiting if number not in gone]
+        self._left |= torch.isin(self._numbers, torch.tensor(gone)).to(self._left.device)
+        return self._left
+
 
 COMPACT_BELOW = 0.5
 """Share of unfinished rows at which the finished ones are cut out: cutting copies the cache, keeping them computes for
@@ -24,7 +71,7 @@ class GenerationCancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What one row sampled, end of sequence included."""
+    """Sampled tokens of one row, end of sequence included."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -32,7 +79,7 @@ class Sampled:
 
 
 class _Recorder:
-    """What every row has sampled so far, a column a step."""
+    """Sampled tokens of all rows, one column per step."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._rows, self._device = rows, device
@@ -88,12 +135,12 @@ def decode(
     pad_id: int,
     device: torch.device,
     stop_watch: StopWatch | None = None,
-    row_watch: RowListener | None = None,
+    row_listener: RowListener | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> list[Sampled]:
     """Return what each row sampled; request i has ``n`` rows, requests in order.
 
-    Rows that ``row_watch`` says nobody waits for end at once, with nothing. It may also have the model's weights
+    Rows that ``row_listener`` says nobody waits for end at once, with nothing. It may also have the model's weights
     changed between two steps: what was read under the old ones stays in the cache.
 
     Raises:
@@ -120,11 +167,11 @@ def decode(
         ended = (stopped | (rows.limits <= step)) & ~rows.done
         recorder.lengths[rows.ids[ended]] = step
         recorder.stopped[rows.ids[ended]] = stopped[ended]
-        if row_watch is not None:
-            if row_watch.listening:
+        if row_listener is not None:
+            if row_listener.listening:
                 live = ~rows.done
-                row_watch.step(*(values[live] for values in (rows.ids, tokens, logprobs, ended, stopped)))
-            if (left := row_watch.left()) is not None:
+                row_listener.step(*(values[live] for values in (rows.ids, tokens, logprobs, ended, stopped)))
+            if (left := row_listener.left()) is not None:
                 rows.done |= left[rows.ids]
         rows.done |= ended
         unfinished = int((~rows.done).sum())
@@ -135,8 +182,8 @@ def decode(
             cache.batch_select_indices(chosen)
             rows.keep(chosen)
             tokens = tokens[chosen]
-        if row_watch is not None:
-            row_watch.between(step)
+        if row_listener is not None:
+            row_listener.between(step)
         rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(tokens), 1)], dim=1)
         logits = _forward(model, cache, tokens[:, None], rows.mask, rows.positions[:, None])
         rows.positions = rows.positions + 1

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_mq.config import ModelConfig
-from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Watch
+from trinity_mq.config import AuxiliaryModelConfig, ModelConfig
+from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.stopping import StopStrings, cut, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.torch.decoding import decode
-from trinity_mq.models.engines.torch.listeners import RowListener
+from trinity_mq.models.engines.torch.decoding import RowListener, decode
 from trinity_mq.models.engines.torch.sampling import tempered_logprobs
 from trinity_mq.models.engines.torch.weights import (
     ManifestEntry,
@@ -26,6 +25,7 @@ from trinity_mq.models.engines.torch.weights import (
     named_weights,
 )
 from trinity_mq.models.errors import ModelError
+from trinity_mq.models.model_folder import ensure_model_folder
 
 SCORE_TOKENS = 1 << 14
 """Tokens scored in one forward pass."""
@@ -69,8 +69,10 @@ class TextGenerator:
         longest = getattr(described.get_text_config(), "max_position_embeddings", None) or config.max_model_len
         return cls(model, codec, max_model_len=min(config.max_model_len, longest))
 
-    def generate(self, requests: Sequence[GenerationRequest], watch: Watch | None = None) -> list[list[Completion]]:
-        """Return the completions of each request, in order; ``watch`` hears of each token and says who has left.
+    def generate(
+        self, requests: Sequence[GenerationRequest], listener: GenerationListener | None = None
+    ) -> list[list[Completion]]:
+        """Return the completions of each request, in order; ``listener`` hears of each token and says who has left.
 
         Raises:
             GenerationCancelled: :meth:`cancel` was called.
@@ -82,7 +84,7 @@ class TextGenerator:
             pad_id=self.codec.pad_id,
             device=self.device,
             stop_watch=StopStrings(stops, self.codec.decode) if any(stops) else None,
-            row_watch=None if watch is None else RowListener(requests, watch, self.device),
+            row_listener=None if listener is None else RowListener(requests, listener, self.device),
             cancelled=self._cancelled.is_set,
         )
         stop_ids = [request.stop_ids for request in requests for _ in range(request.n)]
@@ -179,3 +181,36 @@ def _batches(requests: Sequence[ScoreRequest]) -> list[list[ScoreRequest]]:
             parts.append([request])
             width = len(request.token_ids)
     return parts
+
+
+def fixed_generator(auxiliary: AuxiliaryModelConfig, folder: Path, seed: int) -> tuple[TextGenerator, Path]:
+    """Return a generator of an auxiliary model and the model's folder.
+
+    Args:
+        auxiliary: Which model; one that is served here.
+        folder: Where a tiny model is made.
+        seed: Of a tiny model's weights.
+
+    Raises:
+        ModelError: The model, or its weights, cannot be had.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = auxiliary.model
+    if config is None:
+        raise ModelError(f"auxiliary model {auxiliary.name!r} has no section model")
+    found = ensure_model_folder(config, folder, seed)
+    generator = TextGenerator.build(config, found, num_threads=auxiliary.num_threads)
+    try:
+        saved = AutoModelForCausalLM.from_pretrained(found, trust_remote_code=config.trust_remote_code)
+        generator.apply(generator.check(named_weights(saved)))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"auxiliary model {auxiliary.name!r}: the weights in {found} cannot be read: {' '.join(str(error).split())}"
+        ) from error
+    return generator, found
+
+
+async def takes_no_weights(spec: dict[str, Any]) -> Mapping[str, Any]:
+    """Refuse a transfer: an auxiliary model is never trained."""
+    raise WeightsError("an auxiliary engine takes no weights: it serves those of its folder")

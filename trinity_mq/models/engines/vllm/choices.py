@@ -31,8 +31,8 @@ class Choices:
     A request that is cut off can go on: :meth:`rest` is what to ask for then.
     """
 
-    def __init__(self, request: GenerationRequest, decode: Decode, feed: TokenStream | None) -> None:
-        self._stops, self._decode, self._feed = request.stop, decode, feed
+    def __init__(self, request: GenerationRequest, decode: Decode, stream: TokenStream | None) -> None:
+        self._stops, self._decode, self._stream = request.stop, decode, stream
         self._tail = max(map(len, request.stop), default=0) + TAIL_SLACK
         self._request = request
         self._rows = [_Row() for _ in range(request.n)]
@@ -53,7 +53,7 @@ class Choices:
     @property
     def streamed(self) -> bool:
         """Somebody listens."""
-        return self._feed is not None
+        return self._stream is not None
 
     @property
     def tokens(self) -> int:
@@ -61,12 +61,12 @@ class Choices:
         return sum(len(row.token_ids) for row in self._rows)
 
     def begin(self, version: Version) -> None:
-        """What comes from now on is of ``version``: who listens is told so before anything else, then with tokens."""
+        """Stamp all further tokens with ``version``; listeners learn it before the next token."""
         for row in self._rows:
             row.by = row.by or version
             row.versions = ()
-        if self._by is None and self._feed is not None:
-            self._feed.put(version)
+        if self._by is None and self._stream is not None:
+            self._stream.put(version)
         self._by = version
 
     def ended(self, index: int | None) -> bool:
@@ -109,8 +109,8 @@ class Choices:
                     break
             if not tokens:
                 row.ended = part["finish_reason"]
-        if news and self._feed is not None:
-            self._feed.put(news)
+        if news and self._stream is not None:
+            self._stream.put(news)
 
     def result(self) -> list[api.Choice]:
         """Return what has come."""

@@ -1,36 +1,107 @@
-"""The parts of an engine that is vLLM: its server as our child, and what stands for generator, rounds, receiver."""
+"""The parts of an engine that is vLLM: its server as our child, and what stands for generator, batcher, receiver."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import shutil
+import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from tenacity import AsyncRetrying, retry_if_result, wait_fixed
 
 from trinity_mq.config import Config
 from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE
 from trinity_mq.models.engines.server.admin_api import Receiver
 from trinity_mq.models.engines.server.state import EngineState
 from trinity_mq.models.engines.torch.generator import choose_device
 from trinity_mq.models.engines.vllm import api
-from trinity_mq.models.engines.vllm.child import VllmChild
 from trinity_mq.models.engines.vllm.client import VllmClient, VllmControl
 from trinity_mq.models.engines.vllm.flow import Flow
 from trinity_mq.models.engines.vllm.generator import VllmGenerator, model_limits
+from trinity_mq.models.errors import EngineFailed
+
+log = structlog.get_logger(__name__)
+
+ASK_EVERY = 0.2
+STOP_SECONDS = 10.0
+"""From the request to end to the kill: nothing it holds is worth more."""
+
+
+class VllmChild:
+    """One server process; its output goes where ours goes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def spawn(cls, command: Sequence[str], environment: Mapping[str, str]) -> VllmChild:
+        """Start it. It ends when we do, however that happens."""
+        ours = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, env={**ours, **environment}
+        )
+        log.info("vllm_started", pid=process.pid)
+        return cls(process)
+
+    async def ready(self, client: VllmClient) -> None:
+        """Return when it takes requests. How long that may take, our own host decides.
+
+        Raises:
+            EngineFailed: It ended before.
+        """
+        async with asyncio.TaskGroup() as group:
+            dying = group.create_task(self._process.wait())
+            asking = group.create_task(_until_healthy(client))
+            await asyncio.wait({dying, asking}, return_when=asyncio.FIRST_COMPLETED)
+            asking.cancel()
+            dying.cancel()
+        if self._process.returncode is not None:
+            raise EngineFailed(f"vLLM ended before it took requests (exit code {self._process.returncode})")
+
+    async def exited(self) -> int:
+        """Return when it has ended, with its exit code."""
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """End it at once; from any thread."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """End it and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            log.warning("vllm_killed", pid=self._process.pid, after_seconds=STOP_SECONDS)
+            self.kill()
+            await self._process.wait()
+
+
+async def _until_healthy(client: VllmClient) -> None:
+    asking = AsyncRetrying(retry=retry_if_result(lambda healthy: not healthy), wait=wait_fixed(ASK_EVERY))
+    await asking(client.healthy)
+
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class VllmParts:
-    """What :class:`~trinity_mq.models.engines.server.server.EngineServer` is made of."""
+    """Parts of an :class:`~trinity_mq.models.engines.server.server.EngineServer` on vLLM."""
 
     generator: VllmGenerator
-    rounds: Callable[[EngineState], Flow]
+    batcher: Callable[[EngineState], Flow]
     receiver: Receiver
     child: VllmChild
 
@@ -69,7 +140,7 @@ async def vllm_parts(config: Config, folder: Path) -> AsyncIterator[VllmParts]:
                     give_up=child.kill,
                 )
 
-                def rounds(state: EngineState) -> Flow:
+                def batcher(state: EngineState) -> Flow:
                     return Flow(
                         client,
                         state,
@@ -79,7 +150,7 @@ async def vllm_parts(config: Config, folder: Path) -> AsyncIterator[VllmParts]:
                         pause_mode=mode,
                     )
 
-                yield VllmParts(generator, rounds, generator.receive, child)
+                yield VllmParts(generator, batcher, generator.receive, child)
         finally:
             control.close()
             await child.stop()

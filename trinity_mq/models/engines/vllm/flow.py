@@ -1,4 +1,4 @@
-"""Requests on their way to vLLM, which batches them by itself: admitted like a round's, counted, held at a pause.
+"""Sends requests to vLLM, which batches them itself: admits and counts them, holds them during a pause.
 
 Has the methods of :class:`~trinity_mq.models.engines.generation.batch_step.StaticBatcher`, which the API and the
 admin routes use.
@@ -96,14 +96,14 @@ class Flow:
         if problem := self._state.problem(pin):
             raise problem
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        feed = TokenStream(answer)
+        stream = TokenStream(answer)
         # no TaskGroup: what the block raises must come out as it is
-        feeding = asyncio.create_task(self._feed(request, pin, feed, answer), name="feed")
+        sampling = asyncio.create_task(self._run_stream(request, pin, stream, answer), name="token-stream")
         try:
-            yield feed
+            yield stream
         finally:
-            feeding.cancel()
-            await asyncio.wait({feeding})
+            sampling.cancel()
+            await asyncio.wait({sampling})
             if answer.done() and not answer.cancelled():
                 answer.exception()  # looked at: whoever iterated has had it, whoever left does not want it
             answer.cancel()
@@ -171,7 +171,7 @@ class Flow:
         self._idle.clear()
         try:
             yield version
-            self.counters.rounds += 1
+            self.counters.batch_steps += 1
             self.counters.sequences += sequences
         finally:
             self._under_way -= sequences
@@ -227,25 +227,25 @@ class Flow:
                 if choices.ended(only) and not to_the_end:
                     break
 
-    async def _feed(
-        self, request: GenerationRequest, pin: Version | None, feed: TokenStream, answer: asyncio.Future[Any]
+    async def _run_stream(
+        self, request: GenerationRequest, pin: Version | None, stream: TokenStream, answer: asyncio.Future[Any]
     ) -> None:
         try:
             # with top_p, logprobs are known at the end; at temperature 0, all choices are one
             if request.top_p < 1 or (request.temperature == 0 and request.n > 1):
                 completions, version = await self._generated(request, pin)
-                feed.put(version)
-                feed.put(as_tokens(completions, version))
+                stream.put(version)
+                stream.put(as_tokens(completions, version))
             else:
-                await self._fed(request, pin, feed)
+                await self._sample_stream(request, pin, stream)
             if not answer.done():
                 answer.set_result(None)
         except Exception as error:
             if not answer.done():
                 answer.set_exception(error)
 
-    async def _fed(self, request: GenerationRequest, pin: Version | None, feed: TokenStream) -> None:
-        choices = Choices(request, self._codec.decode, feed)
+    async def _sample_stream(self, request: GenerationRequest, pin: Version | None, stream: TokenStream) -> None:
+        choices = Choices(request, self._codec.decode, stream)
         while not choices.all_ended:
             parts = choices.rest()
             async with self._admitted(sum(part.n for _, part in parts), pin) as version, self._streaming():

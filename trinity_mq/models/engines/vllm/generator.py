@@ -1,4 +1,4 @@
-"""What the engine's admin routes ask of a model, asked of vLLM: take weights in, score the canary."""
+"""Weight updates and canary scores of the admin routes, carried out by vLLM."""
 
 from __future__ import annotations
 

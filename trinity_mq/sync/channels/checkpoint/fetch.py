@@ -16,7 +16,7 @@ from trinity_mq.sync.channels.buckets import entries_of
 from trinity_mq.sync.channels.checkpoint.files import MANIFEST, checked, is_local
 
 TRIES = 3
-"""Of each file: a network file system may show a new one late."""
+"""Tries per file: a network file system may show a new one late."""
 _SHARD = re.compile(r"shard-\d+\.safetensors")
 
 

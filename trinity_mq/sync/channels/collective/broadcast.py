@@ -47,7 +47,7 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Where what is broadcast must be; of several GPUs the one that this process uses."""
+        """Device on which broadcast tensors must be; of several GPUs the one that this process uses."""
         if self._backend == "gloo":
             return torch.device("cpu")
         if not (dist.is_nccl_available() and torch.cuda.is_available()):

@@ -19,7 +19,7 @@ from trinity_mq.sync.channels.buffers import SpareBuffers
 
 T = TypeVar("T")
 TRIES = 3
-"""Of each bucket."""
+"""Tries per bucket."""
 SILENCE = 10.0
 """Seconds without a byte after which a connection is given up."""
 PIECE = 2**20
@@ -27,7 +27,7 @@ PIECE = 2**20
 
 
 class _Damaged(Exception):
-    """What arrived is not what was sent."""
+    """Received bytes differ from the sent ones."""
 
 
 def fetch(spec: dict[str, Any], spare: SpareBuffers) -> tuple[dict[str, Tensor], list[Tensor]]:

@@ -22,9 +22,9 @@ class HostCopy:
     manifest: Manifest
     bucket_bytes: int
     spare: SpareBuffers = field(default_factory=SpareBuffers)
-    """Where buffers come from and, once the copy is of no use, go back to."""
+    """Pool that buffers are taken from and, once the copy is released, returned to."""
     readers: int = 0
-    """Who streams it now; its buffers must stay as they are."""
+    """Number of readers that stream it now; its buffers must not change meanwhile."""
     buckets: list[Bucket] = field(init=False)
     flats: list[Tensor] = field(default_factory=list)
     """One a bucket, on the CPU."""

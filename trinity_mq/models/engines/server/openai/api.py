@@ -37,21 +37,21 @@ SEED_MASK = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the API says about the model."""
+    """Facts about the model that the API reports."""
 
     name: str
     model_path: str
     max_model_len: int
     max_response_tokens: int
-    """Where a request gives no ``max_tokens``."""
+    """Default of a request without ``max_tokens``."""
     vocabulary: int
 
 
 class OpenAIApi:
     """The routes under ``/v1``."""
 
-    def __init__(self, rounds: StaticBatcher, state: EngineState, codec: TextCodec, served: Served) -> None:
-        self._rounds, self._state, self._codec, self._served = rounds, state, codec, served
+    def __init__(self, batcher: StaticBatcher, state: EngineState, codec: TextCodec, served: Served) -> None:
+        self._batcher, self._state, self._codec, self._served = batcher, state, codec, served
         self._created = int(time.time())
 
     def routes(self) -> list[web.RouteDef]:
@@ -76,7 +76,7 @@ class OpenAIApi:
         wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
         if body.stream:
             return await self._streamed(request, body, wanted, pin, text, tools=bool(tools))
-        [(completions, version)] = await self._rounds.generate([wanted], pin)
+        [(completions, version)] = await self._batcher.generate([wanted], pin)
         choices = [
             chat_choice(number, completion, body, version, self._codec, tools=bool(tools))
             for number, completion in enumerate(completions)
@@ -108,7 +108,7 @@ class OpenAIApi:
             if len(prompts) > 1:
                 raise bad_request(f"stream=true with {len(prompts)} prompts; stream one prompt a request", "prompt")
             return await self._streamed(request, body, requests[0], pin, prompts[0][0], tools=False)
-        answers = await self._rounds.generate(requests, pin)
+        answers = await self._batcher.generate(requests, pin)
         choices: list[dict[str, Any]] = []
         for (text, ids), (completions, version) in zip(prompts, answers, strict=True):
             prompt_fields = {"prompt_token_ids": ids, "prompt_text": text} if body.return_token_ids else {}
@@ -133,9 +133,9 @@ class OpenAIApi:
     ) -> web.StreamResponse:
         """Answer token by token; a client that closes the connection ends the sampling."""
         chunks = Chunks(body, wanted, self._codec, model=self._served.name, prompt_text=text, tools=tools)
-        async with self._rounds.stream(wanted, pin) as feed:
-            version = await feed.begun()  # until here an error has a status of its own
-            return await send(request, feed, chunks, version, _version_header(version))
+        async with self._batcher.stream(wanted, pin) as stream:
+            version = await stream.begun()  # until here an error has a status of its own
+            return await send(request, stream, chunks, version, _version_header(version))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return a text, or a conversation with the mask of what the assistant wrote, as tokens."""
@@ -158,7 +158,7 @@ class OpenAIApi:
         pin = self._admitted(request)
         body = parse(await request.read(), ScoreBody)
         self._check_prompt(body.tokens, self._served.max_model_len, "tokens")
-        [(logprobs, version)] = await self._rounds.score([ScoreRequest(body.tokens, body.temperature)], pin)
+        [(logprobs, version)] = await self._batcher.score([ScoreRequest(body.tokens, body.temperature)], pin)
         return _json({"logprobs": logprobs, "weight_version": list(version)}, version)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -206,9 +206,9 @@ class OpenAIApi:
                 code="model_not_found",
                 param="model",
             )
-        if body.n > self._rounds.max_sequences:
+        if body.n > self._batcher.max_sequences:
             raise bad_request(
-                f"n={body.n} is over explorer.rollout_model.max_batch_sequences={self._rounds.max_sequences}", "n"
+                f"n={body.n} is over explorer.rollout_model.max_batch_sequences={self._batcher.max_sequences}", "n"
             )
         room = self._served.max_model_len - len(prompt)
         allowed = min(self._served.max_model_len - 1, body.max_prompt_tokens or self._served.max_model_len)

@@ -72,14 +72,14 @@ Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides its chunks; options that do not change what is sampled are let pass."""
+    """Options of a streamed answer; unknown options that do not change sampling are ignored."""
 
     include_usage: bool = False
     """End with a chunk without choices that says how many tokens were used."""
 
 
 class SamplingBody(BaseModel):
-    """What chat and completions have in common."""
+    """Fields that chat and completion requests share."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -60,7 +60,7 @@ def chat_choice(
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a response says, in the form of the API."""
+    """Fields common to all responses of the API."""
 
     content: str | None
     """None where it is tool calls only."""

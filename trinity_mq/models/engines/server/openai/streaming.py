@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,20 +22,74 @@ from trinity_mq.models.engines.generation.token_stream import TokenStream
 from trinity_mq.models.engines.server.errors import ApiError
 from trinity_mq.models.engines.server.openai.requests import ChatBody, CompletionBody
 from trinity_mq.models.engines.server.openai.responses import chat_logprobs, chat_message, text_logprobs, usage
-from trinity_mq.models.engines.server.openai.text_stream import TextFlow
 from trinity_mq.models.engines.server.openai.tools import CALL_BEGINS
+
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+UNFINISHED = "\ufffd"
+"""Decoded form of the first bytes of a character whose rest is missing."""
+
+
+class TextFlow:
+    """Gives out what is certain: no half characters, nothing that may turn out to be a stop string or a tool call."""
+
+    def __init__(self, decode: Decode, *, stops: Sequence[str] = (), calls: str = "") -> None:
+        """``stops`` end the text; what begins with ``calls``, and blanks before it, is held until the end."""
+        self._decode = decode
+        self._marks = [*stops, *([calls] if calls else [])]
+        self._holds_blanks = bool(calls)
+        self._ids: list[int] = []
+        self._start = self._read = 0
+        self._text = ""
+        self._sent = 0
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Take in tokens and return the text that is certain now."""
+        self._ids += token_ids
+        known, now = self._decode([self._ids[self._start : self._read], self._ids[self._start :]])
+        if not now.endswith(UNFINISHED) and len(now) > len(known):
+            # a few tokens before the new ones are decoded with them: some tokenizers join neighbours
+            self._text += now[len(known) :]
+            self._start, self._read = self._read, len(self._ids)
+        return self._give(self._certain())
+
+    def finish(self, text: str) -> str:
+        """Return what is missing of ``text``, the whole."""
+        self._text = text
+        return self._give(len(text))
+
+    def _give(self, end: int) -> str:
+        piece = self._text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return piece
+
+    def _certain(self) -> int:
+        """Return how much of the text no mark can claim."""
+        end = len(self._text)
+        for mark in self._marks:
+            place = self._text.find(mark, self._sent)  # its beginning would have been held back
+            if place >= 0:
+                end = min(end, place)
+                continue
+            for length in range(min(len(mark) - 1, len(self._text)), 0, -1):
+                if self._text.endswith(mark[:length]):
+                    end = min(end, len(self._text) - length)
+                    break
+        if self._holds_blanks:
+            end = self._sent + len(self._text[self._sent : end].rstrip())
+        return max(end, self._sent)
+
 
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What one choice has sampled so far."""
+    """Accumulates the sampled tokens of one choice."""
 
     flow: TextFlow
     token_ids: list[int] = field(default_factory=list)
     characters: int = 0
-    """Of the tokens one by one, for text offsets."""
+    """Length of the text token by token, for text offsets."""
 
 
 class Chunks:
@@ -129,14 +183,14 @@ class Chunks:
 
 
 async def send(
-    request: web.Request, feed: TokenStream, chunks: Chunks, version: Version, headers: dict[str, str]
+    request: web.Request, stream: TokenStream, chunks: Chunks, version: Version, headers: dict[str, str]
 ) -> web.StreamResponse:
-    """Answer with what ``feed`` brings. An error after the first byte is an event: the status has gone out."""
+    """Answer with what ``stream`` brings. An error after the first byte is an event: the status has gone out."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     await response.prepare(request)
     await response.write(_events(chunks.opening(version)))
     try:
-        async for tokens in feed:
+        async for tokens in stream:
             await response.write(_events(chunks.of(tokens)))
     except ApiError as error:
         await response.write(_events([{"error": error.body()}]))

@@ -1,10 +1,11 @@
-"""Where the time of a sync goes."""
+"""Records of the coordinator: members and phase of a try, durations of a sync, commands to the driver."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
-from trinity_mq.messages import SyncEvent
+from trinity_mq.messages import SyncEvent, Version
 
 PHASES = ("wait", "pause", "transfer", "apply", "resume")
 """``wait``: for an open evaluation, then from prepare until all are ready, their pausing left out.
@@ -54,3 +55,85 @@ def _seconds(event: SyncEvent, name: str) -> float:
     """Return a duration that a member reports; what is none counts as nothing."""
     value = event.detail.get(name)
     return float(value) if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0
+
+
+class Phase(enum.Enum):
+    """Where a try is."""
+
+    IDLE = "idle"
+    PREPARING = "preparing"
+    ENTERING = "entering"
+    """go is out, the collective runs."""
+    APPLYING = "applying"
+    """Our part of the collective is done, some member has not said applied."""
+
+
+@dataclass(slots=True)
+class Member:
+    """A member of the gate as the coordinator knows it."""
+
+    lease_ends: float
+    version: Version | None
+    """What it says it holds; None when it holds nothing that can be trusted."""
+    fingerprint: str | None = None
+    life: str = ""
+    """Of its engine's process."""
+    quarantined: bool = False
+    """Its canary has shown other weights than it was given; it takes part again once the canary agrees."""
+    given: tuple[int, int] = (0, 0)
+    """Epoch and attempt of the try in which the latest version was committed at it: a member that has missed the commit
+    finds it here, in the trainer's beat."""
+
+    def hold(self, version: Version, given: tuple[int, int]) -> None:
+        """Its version is committed: the canary has agreed."""
+        self.version, self.given, self.quarantined = version, given, False
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Publish this event to the members."""
+
+    event: SyncEvent
+
+
+@dataclass(frozen=True, slots=True)
+class StartCollective:
+    """Meet the members at the barrier and broadcast; report with :meth:`Coordinator.collective_done` or
+    ``collective_failed``.
+    """
+
+    version: Version
+    epoch: int
+    attempt: int
+    members: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonCollective:
+    """Stop waiting for the collective; its group must not be used again."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The version exists."""
+
+    version: Version
+    progress: int
+    members: tuple[str, ...]
+    pulled: bool = False
+    """One member alone has caught up with what the others held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This try is over; ``lost`` are left out until they join again."""
+
+    version: Version
+    reason: str
+    lost: tuple[str, ...]
+
+
+Command = Send | StartCollective | AbandonCollective | Committed | Failed
