@@ -98,7 +98,7 @@ class SyncTrainer(Agent):
             canary=CANARY,
             publish=told(self._publish),
         )
-        self.gate._heard = heard(self.gate._heard)  # type: ignore[method-assign]
+        self.gate._receive_event = heard(self.gate._receive_event)  # type: ignore[method-assign]
         verbs = ("join", "leave", "ready", "applied", "failed")
         ears = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
         await self.bus.declare(ears)

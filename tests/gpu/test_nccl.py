@@ -68,7 +68,7 @@ async def test_a_sender_broadcasts_and_leaves_a_host_copy_that_can_be_pulled(bac
         assert where["backend"] == backend
         await channel.broadcast(source, MANIFEST, 1, step, 1)
         await channel.committed((1, step), source, MANIFEST)
-    found = await channel.pullable()
+    found = await channel.catch_up_source()
     assert found is not None
     version, place, manifest = found
     assert version == (1, 2)

@@ -30,7 +30,7 @@ async def test_weights_that_are_fetched_replace_all(waiting: Engine, tmp_path: P
         await waiting.host.commit(version, step)
         await channel.committed(version, tensors, entries)
         torch.testing.assert_close(canary, reference(model, CANARY[:1], CANARY[1:]), atol=1e-4, rtol=0)
-        found = await channel.pullable()
+        found = await channel.catch_up_source()
         assert found is not None
         await waiting.host.pause()
         pulled = torch.tensor((await waiting.host.receive(waiting.spec(model, version, found[1])))["logprobs"])

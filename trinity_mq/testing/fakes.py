@@ -76,7 +76,7 @@ class FakeChannel:
         self.seconds = seconds
 
         self.kept: Any = None
-        """The return value of :meth:`pullable`."""
+        """The return value of :meth:`catch_up_source`."""
         self.can_pull = True
 
     async def offer(self, version: Version, tensors: Any, manifest: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class FakeChannel:
         """Keep the version for :meth:`pullable`."""
         self.kept = (version, {"method": "fake"}, manifest) if self.can_pull else None
 
-    async def pullable(self) -> Any:
+    async def catch_up_source(self) -> Any:
         """Return the version last committed, unless nobody is to pull."""
         return self.kept
 

@@ -170,7 +170,7 @@ class HostedEngines:
 
     async def _receive(self, message: Any, delivery: Any) -> None:
         for member in self._members:
-            await member.heard(message, delivery)
+            await member.receive_event(message, delivery)
 
     async def _watch(self) -> None:
         """Refresh after each change of a member: weights that an engine lost during a sync try show only at its end."""

@@ -132,11 +132,11 @@ class Trainer(Agent):
         if lock is None:
             return
         verbs = ("join", "leave", "ready", "applied", "failed")
-        ears = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
-        await self.bus.declare(ears)
+        queue = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
+        await self.bus.declare(queue)
         try:
             await self._restore()
-            async with await self.bus.consume(ears) as feed:
+            async with await self.bus.consume(queue) as feed:
                 await self.with_background(
                     self._train(),
                     self.source.run(),
@@ -268,7 +268,7 @@ class Trainer(Agent):
     @property
     def _evaluation_is_pinned(self) -> bool:
         """The explorer evaluates a version that an engine still serves."""
-        evaluating = self.peers.detail("explorer").get("evaluating") is not None
+        evaluating = self.peers.explorer.evaluating is not None
         serving = any(member.version is not None for member in self.gate.machine.members.values())
         return self._in_batch_order and evaluating and serving
 
@@ -284,34 +284,34 @@ class Trainer(Agent):
     async def _consume(self) -> None:
         self.set_state("working", None)
         batch = await self.source.next()
-        batches = [batch, *batch.beside]
+        batches = [batch, *batch.co_batched]
         self._in_hand = [one.ticket for one in batches]
         loop = asyncio.get_running_loop()
         started = loop.time()
-        verdict = await train_on(
+        result = await train_on(
             batch,
             self.step,
             learner=self.learner,
             attempts=self._attempts,
             max_staleness=self.config.synchronizer.effective_max_staleness,
         )
-        self.step += verdict.stepped
+        self.step += result.stepped
         first, self.progress = self.progress + 1, self.progress + len(batches)
-        ended = list(zip(itertools.count(first), batches, [verdict, *verdict.beside], strict=False))
-        along = list(zip(itertools.repeat(self.progress), batch.repaired, verdict.repaired, strict=False))
-        for progress, one, end in (*ended, *along):
+        ended = list(zip(itertools.count(first), batches, [result, *result.co_batched], strict=False))
+        carried_over = list(zip(itertools.repeat(self.progress), batch.repaired, result.repaired, strict=False))
+        for progress, one, end in (*ended, *carried_over):
             if end.kills:
                 letter = skipped_batch_dead_letter(self._progress_of(progress, one, end), self.id, self.topology)
                 await self.bus.publish(self.topology.exchange("dead"), "ready", letter)
         self.source.consumed()
         self._in_hand = []
-        for number, (progress, one, end) in enumerate((*ended, *along)):
+        for number, (progress, one, end) in enumerate((*ended, *carried_over)):
             self._record(progress, one, end, repaired=number >= len(ended))
         for progress, one, end in ended:
-            told = self._progress_of(progress, one, end)
-            mail = envelope(told, message_id=f"progress-{self.generation}-{progress}")
-            await self.bus.publish(self.topology.exchange("results"), "progress", mail)
-        metrics = verdict.counts | verdict.metrics
+            progress_event = self._progress_of(progress, one, end)
+            body = envelope(progress_event, message_id=f"progress-{self.generation}-{progress}")
+            await self.bus.publish(self.topology.exchange("results"), "progress", body)
+        metrics = result.counts | result.metrics
         metrics["time/batch"] = loop.time() - started
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
         # the gate's once more: how long engines took to serve again is known only now
@@ -336,17 +336,17 @@ class Trainer(Agent):
         if repaired:
             log.info("repaired_batch", batch=batch.batch, outcome=end.outcome, reason=end.reason)
 
-    def _progress_of(self, progress: int, batch: TrainBatch, verdict: BatchResult) -> Progress:
+    def _progress_of(self, progress: int, batch: TrainBatch, result: BatchResult) -> Progress:
         return Progress(
             progress=progress,
             generation=self.generation,
             step=self.step,
             batch=batch.batch,
             ticket=batch.ticket,
-            outcome=verdict.outcome,
-            dropped=verdict.dropped,
-            stale_tasks=verdict.stale_tasks,
-            reason=verdict.reason,
+            outcome=result.outcome,
+            dropped=result.dropped,
+            stale_tasks=result.stale_tasks,
+            reason=result.reason,
         )
 
     # -- saving and the end

@@ -88,7 +88,7 @@ class BatchResult:
     """Experiences in those groups."""
     kills: bool = False
     """It was skipped because trainers did not survive it; its dead letter is for people to look at."""
-    beside: list[BatchResult] = field(default_factory=list)
+    co_batched: list[BatchResult] = field(default_factory=list)
     """Results of the other batches of the step, in their order."""
     repaired: list[BatchResult] = field(default_factory=list)
     """Results of the repaired batches trained on in the same step, in their order."""
@@ -96,7 +96,7 @@ class BatchResult:
     @property
     def stepped(self) -> bool:
         """Whether a train step was made."""
-        return "trained" in {self.outcome, *(one.outcome for one in (*self.beside, *self.repaired))}
+        return "trained" in {self.outcome, *(one.outcome for one in (*self.co_batched, *self.repaired))}
 
     @property
     def counts(self) -> dict[str, float]:
@@ -120,8 +120,8 @@ async def train_on(
         attempts: Noted before the step and cleared after it, so that a batch that kills trainers is known.
         max_staleness: Groups with an older token are dropped whole, before any optimizer step.
     """
-    parts = [batch, *batch.beside, *batch.repaired]
-    own = 1 + len(batch.beside)
+    parts = [batch, *batch.co_batched, *batch.repaired]
+    own = 1 + len(batch.co_batched)
     limits = [MAX_STARTS] * own + [MAX_STARTS_REPAIRED] * len(batch.repaired)
     ends = {
         number: _unfit(part, attempts, limit) for number, (part, limit) in enumerate(zip(parts, limits, strict=True))
@@ -150,7 +150,7 @@ async def train_on(
         else:
             ends[number] = BatchResult("skipped", "no optimizer step was possible", **too_old)
     first, *others = [end for end in ends.values() if end is not None]
-    return replace(first, metrics=metrics, beside=others[: own - 1], repaired=others[own - 1 :])
+    return replace(first, metrics=metrics, co_batched=others[: own - 1], repaired=others[own - 1 :])
 
 
 def _unfit(batch: TrainBatch, attempts: StepAttempts, max_starts: int) -> BatchResult | None:
@@ -179,12 +179,12 @@ def _fresh(parts: Sequence[TrainBatch], step: int, max_staleness: int) -> tuple[
     return kept, metrics
 
 
-def skipped_batch_dead_letter(told: Progress, by: str, topology: Topology) -> Envelope:
-    """Return the dead letter of a batch that is not tried again: what is ``told`` of it, with its reason."""
+def skipped_batch_dead_letter(progress_event: Progress, by: str, topology: Topology) -> Envelope:
+    """Return the dead letter of a batch that is not tried again: its progress with the reason."""
     headers: dict[str, HeaderValue] = {
-        "dead-reason": told.reason or "",
+        "dead-reason": progress_event.reason or "",
         "dead-by": by,
         "dead-queue": topology.ready.name,
-        "ticket": told.ticket,
+        "ticket": progress_event.ticket,
     }
-    return envelope(told, message_id=f"skipped-{told.ticket}", headers=headers)
+    return envelope(progress_event, message_id=f"skipped-{progress_event.ticket}", headers=headers)

@@ -29,7 +29,7 @@ MARK_TIMEOUT = 60.0
 
 @dataclass(slots=True)
 class TrainBatch:
-    """One unit of progress, however many experiences are left in it; with others beside it, a train step's worth."""
+    """One unit of progress, however many experiences are left in it; with those co-batched, a train step's worth."""
 
     batch: int
     ticket: str
@@ -39,7 +39,7 @@ class TrainBatch:
     experiences: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
-    beside: list[TrainBatch] = field(default_factory=list)
+    co_batched: list[TrainBatch] = field(default_factory=list)
     """The other batches of its train step, in order (``trainer.batches_per_step``)."""
     repaired: list[TrainBatch] = field(default_factory=list)
     """Earlier batches that were progress as failed, and that operators could process since: to be trained on with this
@@ -132,8 +132,8 @@ class StreamSource:
         """
         await self.changed.until(self.available)
         decisions = self._next_decisions()
-        batch, *beside = [await self._read(one) for one in decisions]
-        batch.beside = beside
+        batch, *co_batched = [await self._read(one) for one in decisions]
+        batch.co_batched = co_batched
         batch.repaired = [await self._read(one) for one in self._repaired(decisions)]
         return batch
 

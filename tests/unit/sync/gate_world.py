@@ -64,7 +64,7 @@ class World:
         """Return what tells this state from others."""
         t = self.trainer
         roster = tuple((n, m.version, m.life, m.quarantined, m.given) for n, m in sorted(t.members.items()))
-        pulls = tuple((n, said(pull.prepare)) for n, pull in sorted(t._pulls.under_way.items()))
+        pulls = tuple((n, said(pull.prepare)) for n, pull in sorted(t._catch_ups.under_way.items()))
         trainer = (
             *(t.phase, t.epoch, t.attempt, t._tries, t.committed, t._version, t._taking_part, t._grouped, t._done),
             *(frozenset(t._ready), frozenset(t._applied), t._committed_at > 0, roster, pulls),
@@ -78,7 +78,9 @@ class World:
         t = other.trainer = slots_copied(self.trainer)
         t.members = {name: slots_copied(member) for name, member in t.members.items()}
         t._ready, t._applied, t.phases = set(t._ready), set(t._applied), Phases()
-        t._pulls = CatchUpFetches(TIMEOUT, 1.0, {name: slots_copied(pull) for name, pull in t._pulls.under_way.items()})
+        t._catch_ups = CatchUpFetches(
+            TIMEOUT, 1.0, {name: slots_copied(pull) for name, pull in t._catch_ups.under_way.items()}
+        )
         other.hosts = {name: Host(slots_copied(h.machine), copied(h.engine), h.work) for name, h in self.hosts.items()}
         return other
 
@@ -90,7 +92,7 @@ class World:
         if left.tries and t.phase is Phase.IDLE and t.members and self.step < left.versions:
             yield ("start",)
         if left.tries:
-            yield from (("pull", name) for name in t.due_pulls(0.0))
+            yield from (("pull", name) for name in t.due_catch_ups(0.0))
         for event in self.network:
             if event[0] in {"prepare", "go", "commit", "abort"}:
                 yield from (("deliver", event, name) for name in self.hosts)
@@ -103,7 +105,7 @@ class World:
                 yield ("deadline",)
             if self.collective is not None:
                 yield ("cut",)
-            yield from (("pull deadline", name) for name in t._pulls.under_way)
+            yield from (("pull deadline", name) for name in t._catch_ups.under_way)
             yield from (("lease", name) for name in t.members)
         if left.trainer_deaths:
             yield ("trainer dies",)
@@ -186,13 +188,13 @@ class World:
 
     def _do_deadline(self) -> None:
         self.spend("breaks")
-        pulls, self.trainer._pulls.under_way = self.trainer._pulls.under_way, {}
+        pulls, self.trainer._catch_ups.under_way = self.trainer._catch_ups.under_way, {}
         self._trainer_does(self.trainer.tick(self.trainer._deadline))
-        self.trainer._pulls.under_way = pulls
+        self.trainer._catch_ups.under_way = pulls
 
     def _do_pull_deadline(self, name: str) -> None:
         self.spend("breaks")
-        self.trainer._pulls.broke(name, 0.0)
+        self.trainer._catch_ups.broke(name, 0.0)
 
     def _do_lease(self, name: str) -> None:
         self.spend("breaks")
@@ -386,13 +388,13 @@ class World:
             else:
                 world = world._carry(("deliver", event, "t"))
         world._old = world._old | self.network
-        world = world._fairly(("sent",), *(("pull", name) for name in world.trainer.due_pulls(0.0)))
+        world = world._fairly(("sent",), *(("pull", name) for name in world.trainer.due_catch_ups(0.0)))
         t = world.trainer
         if t.phase is Phase.IDLE and t.members and t.committed is None:
             world = world._carry(("start",))
         if world.key()[0] != before[0] or world.key()[2] != before[2]:
             return world
-        world = world._fairly(("cut",), ("deadline",), *(("pull deadline", name) for name in t._pulls.under_way))
+        world = world._fairly(("cut",), ("deadline",), *(("pull deadline", name) for name in t._catch_ups.under_way))
         for name in world.hosts:
             world = world._fairly(("breaks", name), ("gives up", name), ("pause runs out", name))
         return world

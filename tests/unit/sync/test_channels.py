@@ -51,7 +51,7 @@ async def test_every_bit_of_several_versions_arrives(channel: Channel) -> None:
 
 async def test_a_committed_version_can_be_pulled_whatever_happens_to_the_live_weights(channel: Channel) -> None:
     receiver = Receiver()
-    assert await channel.pullable() is None
+    assert await channel.catch_up_source() is None
     for step in (1, 2):
         tensors, kept = some_weights(step), some_weights(step)
         await send(channel, receiver, (1, step), tensors, step)

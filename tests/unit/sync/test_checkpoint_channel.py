@@ -76,7 +76,7 @@ async def test_of_several_tries_only_the_committed_one_stays(tmp_path: Path) -> 
                 await channel.offer((keep, step), TENSORS, MANIFEST)
                 channel.abandon()
             await send(channel, Receiver(), (keep, step), TENSORS, 1)
-            found = await channel.pullable()
+            found = await channel.catch_up_source()
             assert found is not None
             assert Path(found[1]["path"]).is_dir()
         assert versions(tmp_path) == [f"{keep}.{step}" for step in range(4 - keep, 4)]

@@ -94,7 +94,7 @@ async def test_every_channel_and_every_pull(host: EngineHost, tmp_path: Path) ->
         trainer.step()
         await trainer.agrees(host, await trainer.sync(channel, host, (1, step)))
         # as an engine that came late does, at any time after
-        found = await channel.pullable()
+        found = await channel.catch_up_source()
         assert found is not None
         version, where, _ = found
         await host.pause()
@@ -116,7 +116,7 @@ async def test_damaged_weights_leave_the_old_ones_serving(host: EngineHost, tmp_
         await host.receive(trainer.spec(where, (1, 2)))
     assert not failed.value.touched
     await host.resume()
-    found = await channel.pullable()
+    found = await channel.catch_up_source()
     assert found is not None
     version, where, _ = found
     assert version == (1, 1)

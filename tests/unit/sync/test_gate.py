@@ -128,11 +128,11 @@ def test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary() -> None:
     machine = coordinator("a", "b")
     through_go(machine)
     machine.applied(from_member("applied", machine, "b"), "logprobs differ by 3.0", 3.0)
-    assert machine.due_pulls(3.0) == (), "nothing is committed yet"
+    assert machine.due_catch_ups(3.0) == (), "nothing is committed yet"
     through_go(machine)
     machine.applied(from_member("applied", machine, "a"), None, 3.5)
     machine.collective_done(machine.epoch, machine.attempt, 3.5)
-    assert machine.due_pulls(4.0) == ("b",)
+    assert machine.due_catch_ups(4.0) == ("b",)
     (sent_,) = machine.pull("b", PREPARE, 4.0)
     assert isinstance(sent_, Send)
     pull = sent_.event
@@ -140,8 +140,8 @@ def test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary() -> None:
     answer = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=pull.attempt)
     commands = machine.applied(answer, "logprobs differ by 3.0", 5.0)
     assert sent(commands) == ["abort"]
-    assert machine.due_pulls(5.5) == (), "not at once again"
-    assert machine.due_pulls(7.0) == ("b",)
+    assert machine.due_catch_ups(5.5) == (), "not at once again"
+    assert machine.due_catch_ups(7.0) == ("b",)
     (sent_,) = machine.pull("b", PREPARE, 7.0)
     assert isinstance(sent_, Send)
     answer = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.event.attempt)
@@ -180,7 +180,7 @@ def test_a_pull_goes_on_beside_a_try_and_a_newer_version_ends_it() -> None:
     assert machine.committed == (1, 2)
     late = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.event.attempt)
     assert machine.applied(late, None, 6.5) == [], "nobody is given an older version than the others hold"
-    assert machine.due_pulls(6.5) == ("b",)
+    assert machine.due_catch_ups(6.5) == ("b",)
 
 
 def test_a_member_that_comes_back_as_another_process_ends_the_try_and_gets_a_new_group() -> None:

@@ -66,7 +66,7 @@ async def send(
 
 async def pull(channel: Channel, receiver: Receiver) -> tuple[Version, dict[str, Tensor]]:
     """Fetch the committed version as one engine alone."""
-    found = await channel.pullable()
+    found = await channel.catch_up_source()
     assert found is not None
     version, where, manifest = found
     return version, await receiver.receive(spec_of(where, manifest, epoch=0))

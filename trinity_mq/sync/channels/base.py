@@ -18,7 +18,7 @@ ManifestEntry = tuple[str, str, list[int]]
 Manifest = list[ManifestEntry]
 Tensors = list[tuple[str, "Tensor"]]
 """In the order of the manifest; a DTensor is gathered when it is its turn."""
-Pull = tuple[Version, dict[str, Any], Manifest]
+CatchUpSource = tuple[Version, dict[str, Any], Manifest]
 """Version on offer, its location (the rendezvous of ``prepare``), and its manifest."""
 
 STAGING_TRIES = 10
@@ -49,9 +49,9 @@ class Channel(Protocol):
         """
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
-        """``version``, offered last, is committed: keep what :meth:`pullable` speaks of, let older ones go."""
+        """``version``, offered last, is committed: keep what :meth:`catch_up_source` speaks of, let older ones go."""
 
-    async def pullable(self) -> Pull | None:
+    async def catch_up_source(self) -> CatchUpSource | None:
         """Return where one member alone gets the last committed version, at any time; None: nothing is committed."""
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""Members that fetch the committed version alone: those that came between two versions, and those left dirty.
+"""Catch-up fetches: members that joined between two versions or lost their weights fetch the committed version alone.
 
     prepare{pull} ──▶ applied, and the canary agrees ──▶ commit, to this member
        └────────────── anything else ──────────────────▶ again, later each time
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from trinity_mq.messages import SyncEvent
 
 FIRST_PAUSE = 1.0
-"""Seconds until a failed pull is tried again, doubled with each failure in a row."""
+"""Seconds until a failed fetch is tried again, doubled with each failure in a row."""
 LONGEST_PAUSE = 60.0
 
 
 @dataclass(slots=True)
-class Pull:
+class CatchUp:
     """One member's fetch."""
 
     prepare: SyncEvent
@@ -28,30 +28,30 @@ class Pull:
 
 @dataclass(slots=True)
 class CatchUpFetches:
-    """The pulls under way, and when those that failed may begin again. Times in seconds of one monotonic clock."""
+    """Catch-up fetches under way, and when failed ones may begin again. Times in seconds of one monotonic clock."""
 
     timeout: float
     resend_interval: float
-    under_way: dict[str, Pull] = field(default_factory=dict)
+    under_way: dict[str, CatchUp] = field(default_factory=dict)
     _failures: dict[str, int] = field(default_factory=dict)
     _not_before: dict[str, float] = field(default_factory=dict)
 
     def begin(self, member: str, prepare: SyncEvent, now: float) -> SyncEvent:
         """Have a member fetch; returns what to send it."""
-        self.under_way[member] = Pull(prepare, now + self.timeout, now + self.resend_interval)
+        self.under_way[member] = CatchUp(prepare, now + self.timeout, now + self.resend_interval)
         return prepare
 
     def may_begin(self, member: str, now: float) -> bool:
-        """Say whether it is time for a member's next pull."""
+        """Return whether a member's next fetch may begin."""
         return member not in self.under_way and self._not_before.get(member, now) <= now
 
-    def of(self, event: SyncEvent) -> Pull | None:
-        """Return the pull that an answer is about."""
+    def of(self, event: SyncEvent) -> CatchUp | None:
+        """Return the fetch that an answer belongs to."""
         pull = self.under_way.get(event.sender)
         if pull is None:
             return None
-        wanted, said = pull.prepare, event
-        same = (said.version, said.epoch, said.attempt) == (wanted.version, wanted.epoch, wanted.attempt)
+        prepare = pull.prepare
+        same = (event.version, event.epoch, event.attempt) == (prepare.version, prepare.epoch, prepare.attempt)
         return pull if same else None
 
     def done(self, member: str) -> None:
@@ -59,7 +59,7 @@ class CatchUpFetches:
         self.forget(member)
 
     def broke(self, member: str, now: float) -> None:
-        """The pull has failed: another may begin after a while."""
+        """Note that a fetch has failed: another may begin after a pause."""
         self.under_way.pop(member, None)
         failures = self._failures[member] = self._failures.get(member, 0) + 1
         self._not_before[member] = now + min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (failures - 1))

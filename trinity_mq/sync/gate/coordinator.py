@@ -57,7 +57,7 @@ class Coordinator:
     """Members that have caught up alone."""
     phases: Phases = field(default_factory=Phases)
     """Durations of the latest try."""
-    _pulls: CatchUpFetches = field(init=False)
+    _catch_ups: CatchUpFetches = field(init=False)
     _tries: int = 0
     """Those of all and those of one alone."""
     _version: Version = (0, 0)
@@ -73,10 +73,10 @@ class Coordinator:
     _resend: float = 0.0
 
     def __post_init__(self) -> None:
-        """Give the pulls our times."""
-        self._pulls = CatchUpFetches(2 * self.timeout, RESEND_INTERVAL)
+        """Create the table of catch-up fetches with our times."""
+        self._catch_ups = CatchUpFetches(2 * self.timeout, RESEND_INTERVAL)
 
-    # -- membership
+    # -- members
 
     def join(
         self,
@@ -95,12 +95,12 @@ class Coordinator:
             version = self.committed  # said before our commit reached it
         if (version is None or reborn) and self.phase is Phase.IDLE and member in self._grouped:
             self._grouped = ()  # perhaps another process by now, which has never been in this group
-        told = self.members[member] = Member(now + (lease or self.lease), version, fingerprint, life)
+        entry = self.members[member] = Member(now + (lease or self.lease), version, fingerprint, life)
         if known is not None and not reborn:
-            told.quarantined, told.given = known.quarantined, known.given
+            entry.quarantined, entry.given = known.quarantined, known.given
         if not reborn:
             return []
-        self._pulls.forget(member)
+        self._catch_ups.forget(member)
         if self.phase is Phase.IDLE or member not in self._taking_part:
             return []
         return self._fail(f"{member} was restarted", ())
@@ -110,7 +110,7 @@ class Coordinator:
         if life and member in self.members and self.members[member].life != life:
             return []  # its next one has joined already
         known = self.members.pop(member, None)
-        self._pulls.forget(member)
+        self._catch_ups.forget(member)
         if self.phase is Phase.IDLE and member in self._grouped:
             self._grouped = ()
         if known is None or self.phase is Phase.IDLE or member not in self._taking_part:
@@ -137,22 +137,22 @@ class Coordinator:
         """Return a member's state in one word: current, behind, pulling or quarantined."""
         if self.members[member].quarantined:
             return "quarantined"
-        if member in self._pulls.under_way:
+        if member in self._catch_ups.under_way:
             return "pulling"
         return "behind" if member in self.stale_members() else "current"
 
     # -- one member alone
 
-    def due_pulls(self, now: float) -> tuple[str, ...]:
+    def due_catch_ups(self, now: float) -> tuple[str, ...]:
         """Members that could fetch the committed version now: behind, and in no try under way."""
         if self.committed is None:
             return ()
         busy = () if self.phase is Phase.IDLE else self._taking_part
-        return tuple(name for name in self.stale_members() if name not in busy and self._pulls.may_begin(name, now))
+        return tuple(name for name in self.stale_members() if name not in busy and self._catch_ups.may_begin(name, now))
 
     def pull(self, member: str, prepare: SyncEvent, now: float) -> list[Command]:
         """Have a member fetch the committed version alone; ``prepare`` carries its manifest, rendezvous and canary."""
-        if self.committed is None or member not in self.due_pulls(now):
+        if self.committed is None or member not in self.due_catch_ups(now):
             return []
         self._tries += 1
         stamp = self._stamp("prepare") | {
@@ -163,27 +163,27 @@ class Coordinator:
             "members": [member],
             "pull": True,
         }
-        return [Send(self._pulls.begin(member, prepare.model_copy(update=stamp), now))]
+        return [Send(self._catch_ups.begin(member, prepare.model_copy(update=stamp), now))]
 
-    def _pulled(self, event: SyncEvent, canary_error: str | None, now: float) -> list[Command]:
-        pull, member, committed = self._pulls.of(event), self.members.get(event.sender), self.committed
+    def _caught_up(self, event: SyncEvent, canary_error: str | None, now: float) -> list[Command]:
+        pull, member, committed = self._catch_ups.of(event), self.members.get(event.sender), self.committed
         if pull is None or member is None or committed is None or event.version != committed:
             return []
         if canary_error is not None:
             self.canary_failures += 1
             member.quarantined = True
-            return self._pull_broke(event, f"failed the canary: {canary_error}", now)
-        self._pulls.done(event.sender)
+            return self._catch_up_failed(event, f"failed the canary: {canary_error}", now)
+        self._catch_ups.done(event.sender)
         self.pulled += 1
         member.hold(committed, (0, event.attempt))
         commit = following(pull.prepare, "commit", progress=self.committed_progress)
         return [Send(commit), Committed(committed, self.committed_progress, (event.sender,), pulled=True)]
 
-    def _pull_broke(self, event: SyncEvent, reason: str, now: float) -> list[Command]:
-        pull = self._pulls.of(event)
+    def _catch_up_failed(self, event: SyncEvent, reason: str, now: float) -> list[Command]:
+        pull = self._catch_ups.of(event)
         if pull is None:
             return []
-        self._pulls.broke(event.sender, now)
+        self._catch_ups.broke(event.sender, now)
         return [Send(following(pull.prepare, "abort", reason=f"{event.sender} {reason}"))]
 
     # -- a version
@@ -200,7 +200,7 @@ class Coordinator:
             raise RuntimeError("no members to send weights to")
         well = tuple(sorted(name for name, member in self.members.items() if not member.quarantined))
         self._taking_part = well or tuple(sorted(self.members))  # alone, a quarantined one holds nobody up
-        self._pulls.supersede(self._taking_part)
+        self._catch_ups.supersede(self._taking_part)
         if self._taking_part != self._grouped:
             self.epoch += 1
             self._grouped = self._taking_part
@@ -260,7 +260,7 @@ class Coordinator:
     def applied(self, event: SyncEvent, canary_error: str | None, now: float) -> list[Command]:
         """A member holds the new weights; ``canary_error`` says why its logprobs do not show it."""
         if not event.epoch:
-            return self._pulled(event, canary_error, now)
+            return self._caught_up(event, canary_error, now)
         if not self.expects(event):
             return []
         if canary_error is not None:
@@ -273,15 +273,15 @@ class Coordinator:
         return self._try_commit(now)
 
     def expects(self, applied: SyncEvent) -> bool:
-        """Say whether the answer is to a try or a pull that goes on."""
+        """Say whether the answer belongs to a try or a catch-up fetch under way."""
         if not applied.epoch:
-            return self._pulls.of(applied) is not None
+            return self._catch_ups.of(applied) is not None
         return self.phase in {Phase.ENTERING, Phase.APPLYING} and self._is_ours(applied)
 
     def failed(self, event: SyncEvent, now: float) -> list[Command]:
         """A member could not do its part."""
         if not event.epoch:
-            return self._pull_broke(event, event.reason or "failed", now)
+            return self._catch_up_failed(event, event.reason or "failed", now)
         if self.phase is Phase.IDLE or not self._is_ours(event):
             return []
         return self._fail(f"{event.sender}: {event.reason or 'failed'}", (event.sender,))
@@ -293,7 +293,7 @@ class Coordinator:
     def tick(self, now: float) -> list[Command]:
         """Time has passed."""
         gone = [name for name, member in self.members.items() if member.lease_ends <= now]
-        again: list[Command] = [Send(event) for event in self._pulls.tick(now)]
+        again: list[Command] = [Send(event) for event in self._catch_ups.tick(now)]
         lost = [name for name in gone if self.phase is not Phase.IDLE and name in self._taking_part]
         for name in gone:
             if name not in lost:
@@ -315,7 +315,7 @@ class Coordinator:
     def next_deadline(self, now: float) -> float:
         """Return when :meth:`tick` is due."""
         leases = min((member.lease_ends for member in self.members.values()), default=float("inf"))
-        leases = min(leases, self._pulls.next_deadline(now))
+        leases = min(leases, self._catch_ups.next_deadline(now))
         if self.phase is Phase.IDLE:
             return leases
         resend = self._resend if self.phase in {Phase.PREPARING, Phase.ENTERING} else float("inf")
@@ -361,8 +361,8 @@ class Coordinator:
         for name in self._taking_part:
             if name in self.members:
                 self.members[name].hold(self._version, (self.epoch, self.attempt))
-            self._pulls.done(name)
-        self._pulls.supersede()
+            self._catch_ups.done(name)
+        self._catch_ups.supersede()
         self.phase = Phase.IDLE
         self.phases.committed = now
         return [

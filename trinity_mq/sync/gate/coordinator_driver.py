@@ -16,7 +16,7 @@ from trinity_mq.bus import Consumer, Delivery
 from trinity_mq.config import SyncConfig
 from trinity_mq.messages import GateStatus, MemberStatus, Message, SyncEvent, Version
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.sync.channels.base import Channel, ChannelError, Pull
+from trinity_mq.sync.channels.base import CatchUpSource, Channel, ChannelError
 from trinity_mq.sync.gate.canary import Canary
 from trinity_mq.sync.gate.coordinator import Coordinator
 from trinity_mq.sync.gate.records import (
@@ -81,7 +81,7 @@ class CoordinatorDriver:
         self._own_canary: list[float] = []
         """The policy's own logprobs of the canary, under the weights of the try under way."""
         self._committed_canary: list[float] = []
-        self._to_pull: Pull | None = None
+        self._catch_up_source: CatchUpSource | None = None
         """Source from which one member alone fetches the committed version."""
         self._syncing = False
         self._outcome: asyncio.Future[Committed | Failed] | None = None
@@ -105,14 +105,14 @@ class CoordinatorDriver:
     @property
     def someone_is_behind(self) -> bool:
         """A member does not hold the committed version, and cannot get it without a sync of all."""
-        if self._may_pull:
+        if self._may_catch_up:
             return False
         stale, well = self.machine.stale_members(), set(self.machine.members) - set(self.machine.quarantined())
         return bool(stale) and (not well or bool(well & set(stale)))
 
     @property
-    def _may_pull(self) -> bool:
-        return self._to_pull is not None and self._to_pull[0] == self.machine.committed
+    def _may_catch_up(self) -> bool:
+        return self._catch_up_source is not None and self._catch_up_source[0] == self.machine.committed
 
     def report(self) -> GateStatus:
         """Return the gate's part of the trainer's heartbeat: members, their versions, the last sync by its phases."""
@@ -146,7 +146,7 @@ class CoordinatorDriver:
         """Serve the gate until cancelled; ``each`` is the agent's own loop over a feed."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(each(feed, self._heard), name="sync-events")
+                group.create_task(each(feed, self._receive_event), name="sync-events")
                 group.create_task(self._perform(group), name="sync-commands")
                 group.create_task(self._tick(), name="sync-clock")
                 group.create_task(self._repair(), name="sync-repairs")
@@ -219,13 +219,13 @@ class CoordinatorDriver:
 
     async def _keep(self, version: Version, tensors: Any, manifest: Any) -> None:
         """See to it that a member can get the committed version alone."""
-        self._committed_canary, self._to_pull = self._own_canary, None
+        self._committed_canary, self._catch_up_source = self._own_canary, None
         try:
             await self._channel.committed(version, tensors, manifest)
-            self._to_pull = await self._channel.pullable()
+            self._catch_up_source = await self._channel.catch_up_source()
         except ChannelError as error:
-            log.warning("nothing_to_pull", version=version, reason=str(error))
-        if not self._may_pull:
+            log.warning("no_catch_up_source", version=version, reason=str(error))
+        if not self._may_catch_up:
             self.machine.free_quarantined()  # the next sync is their only chance
 
     async def settled(self) -> None:
@@ -247,7 +247,7 @@ class CoordinatorDriver:
         self._rescheduled.notify()
         self.changed.notify()
 
-    async def _heard(self, message: Message, delivery: Delivery) -> None:
+    async def _receive_event(self, message: Message, delivery: Delivery) -> None:
         if not isinstance(message, SyncEvent):
             return
         now = asyncio.get_running_loop().time()
@@ -326,12 +326,12 @@ class CoordinatorDriver:
         while True:
             await self.changed.until(lambda: bool(self._to_repair(loop.time())))
             try:
-                found = await self._channel.pullable()
+                found = await self._channel.catch_up_source()
             except ChannelError as error:
-                log.warning("nothing_to_pull", reason=str(error))
+                log.warning("no_catch_up_source", reason=str(error))
                 found = None
             if found is None or found[0] != self.machine.committed:
-                self._to_pull = None
+                self._catch_up_source = None
                 self.changed.notify()
                 continue
             version, rendezvous, manifest = found
@@ -343,16 +343,16 @@ class CoordinatorDriver:
                     rendezvous=rendezvous,
                     canary={"tokens": self._canary},
                 )
-                log.info("member_pulls", member=name, version=version)
+                log.info("member_catches_up", member=name, version=version)
                 self._enqueue(self.machine.pull(name, prepare, loop.time()))
 
     def _to_repair(self, now: float) -> tuple[str, ...]:
         """Return who is to fetch now. In a sync that is who came after it began, and only while a try runs: all others
         are about to get something newer.
         """
-        if not self._may_pull:
+        if not self._may_catch_up:
             return ()
-        due = self.machine.due_pulls(now)
+        due = self.machine.due_catch_ups(now)
         if not self._syncing:
             return due
         quarantined = self.machine.quarantined()

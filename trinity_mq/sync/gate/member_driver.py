@@ -64,7 +64,7 @@ class MemberDriver:
         self._unperformed = 0
         self._join_now = asyncio.Event()
         self._resume_seconds: float | None = None
-        """From the latest commit to serving, until it is told."""
+        """Seconds from the latest commit to serving, until reported in a join."""
 
     @property
     def version(self) -> Version | None:
@@ -73,7 +73,7 @@ class MemberDriver:
 
     @property
     def idle(self) -> bool:
-        """No try is under way here, and the engine has heard of the last one's end."""
+        """No try is under way here, and the engine has processed the end of the last one."""
         return self.machine.stage is Stage.IDLE and not self._unperformed
 
     def engine_up(self, version: Version | None, fingerprint: str | None) -> None:
@@ -91,10 +91,10 @@ class MemberDriver:
     async def run(
         self, feed: Consumer | None = None, each: Callable[..., Coroutine[Any, Any, None]] | None = None
     ) -> None:
-        """Serve the gate until cancelled. Without a feed of its own, somebody else hands events to :meth:`heard`."""
+        """Serve the gate until cancelled. Without ``feed``, events are passed in through :meth:`receive_event`."""
         async with asyncio.TaskGroup() as group:
             if feed is not None and each is not None:
-                group.create_task(each(feed, self.heard), name="sync-events")
+                group.create_task(each(feed, self.receive_event), name="sync-events")
             group.create_task(self._perform(group), name="sync-commands")
             group.create_task(self._keep_joined(), name="sync-joins")
             group.create_task(self._tick(), name="sync-clock")
@@ -111,8 +111,8 @@ class MemberDriver:
             self._commands.put_nowait(command)
         self.changed.notify()
 
-    async def heard(self, message: Message, delivery: Delivery) -> None:
-        """Take in an event of the gate."""
+    async def receive_event(self, message: Message, delivery: Delivery) -> None:
+        """Process an event of the gate."""
         if not isinstance(message, SyncEvent):
             return
         now = asyncio.get_running_loop().time()

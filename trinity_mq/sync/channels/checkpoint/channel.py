@@ -7,7 +7,14 @@ from typing import Any
 import structlog
 
 from trinity_mq.messages import Version
-from trinity_mq.sync.channels.base import STAGING_TRIES, ChannelError, Manifest, Pull, Tensors, in_daemon_thread
+from trinity_mq.sync.channels.base import (
+    STAGING_TRIES,
+    CatchUpSource,
+    ChannelError,
+    Manifest,
+    Tensors,
+    in_daemon_thread,
+)
 from trinity_mq.sync.channels.buckets import ahead, packed, plan
 from trinity_mq.sync.channels.buffers import SpareBuffers
 from trinity_mq.sync.channels.checkpoint.files import WeightFiles
@@ -28,8 +35,8 @@ class CheckpointChannel:
     def __init__(self, root: str, bucket_bytes: int, seconds: float, *, keep: int = 2) -> None:
         self._files = WeightFiles(root)
         self._root, self._bucket_bytes, self._seconds, self._keep = root, bucket_bytes, seconds, keep
-        self._offered: Pull | None = None
-        self._committed: Pull | None = None
+        self._offered: CatchUpSource | None = None
+        self._committed: CatchUpSource | None = None
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
         """Write the files, unless they are there, and say where they are; see :class:`Channel`."""
@@ -66,7 +73,7 @@ class CheckpointChannel:
         except ChannelError as error:
             log.warning("old_weights_not_removed", root=self._root, reason=str(error))
 
-    async def pullable(self) -> Pull | None:
+    async def catch_up_source(self) -> CatchUpSource | None:
         """Return where the committed files are, None before the first commit of this process."""
         return self._committed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_mq.messages import Version
-from trinity_mq.sync.channels.base import Manifest, Pull, Tensors
+from trinity_mq.sync.channels.base import CatchUpSource, Manifest, Tensors
 from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
 from trinity_mq.sync.channels.collective.broadcast import Backend, Sender
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
@@ -56,9 +56,9 @@ class CollectiveChannel:
         """Keep what was sent for those who pull."""
         await self._pulls.committed(version, tensors, manifest)
 
-    async def pullable(self) -> Pull | None:
+    async def catch_up_source(self) -> CatchUpSource | None:
         """Return where one member alone gets the committed version."""
-        return await self._pulls.pullable()
+        return await self._pulls.catch_up_source()
 
     def abandon(self) -> None:
         """Never use group, rendezvous and copy again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_mq.messages import Version
-from trinity_mq.sync.channels.base import STAGING_TRIES, Manifest, Pull, Tensors, in_daemon_thread, label
+from trinity_mq.sync.channels.base import STAGING_TRIES, CatchUpSource, Manifest, Tensors, in_daemon_thread, label
 from trinity_mq.sync.channels.buffers import SpareBuffers
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
 from trinity_mq.sync.channels.memory.server import WeightServer
@@ -47,7 +47,7 @@ class MemoryChannel:
         if self._offered is not None and self._offered.version == version:
             self._replace(self._offered, None)
 
-    async def pullable(self) -> Pull | None:
+    async def catch_up_source(self) -> CatchUpSource | None:
         """Return where the committed copy is, None before the first."""
         copy = self._committed
         return None if copy is None else (copy.version, await self._where(copy), copy.manifest)
