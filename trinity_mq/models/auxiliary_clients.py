@@ -1,4 +1,4 @@
-"""OpenAI clients of auxiliary models for whoever keeps them long, such as operators: each request finds its engine."""
+"""Long-lived OpenAI clients of auxiliary models, for operators: each request is routed to a current engine."""
 
 from __future__ import annotations
 

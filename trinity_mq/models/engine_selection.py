@@ -1,4 +1,4 @@
-"""Which of the engines heard of a runner or an operator asks: by health and load."""
+"""Selects a rollout engine from heartbeats, by health, then load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONGEST_SHUNNED = 60.0
 
 @runtime_checkable
 class Engines(Protocol):
-    """Says which engine to use, and is told which one did not answer."""
+    """Chooses the engine to use; callers report engines that did not answer."""
 
     def __call__(self) -> InferenceModel: ...
 
@@ -76,7 +76,7 @@ class Answering:
 
 @dataclass(slots=True)
 class _Known:
-    """An engine as last heard of, and what happened since."""
+    """Last heartbeat of an engine, and the requests sent since."""
 
     model: InferenceModel
     load: int
@@ -163,8 +163,8 @@ class EngineSelector:
 
     def _doubtful(self, known: _Known, now: float) -> bool:
         trouble = self._troubles.get(known.model.id)
-        shunned = trouble is not None and trouble.url == known.model.url and now < trouble.until
-        return shunned or now - known.heard > STALE
+        backing_off = trouble is not None and trouble.url == known.model.url and now < trouble.until
+        return backing_off or now - known.heard > STALE
 
     def _look(self, now: float) -> None:
         before = {**self._known, **{name: known for each in self._auxiliary.values() for name, known in each.items()}}

@@ -1,4 +1,4 @@
-"""Seeds of single calls from the seed of a run: what a run samples repeats itself as a whole."""
+"""Derives the seeds of single calls from the seed of a run, so that a run is reproducible as a whole."""
 
 from __future__ import annotations
 

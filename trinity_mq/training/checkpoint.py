@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there. Also which tickets a trainer began and did not finish."""
+"""Atomic checkpoints of the trainer, and a count of the train steps begun but not finished per ticket."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def publish_final(model: Path, final: Path) -> None:
 
 
 class StepAttempts:
-    """Which tickets were begun and never finished: a batch that kills the trainer shows by its count.
+    """Count of unfinished starts per ticket: a batch that kills the trainer shows by its count.
 
     A file in the checkpoint folder, replaced at once but not synced: it has to survive the process, not the machine.
     """

@@ -1,4 +1,4 @@
-"""The learner: one train step after another, in a thread of its own."""
+"""The learner runs train steps one after another, in its own thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From experiences to tensors: mini-batches, and padded micro-batches within a token budget."""
+"""Packs experiences into tensors: mini-batches, and padded micro-batches within a token budget."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ log = structlog.get_logger(__name__)
 
 MAX_BODY = 64 * 1024**2
 HEALTH_SECONDS = 10.0
-"""For one look at whether the server answers."""
+"""Seconds for one health request."""
 OURS = ("max_prompt_tokens", "return_prompt_text", "return_token_ids")
 """Fields of requests that only engines of ours know, and vLLM the last one."""
 BUSY = frozenset({429, 502, 503, 504})
-"""Answers that say: not now."""
+"""HTTP statuses that ask the client to try again later."""
 
 
 class ExternalServer:
@@ -40,7 +40,7 @@ class ExternalServer:
         model: Where, and what it is called there.
         engine_id: The engine's id.
         key: The server's API key.
-        token: Of the admin routes.
+        token: Bearer token of the admin routes.
         host: Where to listen.
         lease: Seconds to live without hearing from our host.
     """

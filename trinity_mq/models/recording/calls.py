@@ -129,7 +129,7 @@ class Call:
 
 
 class Recording(Protocol):
-    """Reads the bytes of an answer along."""
+    """Records the bytes of an answer while they pass."""
 
     def feed(self, piece: bytes) -> None:
         """Take in bytes.

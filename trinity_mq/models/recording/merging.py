@@ -1,4 +1,4 @@
-"""Turns of a conversation made one experience, where the tokens say that they are one."""
+"""Merges turns of a conversation into one experience where each prompt continues the previous tokens."""
 
 from __future__ import annotations
 

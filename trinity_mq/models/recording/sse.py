@@ -1,4 +1,4 @@
-"""Streamed completions put together again while they pass: server-sent events to chunks, chunks to one answer."""
+"""Reassembles streamed completions: server-sent events into chunks, chunks into one answer."""
 
 from __future__ import annotations
 

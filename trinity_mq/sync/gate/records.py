@@ -28,16 +28,16 @@ class Phases:
     _resumes: dict[str, float] = field(default_factory=dict)
 
     def paused(self, ready: SyncEvent) -> None:
-        """Take in how long a member has taken to stand still."""
+        """Record the seconds a member took to pause."""
         self._pauses[ready.sender] = _seconds(ready, "pause")
 
     def resumed(self, join: SyncEvent) -> None:
-        """Take in how long a member has taken to serve again."""
+        """Record the seconds a member took to serve again."""
         if join.detail.get("resume") is not None:
             self._resumes[join.sender] = _seconds(join, "resume")
 
     def milliseconds(self) -> dict[str, float]:
-        """Return what is known, by the names in :data:`PHASES`."""
+        """Return the known durations in milliseconds, by the names in :data:`PHASES`."""
         found: dict[str, float] = {}
         if self.ready is not None:
             found["pause"] = max(self._pauses.values(), default=0.0)
@@ -52,13 +52,13 @@ class Phases:
 
 
 def _seconds(event: SyncEvent, name: str) -> float:
-    """Return a duration that a member reports; what is none counts as nothing."""
+    """Return a duration in seconds that a member reports, 0 where it is missing or invalid."""
     value = event.detail.get(name)
     return float(value) if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0
 
 
 class Phase(enum.Enum):
-    """Where a try is."""
+    """Phase of a try."""
 
     IDLE = "idle"
     PREPARING = "preparing"
@@ -74,10 +74,10 @@ class Member:
 
     lease_ends: float
     version: Version | None
-    """What it says it holds; None when it holds nothing that can be trusted."""
+    """Version that it reports; None when it holds nothing that can be trusted."""
     fingerprint: str | None = None
     life: str = ""
-    """Of its engine's process."""
+    """Id of its engine's process."""
     quarantined: bool = False
     """Its canary has shown other weights than it was given; it takes part again once the canary agrees."""
     given: tuple[int, int] = (0, 0)
@@ -129,7 +129,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This try is over; ``lost`` are left out until they join again."""
+    """The try has ended; members in ``lost`` are left out until they join again."""
 
     version: Version
     reason: str

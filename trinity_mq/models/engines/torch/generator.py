@@ -188,8 +188,8 @@ def fixed_generator(auxiliary: AuxiliaryModelConfig, folder: Path, seed: int) ->
 
     Args:
         auxiliary: Which model; one that is served here.
-        folder: Where a tiny model is made.
-        seed: Of a tiny model's weights.
+        folder: Folder in which a small model is generated.
+        seed: Seed of a small model's weights.
 
     Raises:
         ModelError: The model, or its weights, cannot be had.

@@ -1,4 +1,4 @@
-"""A streamed answer of vLLM put together, choice by choice, with stop strings found as they come."""
+"""Assembles a streamed answer of vLLM choice by choice and finds stop strings as they arrive."""
 
 from __future__ import annotations
 

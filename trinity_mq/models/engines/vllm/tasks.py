@@ -1,4 +1,4 @@
-"""Work of one request done side by side, or until something comes in between."""
+"""Concurrent coroutines of one request, and work that an event interrupts."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from trinity_mq.sync.channels.buffers import SpareBuffers
 T = TypeVar("T")
 Backend = Literal["gloo", "nccl"]
 ROOM_ON_DEVICE = 1.25
-"""What arrives by NCCL stays on the device until all is there if so many times its size is free; else it goes to the
-host, bucket by bucket."""
+"""Free device memory over the size of the weights from which on tensors received by NCCL stay on the device until all
+have arrived; with less they go to the host, bucket by bucket."""
 
 
 class CollectiveError(ChannelError):
