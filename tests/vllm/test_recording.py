@@ -143,7 +143,7 @@ async def test_a_stream_left_early_ends_the_sampling_and_is_recorded_as_far_as_i
                 async for chunk in stream:
                     if has_tokens(chunk):
                         break
-    await until(lambda: served[0].rounds.load == 0)
+    await until(lambda: served[0].batcher.load == 0)
     recorded = wrapper.extract_experience_from_history()
     assert 1 <= len(recorded) <= 3
     assert sum(len(one.token_ids) for one in heard.sampled) < 3 * 240

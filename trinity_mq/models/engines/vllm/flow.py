@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -26,7 +26,6 @@ from trinity_mq.models.engines.server.state import EngineState
 from trinity_mq.models.engines.vllm import api
 from trinity_mq.models.engines.vllm.choices import Choices, as_tokens
 from trinity_mq.models.engines.vllm.client import PauseMode, VllmClient
-from trinity_mq.models.engines.vllm.tasks import together, unless
 
 log = structlog.get_logger(__name__)
 
@@ -80,11 +79,11 @@ class Flow:
         Raises:
             ApiError: The engine cannot serve this now, or vLLM failed.
         """
-        return await together([self._generated(request, pin) for request in requests])
+        return await run_concurrently([self._generated(request, pin) for request in requests])
 
     async def score(self, requests: Sequence[ScoreRequest], pin: Version | None) -> list[tuple[list[float], Version]]:
         """Return the logprobs of each request, with the version they are of; errors as :meth:`generate`."""
-        return await together([self._scored(request, pin) for request in requests])
+        return await run_concurrently([self._scored(request, pin) for request in requests])
 
     @contextlib.asynccontextmanager
     async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[TokenStream]:
@@ -250,8 +249,8 @@ class Flow:
             parts = choices.rest()
             async with self._admitted(sum(part.n for _, part in parts), pin) as version, self._streaming():
                 choices.begin(version)
-                work = together([self._followed(part, version, choices, only) for only, part in parts])
-                cut_off = await unless(self._weights_come, work)
+                work = run_concurrently([self._followed(part, version, choices, only) for only, part in parts])
+                cut_off = await run_until_set(self._weights_come, work)
             if choices.strayed:
                 raise not_current("weights changed while this was streamed, under its version's name; ask again")
             if choices.aborted or not (cut_off or choices.all_ended):
@@ -315,3 +314,36 @@ class Flow:
             "stop" if choice.stopped else "length",
             versions,
         )
+
+
+async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results in order; the first failure cancels the others and is raised bare."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def run_until_set(come: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
+    """Do ``work`` until ``come`` is set; returns whether that was before it was done. What it raises is raised."""
+    async with asyncio.TaskGroup() as group:
+        coming = group.create_task(come.wait())
+        working = group.create_task(_raised_later(work))
+        await asyncio.wait({coming, working}, return_when=asyncio.FIRST_COMPLETED)
+        coming.cancel()
+        working.cancel()
+    if working.cancelled():
+        return True
+    if error := working.result():
+        raise error
+    return False
+
+
+async def _raised_later(work: Coroutine[Any, Any, Any]) -> Exception | None:
+    try:
+        await work
+    except Exception as error:
+        return error
+    return None
