@@ -84,7 +84,7 @@ class FakeChannel:
         return {"method": "fake"}
 
     async def committed(self, version: Version, tensors: Any, manifest: Any) -> None:
-        """Keep the version for :meth:`pullable`."""
+        """Keep the version for :meth:`catch_up_source`."""
         self.kept = (version, {"method": "fake"}, manifest) if self.can_pull else None
 
     async def catch_up_source(self) -> Any:
