@@ -46,10 +46,10 @@ new_lines() { grep -vxF -f <(printf '\n%s\n' "$1") <<<"$2" || true; }
 
 processes_now() {
     local environment pid command
-    for environment in /proc/[0-9]*/environ; do
+    # -s: processes that are others' or have ended by now
+    for environment in $(grep -slzxF "$SESSION_VARIABLE=$session" /proc/[0-9]*/environ); do
         pid=${environment//[^0-9]/}
-        grep -qzxF "$SESSION_VARIABLE=$session" "$environment" 2>/dev/null || continue
-        command=$(tr '\0' ' ' 2>/dev/null <"/proc/$pid/cmdline") || true # it may have ended by now
+        command=$(tr '\0' ' ' 2>/dev/null <"/proc/$pid/cmdline") || true
         printf 'process %s %s\n' "$pid" "$command"
     done
 }
