@@ -75,8 +75,8 @@ def test_what_was_asked_for_and_is_not_given_ends_the_run_with_its_reason(tmp_pa
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(sim.run(), limit=2e4)
     (error,) = _leaves(caught.value, FatalError)
-    assert "asked for at batch 3 in 50 s (synchronizer.request_timeout)" in str(error)
-    assert "It says: step 0, progress 0" in str(error)
+    assert "requested at batch 3 within 50 s (synchronizer.request_timeout)" in str(error)
+    assert "It reports: step 0, progress 0" in str(error)
     assert sim.state().opened == 2
 
 
