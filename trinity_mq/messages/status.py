@@ -55,7 +55,7 @@ class ExplorerStatus(SchedulerStatus):
     wants: int = 0
     """The last batch for which the explorer requests the newest weights; 0: none."""
     evaluating: int | None = None
-    """Training batches closed before the evaluation that is running; null: none is running."""
+    """Training batches closed before the evaluation that is requested or running; null: none is."""
     pending: int = 0
     """Tasks that wait for a batch: submitted ones and those given back."""
     ended: bool = False
