@@ -191,7 +191,7 @@ async def test_a_stream_whose_channel_was_closed_goes_on_behind_the_last(bus: Ra
         await bus.publish(topology.exchange("results"), "1", note(str(n)))
     async with await bus.consume(topology.results, offset=0) as feed:
         seen = [await next_of(feed) for _ in range(10)]
-        channel = seen[0]._answers._channel  # type: ignore[attr-defined]
+        channel = seen[0]._channel  # type: ignore[attr-defined]
         await channel.basic_ack(999_999, wait=False)  # 406 closes the channel
         seen += [await next_of(feed) for _ in range(30)]
     assert [one.body for one in seen] == [str(n).encode() for n in range(40)]

@@ -16,7 +16,7 @@ from trinity_mq.models.engines.generation.request import Completion
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.host.ready_file import ReadyFile
 from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
-from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.vllm import api
 from trinity_mq.models.engines.vllm.client import VllmClient
 from trinity_mq.models.engines.vllm.flow import Flow

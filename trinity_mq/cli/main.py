@@ -32,7 +32,7 @@ COMMANDS = (
         "tell whether the agent that writes TRINITY_MQ_HEALTH_FILE is alive (for a container's health check)",
     ),
     ("submit", "commands.submit:submit", "publish a task to a run"),
-    ("status", "commands.status:status", "show the agents of a run and the depths of its queues"),
+    ("status", "run.status:status", "show the agents of a run and the depths of its queues"),
     (
         "timeline",
         "commands.timeline:timeline",

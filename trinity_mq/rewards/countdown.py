@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
-from trinity_mq.rewards.math.math_answer import boxed
+from trinity_mq.rewards.text import boxed
 
 LONGEST = 300
 """Characters of a formula that are looked at."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trinity_mq.rewards.math.math_answer import boxed
-
 EXACT_WEIGHT = 0.5
 POSITION_WEIGHT = 0.8
 LENGTH_WEIGHT = 0.2
+LONGEST_BOXED = 2000
+"""Characters behind ``\\boxed{`` in which its closing brace is looked for."""
 
 Form = Literal["boxed", "think_answer", "think_boxed"]
 
@@ -85,3 +85,17 @@ def _enclosed(text: str, tag: str) -> str | None:
         return None
     inside, _, rest = text.removeprefix(opening).partition(closing)
     return rest if inside.strip() else None
+
+
+def boxed(text: str) -> tuple[int, str] | None:
+    r"""Return where the last ``\boxed{}`` stands and what it holds, None without one or if it does not close."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    first = start + len("\\boxed{")
+    depth = 1
+    for place, character in enumerate(text[first : first + LONGEST_BOXED], first):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return start, text[first:place]
+    return None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.cli.run.run_folder import RunFolder
+from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import load_config
 from trinity_mq.runtime.process import wait_exit
 

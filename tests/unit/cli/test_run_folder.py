@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trinity_mq.cli.run.run_folder import RunFolder, RunFolderError
+from trinity_mq.cli.run_folder import RunFolder, RunFolderError
 from trinity_mq.config import Config, ConfigError, load_config
 
 

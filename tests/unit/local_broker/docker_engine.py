@@ -8,9 +8,11 @@ import re
 import socket
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -129,6 +131,20 @@ class FakeEngine:
         return 204, b""
 
 
+def until_read(port: int) -> None:
+    """Return once the process with the loopback socket ``port`` has read all that was sent to it.
+
+    The docker package reads a command's output past the buffer into which it reads the headers, so output that comes
+    along with them would be lost; a real command takes its time. The kernel tells no sender, so it is asked.
+    """
+    local = f"0100007F:{port:04X}"
+    while True:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        if not any(row[1] == local and not row[4].endswith(":00000000") for row in rows):
+            return
+        time.sleep(0.005)
+
+
 @contextmanager
 def serving(engine: FakeEngine) -> Iterator[str]:
     """Serve ``engine`` on loopback, and give the value of DOCKER_HOST for it."""
@@ -145,6 +161,8 @@ def serving(engine: FakeEngine) -> Iterator[str]:
             if not url.path.endswith("/start"):
                 self.send_header("Content-Length", str(len(said)))
             self.end_headers()
+            if "/exec/" in url.path:
+                until_read(self.client_address[1])
             self.wfile.write(said)
 
         do_GET = do_POST = do_PUT = do_DELETE = _handle  # noqa: N815 - the names that the base class looks for

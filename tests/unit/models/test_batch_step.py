@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from trinity_mq.models.engines.api_errors import ApiError
 from trinity_mq.models.engines.generation.batch_step import StaticBatcher
 from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
-from trinity_mq.models.engines.server.errors import ApiError
-from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.state import EngineState
 
 
 class Recorder:

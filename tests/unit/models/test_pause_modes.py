@@ -13,11 +13,11 @@ import torch
 from transformers import DynamicCache
 
 from trinity_mq.messages import Version
+from trinity_mq.models.engines.api_errors import ApiError
 from trinity_mq.models.engines.generation.batch_step import PauseMode, StaticBatcher
 from trinity_mq.models.engines.generation.pause import BatchCutOff, PauseControl, Spans
 from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest, Token
-from trinity_mq.models.engines.server.errors import ApiError
-from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.torch.generator import TextGenerator
 
 OLD, NEW = (1, 2), (1, 3)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trinity_mq.models.engines.api_errors import ApiError
 from trinity_mq.models.engines.generation.text import TextError
-from trinity_mq.models.engines.server.errors import ApiError
 from trinity_mq.models.engines.server.openai.requests import checked_messages
 from trinity_mq.models.engines.server.openai.streaming import TextFlow
 from trinity_mq.models.engines.server.openai.tools import MAX_CALLS, MAX_TOOLS, calls_in, checked_tools

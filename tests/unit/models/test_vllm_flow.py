@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.waiting import until
+from trinity_mq.models.engines.api_errors import ApiError
 from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
-from trinity_mq.models.engines.server.errors import ApiError
-from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.vllm import api
 from trinity_mq.models.engines.vllm.flow import Flow
 

@@ -20,7 +20,7 @@ from trinity_mq.cli.broker.own import OwnBroker
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
 from trinity_mq.cli.run.interrupts import run_to_the_end
-from trinity_mq.cli.run.run_folder import CONFIG_FILE, RunFolder
+from trinity_mq.cli.run_folder import CONFIG_FILE, RunFolder
 from trinity_mq.config import BrokerConfig, Config, load_config
 
 if TYPE_CHECKING:

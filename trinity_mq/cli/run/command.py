@@ -16,8 +16,8 @@ from trinity_mq.cli.commands.validate import check_tasksets
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run.display import PlainDisplay, open_display
 from trinity_mq.cli.run.report import make_report
-from trinity_mq.cli.run.run_folder import RunFolder
 from trinity_mq.cli.run.session import Session
+from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config, load_config
 from trinity_mq.runtime.supervisor import ProcessEvent
 from trinity_mq.telemetry import setup_logging

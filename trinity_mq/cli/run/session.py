@@ -17,8 +17,8 @@ from trinity_mq.cli.broker.connection import connected
 from trinity_mq.cli.broker.own import OwnBroker
 from trinity_mq.cli.run.display import Display
 from trinity_mq.cli.run.follow import MetricsTail, depths, follow
-from trinity_mq.cli.run.run_folder import RunFolder
 from trinity_mq.cli.run.run_view import RunView
+from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
 from trinity_mq.messages import ControlEvent, DecodeError, decode
 from trinity_mq.runtime.notify import Notifier

@@ -16,11 +16,11 @@ import structlog
 from aiohttp import web
 
 from trinity_mq.config import AuxiliaryModelConfig
+from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current, stopping
 from trinity_mq.models.engines.server.admin_api import guarded
 from trinity_mq.models.engines.server.admin_bodies import LeaseBody, parsed
-from trinity_mq.models.engines.server.errors import ApiError, bad_request, not_current, stopping
 from trinity_mq.models.engines.server.openai.api import errors_as_json
-from trinity_mq.models.engines.server.state import Lease
+from trinity_mq.models.engines.state import Lease
 
 log = structlog.get_logger(__name__)
 

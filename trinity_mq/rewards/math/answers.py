@@ -9,7 +9,8 @@ from __future__ import annotations
 from fractions import Fraction
 
 from trinity_mq.rewards.math.judge import LONGEST, same
-from trinity_mq.rewards.math.math_answer import after_hashes, boxed, final_number, number_of, plain
+from trinity_mq.rewards.math.math_answer import after_hashes, final_number, number_of, plain
+from trinity_mq.rewards.text import boxed
 
 _QUOTES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 

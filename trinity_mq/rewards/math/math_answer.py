@@ -6,6 +6,8 @@ import re
 from collections import deque
 from fractions import Fraction
 
+from trinity_mq.rewards.text import boxed
+
 MAX_DIGITS = 100
 """A longer number is nobody's answer; exact arithmetic on it costs time."""
 MAX_ANSWER = 200
@@ -54,20 +56,6 @@ def after_hashes(text: str) -> tuple[int, str] | None:
     """Return where the last ``####`` stands and the rest of its line, None without one."""
     start = text.rfind("####")
     return None if start < 0 else (start, text[start:].partition("\n")[0].lstrip("#").strip())
-
-
-def boxed(text: str) -> tuple[int, str] | None:
-    r"""Return where the last ``\boxed{}`` stands and what it holds, None without one or if it does not close."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    first = start + len("\\boxed{")
-    depth = 1
-    for place, character in enumerate(text[first : first + 10 * MAX_ANSWER], first):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return start, text[first:place]
-    return None
 
 
 def number_of(text: str) -> Fraction | None:

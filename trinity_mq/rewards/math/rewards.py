@@ -3,8 +3,7 @@ r"""Rewards for a mathematically right answer, with credit for form and length w
 from __future__ import annotations
 
 from trinity_mq.rewards.math.answers import correct, equal, marked
-from trinity_mq.rewards.math.math_answer import boxed
-from trinity_mq.rewards.text import Form, has_form
+from trinity_mq.rewards.text import Form, boxed, has_form
 
 
 def accuracy_reward(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:

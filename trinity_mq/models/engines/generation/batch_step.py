@@ -13,11 +13,11 @@ from typing import Any, Literal, Protocol, TypeVar
 import structlog
 
 from trinity_mq.messages import Version
+from trinity_mq.models.engines.api_errors import ApiError, not_current, stopping
 from trinity_mq.models.engines.generation.pause import BatchCutOff, PauseControl, Spans
 from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.token_stream import BatchListener, Job, TokenStream, stamped
-from trinity_mq.models.engines.server.errors import ApiError, not_current, stopping
-from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.state import EngineState
 
 log = structlog.get_logger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any
 import structlog
 from aiohttp import web
 
+from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current
 from trinity_mq.models.engines.generation.batch_step import StaticBatcher
 from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.models.engines.server.admin_bodies import CommitBody, LeaseBody, PauseBody, ReceiveBody, parsed
-from trinity_mq.models.engines.server.errors import ApiError, bad_request, not_current
-from trinity_mq.models.engines.server.state import EngineState, Lease, StateError
+from trinity_mq.models.engines.state import EngineState, Lease, StateError
 from trinity_mq.models.engines.torch.weights import WeightsError
 
 log = structlog.get_logger(__name__)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trinity_mq.models.engines.server.errors import bad_request
+from trinity_mq.models.engines.api_errors import bad_request
 
 B = TypeVar("B", bound=BaseModel)
 Number = Annotated[int, Field(ge=0)]

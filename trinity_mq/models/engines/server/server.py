@@ -13,7 +13,7 @@ from aiohttp import web
 from trinity_mq.models.engines.generation.batch_step import PauseMode, StaticBatcher
 from trinity_mq.models.engines.server.admin_api import AdminApi, Receiver
 from trinity_mq.models.engines.server.openai.api import OpenAIApi, Served, errors_as_json
-from trinity_mq.models.engines.server.state import EngineState, Lease
+from trinity_mq.models.engines.state import EngineState, Lease
 
 log = structlog.get_logger(__name__)
 

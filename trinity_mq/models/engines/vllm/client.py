@@ -11,7 +11,7 @@ import aiohttp
 import httpx
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.server.errors import ApiError, stopping
+from trinity_mq.models.engines.api_errors import ApiError, stopping
 from trinity_mq.models.engines.vllm import api
 
 PauseMode = Literal["wait", "keep", "abort"]

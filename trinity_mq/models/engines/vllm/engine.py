@@ -19,7 +19,7 @@ from trinity_mq.config import Config
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE
 from trinity_mq.models.engines.server.admin_api import Receiver
-from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.torch.generator import choose_device
 from trinity_mq.models.engines.vllm import api
 from trinity_mq.models.engines.vllm.client import VllmClient, VllmControl

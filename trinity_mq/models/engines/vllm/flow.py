@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import structlog
 
 from trinity_mq.messages import Version
+from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current, stopping
 from trinity_mq.models.engines.generation.batch_step import HOLD_SECONDS, Counters
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.stopping import cut, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.generation.token_stream import TokenStream
-from trinity_mq.models.engines.server.errors import ApiError, bad_request, not_current, stopping
-from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.vllm import api
 from trinity_mq.models.engines.vllm.choices import Choices, as_tokens
 from trinity_mq.models.engines.vllm.client import PauseMode, VllmClient

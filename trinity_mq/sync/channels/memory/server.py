@@ -11,8 +11,8 @@ import secrets
 import structlog
 from aiohttp import web
 
+from trinity_mq.models.engines.api_errors import ApiError
 from trinity_mq.models.engines.server.admin_api import guarded
-from trinity_mq.models.engines.server.errors import ApiError
 from trinity_mq.models.engines.server.openai.api import errors_as_json
 from trinity_mq.sync.channels.base import ChannelError, in_daemon_thread
 from trinity_mq.sync.channels.buckets import raw

@@ -11,10 +11,10 @@ from typing import Any
 from aiohttp import web
 
 from trinity_mq.messages import Version
+from trinity_mq.models.engines.api_errors import ApiError, bad_request
 from trinity_mq.models.engines.generation.batch_step import StaticBatcher
 from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.text import TextCodec, TextError
-from trinity_mq.models.engines.server.errors import ApiError, bad_request
 from trinity_mq.models.engines.server.openai.requests import (
     ChatBody,
     CompletionBody,
@@ -27,7 +27,7 @@ from trinity_mq.models.engines.server.openai.requests import (
 from trinity_mq.models.engines.server.openai.responses import chat_choice, envelope, text_choice
 from trinity_mq.models.engines.server.openai.streaming import Chunks, send
 from trinity_mq.models.engines.server.openai.tools import checked_tools
-from trinity_mq.models.engines.server.state import EngineState
+from trinity_mq.models.engines.state import EngineState
 
 PIN_HEADER = "X-TMQ-Version"
 LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"

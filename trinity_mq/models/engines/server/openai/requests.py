@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from trinity_mq.models.engines.server.errors import bad_request
+from trinity_mq.models.engines.api_errors import bad_request
 from trinity_mq.models.engines.server.openai.tools import checked_calls, checked_tools
 
 MAX_STOPS = 16

@@ -15,11 +15,11 @@ from typing import Any
 from aiohttp import web
 
 from trinity_mq.messages import Version
+from trinity_mq.models.engines.api_errors import ApiError
 from trinity_mq.models.engines.generation.request import GenerationRequest, Token
 from trinity_mq.models.engines.generation.stopping import cut, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.generation.token_stream import TokenStream
-from trinity_mq.models.engines.server.errors import ApiError
 from trinity_mq.models.engines.server.openai.requests import ChatBody, CompletionBody
 from trinity_mq.models.engines.server.openai.responses import chat_logprobs, chat_message, text_logprobs, usage
 from trinity_mq.models.engines.server.openai.tools import CALL_BEGINS

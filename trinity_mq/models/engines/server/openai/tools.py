@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_mq.models.engines.server.errors import bad_request
+from trinity_mq.models.engines.api_errors import bad_request
 
 CALL_BEGINS, CALL_ENDS = "<tool_call>", "</tool_call>"
 MAX_TOOLS = 128

@@ -9,7 +9,7 @@ from typing import Literal
 import structlog
 
 from trinity_mq.messages import Version
-from trinity_mq.models.engines.server.errors import ApiError, not_current, stopping
+from trinity_mq.models.engines.api_errors import ApiError, not_current, stopping
 
 log = structlog.get_logger(__name__)
 
