@@ -31,7 +31,7 @@ class Heartbeat(Message):
     state: str
     """starting, working, idle, holding, paused, draining, finished or gone."""
     waits_for: str | None = None
-    """What the agent waits for; null while it works."""
+    """Condition that the agent waits for, in words; null while it works."""
     waits_seconds: float = 0.0
     """Seconds that it has waited for it."""
     detail: AnyStatus = Field(default_factory=lambda fields: _status_class(fields)())
