@@ -212,7 +212,8 @@ async def test_two_operators_share_the_work_and_one_alone_does_it_when_the_other
         os.kill(pids.pop(), signal.SIGKILL)
         for batch in (3, 4, 5):
             await stage.closed(batch)
-        assert sorted(int(ready.batch) for ready in (await stage.decided(5))[2:]) == [3, 4, 5]
+        # the killed one may have published its decision and not yet acknowledged the batch, which is then decided again
+        assert sorted(await taken(stage.source(), 5)) == [(batch, "ready", []) for batch in range(1, 6)]
 
 
 async def test_a_process_that_blocks_for_ever_is_replaced_and_its_batch_done(
