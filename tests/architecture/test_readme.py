@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from trinity_mq.experience import Experience
+from trinity_mq.messages import BatchReady
 from trinity_mq.rewards import create_reward
 from trinity_mq.rewards.registry import parts_of
 from trinity_mq.workflows import Task
@@ -20,6 +21,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 ROOMS = ("", "agents/trinity_agents", "trinity_mq", "docs")
 """Folders that a path in a document may be relative to."""
 SIBLINGS = ("trinity_mq/sync", "trinity_mq/bus", "trinity_mq/models")
+WRITING_AN_OPERATOR = (ROOT / "docs" / "writing-an-operator.md").read_text(encoding="utf-8")
 STEP_WISE = ROOT / "examples" / "step_wise.py"
 LONGEST = 30
 """Lines that a step-wise workflow may take."""
@@ -123,3 +125,12 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     }
     assert missing == set()
     assert {link for link in links if not (page.parent / link).exists()} == set()
+
+
+def test_a_run_with_an_operator_is_simulated_without_a_broker(tmp_path: Path) -> None:
+    simulate = defined(blocks()["simulate"])["simulate"]
+    run = simulate(tmp_path, *re.findall(r'"(\w+\.\w+=[^"]*)"', WRITING_AN_OPERATOR))
+    assert run.values("experience_pipeline/experience_count") == [(1, 2.0), (2, 2.0), (3, 2.0)], "two of four a batch"
+    assert run.dead_letters() == []
+    assert [ready.state for ready in run.published(BatchReady)] == ["ready"] * 3
+    assert run.learners[0].steps == [1, 2, 3]

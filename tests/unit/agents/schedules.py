@@ -16,11 +16,11 @@ from unittest import mock
 from structlog.testing import capture_logs
 
 from tests.unit.agents.faulty import FaultyBus, Lots, told
-from tests.unit.agents.simulation import Simulation, Tasks
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.operator.agent import Operator
 from trinity_agents.runner.agent import Runner
 from trinity_agents.runner.process_pool import ChildDied
+from trinity_agents.simulation import NumberedTasks, Simulation
 from trinity_agents.trainer.agent import Trainer
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import BusUnavailable
@@ -151,7 +151,7 @@ class Schedule(Simulation):
             agent_id=name,
             engine=self.engine,
             folder=self.folder,
-            taskset=Tasks(RUNS),
+            taskset=NumberedTasks(RUNS),
             eval_sets=self.eval_sets,
             metrics=self,  # type: ignore[arg-type]
         )
@@ -231,7 +231,7 @@ class Schedule(Simulation):
 
     async def suffer(self) -> None:
         """Run to the end."""
-        await self.tap()
+        await self.record_messages()
         violence = [self.cut(*one) for one in self.lots.cuts] + [self.alarm(*one) for one in self.lots.alarms]
         violence += [self.restart(one) for one in self.lots.restarts] + [self.drain(one) for one in self.lots.drains]
         standby = self.lots.dice.random() < 0.2

@@ -11,10 +11,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from tests.unit.agents.simulation import Simulation, until
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill, send_slice
 from trinity_agents.operator.agent import Operator
 from trinity_agents.runner.agent import Runner
+from trinity_agents.simulation import Simulation, until
 from trinity_agents.trainer.source import StreamSource, TrainBatch
 from trinity_mq.bus.topology import Queue
 from trinity_mq.experience import Experience

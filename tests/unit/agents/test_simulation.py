@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation, killed_once
 from trinity_agents.operator.batch_publisher import BatchPublisher
+from trinity_agents.simulation import Simulation, killed_once
 from trinity_agents.trainer.history import lineage
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.testing.virtual_time import run_virtually

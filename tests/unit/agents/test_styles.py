@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation, killed, killed_once, until
 from trinity_agents.operator.batch_publisher import BatchPublisher
+from trinity_agents.simulation import Simulation, killed, killed_once, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.messages import Progress, TaskSlice
 from trinity_mq.runtime.errors import FatalError

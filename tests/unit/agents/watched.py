@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.operator.agent import Operator
+from trinity_agents.simulation import Simulation
 from trinity_agents.trainer.agent import Trainer
 from trinity_mq.bus import Delivery, Envelope, Queue
 from trinity_mq.bus.memory.bus import MemoryBus

@@ -13,6 +13,7 @@ import torch
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.base import BusError, Delivery
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.bus.memory.queues import StreamQueue
 from trinity_mq.config import load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Heartbeat, Message, TaskBody, TaskResults, TaskSlice, decode, decode_any
@@ -100,7 +101,7 @@ class World:
     def stored(self, queue: str) -> list[Any]:
         """What a queue holds, without taking it."""
         found: Any = self.broker.queues[self.topology.prefix + queue]
-        return list(found._messages if hasattr(found, "_messages") else found._ready)
+        return list(found._messages if isinstance(found, StreamQueue) else found.messages)
 
     def stream(self, name: str) -> list[Message]:
         """The control-plane messages of a stream, results that came together one by one."""

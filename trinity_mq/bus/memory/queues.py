@@ -80,6 +80,11 @@ class WorkQueue(MemoryQueue):
         """Messages neither delivered nor waiting for an answer."""
         return len(self._ready)
 
+    @property
+    def messages(self) -> list[Stored]:
+        """Messages neither delivered nor waiting for an answer, in order."""
+        return list(self._ready)
+
     def put(self, message: Stored) -> None:
         """Append and deliver."""
         self._last_order += 1

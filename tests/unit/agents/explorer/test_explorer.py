@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation, killed, until
 from trinity_agents.explorer.agent import Explorer
+from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Queue
 from trinity_mq.bus.memory.bus import MemoryBus
@@ -60,8 +60,8 @@ def test_killed_at_any_moment_and_started_again(tmp_path: Path, after: float) ->
     sim = Simulation(tmp_path, batches=4, step_seconds=0.3)
     run_virtually(sim.run(explorer=restarted(sim, lambda: asyncio.sleep(after))), limit=3000)
     check_history(sim, 4)
-    assert sim.labels().count(4) == 1
-    assert sorted(set(sim.labels())) == [0, 2, 4]
+    assert sim.evaluated_steps().count(4) == 1
+    assert sorted(set(sim.evaluated_steps())) == [0, 2, 4]
     assert sim.state().finished
     given = [each.task.raw_task["n"] for each in sim.published(TaskSlice) if each.lane == "train"]
     assert sorted(set(given)) == list(range(8)), "the taskset goes on where it was"
@@ -144,7 +144,7 @@ def test_an_interrupted_evaluation_is_resumed_and_not_begun_anew(tmp_path: Path)
         task_slice.batch for task_slice in sim.published(TaskSlice) if task_slice.lane == "eval"
     )
     assert batches == {"0/held": 2, "0/other": 1, "2/held": 2, "2/other": 1}
-    assert sim.labels() == [0, 2]
+    assert sim.evaluated_steps() == [0, 2]
     assert sim.values("eval/held/version/min") == [(0, 0.0), (2, 2.0)]
 
 
@@ -157,7 +157,7 @@ def test_a_restart_keeps_the_version_of_an_evaluation_that_is_due(tmp_path: Path
 
     run_virtually(sim.run(explorer=restarted(sim, due, pause=0.1)), limit=1000)
     assert dict(sim.values("eval/held/version/min"))[2] == 1.0
-    assert sim.labels() == [0, 2, 4]
+    assert sim.evaluated_steps() == [0, 2, 4]
 
 
 def test_a_damaged_state_file_is_one_clear_line(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_run_ends_with_others_standing_by(tmp_path: Path, ids: tuple[str, str]
         ),
         limit=300,
     )
-    assert sim.labels() == [0, 2]
+    assert sim.evaluated_steps() == [0, 2]
     assert sim.trainers[0].progress == 2
     assert sim.trainers[1].generation == 0
 
@@ -270,7 +270,7 @@ def test_a_connection_lost_for_30_seconds_costs_time_only(tmp_path: Path, at: fl
     run_virtually(sim.run(beside=cut), limit=1000)
     check_history(sim, 3)
     assert not any(values.get("rollout/slices/cancelled") for _, values in sim.reports)
-    assert sorted(sim.labels()) == [0, 2, 3]
+    assert sorted(sim.evaluated_steps()) == [0, 2, 3]
 
 
 @pytest.mark.parametrize("at", [0.5, 2.0, 3.1])
@@ -520,7 +520,7 @@ def test_drained_at_any_moment_it_saves_and_the_next_start_goes_on(tmp_path: Pat
 
     run_virtually(sim.run(explorer=explorer), limit=1000)
     check_history(sim, 3)
-    assert sorted(sim.labels()) == [0, 2, 3]
+    assert sorted(sim.evaluated_steps()) == [0, 2, 3]
     assert dict(sim.values("eval/held/version/min"))[3] == 3.0, "the last evaluation is of the final weights"
 
 
@@ -552,7 +552,7 @@ def test_without_anything_to_evaluate_the_run_ends(tmp_path: Path, sets: dict[st
 def test_no_evaluation_at_startup_unless_asked_for(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, ("explorer.eval_on_startup=false",), batches=2)
     run_virtually(sim.run(), limit=1000)
-    assert sim.labels() == [2]
+    assert sim.evaluated_steps() == [2]
 
 
 def test_a_run_that_has_finished_ends_again_at_once(tmp_path: Path) -> None:
@@ -560,7 +560,7 @@ def test_a_run_that_has_finished_ends_again_at_once(tmp_path: Path) -> None:
     run_virtually(sim.run(), limit=1000)
     again = Simulation(tmp_path, batches=2, broker=sim.broker, engine=sim.engine)
     run_virtually(again.run(), limit=1000)
-    assert again.labels() == []
+    assert again.evaluated_steps() == []
     assert again.trainer.progress == 2
 
 
@@ -600,7 +600,7 @@ def test_an_engine_that_dies_during_an_evaluation_is_synced_again_and_the_evalua
     check_history(sim, 4)
     assert engine.served == sorted(engine.served)
     assert engine.served.count((1, 2)) == 1, "the try that was put off is the one that is done"
-    assert sim.labels() == [0, 2, 4]
+    assert sim.evaluated_steps() == [0, 2, 4]
     assert not any(value for _, value in sim.values("eval/held/failed_runs"))
 
 
@@ -619,7 +619,7 @@ def test_an_engine_that_dies_during_a_sync(tmp_path: Path, at: float, step: int)
     check_history(sim, 3)
     assert engine.served == sorted(engine.served)
     assert sim.trainer.gate.aborts >= 1
-    assert sim.labels() == [0, 2, 3]
+    assert sim.evaluated_steps() == [0, 2, 3]
 
 
 def test_weights_lost_in_the_middle_of_a_try_show_after_it(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.explorer.test_explorer import REPLIES, check_history, restarted
-from tests.unit.agents.simulation import killed, until
 from tests.unit.agents.watched import WatchedSimulation
 from trinity_agents.explorer import loop as exploration
+from trinity_agents.simulation import killed, until
 from trinity_mq.bus import Binding, Envelope, Queue
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, SubmissionOutcome, TaskSlice
 from trinity_mq.runtime.errors import RestartMe
@@ -298,7 +298,7 @@ def test_every_message_may_come_twice(tmp_path: Path) -> None:
 
     run_virtually(sim.run(beside=scene), limit=500)
     check_history(sim, 4)
-    assert sorted(set(sim.labels())) == [0, 2, 4]
+    assert sorted(set(sim.evaluated_steps())) == [0, 2, 4]
     assert sim.learners[0].steps == [1, 2, 3, 4]
     given = [each.task.raw_task for each in sim.published(TaskSlice) if each.lane == "train"]
     assert sum("s" in task for task in given) == 2, "one submission, its slice twice"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation, until
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.explorer.engine_hosting import EngineHosting
+from trinity_agents.simulation import Simulation, until
 from trinity_mq.messages import Heartbeat, SyncEvent
 from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.runtime.errors import FatalError
@@ -56,7 +56,7 @@ def test_all_engines_of_all_hosts_get_every_version(tmp_path: Path) -> None:
     sim = Engines(tmp_path, batches=5)
     run_virtually(sim.run(beside=lambda: sim.make_host().run()), limit=1000)
     assert [engine.served for engine in sim.all] == [[(1, step) for step in range(6)]] * 4
-    assert sim.labels() == [0, 2, 4, 5]
+    assert sim.evaluated_steps() == [0, 2, 4, 5]
     assert all(not engine.paused for engine in sim.all)
     last = [event for event in sim.published(SyncEvent) if event.verb == "commit"][-1]
     assert set(last.members) == {engine.snapshot.id for engine in sim.all}
@@ -83,7 +83,7 @@ def test_an_evaluation_is_not_waited_for_by_the_engines_that_answer_it(tmp_path:
     run_virtually(sim.run(beside=beside), limit=2000)
     assert len(still) >= 15
     assert sum(still) == 0
-    assert sim.labels() == [0, 2, 4]
+    assert sim.evaluated_steps() == [0, 2, 4]
     assert [engine.served[-1] for engine in sim.all] == [(1, 4)] * 4
 
 

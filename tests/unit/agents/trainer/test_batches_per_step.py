@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation, killed_once
 from trinity_agents.operator.chain_run import ChainRun
+from trinity_agents.simulation import Simulation, killed_once
 from trinity_agents.trainer.history import lineage
 from trinity_mq.config import ConfigError, load_config
 from trinity_mq.messages import BatchClosed, Progress

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation, until
+from trinity_agents.simulation import Simulation, until
 from trinity_mq.messages import Heartbeat, SyncEvent
 from trinity_mq.testing.virtual_time import run_virtually
 

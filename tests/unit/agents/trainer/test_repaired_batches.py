@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from tests.unit.agents.simulation import Simulation, killed, until
+from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.cli.commands.dead import republish_batches
 from trinity_mq.experience import Experience
@@ -93,7 +93,7 @@ def test_fresh_enough_it_is_trained_on_once_and_costs_no_step(tmp_path: Path, af
     assert sim.values("sample/repaired_batches") == [(line["progress"], 1.0)]
     assert dict(sim.values("sample/experiences"))[line["progress"]] == 8.0
     assert dict(sim.values("sample/staleness/max"))[line["progress"]] >= after - BROKEN
-    assert sim.letters() == []
+    assert sim.dead_letters() == []
 
 
 def test_too_old_it_is_counted_and_never_trained_on(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_trainer_that_is_killed_over_and_over_trains_on_it_once(
     # killed in the very step in which it is trained on, it is given up: told, and in a dead letter
     given_up = {entry["ticket"] for entry in history(sim) if entry["outcome"] == "skipped"}
     assert line["outcome"] == ("skipped" if line["ticket"] in given_up else "trained")
-    assert {letter["ticket"] for letter in sim.letters()} == given_up
+    assert {letter["ticket"] for letter in sim.dead_letters()} == given_up
     assert len(trained_uids(sim)) == 4 * (BATCHES - len(given_up))
 
 
@@ -167,7 +167,7 @@ def test_one_that_kills_the_trainer_is_given_up_and_the_batch_it_came_with_is_no
     run_virtually(sim.run(trainer=trainers, beside=lambda: replayed(sim)), limit=1000)
     (line,) = repaired_lines(sim)
     assert (line["batch"], line["outcome"], line["uids"]) == (BROKEN, "skipped", [])
-    (letter,) = sim.letters()
+    (letter,) = sim.dead_letters()
     assert letter["ticket"] == line["ticket"]
     assert letter["batch"] == BROKEN
     assert "did not survive 1 start on" in str(letter["dead-reason"])

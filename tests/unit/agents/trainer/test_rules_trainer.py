@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.unit.agents.explorer.test_explorer import check_history
-from tests.unit.agents.simulation import killed, until
 from tests.unit.agents.watched import WatchedSimulation
+from trinity_agents.simulation import killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_agents.trainer.source import StreamSource
 from trinity_mq.messages import BatchReady, Progress, SyncEvent, TrainerStatus
@@ -23,7 +23,7 @@ def test_whatever_became_of_a_batch_it_is_one_unit_of_progress_and_recorded(tmp_
     sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=50",))
 
     async def scene() -> None:
-        await sim.tap()
+        await sim.record_messages()
         trainer = sim.make_trainer()
         task = asyncio.get_running_loop().create_task(trainer.run())
         client = await sim.client()
@@ -55,7 +55,7 @@ def test_the_first_set_decides_and_a_second_one_of_its_ticket_is_no_further_batc
     sim = WatchedSimulation(tmp_path, ("synchronizer.sync_interval=50",))
 
     async def scene() -> None:
-        await sim.tap()
+        await sim.record_messages()
         trainer = sim.make_trainer()
         task = asyncio.get_running_loop().create_task(trainer.run())
         client = await sim.client()
@@ -95,14 +95,8 @@ def test_resumed_it_gives_the_checkpoints_weights_out_before_it_reads_on(tmp_pat
 
 def _in_order(sim: WatchedSimulation) -> list[Progress | SyncEvent]:
     """What was published of both kinds, as it came."""
-    from tests.unit.agents.simulation import _is_ours
-    from trinity_mq.messages import decode_any
-    from trinity_mq.runtime.deliveries import EXPERIENCES
-
-    queue: Any = sim.broker.queues[sim.topology.prefix + "tap"]
-    ours = [one for one in queue._ready if one.content_type != EXPERIENCES and _is_ours(one.headers)]
-    found = [decode_any(one.body, one.content_type) for one in ours]
-    return [one for one in found if isinstance(one, Progress) or (isinstance(one, SyncEvent) and one.verb == "commit")]
+    found = [one for one in sim.messages() if isinstance(one, Progress | SyncEvent)]
+    return [one for one in found if isinstance(one, Progress) or one.verb == "commit"]
 
 
 def test_a_trainer_that_lost_its_lock_stops_acting(tmp_path: Path) -> None:

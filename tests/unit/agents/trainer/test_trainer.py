@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agents.simulation import Simulation, killed, until
+from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Bus
 from trinity_mq.bus.memory.bus import MemoryBus
@@ -72,7 +72,7 @@ def test_the_third_start_on_a_batch_skips_it_and_parks_a_letter(tmp_path: Path) 
     )
     assert tried == [1, 2, 2, 2, 3], "batch 2 killed two lives; what is step 2 in the third is batch 3"
     assert outcomes(sim) == {1: "trained", 2: "skipped", 3: "trained", 4: "trained"}
-    (letter,) = sim.letters()
+    (letter,) = sim.dead_letters()
     assert "did not survive 2 starts" in str(letter["dead-reason"])
     skipped = [one for one in sim.published(Progress) if one.outcome == "skipped"]
     assert letter["ticket"] == skipped[0].ticket
@@ -95,7 +95,7 @@ def test_a_skipped_batch_is_skipped_again_after_a_restart_from_before_it(tmp_pat
     run_virtually(sim.run(trainer=trainer), limit=1000)
     fourth = lineage(tmp_path / "history", 4, 4)
     assert [entry["outcome"] for entry in fourth] == ["trained", "skipped", "trained", "trained"]
-    assert {letter["ticket"] for letter in sim.letters()} == {fourth[1]["ticket"]}
+    assert {letter["ticket"] for letter in sim.dead_letters()} == {fourth[1]["ticket"]}
 
 
 def test_batches_from_too_old_weights_are_dropped_whole_and_are_progress(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_body_that_does_not_decode_on_the_stream_is_parked_and_nothing_stops(t
 
     run_virtually(sim.run(beside=intruder), limit=1000)
     assert sim.trainer.progress == 3
-    assert {letter["dead-queue"] for letter in sim.letters()} == {"tmq.sim.ready", "tmq.sim.results"}
+    assert {letter["dead-queue"] for letter in sim.dead_letters()} == {"tmq.sim.ready", "tmq.sim.results"}
 
 
 def test_a_stream_cut_behind_the_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_sync_without_members_waits_and_drains(tmp_path: Path) -> None:
     sim = Simulation(tmp_path)
 
     async def scene() -> float:
-        await sim.tap()
+        await sim.record_messages()
         trainer = sim.make_trainer()
         task = asyncio.get_running_loop().create_task(trainer.run())
         await feed(await sim.client(), sim, 1)
@@ -339,7 +339,7 @@ def test_a_drained_trainer_calls_its_try_off(tmp_path: Path) -> None:
     engine.pause = slow_pause  # type: ignore[method-assign]
 
     async def scene() -> float:
-        await sim.tap()
+        await sim.record_messages()
         loop = asyncio.get_running_loop()
         explorer = loop.create_task(sim.make_explorer().run())
         trainer = loop.create_task(sim.make_trainer().run())
@@ -450,7 +450,7 @@ def test_a_finished_trainer_stays_and_serves_an_engine_that_comes_back_empty(tmp
 
     run_virtually(sim.run(beside=scene), limit=1000)
     assert sim.engine.served == [(1, 0), (1, 1), (1, 2), (1, 2)]
-    assert sim.labels() == [0, 2]
+    assert sim.evaluated_steps() == [0, 2]
 
 
 @pytest.mark.parametrize("after", [0.0, 0.15, 0.3, 1.2, 1.4, 2.0, 3.0])
@@ -467,7 +467,7 @@ def test_killed_during_its_end(tmp_path: Path, after: float) -> None:
 
     run_virtually(sim.run(trainer=killed_at_the_end), limit=1000)
     assert sim.trainer.progress == 2
-    assert sim.labels() == [0, 2]
+    assert sim.evaluated_steps() == [0, 2]
     assert _checkpoints(tmp_path)[-1] == 2
     assert len(lineage(tmp_path / "history", sim.trainer.generation, 2)) == 2
 

@@ -1,5 +1,6 @@
-"""A whole run on MemoryBus in virtual time, with a fake learner, engine and runners, and a look at what passed through
-the broker."""
+"""A whole run in one process on MemoryBus: the real explorer, operators and trainer beside a fake learner, engine and
+runner. In virtual time (:func:`trinity_mq.testing.virtual_time.run_virtually`) it takes well under a second.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +10,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.unit.agents.world import one_by_one
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.operator.agent import Operator
 from trinity_agents.trainer.agent import Trainer
 from trinity_mq.bus import Binding, Bus, Queue, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
-from trinity_mq.bus.memory.queues import StreamQueue, WorkQueue
+from trinity_mq.bus.memory.queues import Stored, StreamQueue, WorkQueue
 from trinity_mq.config import Config, load_config
-from trinity_mq.messages import Message, TaskBody, TaskSlice, TaskSubmission, decode_any
+from trinity_mq.messages import Message, TaskBody, TaskResults, TaskSlice, TaskSubmission, decode_any
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
 from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner, FakeRunner, FakeRunnerAgent
 
 M = TypeVar("M", bound=Message)
+RECORDED = "recorded"
+"""Name, behind the run's prefix, of the queue that keeps copies."""
 
 
-class Tasks:
-    """A taskset without end, each task known by its number."""
+NOT_MESSAGES = {"experience_chunk", "experience_part", "unknown"}
+"""Kinds on the broker whose bodies are no control messages."""
+
+
+class NumberedTasks:
+    """A taskset without end; the raw task is its number."""
 
     def __init__(self, repeat_times: int = 2) -> None:
         self.repeat_times, self.given = repeat_times, 0
@@ -35,36 +41,47 @@ class Tasks:
         return 1000
 
     def next_batch(self, size: int) -> list[TaskBody]:
+        """Return the next ``size`` tasks."""
         self.given += size
         numbers = range(self.given - size, self.given)
         return [TaskBody(workflow="none", repeat_times=self.repeat_times, raw_task={"n": n}) for n in numbers]
 
     def state(self) -> dict[str, object]:
+        """Return how many tasks were given out."""
         return {"given": self.given}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the tasks of ``state``."""
         self.given = state["given"]
 
 
 @dataclass
 class Simulation:
-    """One run's parts; every agent has a connection of its own to one broker."""
+    """A run's parts; every agent has a connection of its own to one broker. Restart an agent by making another."""
 
     folder: Path
+    """The run folder."""
     overrides: tuple[str, ...] = ()
+    """``section.key=value`` words on top of a small configuration of two tasks with two runs each a batch."""
     batches: int = 6
     step_seconds: float = 1.0
+    """Seconds that the fake learner takes for a step."""
     runner_seconds: Callable[[TaskSlice], float] = lambda task_slice: 0.1
+    """Seconds that the fake runner takes for a slice."""
     spoil: Callable[[TaskSlice], str | None] = lambda task_slice: None
+    """Fate of a slice: None (finished), ``"empty"`` (no experiences) or ``"failed"``."""
     broker: MemoryBroker = field(default_factory=MemoryBroker)
     engine: FakeEngine = field(default_factory=FakeEngine)
     channel: Any = field(default_factory=FakeChannel)
     reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """Metrics by step, as they were written."""
     operators: int = 1
+    """Operator processes."""
     eval_sets: dict[str, list[TaskBody]] = field(
         default_factory=lambda: {"held": [TaskBody(workflow="none", is_eval=True)]}
     )
     taskset: bool = True
+    """Whether the explorer has a taskset; without one it waits for submissions."""
     explorers: list[Explorer] = field(default_factory=list)
     trainers: list[Trainer] = field(default_factory=list)
     learners: list[FakeLearner] = field(default_factory=list)
@@ -84,12 +101,18 @@ class Simulation:
         self.topology = Topology("sim")
 
     def bus(self) -> MemoryBus:
+        """Return a connection of its own, not connected."""
         return MemoryBus(self.broker, self.topology, config=self.config.broker)
 
     def write(self, step: int, values: dict[str, float]) -> None:
+        """Keep metrics: the simulation is its agents' metrics writer."""
         self.reports.append((step, values))
 
+    def close(self) -> None:
+        """Metrics are kept after their writers have closed."""
+
     def make_trainer(self, agent_id: str = "trainer-0", learner: FakeLearner | None = None) -> Trainer:
+        """Return a trainer on the run's folder; it takes up what an earlier one left there."""
         learner = learner or FakeLearner(self.step_seconds)
         self.learners.append(learner)
         trainer = Trainer(
@@ -106,6 +129,7 @@ class Simulation:
         return trainer
 
     def make_explorer(self, agent_id: str = "explorer-0") -> Explorer:
+        """Return an explorer on the run's folder; it takes up what an earlier one left there."""
         explorer = Explorer(
             self.config,
             bus=self.bus(),
@@ -113,7 +137,7 @@ class Simulation:
             agent_id=agent_id,
             engine=self.engine,
             folder=self.folder,
-            taskset=Tasks() if self.taskset else None,
+            taskset=NumberedTasks() if self.taskset else None,
             eval_sets=self.eval_sets,
             metrics=self,  # type: ignore[arg-type]
         )
@@ -121,16 +145,25 @@ class Simulation:
         return explorer
 
     async def runner(self, bus: Any, topology: Topology) -> None:
+        """Run slices until cancelled."""
         work = FakeRunner(bus, topology, lambda: self.engine.snapshot.version, self.runner_seconds, self.spoil)
         await work.run()
 
     def make_runner(self) -> FakeRunnerAgent:
+        """Return an agent that runs slices as a runner does."""
         return FakeRunnerAgent(
             self.config, bus=self.bus(), topology=self.topology, agent_id="runner-0", work=self.runner
         )
 
     def make_operator(self, number: int = 0) -> Operator:
-        return Operator(self.config, bus=self.bus(), topology=self.topology, agent_id=f"operator-{number}")
+        """Return an operator agent with the operators of the configuration."""
+        return Operator(
+            self.config,
+            bus=self.bus(),
+            topology=self.topology,
+            agent_id=f"operator-{number}",
+            metrics=self,  # type: ignore[arg-type]
+        )
 
     async def run(
         self,
@@ -140,7 +173,18 @@ class Simulation:
         explorer: Callable[[], Any] | None = None,
         beside: Callable[[], Any] | None = None,
     ) -> None:
-        await self.tap()
+        """Run until every agent has ended.
+
+        Args:
+            trainer: Runs in place of one trainer.
+            runners: Runs in place of one runner.
+            explorer: Runs in place of one explorer.
+            beside: Runs beside the agents, and is waited for.
+
+        Raises:
+            ExceptionGroup: An agent failed.
+        """
+        await self.record_messages()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.make_explorer().run() if explorer is None else explorer())
             group.create_task(self.make_runner().run() if runners is None else runners())
@@ -152,87 +196,90 @@ class Simulation:
 
     @property
     def trainer(self) -> Trainer:
+        """The last trainer made."""
         return self.trainers[-1]
 
     @property
     def explorer(self) -> Explorer:
+        """The last explorer made."""
         return self.explorers[-1]
 
     def values(self, name: str) -> list[tuple[int, float]]:
+        """Return one metric's (step, value) pairs in the order in which they were written."""
         return [(step, values[name]) for step, values in self.reports if name in values]
 
-    def labels(self) -> list[int]:
-        """The evaluations reported, in order."""
+    def evaluated_steps(self) -> list[int]:
+        """Return the steps whose evaluations were reported, in order."""
         return [step for step, _ in self.values("eval/held/finished_task_count")]
 
     def state(self) -> ExplorerState:
-        """The explorer's state as saved."""
+        """Return the explorer's state as saved."""
         return StateFile(self.folder / "state" / "explorer.msgpack").load()
 
-    # -- what passes through the broker
-
     async def client(self) -> Bus:
-        """A connection of the test's own."""
+        """Return a connection for a client of the run."""
         bus = self.bus()
         await bus.connect()
         return bus
 
-    async def tap(self) -> None:
-        """Keep a copy of all that is published, bodies of experiences aside."""
+    async def record_messages(self) -> None:
+        """Keep a copy of every message published from now on."""
         names = ("tasks", "batches", "results", "ready", "sync", "dead")
         bindings = tuple(Binding(self.topology.exchange(name), "#") for name in names)
         bus = await self.client()
-        await bus.declare(*self.topology.durable, Queue(name=self.topology.prefix + "tap", bindings=bindings))
+        await bus.declare(*self.topology.durable, Queue(name=self.topology.prefix + RECORDED, bindings=bindings))
 
     def published(self, kind: type[M]) -> list[M]:
-        """Every message of a kind that was published, in order; results that went together one by one."""
-        queue = self.broker.queues[self.topology.prefix + "tap"]
-        assert isinstance(queue, WorkQueue)
-        plain = [stored for stored in queue._ready if stored.content_type != EXPERIENCES]
-        messages = [decode_any(stored.body, stored.content_type) for stored in plain if _is_ours(stored.headers)]
-        return [single for message in messages for single in one_by_one(message) if isinstance(single, kind)]
+        """Return every control message of a kind that was published, in order; results of one message one by one."""
+        return [message for message in self.messages() if isinstance(message, kind)]
 
-    def letters(self) -> list[Mapping[str, object]]:
-        """The headers of all dead letters."""
-        queue = self.broker.queues[self.topology.dead.name]
-        assert isinstance(queue, WorkQueue)
-        return [stored.headers for stored in queue._ready]
+    def messages(self) -> list[Message]:
+        """Return every control message that was published, in order; results of one message one by one."""
+        found: list[Message] = []
+        for stored in self._queue(self.topology.prefix + RECORDED):
+            if stored.content_type != EXPERIENCES and stored.headers.get("kind") not in NOT_MESSAGES:
+                message = decode_any(stored.body, stored.content_type)
+                found += message.results if isinstance(message, TaskResults) else [message]
+        return found
+
+    def dead_letters(self) -> list[Mapping[str, object]]:
+        """Return the headers of all dead letters."""
+        return [stored.headers for stored in self._queue(self.topology.dead.name)]
 
     def stream(self) -> StreamQueue:
-        """The ready stream."""
+        """Return the ready stream."""
         queue = self.broker.queues[self.topology.ready.name]
         assert isinstance(queue, StreamQueue)
         return queue
+
+    def _queue(self, name: str) -> list[Stored]:
+        queue = self.broker.queues[name]
+        assert isinstance(queue, WorkQueue)
+        return queue.messages
 
     async def submit(self, number: int, reply_to: str | None = None, **task: Any) -> None:
         """Submit a task from outside under id ``s<number>``."""
         bus = await self.client()
         body = TaskSubmission(task=TaskBody(workflow="none", raw_task={"s": number}, **task))
-        mail = envelope(body, message_id=f"s{number}", correlation_id=f"c{number}", reply_to=reply_to)
-        await bus.publish(self.topology.exchange("tasks"), "submit", mail)
+        message = envelope(body, message_id=f"s{number}", correlation_id=f"c{number}", reply_to=reply_to)
+        await bus.publish(self.topology.exchange("tasks"), "submit", message)
         await bus.close()
 
     async def replies(self, name: str = "tmq.sim.replies") -> list[Message]:
-        """What was answered so far, taken from the queue."""
-        queue = self.broker.queues[name]
-        assert isinstance(queue, WorkQueue)
-        return [decode_any(stored.body, stored.content_type) for stored in queue._ready]
-
-
-def _is_ours(headers: Mapping[str, object]) -> bool:
-    return headers.get("kind") not in {"experience_chunk", "experience_part", "unknown"}
+        """Return the messages that wait in a reply queue."""
+        return [decode_any(stored.body, stored.content_type) for stored in self._queue(name)]
 
 
 async def killed(task: asyncio.Task[Any]) -> bool:
-    """End a task wherever it is; False when it had ended by itself."""
-    over = task.done()
+    """Cancel an agent's task wherever it is; return False when it had ended by itself."""
+    ended = task.done()
     task.cancel()
     await asyncio.wait([task])
-    return not over
+    return not ended
 
 
 def killed_once(sim: Simulation, after: float) -> Callable[[], Awaitable[None]]:
-    """Make a trainer that is ended after so many seconds and followed by another, unless its work was over."""
+    """Return a ``trainer`` for :meth:`Simulation.run` that is killed after ``after`` seconds and then replaced."""
 
     async def run() -> None:
         first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
@@ -248,7 +295,7 @@ def killed_once(sim: Simulation, after: float) -> Callable[[], Awaitable[None]]:
 
 
 async def until(condition: Callable[[], bool], step: float = 0.01) -> None:
-    """Look every ``step`` virtual seconds, for 300 at most."""
+    """Wait until ``condition`` holds, looking every ``step`` seconds of virtual time, 300 seconds at most."""
     async with asyncio.timeout(300.0):
         while not condition():  # noqa: ASYNC110  # nobody tells a test, and in virtual time looking costs nothing
             await asyncio.sleep(step)
