@@ -20,7 +20,7 @@ from pathlib import Path
 from trinity_mq.algorithms.advantage import group_relative_advantages
 from trinity_mq.config import Config, load_config
 from trinity_mq.data import open_taskset
-from trinity_mq.experience import EID, Experience
+from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.models.engines.generation.request import GenerationRequest
 from trinity_mq.models.engines.generation.text import TextCodec
@@ -73,7 +73,7 @@ async def one_process(config: Config, folder: Path, steps: int) -> list[float]:
             )
             for run, sample in enumerate(samples)
         ]
-        kept, _ = group_relative_advantages(experiences, config.algorithm)
+        kept, _ = group_relative_advantages(ExperienceBatch.of(experiences), config.algorithm)
         if kept:
             await learner.step(kept, step)
             generator.apply(generator.check(dict(await learner.weights())))

@@ -8,7 +8,7 @@ import pytest
 
 from trinity_mq.algorithms.advantage import group_relative_advantages
 from trinity_mq.config import Config, load_config
-from trinity_mq.experience import EID, Experience
+from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.torch.generator import TextGenerator
@@ -70,7 +70,7 @@ async def test_training_and_sampling_on_cuda_learn_and_agree(tmp_path: Path, dty
         assert max(abs(a - b) for a, b in zip(own, theirs, strict=True)) <= LIMITS[dtype].largest
         experiences = rollout(generator, step)
         rewards.append(sum(e.reward or 0.0 for e in experiences) / len(experiences))
-        kept, _ = group_relative_advantages(experiences, settings.algorithm)
+        kept, _ = group_relative_advantages(ExperienceBatch.of(experiences), settings.algorithm)
         metrics = await learner.step(kept, step)
         assert metrics["actor/optimizer_steps"] == 1.0
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards

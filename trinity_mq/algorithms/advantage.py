@@ -9,15 +9,16 @@ import numpy as np
 import torch
 
 from trinity_mq.config.algorithm import AlgorithmConfig
-from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.experience.access import E, chosen, ids, values
+from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.ragged import Ragged
 
 Group = dict[str, float]
 """Run id to reward."""
 
 
-def group_relative_advantages(experiences: E, config: AlgorithmConfig) -> tuple[E, dict[str, float]]:
+def group_relative_advantages(
+    batch: ExperienceBatch, config: AlgorithmConfig
+) -> tuple[ExperienceBatch, dict[str, float]]:
     """Give every run the distance of its reward from the mean of its group (GRPO, arXiv 2402.03300, equation 3).
 
     A group is the runs of one task (``eid.tid``). Statistics are over runs (``eid.rid``), not experiences: the reward
@@ -33,19 +34,19 @@ def group_relative_advantages(experiences: E, config: AlgorithmConfig) -> tuple[
     ``config.effective_min_group_runs`` runs left.
 
     Args:
-        experiences: A whole batch, in any order; a list of objects or a batch of columns.
+        batch: A whole batch, in any order.
         config: Group size and scale.
 
     Returns:
-        The experiences that stay, in the order given and the form given, with ``advantages`` (objects: these same ones)
-        as float32 ``[response]``: the run's number where the action mask is True, else 0; and the metrics.
-        ``group_advantages/*`` are over the groups that stay and absent if none does.
+        The experiences that stay, in the order given, with ``advantages`` as float32 ``[response]``: the run's number
+        where the action mask is True, else 0; and the metrics. ``group_advantages/*`` are over the groups that stay and
+        absent if none does.
 
     Raises:
         ValueError: An experience without action mask (dpo).
     """
-    tids, rids = ids(experiences, "tid"), ids(experiences, "rid")
-    groups, missing = _groups(tids, rids, values(experiences, "eid.step"), values(experiences, "reward"))
+    tids, rids = batch.ids("tid"), batch.ids("rid")
+    groups, missing = _groups(tids, rids, batch.values("eid.step"), batch.values("reward"))
     kept = {tid: group for tid, group in groups.items() if len(group) >= config.effective_min_group_runs}
     distances = [_centre(group) for group in kept.values()]
     centred = {rid: value for group in distances for rid, value in group.items()}
@@ -57,7 +58,7 @@ def group_relative_advantages(experiences: E, config: AlgorithmConfig) -> tuple[
         scale = {rid: deviations[tid] + config.std_epsilon for tid, group in kept.items() for rid in group}
     staying = [number for number, rid in enumerate(rids) if rid in centred]
     scores = [centred[rids[number]] / scale[rids[number]] for number in staying]
-    return with_advantages(chosen(experiences, staying), scores), {
+    return with_advantages(batch.select(staying), scores), {
         "rollout/missing_rewards": float(missing),
         "rollout/partial_groups": float(len(groups) - len(kept)),
         "rollout/zero_variance_groups": float(sum(not any(group.values()) for group in distances)),
@@ -66,33 +67,24 @@ def group_relative_advantages(experiences: E, config: AlgorithmConfig) -> tuple[
     }
 
 
-def with_advantages(experiences: E, scores: Sequence[float]) -> E:
+def with_advantages(batch: ExperienceBatch, scores: Sequence[float]) -> ExperienceBatch:
     """Return the experiences with each one's score as advantage of all its tokens that the action mask chooses, else 0.
 
     Raises:
         ValueError: An experience without action mask (dpo).
     """
-    if isinstance(experiences, ExperienceBatch):
-        lengths = experiences.lengths("action_mask")
-        if (lengths < 0).any():
-            raise ValueError(_unmasked(experiences[int((lengths < 0).argmax())]))
-        if not len(experiences):
-            return experiences
-        spread = torch.from_numpy(np.repeat(np.array(scores, dtype=np.float32), lengths))
-        flat = experiences.dense("action_mask").to(torch.float32) * spread
-        return experiences.replace(advantages=Ragged.packed(flat, lengths))
-    for experience, score in zip(experiences, scores, strict=True):
-        if experience.action_mask is None:
-            raise ValueError(_unmasked(experience))
-        experience.advantages = experience.action_mask.to(torch.float32) * score
-    return experiences
-
-
-def _unmasked(experience: Experience) -> str:
-    return (
-        f"experience {experience.eid.uid} ({experience.experience_type}) has no action_mask, wanted bool [response]: "
-        "group-relative advantages are for single_turn and multi_turn experiences"
-    )
+    lengths = batch.lengths("action_mask")
+    if (lengths < 0).any():
+        number = int((lengths < 0).argmax())
+        raise ValueError(
+            f"experience {batch.ids('uid')[number]} ({batch.values('experience_type')[number]}) has no action_mask, "
+            "wanted bool [response]: group-relative advantages are for single_turn and multi_turn experiences"
+        )
+    if not len(batch):
+        return batch
+    spread = torch.from_numpy(np.repeat(np.array(scores, dtype=np.float32), lengths))
+    flat = batch.dense("action_mask").to(torch.float32) * spread
+    return batch.replace(advantages=Ragged.packed(flat, lengths))
 
 
 def _groups(

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.experience.access import E, chosen
 from trinity_mq.experience.ragged import Ragged
 
 Flags = npt.NDArray[np.bool_]
 
 
-def distillation_advantages(experiences: E, config: AlgorithmConfig) -> tuple[E, dict[str, float]]:
+def distillation_advantages(
+    batch: ExperienceBatch, config: AlgorithmConfig
+) -> tuple[ExperienceBatch, dict[str, float]]:
     """Give every token the teacher's log probability minus the student's (reverse KL per token, on the student's own
     samples: arXiv 2306.13649; as an advantage: https://thinkingmachines.ai/blog/on-policy-distillation/).
 
@@ -26,22 +27,21 @@ def distillation_advantages(experiences: E, config: AlgorithmConfig) -> tuple[E,
     Dropped, with all their experiences, and counted: runs in which one of the two is no finite number.
 
     Args:
-        experiences: A whole batch, in any order; a list of objects or a batch of columns.
+        batch: A whole batch, in any order.
         config: The factor ``kl_coef``.
 
     Returns:
-        The experiences that stay, in the order given and the form given, with ``advantages`` (objects: these same ones)
-        as float32 ``[response]``; and the metrics. ``advantage/kl/*`` are over runs, each one's mean over its trained
-        tokens of ``logprobs - teacher_logprobs`` (the k1 estimator of KL(student || teacher) in nats,
-        http://joschu.net/blog/kl-approx.html), and absent if nothing is trained on.
+        The experiences that stay, in the order given, with ``advantages`` as float32 ``[response]``; and the metrics.
+        ``advantage/kl/*`` are over runs, each one's mean over its trained tokens of ``logprobs - teacher_logprobs``
+        (the k1 estimator of KL(student || teacher) in nats, http://joschu.net/blog/kl-approx.html), and absent if
+        nothing is trained on.
 
     Raises:
         ValueError: An experience without action mask (dpo), or with a token to train on and no logprobs of the student
             or the teacher for it.
     """
-    batch = ExperienceBatch.of(experiences)
     if not len(batch):
-        return experiences, {"rollout/nonfinite_logprobs": 0.0}
+        return batch, {"rollout/nonfinite_logprobs": 0.0}
     masks = batch.lengths("action_mask")
     _refuse(batch, masks < 0, "action_mask", "distillation is for single_turn and multi_turn experiences")
     trained = batch.dense("action_mask").to(torch.bool)
@@ -62,13 +62,7 @@ def distillation_advantages(experiences: E, config: AlgorithmConfig) -> tuple[E,
     kept = ~np.isin(runs, odd)
     metrics = {"rollout/nonfinite_logprobs": float(len(odd)), **_by_run(distances, owner, runs, counts, kept)}
     advantages = Ragged.packed(distances * -config.kl_coef + 0.0, masks)  # + 0.0: no -0.0 where nothing is trained on
-    numbers = np.flatnonzero(kept)
-    if isinstance(experiences, ExperienceBatch):
-        return batch.replace(advantages=advantages).select(numbers), metrics
-    staying = chosen(experiences, numbers.tolist())
-    for experience, tensor in zip(staying, advantages.select(numbers).items(), strict=True):
-        experience.advantages = None if tensor is None else tensor.clone()
-    return staying, metrics
+    return batch.replace(advantages=advantages).select(kept), metrics
 
 
 def _by_run(

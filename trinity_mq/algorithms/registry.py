@@ -12,7 +12,7 @@ from trinity_mq.algorithms.advantage import group_relative_advantages
 from trinity_mq.algorithms.distillation import distillation_advantages
 from trinity_mq.algorithms.losses import LossTerms, clipped_policy_loss
 from trinity_mq.config.algorithm import AlgorithmConfig
-from trinity_mq.experience.access import E
+from trinity_mq.experience import ExperienceBatch
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, AlgorithmConfig], LossTerms]
 """Takes logprobs, old logprobs and advantages, each float32 ``[tokens]``; returns sums over tokens."""
@@ -21,7 +21,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor, AlgorithmConfig], LossTerms]
 class AdvantageFunction(Protocol):
     """Sets ``advantages`` on a batch and may drop experiences from it."""
 
-    def __call__(self, experiences: E, config: AlgorithmConfig) -> tuple[E, dict[str, float]]:
+    def __call__(self, batch: ExperienceBatch, config: AlgorithmConfig) -> tuple[ExperienceBatch, dict[str, float]]:
         """Return experiences with advantages, and metrics."""
         ...
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from trinity_mq.experience.access import Experiences, ids
 from trinity_mq.experience.batch import ExperienceBatch
 from trinity_mq.experience.eid import EID
 from trinity_mq.experience.record import Experience
@@ -23,7 +22,9 @@ _ID_PROPERTIES = {"task": "tid", "run": "rid", "step": "sid"}
 def group_by(experiences: ExperienceBatch, id_type: IdType) -> dict[str, ExperienceBatch]: ...
 @overload
 def group_by(experiences: list[Experience], id_type: IdType) -> dict[str, list[Experience]]: ...
-def group_by(experiences: Experiences, id_type: IdType) -> dict[str, list[Experience]] | dict[str, ExperienceBatch]:
+def group_by(
+    experiences: list[Experience] | ExperienceBatch, id_type: IdType
+) -> dict[str, list[Experience]] | dict[str, ExperienceBatch]:
     """Group experiences by ``tid`` (task), ``rid`` (run) or ``sid`` (step), in the order in which the ids appear.
 
     The groups of an :class:`ExperienceBatch` are batches.
@@ -33,12 +34,19 @@ def group_by(experiences: Experiences, id_type: IdType) -> dict[str, list[Experi
     """
     if id_type not in _ID_PROPERTIES:
         raise ValueError(f"Unknown id_type: {id_type}; wanted one of {', '.join(_ID_PROPERTIES)}")
-    members: dict[str, list[int]] = {}
-    for number, name in enumerate(ids(experiences, _ID_PROPERTIES[id_type])):
-        members.setdefault(name, []).append(number)
+    kind = _ID_PROPERTIES[id_type]
     if isinstance(experiences, ExperienceBatch):
-        return {name: experiences.select(numbers) for name, numbers in members.items()}
+        return {name: experiences.select(numbers) for name, numbers in _numbers(experiences.ids(kind)).items()}
+    members = _numbers(getattr(experience.eid, kind) for experience in experiences)
     return {name: [experiences[number] for number in numbers] for name, numbers in members.items()}
+
+
+def _numbers(names: Iterable[str]) -> dict[str, list[int]]:
+    """Return for each name the places where it stands."""
+    members: dict[str, list[int]] = {}
+    for number, name in enumerate(names):
+        members.setdefault(name, []).append(number)
+    return members
 
 
 def split_dpo_experience_to_single_turn(experiences: Sequence[Experience]) -> list[Experience]:

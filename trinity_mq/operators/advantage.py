@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.config import AlgorithmConfig
-from trinity_mq.experience.access import E
+from trinity_mq.experience import ExperienceBatch
 from trinity_mq.operators.base import ColumnOperator
 
 
@@ -17,6 +17,6 @@ class AdvantageOperator(ColumnOperator):
         self.config = config
         self.function = ALGORITHMS[config.algorithm_type].advantage
 
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that have advantages, and the function's metrics."""
-        return self.function(exps, self.config)
+        return self.function(batch, self.config)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.experience.access import E
 from trinity_mq.runtime.threads import in_thread
 
 if TYPE_CHECKING:
@@ -80,20 +79,21 @@ class ThreadedOperator(ExperienceOperatorV1):
 
 class ColumnOperator(ExperienceOperatorV1):
     """A computing operator that takes experiences as columns: a chain hands it the batch as it came, without making
-    objects of it. Its work is done in a thread. A list of experiences is taken too, and gives a list.
+    objects of it. Its work is done in a thread.
     """
 
     @abstractmethod
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
-        """Return what becomes of all experiences of one batch, in the form given, and metrics."""
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
+        """Return what becomes of all experiences of one batch, and metrics."""
 
     async def process(self, exps: list[Experience]) -> Processed:
-        """Run :meth:`apply` in a thread."""
-        return await in_thread(functools.partial(self.apply, exps), self.name)
+        """Run :meth:`apply` in a thread; the experiences returned are new objects."""
+        batch, metrics = await self.process_batch(exps)
+        return batch.to_list(), metrics
 
-    async def process_batch(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
-        """Run :meth:`apply` on columns in a thread."""
-        return await in_thread(functools.partial(self.apply, batch), self.name)
+    async def process_batch(self, exps: Sequence[Experience]) -> tuple[ExperienceBatch, dict[str, Any]]:
+        """Run :meth:`apply` in a thread."""
+        return await in_thread(lambda: self.apply(ExperienceBatch.of(exps)), self.name)
 
 
 class WrappedOperator(ThreadedOperator):

@@ -8,10 +8,10 @@ from numbers import Real
 from typing import Any
 
 from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.experience.access import Experiences
 from trinity_mq.operators.base import ColumnOperator, ExperienceOperatorV1
 
 PREFIX = "experience_pipeline"
+Experiences = list[Experience] | ExperienceBatch
 
 
 class OperatorError(Exception):
@@ -28,9 +28,8 @@ async def run_chain(
 ) -> tuple[Experiences, dict[str, float]]:
     """Put the experiences of one batch through ``operators``, one after the other.
 
-    What one operator returns is what the next one gets; when nothing is left, the rest are not asked. An
-    :class:`ExperienceBatch` stays one for as long as all operators are :class:`ColumnOperator`; the first one that is
-    not gets a list, and so do those behind it.
+    What one operator returns is what the next one gets; when nothing is left, the rest are not asked. A
+    :class:`ColumnOperator` gets and returns an :class:`ExperienceBatch`, any other operator a list.
 
     Args:
         operators: The chain.
@@ -76,13 +75,13 @@ async def _process(
 ) -> tuple[Experiences, Mapping[str, Any]]:
     result: Any
     try:
-        if not isinstance(experiences, ExperienceBatch):
-            result = await operator.process(experiences)
-        elif isinstance(operator, ColumnOperator):
+        if isinstance(operator, ColumnOperator):
             result = await operator.process_batch(experiences)
-        else:
+        elif isinstance(experiences, ExperienceBatch):
             # copies: an operator may write to its tensors, and those of a batch lie in the received body
             result = await operator.process(await asyncio.to_thread(experiences.to_list))
+        else:
+            result = await operator.process(experiences)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():

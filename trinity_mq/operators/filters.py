@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_mq.experience.access import E, chosen, values
+from trinity_mq.experience import ExperienceBatch
 from trinity_mq.operators.base import ColumnOperator
 from trinity_mq.operators.runs import of_tasks, run_values, spread, valid
 
@@ -17,20 +17,20 @@ class RewardFilter(ColumnOperator):
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that are kept, and ``filtered_count``."""
-        rewards = values(exps, "reward")
+        rewards = batch.values("reward")
         kept = [number for number, reward in enumerate(rewards) if valid(reward) and reward >= self.threshold]
-        return chosen(exps, kept), {"filtered_count": len(exps) - len(kept)}
+        return batch.select(kept), {"filtered_count": len(batch) - len(kept)}
 
 
 class InvalidRewardFilter(ColumnOperator):
     """Drops experiences whose reward is missing or no finite number."""
 
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that are kept, and ``filtered_count``."""
-        kept = [number for number, reward in enumerate(values(exps, "reward")) if valid(reward)]
-        return chosen(exps, kept), {"filtered_count": len(exps) - len(kept)}
+        kept = [number for number, reward in enumerate(batch.values("reward")) if valid(reward)]
+        return batch.select(kept), {"filtered_count": len(batch) - len(kept)}
 
 
 class RewardStdFilter(ColumnOperator):
@@ -43,14 +43,14 @@ class RewardStdFilter(ColumnOperator):
     def __init__(self, threshold: float = 0.0) -> None:
         self.threshold = threshold
 
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that are kept, ``operator_filtered_count`` and the spread of the groups before."""
-        groups = run_values(exps, values(exps, "reward"))
-        kept = of_tasks(exps, {tid for tid, rewards in groups.items() if self._differ(rewards)})
+        groups = run_values(batch, batch.values("reward"))
+        kept = of_tasks(batch, {tid for tid, rewards in groups.items() if self._differ(rewards)})
         means = [statistics.fmean(rewards) for rewards in groups.values() if rewards]
         stds = [statistics.pstdev(rewards) for rewards in groups.values() if rewards]
-        return chosen(exps, kept), {
-            "operator_filtered_count": len(exps) - len(kept),
+        return batch.select(kept), {
+            "operator_filtered_count": len(batch) - len(kept),
             **spread("origin_group_advantages/reward_mean", means),
             **spread("origin_group_advantages/reward_std", stds),
         }

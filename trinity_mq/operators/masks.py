@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.experience.access import E, values
 from trinity_mq.experience.ragged import Ragged
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.operators.base import ColumnOperator
@@ -17,21 +16,13 @@ from trinity_mq.operators.base import ColumnOperator
 class MaskResponseTruncated(ColumnOperator):
     """Trains on no token of a response that was cut at its limit. Its reward still counts in its group."""
 
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return all experiences, and ``masked_truncated_count``."""
-        cut = [status == RESPONSE_TRUNCATED for status in values(exps, "truncate_status")]
-        if isinstance(exps, ExperienceBatch):
-            lengths = exps.lengths("action_mask")
-            chosen = np.array(cut, dtype=np.bool_) & (lengths >= 0)
-            if not chosen.any():
-                return exps, {"masked_truncated_count": 0}
-            untouched = np.repeat(~chosen, np.maximum(lengths, 0))
-            mask = Ragged.packed(exps.dense("action_mask") & torch.from_numpy(untouched), lengths)
-            return exps.replace(action_mask=mask), {"masked_truncated_count": int(chosen.sum())}
-        masked = 0
-        for exp in (exp for exp, wanted in zip(exps, cut, strict=True) if wanted):
-            if exp.action_mask is not None:
-                # A new tensor: the old one may be a view into a received body.
-                exp.action_mask = torch.zeros_like(exp.action_mask)
-                masked += 1
-        return exps, {"masked_truncated_count": masked}
+        lengths = batch.lengths("action_mask")
+        cut = np.array([status == RESPONSE_TRUNCATED for status in batch.values("truncate_status")], dtype=np.bool_)
+        cut &= lengths >= 0
+        if not cut.any():
+            return batch, {"masked_truncated_count": 0}
+        untouched = torch.from_numpy(np.repeat(~cut, np.maximum(lengths, 0)))
+        mask = Ragged.packed(batch.dense("action_mask") & untouched, lengths)
+        return batch.replace(action_mask=mask), {"masked_truncated_count": int(cut.sum())}

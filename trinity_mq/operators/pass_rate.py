@@ -6,8 +6,6 @@ import statistics
 from typing import Any
 
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.experience.access import E, values
-from trinity_mq.experience.access import ids as ids_of
 from trinity_mq.operators.base import ColumnOperator
 from trinity_mq.operators.runs import run_values, valid
 
@@ -22,26 +20,19 @@ class PassRateCalculator(ColumnOperator):
     no name or index for them is no obstacle.
     """
 
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return all experiences, and the shares of tasks with rates of certain sizes, under ``selection/``.
 
         ``valid_ratio`` counts rates between 0 and 1, ``strict_valid_ratio`` those between 1/16 and 15/16, bounds
         excluded; the others are named for their bound.
         """
-        groups = run_values(exps, values(exps, "reward"))
+        groups = run_values(batch, batch.values("reward"))
         rates = {tid: statistics.fmean(rewards) for tid, rewards in groups.items() if rewards}
-        found = [rates.get(tid) for tid in ids_of(exps, "tid")]
-        if isinstance(exps, ExperienceBatch):
-            infos = [
-                info if rate is None else {**(info or {}), KEY: rate}
-                for info, rate in zip(values(exps, "info"), found, strict=True)
-            ]
-            exps = exps.replace(info=infos)
-        else:
-            for exp, rate in zip(exps, found, strict=True):
-                if rate is not None:
-                    exp.info[KEY] = rate
-        return exps, _ratios([rate for rate in rates.values() if valid(rate)])
+        infos = [
+            {**(info or {}), KEY: rates[tid]} if tid in rates else info
+            for info, tid in zip(batch.values("info"), batch.ids("tid"), strict=True)
+        ]
+        return batch.replace(info=infos), _ratios([rate for rate in rates.values() if valid(rate)])
 
 
 def _ratios(rates: list[float]) -> dict[str, float]:

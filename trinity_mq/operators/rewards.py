@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.experience.access import E, Experiences, values
 from trinity_mq.experience.rules import DPO
 from trinity_mq.operators.base import ColumnOperator
 from trinity_mq.operators.runs import spread, valid
@@ -33,14 +32,14 @@ class RewardShaping(ColumnOperator):
     def __init__(self, reward_shaping_configs: Sequence[Mapping[str, Any]] = ()) -> None:
         self.changes = [_change(number, given) for number, given in enumerate(reward_shaping_configs)]
 
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return all experiences, ``shaped_count`` and ``reward_diff_{mean,max,min}`` over those with a reward."""
-        rewards, infos, measured = (values(exps, name) for name in ("reward", "info", "metrics"))
+        rewards, infos, measured = (batch.values(name) for name in ("reward", "info", "metrics"))
         shaped = [
             self._shape(reward, {**(metrics or {}), **(info or {})}) if valid(reward) else reward
             for reward, info, metrics in zip(rewards, infos, measured, strict=True)
         ]
-        return with_rewards(exps, shaped), _differences(rewards, shaped, "shaped_count")
+        return batch.replace(reward=shaped), _differences(rewards, shaped, "shaped_count")
 
     def _shape(self, reward: float, statistics: Mapping[str, Any]) -> float:
         for key, op, weight in self.changes:
@@ -78,36 +77,25 @@ class LengthPenalty(ColumnOperator):
         self.max_response_length, self.cache_length = max_response_length, cache_length
         self.penalty_factor = penalty_factor
 
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return all experiences, ``penalized_count`` and ``reward_diff_{mean,max,min}`` over those with a reward."""
-        rewards = values(exps, "reward")
+        rewards = batch.values("reward")
         shaped = [
             reward + self.penalty_factor * overlong_penalty(length, self.max_response_length, self.cache_length)
             if valid(reward)
             else reward
-            for reward, length in zip(rewards, response_lengths(exps), strict=True)
+            for reward, length in zip(rewards, response_lengths(batch), strict=True)
         ]
-        return with_rewards(exps, shaped), _differences(rewards, shaped, "penalized_count")
+        return batch.replace(reward=shaped), _differences(rewards, shaped, "penalized_count")
 
 
-def response_lengths(exps: Experiences) -> list[int]:
+def response_lengths(batch: ExperienceBatch) -> list[int]:
     """Return the response tokens of each experience; for dpo those of the chosen response."""
-    if not isinstance(exps, ExperienceBatch):
-        return [exp.response_length for exp in exps]
-    masks = exps.lengths("action_mask")
-    plain = np.where(masks >= 0, masks, exps.lengths("tokens") - exps.prompt_lengths())
-    kinds = np.array([kind == DPO for kind in values(exps, "experience_type")], dtype=np.bool_)
-    found: list[int] = np.where(kinds, exps.lengths("chosen"), plain).tolist()
+    masks = batch.lengths("action_mask")
+    plain = np.where(masks >= 0, masks, batch.lengths("tokens") - batch.prompt_lengths())
+    kinds = np.array([kind == DPO for kind in batch.values("experience_type")], dtype=np.bool_)
+    found: list[int] = np.where(kinds, batch.lengths("chosen"), plain).tolist()
     return found
-
-
-def with_rewards(exps: E, rewards: list[Any]) -> E:
-    """Return the experiences with these rewards, in the form given; objects are changed."""
-    if isinstance(exps, ExperienceBatch):
-        return exps.replace(reward=rewards)
-    for exp, reward in zip(exps, rewards, strict=True):
-        exp.reward = reward
-    return exps
 
 
 def _differences(before: Sequence[Any], after: Sequence[Any], count: str) -> dict[str, float]:

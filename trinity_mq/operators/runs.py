@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from numbers import Real
 from typing import Any, TypeGuard
 
-from trinity_mq.experience.access import Experiences, ids, values
+from trinity_mq.experience import ExperienceBatch
 
 
 def valid(number: Any) -> TypeGuard[float]:
@@ -16,22 +16,22 @@ def valid(number: Any) -> TypeGuard[float]:
     return isinstance(number, Real) and math.isfinite(number)
 
 
-def run_values(exps: Experiences, numbers: Sequence[Any]) -> dict[str, list[float]]:
+def run_values(batch: ExperienceBatch, numbers: Sequence[Any]) -> dict[str, list[float]]:
     """Return the values of the runs of each task (``tid``), in the order in which tasks and runs appear.
 
     The value of a run is the number of its last step (largest ``eid.step``; of equals the one listed last). A run whose
     number is none, or not finite, does not count; its task may be left with an empty list.
 
     Args:
-        exps: A whole batch.
+        batch: A whole batch.
         numbers: One for each experience, None for none.
     """
-    steps = values(exps, "eid.step")
+    steps = batch.values("eid.step")
     last: dict[str, int] = {}
-    for number, rid in enumerate(ids(exps, "rid")):
+    for number, rid in enumerate(batch.ids("rid")):
         if rid not in last or steps[number] >= steps[last[rid]]:
             last[rid] = number
-    tids = ids(exps, "tid")
+    tids = batch.ids("tid")
     groups: dict[str, list[float]] = {tid: [] for tid in tids}
     for number in last.values():
         value = numbers[number]
@@ -40,9 +40,9 @@ def run_values(exps: Experiences, numbers: Sequence[Any]) -> dict[str, list[floa
     return groups
 
 
-def of_tasks(exps: Experiences, tids: Collection[str]) -> list[int]:
+def of_tasks(batch: ExperienceBatch, tids: Collection[str]) -> list[int]:
     """Return the numbers of the experiences of these tasks."""
-    return [number for number, tid in enumerate(ids(exps, "tid")) if tid in tids]
+    return [number for number, tid in enumerate(batch.ids("tid")) if tid in tids]
 
 
 def spread(name: str, numbers: Sequence[float]) -> dict[str, float]:

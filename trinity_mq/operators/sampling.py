@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.experience.access import E, Experiences, chosen, ids, values
 from trinity_mq.experience.ragged import column_items
 from trinity_mq.operators.base import ColumnOperator
 from trinity_mq.operators.runs import of_tasks, run_values
@@ -22,17 +21,17 @@ class DapoDynamicSampling(ColumnOperator):
         self.metric_key = metric_key
         self.correct_threshold = correct_threshold
 
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that are kept, ``filtered_count`` of experiences, and the tasks dropped because all
         runs were right, all were wrong, or there were too few.
         """
-        measured, rewards = values(exps, "metrics"), values(exps, "reward")
+        measured, rewards = batch.values("metrics"), batch.values("reward")
         scores = [
             (metrics or {}).get(self.metric_key, reward) for metrics, reward in zip(measured, rewards, strict=True)
         ]
         kept_tids: set[str] = set()
         dropped = {"dropped_all_correct": 0, "dropped_all_wrong": 0, "dropped_too_few": 0}
-        for tid, found in run_values(exps, scores).items():
+        for tid, found in run_values(batch, scores).items():
             right = sum(score > self.correct_threshold for score in found)
             if len(found) < 2:
                 dropped["dropped_too_few"] += 1
@@ -42,8 +41,8 @@ class DapoDynamicSampling(ColumnOperator):
                 dropped["dropped_all_wrong"] += 1
             else:
                 kept_tids.add(tid)
-        kept = of_tasks(exps, kept_tids)
-        return chosen(exps, kept), {"filtered_count": len(exps) - len(kept), **dropped}
+        kept = of_tasks(batch, kept_tids)
+        return batch.select(kept), {"filtered_count": len(batch) - len(kept), **dropped}
 
 
 class Deduplication(ColumnOperator):
@@ -53,20 +52,20 @@ class Deduplication(ColumnOperator):
     mask. Runs with multi-modal inputs are never equal: their tokens do not say what was seen.
     """
 
-    def apply(self, exps: E) -> tuple[E, dict[str, Any]]:
+    def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that are kept, ``filtered_count`` of experiences and ``duplicate_runs``."""
-        kept, runs = _first_runs(exps)
-        rids = ids(exps, "rid")
-        return chosen(exps, kept), {
-            "filtered_count": len(exps) - len(kept),
+        kept, runs = _first_runs(batch)
+        rids = batch.ids("rid")
+        return batch.select(kept), {
+            "filtered_count": len(batch) - len(kept),
             "duplicate_runs": runs - len({rids[number] for number in kept}),
         }
 
 
-def _first_runs(exps: Experiences) -> tuple[list[int], int]:
+def _first_runs(batch: ExperienceBatch) -> tuple[list[int], int]:
     """Return the numbers of the experiences to keep, in order, and how many runs there were."""
-    rids, tids, uids = (ids(exps, kind) for kind in ("rid", "tid", "uid"))
-    steps, contents = values(exps, "eid.step"), _contents(exps)
+    rids, tids, uids = (batch.ids(kind) for kind in ("rid", "tid", "uid"))
+    steps, contents = batch.values("eid.step"), _contents(batch)
     firsts = {uid: number for number, uid in reversed(list(enumerate(uids)))}
     runs: dict[str, list[int]] = {}
     for number in sorted(firsts.values()):
@@ -85,16 +84,11 @@ def _first_runs(exps: Experiences) -> tuple[list[int], int]:
 _CONTENT = ("tokens", "chosen", "rejected", "action_mask")
 
 
-def _contents(exps: Experiences) -> list[tuple[bytes, ...]]:
+def _contents(batch: ExperienceBatch) -> list[tuple[bytes, ...]]:
     """Return the content of each experience, for comparison; the empty tuple where it is unknown."""
-    columns: list[list[Any]]
-    if isinstance(exps, ExperienceBatch):
-        columns = [column_items(exps.column(name), len(exps)) for name in _CONTENT]
-        inputs = exps.columns()[2].values()
-        shown = [any(part.lengths[number] >= 0 for column in inputs for part in column) for number in range(len(exps))]
-    else:
-        columns = [[getattr(exp, name) for exp in exps] for name in _CONTENT]
-        shown = [bool(exp.multi_modal_inputs) for exp in exps]
+    columns = [column_items(batch.column(name), len(batch)) for name in _CONTENT]
+    inputs = batch.columns()[2].values()
+    shown = [any(part.lengths[number] >= 0 for column in inputs for part in column) for number in range(len(batch))]
     rows = zip(*columns, strict=True)
     return [
         () if seen else tuple(b"" if tensor is None else _bytes(tensor) for tensor in row)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.workflow import Task, TaskError, Workflow
+from trinity_mq.workflows.dual import DualWorkflow, call
+from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 TOO_LONG = "context_length_exceeded"
 
 
-class RecordedWorkflow(Workflow, ABC):
-    """A workflow whose experiences are the model calls that were recorded during it.
+class RecordedWorkflow(DualWorkflow, ABC):
+    """A workflow of steps whose experiences are the model calls that were recorded during it.
 
     A step whose prompt is too long for the model ends the run, which keeps what there is: nothing would be different
     in another try. The recorded experience of such a prompt is masked.
@@ -54,12 +55,24 @@ class RecordedWorkflow(Workflow, ABC):
     def max_step_num(self) -> int:
         """Most steps of a run."""
 
-    def _take(self, step: int) -> list[Experience]:
-        """Return what was recorded since the last call, as experiences of ``step``."""
+    async def take_step(self, step_num: int) -> bool:
+        """Run one step; return whether to go on."""
+        goes_on: bool = await call(self.is_async, self, "step", step_num=step_num)
+        return goes_on
+
+    async def recorded_step(self, step_num: int) -> tuple[list[Experience], bool, bool]:
+        """Run one step; return what it recorded, whether to go on, and whether its prompt was too long."""
+        goes_on = too_long = False
+        try:
+            goes_on = await self.take_step(step_num)
+        except Exception as error:
+            if not prompt_too_long(error):
+                raise
+            too_long = True
         experiences = self.model.extract_experience_from_history()
         for experience in experiences:
-            experience.eid.step = step
-        return experiences
+            experience.eid.step = step_num
+        return experiences, goes_on, too_long
 
 
 def prompt_too_long(error: BaseException) -> bool:
@@ -72,36 +85,50 @@ def prompt_too_long(error: BaseException) -> bool:
     return False
 
 
-def _give(experiences: list[Experience], reward: float) -> list[Experience]:
-    for experience in experiences:
-        experience.reward = reward
-    return experiences
+class _StepRewards(RecordedWorkflow):
+    """Base of the two forms of workflows with a reward for each step."""
 
-
-def _propagate(experiences: list[Experience], reward: float, steps: int) -> list[Experience]:
-    for experience in _give(experiences, reward):
-        experience.metrics["actual_env_steps"] = steps
-    return experiences
-
-
-class StepWiseRewardWorkflow(RecordedWorkflow):
-    """Several steps, each with a reward of its own."""
-
-    def run(self) -> list[Experience]:
-        """Step until :meth:`step` says enough or ``max_step_num`` is reached; return the experiences of all steps."""
+    async def body(self) -> list[Experience]:
+        """Step until a step says enough or ``max_step_num`` is reached; return the experiences of all steps."""
         experiences: list[Experience] = []
         for step in range(self.max_step_num):
-            try:
-                goes_on = self.step(step_num=step)
-            except Exception as error:
-                if not prompt_too_long(error):
-                    raise
-                return experiences + _give(self._take(step), 0.0)
-            recorded = self._take(step)
-            experiences += _give(recorded, self.reward(recorded, step_num=step))
+            recorded, goes_on, too_long = await self.recorded_step(step)
+            reward = 0.0 if too_long else await call(self.is_async, self, "reward", recorded, step_num=step)
+            for experience in recorded:
+                experience.reward = reward
+            experiences += recorded
             if not goes_on:
                 break
         return experiences
+
+
+class RewardedAtTheEnd(RecordedWorkflow):
+    """Base of workflows with one reward at the end, which the experiences of all steps get."""
+
+    async def body(self) -> list[Experience]:
+        """Step until a step says enough or ``max_step_num`` is reached; return the experiences of all steps."""
+        experiences: list[Experience] = []
+        steps = 0
+        for step in range(self.max_step_num):
+            recorded, goes_on, _ = await self.recorded_step(step)
+            experiences += recorded
+            steps = step + 1
+            if not goes_on:
+                break
+        reward = await self.final_reward(experiences) if experiences else 0.0
+        for experience in experiences:
+            experience.reward = reward
+            experience.metrics["actual_env_steps"] = steps
+        return experiences
+
+    async def final_reward(self, exps: list[Experience]) -> float:
+        """Return what the whole run, which made ``exps``, is worth."""
+        reward: float = await call(self.is_async, self, "reward", exps)
+        return reward
+
+
+class StepWiseRewardWorkflow(_StepRewards):
+    """Several steps, each with a reward of its own."""
 
     @abstractmethod
     def step(self, step_num: int) -> bool:
@@ -112,55 +139,10 @@ class StepWiseRewardWorkflow(RecordedWorkflow):
         """Return what the step ``step_num``, which made ``exps``, is worth."""
 
 
-class RewardPropagationWorkflow(RecordedWorkflow):
-    """Several steps with one reward at the end, which all of them get."""
-
-    def run(self) -> list[Experience]:
-        """Step until :meth:`step` says enough or ``max_step_num`` is reached; return the experiences of all steps."""
-        experiences: list[Experience] = []
-        steps = 0
-        for step in range(self.max_step_num):
-            try:
-                goes_on = self.step(step_num=step)
-            except Exception as error:
-                if not prompt_too_long(error):
-                    raise
-                goes_on = False
-            experiences += self._take(step)
-            steps = step + 1
-            if not goes_on:
-                break
-        return _propagate(experiences, self.reward(experiences), steps) if experiences else []
-
-    @abstractmethod
-    def step(self, step_num: int) -> bool:
-        """Run one step of the agent; return whether to go on. ``self.client`` serves agents that exist already."""
-
-    @abstractmethod
-    def reward(self, exps: list[Experience]) -> float:
-        """Return what the whole run, which made ``exps``, is worth."""
-
-
-class AsyncStepWiseRewardWorkflow(RecordedWorkflow):
+class AsyncStepWiseRewardWorkflow(_StepRewards):
     """:class:`StepWiseRewardWorkflow` on the event loop."""
 
     is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        """Step until :meth:`step_async` says enough or ``max_step_num`` is reached; return all experiences."""
-        experiences: list[Experience] = []
-        for step in range(self.max_step_num):
-            try:
-                goes_on = await self.step_async(step_num=step)
-            except Exception as error:
-                if not prompt_too_long(error):
-                    raise
-                return experiences + _give(self._take(step), 0.0)
-            recorded = self._take(step)
-            experiences += _give(recorded, await self.reward_async(recorded, step_num=step))
-            if not goes_on:
-                break
-        return experiences
 
     @abstractmethod
     async def step_async(self, step_num: int) -> bool:
@@ -171,27 +153,22 @@ class AsyncStepWiseRewardWorkflow(RecordedWorkflow):
         """Return what the step ``step_num``, which made ``exps``, is worth."""
 
 
-class AsyncRewardPropagationWorkflow(RecordedWorkflow):
+class RewardPropagationWorkflow(RewardedAtTheEnd):
+    """Several steps with one reward at the end, which all of them get."""
+
+    @abstractmethod
+    def step(self, step_num: int) -> bool:
+        """Run one step of the agent; return whether to go on. ``self.client`` serves agents that exist already."""
+
+    @abstractmethod
+    def reward(self, exps: list[Experience]) -> float:
+        """Return what the whole run, which made ``exps``, is worth."""
+
+
+class AsyncRewardPropagationWorkflow(RewardedAtTheEnd):
     """:class:`RewardPropagationWorkflow` on the event loop."""
 
     is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        """Step until :meth:`step_async` says enough or ``max_step_num`` is reached; return all experiences."""
-        experiences: list[Experience] = []
-        steps = 0
-        for step in range(self.max_step_num):
-            try:
-                goes_on = await self.step_async(step_num=step)
-            except Exception as error:
-                if not prompt_too_long(error):
-                    raise
-                goes_on = False
-            experiences += self._take(step)
-            steps = step + 1
-            if not goes_on:
-                break
-        return _propagate(experiences, await self.reward_async(experiences), steps) if experiences else []
 
     @abstractmethod
     async def step_async(self, step_num: int) -> bool:

@@ -11,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_mq.algorithms.advantage import group_relative_advantages
-from trinity_mq.config import AlgorithmConfig
 from trinity_mq.experience import (
     EID,
     CustomField,
@@ -27,9 +25,6 @@ from trinity_mq.experience import (
 )
 from trinity_mq.experience.codec.body import decode_frame, encode_frame
 from trinity_mq.experience.ragged import Ragged
-from trinity_mq.operators import ColumnOperator
-from trinity_mq.operators.filters import InvalidRewardFilter, RewardFilter, RewardStdFilter
-from trinity_mq.operators.masks import MaskResponseTruncated
 
 
 def one(number: int, **fields) -> Experience:
@@ -256,36 +251,6 @@ def graded() -> st.SearchStrategy[list[Experience]]:
             for number, (task, run, step, reward, status, size) in enumerate(found)
         ]
     )
-
-
-OPERATORS: list[ColumnOperator] = [
-    RewardFilter(0.5),
-    InvalidRewardFilter(),
-    RewardStdFilter(0.1),
-    MaskResponseTruncated(),
-]
-
-
-@settings(max_examples=60, deadline=None)
-@given(experiences=graded())
-def test_operators_do_the_same_to_columns_and_to_objects(experiences):
-    batch = ExperienceBatch.of(experiences)
-    for operator in OPERATORS:
-        columns, found = operator.apply(batch)
-        objects, wanted = operator.apply(decode(encode(experiences)))
-        assert columns.to_list() == objects
-        assert found == wanted
-    assert batch.to_list() == experiences
-
-
-@settings(max_examples=60, deadline=None)
-@given(experiences=graded(), level=st.sampled_from(["group", "batch", "none"]), least=st.integers(1, 3))
-def test_advantages_of_columns_and_of_objects_agree_to_the_bit(experiences, level, least):
-    config = AlgorithmConfig(std_level=level, min_group_runs=least)
-    columns, found = group_relative_advantages(ExperienceBatch.of(experiences), config)
-    objects, wanted = group_relative_advantages(decode(encode(experiences)), config)
-    assert columns.to_list() == objects
-    assert found == wanted
 
 
 @settings(max_examples=40, deadline=None)

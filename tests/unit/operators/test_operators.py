@@ -33,7 +33,8 @@ def exp(task=0, run=0, step=0, reward=1.0, **keys):
 
 
 async def chain(name, exps, **args):
-    return await run_chain(create_operators([OperatorConfig(name=name, args=args)]), exps)
+    kept, metrics = await run_chain(create_operators([OperatorConfig(name=name, args=args)]), exps)
+    return list(kept), metrics
 
 
 class Synchronous(ExperienceOperator):
@@ -153,7 +154,7 @@ async def test_asynchronous_operators_are_handed_the_auxiliary_models():
     assert operator.auxiliary_models == {}
 
 
-async def test_columns_stay_columns_until_an_operator_wants_objects():
+async def test_an_operator_gets_columns_or_objects_as_it_wants():
     exps = [exp(run=run, reward=float(run)) for run in range(4)]
     filters = create_operators([OperatorConfig(name="reward_filter", args={"threshold": low}) for low in (1.0, 2.0)])
     left, metrics = await run_chain(
@@ -166,7 +167,7 @@ async def test_columns_stay_columns_until_an_operator_wants_objects():
     recording = Recording()
     again, _ = await run_chain([filters[0], recording, filters[1]], ExperienceBatch.of(exps))
     assert recording.asked
-    assert isinstance(again, list)
+    assert isinstance(again, ExperienceBatch)
     assert [each.eid.run for each in again] == [2, 3]
 
 
@@ -192,7 +193,7 @@ async def test_nothing_left_ends_the_chain():
     kept, metrics = await run_chain(
         [*create_operators([OperatorConfig(name="reward_filter", args={"threshold": 9})]), last], [exp()]
     )
-    assert kept == []
+    assert len(kept) == 0
     assert not last.asked
     assert metrics["experience_pipeline/experience_count"] == 0
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from trinity_mq.algorithms.advantage import group_relative_advantages
 from trinity_mq.algorithms.losses import clipped_policy_loss
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TinyModelConfig, TrainerConfig
-from trinity_mq.experience import EID, Experience
+from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.training import learner as learner_module
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.packing import pack, split
@@ -470,7 +470,7 @@ async def test_a_policy_learns_the_largest_of_three_digits(folder: Path, opened:
                 )
             )
         rewards.append(sum(one.reward or 0.0 for one in experiences) / len(experiences))
-        kept, _ = group_relative_advantages(experiences, settings.algorithm)
+        kept, _ = group_relative_advantages(ExperienceBatch.of(experiences), settings.algorithm)
         metrics = await learner.step(kept, step)
         assert metrics["rollout/rollout_vs_train_logprob_diff/max"] < 1e-4
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5

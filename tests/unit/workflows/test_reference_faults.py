@@ -153,14 +153,14 @@ class AsyncStepWise(AsyncStepWiseRewardWorkflow):
 
 
 class Propagation(StepWise, RewardPropagationWorkflow):
-    run = RewardPropagationWorkflow.run
+    body = RewardPropagationWorkflow.body
 
     def reward(self, exps):
         return 1.0
 
 
 class AsyncPropagation(AsyncStepWise, AsyncRewardPropagationWorkflow):
-    run_async = AsyncRewardPropagationWorkflow.run_async
+    body = AsyncRewardPropagationWorkflow.body
 
     async def reward_async(self, exps):
         return 1.0

@@ -9,7 +9,8 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.rewards import create_reward
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.dual import call
 from trinity_mq.workflows.workflow import Task
 
 PLAIN = "Solve the problem step by step and end with the answer in \\boxed{}."
@@ -30,22 +31,16 @@ class BoxedArguments(Arguments):
     """Penalty of a response without the right form."""
 
 
-class BoxedMath(SingleTurnWorkflow):
-    """Base of the boxed math workflows. A response that was cut at a limit is judged, but not trained on: what it
-    would have come to is not known.
+class MathBoxedWorkflow(SimpleWorkflow):
+    """Boxed math, all runs of a task in one request. A response that was cut at a limit is judged, but not trained on:
+    what it would have come to is not known.
     """
 
     default_reward_fn = "math_boxed"
     arguments: BoxedArguments
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``.
-
-        Raises:
-            TaskError: Its ``workflow_args`` are none of :class:`BoxedArguments`.
-            UnknownNameError: Its reward function is not known.
-            RewardError: The reward function does not take the task's arguments.
-        """
+        """Get ready for ``task``."""
         self.arguments = arguments_of(task, BoxedArguments)
         super().reset(task)
         if task.reward_fn is None:
@@ -68,22 +63,15 @@ class BoxedMath(SingleTurnWorkflow):
                 response.action_mask = torch.zeros(response.response_length, dtype=torch.bool)
         return responses
 
-
-class MathBoxedWorkflow(BoxedMath, SimpleWorkflow):
-    """Boxed math, all runs of a task in one request."""
-
-    def ask(self) -> list[Experience]:
-        """Return one response for each run."""
-        if self.arguments.use_base:
-            return self.model.generate([self.prompt()], **self.sampling())
-        return super().ask()
+    async def responses(self) -> list[Experience]:
+        """Return one response for each run, to a conversation or with ``use_base`` to one text."""
+        if not self.arguments.use_base:
+            return await super().responses()
+        found: list[Experience] = await call(self.is_async, self.model, "generate", [self.prompt()], **self.sampling())
+        return found
 
 
-class AsyncMathBoxedWorkflow(BoxedMath, AsyncSimpleWorkflow):
+class AsyncMathBoxedWorkflow(MathBoxedWorkflow):
     """:class:`MathBoxedWorkflow` on the event loop."""
 
-    async def ask_async(self) -> list[Experience]:
-        """Return one response for each run."""
-        if self.arguments.use_base:
-            return await self.model.generate_async([self.prompt()], **self.sampling())
-        return await super().ask_async()
+    is_async = True

@@ -6,10 +6,8 @@ a token belong to that token. Both models must therefore have one vocabulary, wh
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
@@ -17,11 +15,11 @@ from torch import Tensor
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
-from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.auxiliary import AuxiliaryError, Which, asking, auxiliary_place
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
-from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.dual import call, completed, compute, gather
 from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
@@ -55,32 +53,24 @@ def add_teacher_logprobs(experiences: Sequence[Experience], teacher: ModelWrappe
     Raises:
         AuxiliaryError: The teacher cannot be asked, or its answer does not fit the tokens.
     """
-    for experience in experiences:
-        if experience.truncate_status == PROMPT_TRUNCATED:
-            _set(experience, None)
-            continue
-        with asking(teacher, TEACHER):
-            scored = teacher.logprobs(experience.tokens.tolist(), temperature=experience.temperature)
-        _set(experience, scored)
+    completed(_add(experiences, teacher, asynchronous=False))
 
 
 async def add_teacher_logprobs_async(experiences: Sequence[Experience], teacher: ModelWrapper) -> None:
     """Set ``teacher_logprobs`` of each experience, all asked for at once; see :func:`add_teacher_logprobs`."""
+    await _add(experiences, teacher, asynchronous=True)
 
-    async def one(experience: Experience) -> None:
-        if experience.truncate_status == PROMPT_TRUNCATED:
-            _set(experience, None)
-            return
-        with asking(teacher, TEACHER):
-            scored = await teacher.logprobs_async(experience.tokens.tolist(), temperature=experience.temperature)
+
+async def _add(experiences: Sequence[Experience], teacher: ModelWrapper, asynchronous: bool) -> None:
+    async def add_to(experience: Experience) -> None:
+        scored: Tensor | None = None
+        if experience.truncate_status != PROMPT_TRUNCATED:
+            with asking(teacher, TEACHER):
+                tokens, temperature = experience.tokens.tolist(), experience.temperature
+                scored = await call(asynchronous, teacher, "logprobs", tokens, temperature=temperature)
         _set(experience, scored)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for experience in experiences:
-                group.create_task(one(experience))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    await gather(asynchronous, map(add_to, experiences))
 
 
 def _set(experience: Experience, scored: Tensor | None) -> None:
@@ -116,59 +106,66 @@ def kl_estimate(experience: Experience) -> float:
     return float((student - teacher)[mask.bool()].mean())
 
 
-class _Distillation(SingleTurnWorkflow):
-    """Base of the synchronous and the asynchronous workflow."""
+ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
+"""Asks for as little as can be, and takes no seed from the run's own row."""
+
+
+class OnPolicyDistillWorkflow(SimpleWorkflow):
+    """One request for all runs of a single-turn task; each response scored by the teacher, token by token.
+
+    The rule's reward, where the task has one, is kept beside it.
+    """
 
     arguments: DistillationArguments
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``.
-
-        Raises:
-            TaskError: It has an argument that does not exist, or there is no such teacher.
-        """
+        """Get ready for ``task``."""
         super().reset(task)
         self.arguments = arguments_of(task, DistillationArguments)
         place = auxiliary_place(self, self.arguments.teacher, TEACHER)
         self.teacher = self.auxiliary_model_wrappers[place]
 
-    def _valued(self, responses: list[Experience]) -> list[Experience]:
-        """Return ``responses`` with the rule's reward where the task has a rule or an answer, else reward 0: it is
-        the teacher they learn from.
-        """
-        if self.task.reward_fn is not None or self.task.truth is not None:
-            return self.rewarded(responses)
-        for place, response in enumerate(responses):
-            response.reward = 0.0
-            response.eid.run = self.run_id_base + place
-        return responses
-
-    def _settle(self, responses: list[Experience]) -> list[Experience]:
-        """Return ``responses``, which the teacher has scored, with what that changes about their reward."""
+    async def body(self) -> list[Experience]:
+        """Ask the student, then the teacher; return one experience with ``teacher_logprobs`` for each run."""
+        if self.arguments.check_vocabulary:
+            await self._check_vocabulary()
+        responses = await self.responses()
+        await compute(self.is_async, lambda: self._value(responses), "reward")
+        await _add(responses, self.teacher, self.is_async)
         for response in responses:
             trained = 0 if response.action_mask is None else int(response.action_mask.sum())
             far = trained * kl_estimate(response)
             response.reward = (response.reward or 0.0) - self.arguments.kl_reward * far
         return responses
 
-    def _pair(self) -> tuple[str, ...]:
-        pair = (self.model, self.teacher)
-        return tuple(part for model in pair for part in (model.model_name, model.model_path, model.model.url))
+    def _value(self, responses: list[Experience]) -> None:
+        """Give ``responses`` the rule's reward where the task has a rule or an answer, else reward 0: it is the teacher
+        they learn from.
+        """
+        if self.task.reward_fn is not None or self.task.truth is not None:
+            self.rewarded(responses)
+            return
+        for place, response in enumerate(responses):
+            response.reward = 0.0
+            response.eid.run = self.run_id_base + place
 
-    def _probe(self) -> str:
-        return self.question()[:MAX_PROBE]
-
-    def _wants_check(self) -> bool:
-        return self.arguments.check_vocabulary and self._pair() not in _alike
-
-    def _compare(self, student: list[Experience], teacher: list[Experience]) -> None:
-        """Remember that the two models cut a text alike.
+    async def _check_vocabulary(self) -> None:
+        """Check, once for two models, that they cut the beginning of the prompt into the same tokens.
 
         Raises:
             TaskError: They do not.
         """
-        ours, theirs = (one[0].tokens[: one[0].prompt_length].tolist() for one in (student, teacher))
-        cut = any(one[0].truncate_status == PROMPT_TRUNCATED for one in (student, teacher))
+        models = (self.model, self.teacher)
+        pair = tuple(part for model in models for part in (model.model_name, model.model_path, model.model.url))
+        if pair in _alike:
+            return
+        text = [self.question()[:MAX_PROBE]]
+        student = self.model.clone_with_isolated_history()
+        asked = [(await call(self.is_async, student, "generate", text, **ONE_TOKEN))[0]]
+        with asking(self.teacher, TEACHER):
+            asked.append((await call(self.is_async, self.teacher, "generate", text, **ONE_TOKEN))[0])
+        ours, theirs = (one.tokens[: one.prompt_length].tolist() for one in asked)
+        cut = any(one.truncate_status == PROMPT_TRUNCATED for one in asked)
         shorter = min(len(ours), len(theirs))
         if ours[:shorter] != theirs[:shorter] or (len(ours) != len(theirs) and not cut):
             pairs = enumerate(zip(ours, theirs, strict=False))
@@ -178,58 +175,23 @@ class _Distillation(SingleTurnWorkflow):
                 f"token {place} of a prompt is {theirs[place : place + 1]} there, {ours[place : place + 1]} here; "
                 "distillation needs two models with one tokenizer"
             )
-        _alike.add(self._pair())
+        _alike.add(pair)
 
 
-ONE_TOKEN = {"n": 1, "max_tokens": 1, "temperature": 0, "seed": 0}
-"""Asks for as little as can be, and takes no seed from the run's own row."""
-
-
-class OnPolicyDistillWorkflow(_Distillation, SimpleWorkflow):
-    """One request for all runs of a single-turn task; each response scored by the teacher, token by token.
-
-    The rule's reward, where the task has one, is kept beside it.
-    """
-
-    def run(self) -> list[Experience]:
-        """Ask the student, then the teacher; return one experience with ``teacher_logprobs`` for each run."""
-        if self._wants_check():
-            text = self._probe()
-            student = self.model.clone_with_isolated_history().generate([text], **ONE_TOKEN)
-            with asking(self.teacher, TEACHER):
-                teacher = self.teacher.generate([text], **ONE_TOKEN)
-            self._compare(student, teacher)
-        responses = self._valued(self.ask())
-        add_teacher_logprobs(responses, self.teacher)
-        return self._settle(responses)
-
-
-class AsyncOnPolicyDistillWorkflow(_Distillation, AsyncSimpleWorkflow):
+class AsyncOnPolicyDistillWorkflow(OnPolicyDistillWorkflow):
     """:class:`OnPolicyDistillWorkflow` on the event loop; the teacher is asked for all responses at once."""
 
-    async def run_async(self) -> list[Experience]:
-        """Ask the student, then the teacher; return one experience with ``teacher_logprobs`` for each run."""
-        if self._wants_check():
-            text = self._probe()
-            student = await self.model.clone_with_isolated_history().generate_async([text], **ONE_TOKEN)
-            with asking(self.teacher, TEACHER):
-                teacher = await self.teacher.generate_async([text], **ONE_TOKEN)
-            self._compare(student, teacher)
-        responses = await self.ask_async()
-        await in_thread(functools.partial(self._valued, responses), "reward")
-        await add_teacher_logprobs_async(responses, self.teacher)
-        return self._settle(responses)
+    is_async = True
 
 
 class OnPolicyDistillMathWorkflow(OnPolicyDistillWorkflow):
     """:class:`OnPolicyDistillWorkflow` that asks for a boxed number and compares it."""
 
-    default_system_prompt: ClassVar[str | None] = SYSTEM_PROMPT
+    default_system_prompt = SYSTEM_PROMPT
     default_reward_fn = "math_answer"
 
 
-class AsyncOnPolicyDistillMathWorkflow(AsyncOnPolicyDistillWorkflow):
+class AsyncOnPolicyDistillMathWorkflow(OnPolicyDistillMathWorkflow):
     """:class:`OnPolicyDistillMathWorkflow` on the event loop."""
 
-    default_system_prompt: ClassVar[str | None] = SYSTEM_PROMPT
-    default_reward_fn = "math_answer"
+    is_async = True

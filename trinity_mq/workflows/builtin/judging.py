@@ -114,40 +114,6 @@ def judgeable(response: Experience) -> bool:
     return response.truncate_status != PROMPT_TRUNCATED
 
 
-class Talk:
-    """The questions to a judge about one thing, until an answer can be used or its tries are over."""
-
-    def __init__(self, messages: Sequence[Message], count: int, arguments: JudgeArguments) -> None:
-        self.messages = list(messages)
-        self.verdict: Verdict | None = None
-        self._opening, self._count, self._arguments = list(messages), count, arguments
-        self._left = arguments.judge_tries
-
-    def receive(self, answer: str) -> None:
-        """Take an answer: there is a verdict now, or a further question.
-
-        Raises:
-            AuxiliaryError: The tries are over, where that is to fail the run.
-        """
-        self._left -= 1
-        try:
-            self.verdict = Verdict(read_scores(answer, self._count))
-        except BadVerdictError as error:
-            if self._left:
-                self.messages = [
-                    *self._opening,
-                    {"role": "assistant", "content": answer[-MAX_SCORE * 10 :]},
-                    {"role": "user", "content": f"That cannot be used: {error}. {ending(self._count)}"},
-                ]
-            elif self._arguments.on_bad_judge == "fail":
-                raise AuxiliaryError(
-                    f"the judge gave no scores in {self._arguments.judge_tries} tries: {error}; its answer ended with "
-                    f"{answer[-80:]!r}. Use a better judge, or on_bad_judge: neutral"
-                ) from None
-            else:
-                self.verdict = Verdict(None, str(error))
-
-
 def ending(count: int) -> str:
     """Return how a judge is to end its answer."""
     example = json.dumps([0.5] * count if count < 4 else [0.5, 0.5, "..."]).replace('"', "")
@@ -162,38 +128,39 @@ class Judge:
         self._place = auxiliary_place(workflow, arguments.judge, JUDGE)
         self._model = workflow.auxiliary_model_wrappers[self._place]
 
-    def scores(self, messages: Sequence[Message], count: int) -> Verdict:
-        """Return ``count`` scores. Blocks.
+    async def scores(self, messages: Sequence[Message], count: int) -> Verdict:
+        """Return ``count`` scores: those of the first answer that can be used; a retry says what was wrong.
 
         Raises:
             AuxiliaryError: The judge cannot be asked, or gave no scores where that is to fail the run.
         """
-        talk = Talk(messages, count, self._arguments)
-        while talk.verdict is None:
+        client, arguments = self._workflow.auxiliary_models[self._place], self._arguments
+        asked, answer, problem = list(messages), "", ""
+        for _ in range(arguments.judge_tries):
             with asking(self._model, JUDGE):
-                completion = self._client().chat.completions.create(messages=talk.messages, **self._options())
-            talk.receive(_text(completion))
-        return talk.verdict
-
-    async def scores_async(self, messages: Sequence[Message], count: int) -> Verdict:
-        """Return ``count`` scores; see :meth:`scores`."""
-        talk = Talk(messages, count, self._arguments)
-        while talk.verdict is None:
-            with asking(self._model, JUDGE):
-                completion = await self._client().chat.completions.create(messages=talk.messages, **self._options())
-            talk.receive(_text(completion))
-        return talk.verdict
-
-    def _client(self) -> Any:
-        return self._workflow.auxiliary_models[self._place]
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "model": self._model.model_name,
-            "n": 1,
-            "temperature": self._arguments.judge_temperature,
-            "max_tokens": self._arguments.judge_max_tokens,
-        }
+                completion = client.chat.completions.create(
+                    messages=asked,
+                    model=self._model.model_name,
+                    n=1,
+                    temperature=arguments.judge_temperature,
+                    max_tokens=arguments.judge_max_tokens,
+                )
+                answer = _text(await completion if self._workflow.is_async else completion)
+            try:
+                return Verdict(read_scores(answer, count))
+            except BadVerdictError as error:
+                problem = str(error)
+            asked = [
+                *messages,
+                {"role": "assistant", "content": answer[-MAX_SCORE * 10 :]},
+                {"role": "user", "content": f"That cannot be used: {problem}. {ending(count)}"},
+            ]
+        if arguments.on_bad_judge == "neutral":
+            return Verdict(None, problem)
+        raise AuxiliaryError(
+            f"the judge gave no scores in {arguments.judge_tries} tries: {problem}; its answer ended with "
+            f"{answer[-80:]!r}. Use a better judge, or on_bad_judge: neutral"
+        )
 
 
 def _text(completion: Any) -> str:

@@ -2,7 +2,7 @@ r"""Math problems whose answer is a number, stated in ``\boxed{}``."""
 
 from __future__ import annotations
 
-from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow
 
 SYSTEM_PROMPT = (
     "Solve the problem step by step. Then give the final answer, a number without units, in \\boxed{} "
@@ -17,8 +17,7 @@ class MathWorkflow(SimpleWorkflow):
     default_reward_fn = "math_answer"
 
 
-class AsyncMathWorkflow(AsyncSimpleWorkflow):
+class AsyncMathWorkflow(MathWorkflow):
     """:class:`MathWorkflow` on the event loop."""
 
-    default_system_prompt = SYSTEM_PROMPT
-    default_reward_fn = "math_answer"
+    is_async = True

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from trinity_mq.experience import Experience
 from trinity_mq.rewards import create_reward
-from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow
 from trinity_mq.workflows.workflow import Task, TaskError
 
 SYSTEM_PROMPT = "Think through the problem in steps and write what you find at the end as \\boxed{answer}."
 
 
-class MathEval(SingleTurnWorkflow):
-    """Base of the math evaluations. The taskset's system prompt and reward function are not used, so that runs that
-    were trained with different ones can be compared.
+class MathEvalWorkflow(SimpleWorkflow):
+    """Math problems as an evaluation, all samples of a task in one request. The taskset's system prompt and reward
+    function are not used, so that runs that were trained with different ones can be compared.
 
     Metrics: ``accuracy``, and ``finished``, 0 for a response that was cut at a limit.
     """
@@ -45,9 +45,7 @@ class MathEval(SingleTurnWorkflow):
         return responses
 
 
-class MathEvalWorkflow(MathEval, SimpleWorkflow):
-    """Math problems as an evaluation, all samples of a task in one request."""
-
-
-class AsyncMathEvalWorkflow(MathEval, AsyncSimpleWorkflow):
+class AsyncMathEvalWorkflow(MathEvalWorkflow):
     """:class:`MathEvalWorkflow` on the event loop."""
+
+    is_async = True

@@ -6,15 +6,12 @@ Rewards): points reached over points there are, where criteria of negative weigh
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.experience import Experience
-from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.judging import (
     Judge,
@@ -26,7 +23,8 @@ from trinity_mq.workflows.builtin.judging import (
     key_of,
     quoted,
 )
-from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.dual import compute, gather
 from trinity_mq.workflows.workflow import Task
 
 INSTRUCTIONS = """\
@@ -118,25 +116,30 @@ def settle(responses: Sequence[Experience], verdicts: Mapping[str, Verdict], rub
             response.info["rubric_met"] = list(verdicts[text].scores or ())
 
 
-class _Rubric(SingleTurnWorkflow):
-    """Base of the synchronous and the asynchronous workflow."""
+class RubricJudgeWorkflow(SimpleWorkflow):
+    """One request for all runs of a single-turn task, each response judged by the task's rubric.
+
+    The judge is ``workflow_args.judge``, an auxiliary model.
+    """
 
     arguments: RubricArguments
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``.
-
-        Raises:
-            TaskError: It has no rubric, an argument that does not exist, or there is no such judge.
-        """
+        """Get ready for ``task``, which must have a rubric."""
         super().reset(task)
         self.arguments = arguments_of(task, RubricArguments, record_keys=["rubric"])
         self.judge = Judge(self, self.arguments)
 
-    def _questions(self, responses: Sequence[Experience]) -> dict[str, list[Message]]:
-        """Return the question about each text there is."""
-        texts = dict.fromkeys(response.response_text or "" for response in responses if judgeable(response))
-        return {text: rubric_messages(self.question(), text, self.arguments) for text in texts}
+    async def body(self) -> list[Experience]:
+        """Ask the model, then the judge; return one rewarded experience for each run."""
+        responses = await self.responses()
+        await compute(self.is_async, lambda: self._by_rule(responses), "reward")
+        texts = list(dict.fromkeys(response.response_text or "" for response in responses if judgeable(response)))
+        questions = [rubric_messages(self.question(), text, self.arguments) for text in texts]
+        count = len(self.arguments.rubric)
+        verdicts = await gather(self.is_async, (self.judge.scores(question, count) for question in questions))
+        settle(responses, dict(zip(texts, verdicts, strict=True)), self.arguments.rubric)
+        return responses
 
     def _by_rule(self, responses: list[Experience]) -> None:
         """Keep what the task's rule gives as a metric, where it has a rule of its own."""
@@ -147,37 +150,7 @@ class _Rubric(SingleTurnWorkflow):
             response.eid.run = self.run_id_base + place
 
 
-class RubricJudgeWorkflow(_Rubric, SimpleWorkflow):
-    """One request for all runs of a single-turn task, each response judged by the task's rubric.
-
-    The judge is ``workflow_args.judge``, an auxiliary model.
-    """
-
-    def run(self) -> list[Experience]:
-        """Ask the model, then the judge; return one rewarded experience for each run."""
-        responses = self.ask()
-        self._by_rule(responses)
-        count = len(self.arguments.rubric)
-        verdicts = {text: self.judge.scores(asked, count) for text, asked in self._questions(responses).items()}
-        settle(responses, verdicts, self.arguments.rubric)
-        return responses
-
-
-class AsyncRubricJudgeWorkflow(_Rubric, AsyncSimpleWorkflow):
+class AsyncRubricJudgeWorkflow(RubricJudgeWorkflow):
     """:class:`RubricJudgeWorkflow` on the event loop; all responses are judged at once."""
 
-    async def run_async(self) -> list[Experience]:
-        """Ask the model, then the judge; return one rewarded experience for each run."""
-        responses = await self.ask_async()
-        await in_thread(functools.partial(self._by_rule, responses), "reward")
-        count = len(self.arguments.rubric)
-        try:
-            async with asyncio.TaskGroup() as group:
-                asked = {
-                    text: group.create_task(self.judge.scores_async(messages, count))
-                    for text, messages in self._questions(responses).items()
-                }
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        settle(responses, {text: task.result() for text, task in asked.items()}, self.arguments.rubric)
-        return responses
+    is_async = True

@@ -6,12 +6,10 @@ group-relative algorithms need no more than the comparison.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Sequence
 
 from trinity_mq.experience import Experience
-from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows.arguments import arguments_of
 from trinity_mq.workflows.builtin.judging import (
     Judge,
@@ -24,7 +22,8 @@ from trinity_mq.workflows.builtin.judging import (
     quoted,
 )
 from trinity_mq.workflows.builtin.math import SYSTEM_PROMPT
-from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.dual import compute
 from trinity_mq.workflows.workflow import Task
 
 INSTRUCTIONS = """\
@@ -73,20 +72,28 @@ class Group:
                 response.info["judge_problem"] = verdict.problem
 
 
-class _Ruler(SingleTurnWorkflow):
-    """Base of the synchronous and the asynchronous workflow."""
+class RulerWorkflow(SimpleWorkflow):
+    """One request for all runs of a single-turn task, ranked by a judge.
+
+    The judge is ``workflow_args.judge``, an auxiliary model. It sees the runs of a slice: leave
+    ``explorer.max_repeat_times_per_runner`` unset, so that these are all runs of the task.
+    """
 
     arguments: RulerArguments
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``.
-
-        Raises:
-            TaskError: It has an argument that does not exist, or there is no such judge.
-        """
+        """Get ready for ``task``."""
         super().reset(task)
         self.arguments = arguments_of(task, RulerArguments)
         self.judge = Judge(self, self.arguments)
+
+    async def body(self) -> list[Experience]:
+        """Ask the model, then the judge; return one rewarded experience for each run."""
+        responses = await self.responses()
+        await compute(self.is_async, lambda: self._by_rule(responses), "reward")
+        group = Group(self.question(), responses, self.arguments)
+        group.settle(await self.judge.scores(group.messages(), len(group.shown)) if group.shown else None)
+        return responses
 
     def _by_rule(self, responses: list[Experience]) -> None:
         """Keep what the task's rule gives as a metric, where it has a rule or an answer."""
@@ -97,32 +104,10 @@ class _Ruler(SingleTurnWorkflow):
             response.eid.run = self.run_id_base + place
 
 
-class RulerWorkflow(_Ruler, SimpleWorkflow):
-    """One request for all runs of a single-turn task, ranked by a judge.
-
-    The judge is ``workflow_args.judge``, an auxiliary model. It sees the runs of a slice: leave
-    ``explorer.max_repeat_times_per_runner`` unset, so that these are all runs of the task.
-    """
-
-    def run(self) -> list[Experience]:
-        """Ask the model, then the judge; return one rewarded experience for each run."""
-        responses = self.ask()
-        self._by_rule(responses)
-        group = Group(self.question(), responses, self.arguments)
-        group.settle(self.judge.scores(group.messages(), len(group.shown)) if group.shown else None)
-        return responses
-
-
-class AsyncRulerWorkflow(_Ruler, AsyncSimpleWorkflow):
+class AsyncRulerWorkflow(RulerWorkflow):
     """:class:`RulerWorkflow` on the event loop."""
 
-    async def run_async(self) -> list[Experience]:
-        """Ask the model, then the judge; return one rewarded experience for each run."""
-        responses = await self.ask_async()
-        await in_thread(functools.partial(self._by_rule, responses), "reward")
-        group = Group(self.question(), responses, self.arguments)
-        group.settle(await self.judge.scores_async(group.messages(), len(group.shown)) if group.shown else None)
-        return responses
+    is_async = True
 
 
 class MathRulerWorkflow(RulerWorkflow):
@@ -132,8 +117,7 @@ class MathRulerWorkflow(RulerWorkflow):
     default_reward_fn = "math_answer"
 
 
-class AsyncMathRulerWorkflow(AsyncRulerWorkflow):
+class AsyncMathRulerWorkflow(MathRulerWorkflow):
     """:class:`MathRulerWorkflow` on the event loop."""
 
-    default_system_prompt = SYSTEM_PROMPT
-    default_reward_fn = "math_answer"
+    is_async = True

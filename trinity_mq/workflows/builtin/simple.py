@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.rewards import create_reward, parts_of
-from trinity_mq.runtime.threads import in_thread
-from trinity_mq.workflows.workflow import Task, TaskError, Workflow
+from trinity_mq.workflows.dual import DualWorkflow, call, compute
+from trinity_mq.workflows.workflow import Task, TaskError
 
 if TYPE_CHECKING:
     from trinity_mq.models import ModelWrapper
@@ -37,8 +36,8 @@ def truth_of(task: Task) -> str | None:
     return truth if truth is None or isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
 
 
-class SingleTurnWorkflow(Workflow):
-    """Base of the single-turn workflows: the messages, and the rewards of the responses."""
+class SimpleWorkflow(DualWorkflow):
+    """One request for all runs of a single-turn task, each response rewarded by a rule."""
 
     can_reset = True
     can_repeat = True
@@ -69,19 +68,11 @@ class SingleTurnWorkflow(Workflow):
         return self.task.format_args.system_prompt or self.default_system_prompt
 
     def question(self) -> str:
-        """Return the prompt of the task.
-
-        Raises:
-            TaskError: It is no text.
-        """
+        """Return the prompt of the task; see :func:`question_of`."""
         return question_of(self.task)
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """Return the conversation that asks: the system prompt, if there is one, and the task.
-
-        Raises:
-            TaskError: The task's prompt is no text.
-        """
+        """Return the conversation that asks: the system prompt, if there is one, and the task."""
         system = self.system_prompt
         question = {"role": "user", "content": self.question()}
         return [{"role": "system", "content": system}, question] if system else [question]
@@ -107,29 +98,26 @@ class SingleTurnWorkflow(Workflow):
             response.eid.run = self.run_id_base + place
         return responses
 
-
-class SimpleWorkflow(SingleTurnWorkflow):
-    """One request for all runs of a single-turn task, each response rewarded by a rule."""
-
-    def run(self) -> list[Experience]:
-        """Ask, and return one rewarded experience for each run."""
-        return self.rewarded(self.ask())
+    async def responses(self) -> list[Experience]:
+        """Return the answers of :meth:`ask` or :meth:`ask_async`."""
+        found: list[Experience] = await call(self.is_async, self, "ask")
+        return found
 
     def ask(self) -> list[Experience]:
         """Return one response for each run."""
         return self.model.chat(self.format_messages(), **self.sampling())
 
-
-class AsyncSimpleWorkflow(SingleTurnWorkflow):
-    """:class:`SimpleWorkflow` on the event loop. The reward is computed in a thread: it may take its time."""
-
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        """Ask, and return one rewarded experience for each run."""
-        responses = await self.ask_async()
-        return await in_thread(functools.partial(self.rewarded, responses), "reward")
-
     async def ask_async(self) -> list[Experience]:
         """Return one response for each run."""
         return await self.model.chat_async(self.format_messages(), **self.sampling())
+
+    async def body(self) -> list[Experience]:
+        """Ask, and return one rewarded experience for each run; a reward may take its time."""
+        responses = await self.responses()
+        return await compute(self.is_async, lambda: self.rewarded(responses), "reward")
+
+
+class AsyncSimpleWorkflow(SimpleWorkflow):
+    """:class:`SimpleWorkflow` on the event loop."""
+
+    is_async = True

@@ -13,7 +13,7 @@ from trinity_mq.rewards.registry import parts_of
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.simple import question_of, truth_of
 from trinity_mq.workflows.builtin.tools import Result, Toolbox
-from trinity_mq.workflows.step_wise import AsyncRewardPropagationWorkflow, RecordedWorkflow, RewardPropagationWorkflow
+from trinity_mq.workflows.step_wise import RewardedAtTheEnd
 from trinity_mq.workflows.workflow import Task
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class ToolAgentArguments(Arguments):
     """Seconds for one call in the asynchronous workflow; in the other a call has the time of the run."""
 
 
-class ToolAgent(RecordedWorkflow):
-    """Base of the tool-using workflows: the conversation, and the reward of the last answer.
+class ToolAgentWorkflow(RewardedAtTheEnd):
+    """Functions to call, one run at a time.
 
     Each turn is an experience. All get the reward of the answer that ends the run, which is empty if the turns or the
     context ended before. What a tool says is in the prompt of the next turn: it is not trained on.
@@ -64,9 +64,31 @@ class ToolAgent(RecordedWorkflow):
         """Most turns of a run."""
         return self.arguments.max_turns
 
-    def request(self) -> dict[str, Any]:
-        """Return what to ask the model for in the next turn."""
-        return {"model": self.model.model_name, "messages": self.messages, "tools": self.toolbox.schemas}
+    async def take_step(self, step_num: int) -> bool:
+        """Ask the model and execute what it calls; return whether it called anything."""
+        completion = self.client.chat.completions.create(
+            model=self.model.model_name, messages=self.messages, tools=self.toolbox.schemas
+        )
+        calls = self.take_calls(await completion if self.is_async else completion)
+        for number, asked in enumerate(calls):
+            function = asked.function
+            if number >= MAX_CALLS:
+                result = TOO_MANY
+            elif self.is_async:
+                limit = self.arguments.tool_timeout
+                result = await self.toolbox.call_async(function.name, function.arguments, limit)
+            else:
+                result = self.toolbox.call(function.name, function.arguments)
+            self.returned(asked, result)
+        return bool(calls)
+
+    async def final_reward(self, exps: list[Experience]) -> float:
+        """Return what the last answer is worth; its parts and how the tools were used become metrics."""
+        parts = parts_of(self.reward_fn, self.answer, truth_of(self.task), finished=self.finished)
+        metrics = {**parts, "tool_calls": float(self.calls), "tool_errors": float(self.errors)}
+        for experience in exps:
+            experience.metrics.update(metrics)
+        return sum(parts.values())
 
     def take_calls(self, completion: Any) -> list[Any]:
         """Put what the model said into the conversation and return the calls to execute; none is the end."""
@@ -93,45 +115,8 @@ class ToolAgent(RecordedWorkflow):
         self.errors += not result.ok
         self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result.text})
 
-    def judged(self, experiences: Sequence[Experience]) -> float:
-        """Return what the run is worth; its parts and how the tools were used become metrics."""
-        parts = parts_of(self.reward_fn, self.answer, truth_of(self.task), finished=self.finished)
-        metrics = {**parts, "tool_calls": float(self.calls), "tool_errors": float(self.errors)}
-        for experience in experiences:
-            experience.metrics.update(metrics)
-        return sum(parts.values())
 
-
-class ToolAgentWorkflow(ToolAgent, RewardPropagationWorkflow):
-    """Functions to call, one run at a time, in a thread."""
-
-    def step(self, step_num: int) -> bool:
-        """Ask the model and execute what it calls; return whether it called anything."""
-        calls = self.take_calls(self.client.chat.completions.create(**self.request()))
-        for call in calls[:MAX_CALLS]:
-            self.returned(call, self.toolbox.call(call.function.name, call.function.arguments))
-        for call in calls[MAX_CALLS:]:
-            self.returned(call, TOO_MANY)
-        return bool(calls)
-
-    def reward(self, exps: list[Experience]) -> float:
-        """Return what the last answer is worth."""
-        return self.judged(exps)
-
-
-class AsyncToolAgentWorkflow(ToolAgent, AsyncRewardPropagationWorkflow):
+class AsyncToolAgentWorkflow(ToolAgentWorkflow):
     """:class:`ToolAgentWorkflow` on the event loop; functions may be asynchronous, others run in threads."""
 
-    async def step_async(self, step_num: int) -> bool:
-        """Ask the model and execute what it calls; return whether it called anything."""
-        calls = self.take_calls(await self.client.chat.completions.create(**self.request()))
-        limit = self.arguments.tool_timeout
-        for call in calls[:MAX_CALLS]:
-            self.returned(call, await self.toolbox.call_async(call.function.name, call.function.arguments, limit))
-        for call in calls[MAX_CALLS:]:
-            self.returned(call, TOO_MANY)
-        return bool(calls)
-
-    async def reward_async(self, exps: list[Experience]) -> float:
-        """Return what the last answer is worth."""
-        return self.judged(exps)
+    is_async = True

@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow, SingleTurnWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow
 from trinity_mq.workflows.workflow import Task, TaskError
 
 
@@ -20,21 +20,15 @@ class ToolCallArguments(Arguments):
     """The tools of records that have none of their own."""
 
 
-class ToolCall(SingleTurnWorkflow):
-    """Base of the tool-calling workflows. The right answer is a JSON list of calls ``{"name", "arguments"}``; no
-    tool is executed.
+class ToolCallWorkflow(SimpleWorkflow):
+    """Tools to choose from, all runs of a task in one request. The right answer is a JSON list of calls ``{"name",
+    "arguments"}``; no tool is executed.
     """
 
     default_reward_fn = "tool_call"
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``.
-
-        Raises:
-            TaskError: It offers no tools, or something that is none.
-            UnknownNameError: Its reward function is not known.
-            RewardError: The reward function does not take the task's arguments.
-        """
+        """Get ready for ``task``, which must offer tools."""
         self.tools = tools_of(task, arguments_of(task, ToolCallArguments))
         super().reset(task)
 
@@ -49,12 +43,10 @@ class ToolCall(SingleTurnWorkflow):
         return responses
 
 
-class ToolCallWorkflow(ToolCall, SimpleWorkflow):
-    """Tools to choose from, all runs of a task in one request."""
-
-
-class AsyncToolCallWorkflow(ToolCall, AsyncSimpleWorkflow):
+class AsyncToolCallWorkflow(ToolCallWorkflow):
     """:class:`ToolCallWorkflow` on the event loop."""
+
+    is_async = True
 
 
 def tools_of(task: Task, arguments: ToolCallArguments) -> list[dict[str, Any]]:

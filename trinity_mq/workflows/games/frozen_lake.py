@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import Field
 
-from trinity_mq.workflows.games.game import AsyncGameWorkflow, Game, GameArguments, GameWorkflow, game_seed
-from trinity_mq.workflows.workflow import Task, TaskError
+from trinity_mq.workflows.games.game import Game, GameArguments, GameWorkflow, game_seed
+from trinity_mq.workflows.workflow import TaskError
 
 Place = tuple[int, int]
 """Row and column, from 0, from the top left."""
@@ -257,25 +257,6 @@ def read_move(answer: str) -> str | None:
     return bare if bare in MOVES else _LETTERS.get(bare)
 
 
-def make_game(task: Task, arguments: LakeArguments) -> LakeGame:
-    """Return the lake of ``task`` at its beginning.
-
-    Raises:
-        TaskError: There is no such lake.
-    """
-    seed = game_seed(task, arguments)
-    try:
-        if arguments.map is not None:
-            lake = LakeMap.of(arguments.map)
-        else:
-            lake = make_lake(arguments.size, arguments.ice, seed, within=arguments.max_steps)
-        if lake.shortest() is None:
-            raise LakeError("the map has no way from S to G")
-    except LakeError as error:
-        raise TaskError(f"no lake for this task: {error}") from error
-    return LakeGame(FrozenLake.begin(lake, slippery=arguments.slippery, seed=seed))
-
-
 class FrozenLakeWorkflow(GameWorkflow):
     """Frozen Lake on a map that the task gives, or on one drawn from the task's seed."""
 
@@ -284,15 +265,20 @@ class FrozenLakeWorkflow(GameWorkflow):
 
     def make_game(self) -> Game:
         """Return the task's lake."""
-        return make_game(self.task, self.arguments)
+        given, seed = self.arguments, game_seed(self.task, self.arguments)
+        try:
+            if given.map is not None:
+                lake = LakeMap.of(given.map)
+            else:
+                lake = make_lake(given.size, given.ice, seed, within=given.max_steps)
+            if lake.shortest() is None:
+                raise LakeError("the map has no way from S to G")
+        except LakeError as error:
+            raise TaskError(f"no lake for this task: {error}") from error
+        return LakeGame(FrozenLake.begin(lake, slippery=given.slippery, seed=seed))
 
 
-class AsyncFrozenLakeWorkflow(AsyncGameWorkflow):
+class AsyncFrozenLakeWorkflow(FrozenLakeWorkflow):
     """:class:`FrozenLakeWorkflow` on the event loop."""
 
-    arguments_kind = LakeArguments
-    arguments: LakeArguments
-
-    def make_game(self) -> Game:
-        """Return the task's lake."""
-        return make_game(self.task, self.arguments)
+    is_async = True

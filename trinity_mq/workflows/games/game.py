@@ -13,9 +13,9 @@ from pydantic import Field
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.models.recording.merging import merge_turns
-from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.step_wise import AsyncRewardPropagationWorkflow, RecordedWorkflow, RewardPropagationWorkflow
+from trinity_mq.workflows.dual import call, compute
+from trinity_mq.workflows.step_wise import RewardedAtTheEnd
 from trinity_mq.workflows.workflow import Task
 
 if TYPE_CHECKING:
@@ -120,8 +120,12 @@ def game_seed(task: Task, arguments: GameArguments) -> int:
     return arguments.seed if arguments.seed is not None else position if isinstance(position, int) else 0
 
 
-class _Playing(RecordedWorkflow):
-    """Base of the synchronous and the asynchronous workflow."""
+class GameWorkflow(RewardedAtTheEnd):
+    """A game, played once in each run. Write :meth:`make_game`, and say in ``arguments_kind`` what it takes.
+
+    Each step is one request, whose recorded tokens are what is trained on. The reward is 1 for a game that was won,
+    else ``partial_credit`` times its progress.
+    """
 
     arguments_kind: ClassVar[type[GameArguments]] = GameArguments
 
@@ -133,7 +137,7 @@ class _Playing(RecordedWorkflow):
 
     @abstractmethod
     def make_game(self) -> Game:
-        """Return the task's game at its beginning.
+        """Return the task's game at its beginning. In the asynchronous form it is made in a thread.
 
         Raises:
             TaskError: There is no such game.
@@ -144,50 +148,25 @@ class _Playing(RecordedWorkflow):
         """Most answers of a run."""
         return self.arguments.max_steps
 
-    def _begin(self, game: Game) -> None:
-        self._episode = Episode(game, self.arguments, self.task.format_args.system_prompt)
-
-    def _joined(self, experiences: list[Experience]) -> list[Experience]:
+    async def body(self) -> list[Experience]:
+        """Play; return the experiences of all steps."""
+        experiences = await super().body()
         return merge_turns(experiences) if self.arguments.memory and self.arguments.merge_turns else experiences
 
-
-class GameWorkflow(_Playing, RewardPropagationWorkflow):
-    """A game, played once in each run. Write :meth:`make_game`, and say in ``arguments_kind`` what it takes.
-
-    Each step is one request, whose recorded tokens are what is trained on. The reward is 1 for a game that was won,
-    else ``partial_credit`` times its progress.
-    """
-
-    def run(self) -> list[Experience]:
-        """Play; return the experiences of all steps."""
-        return self._joined(super().run())
-
-    def step(self, step_num: int) -> bool:
+    async def take_step(self, step_num: int) -> bool:
         """Ask for a move and play it."""
         if step_num == 0:
-            self._begin(self.make_game())
-        (response,) = self.model.chat(self._episode.ask(), n=1)
+            game = await compute(self.is_async, self.make_game, "game")
+            self._episode = Episode(game, self.arguments, self.task.format_args.system_prompt)
+        (response,) = await call(self.is_async, self.model, "chat", self._episode.ask(), n=1)
         return self._episode.answered(response)
 
-    def reward(self, exps: list[Experience]) -> float:
+    async def final_reward(self, exps: list[Experience]) -> float:
         """Return what the game was worth."""
         return self._episode.settle(exps)
 
 
-class AsyncGameWorkflow(_Playing, AsyncRewardPropagationWorkflow):
-    """:class:`GameWorkflow` on the event loop; games are made in a thread."""
+class AsyncGameWorkflow(GameWorkflow):
+    """:class:`GameWorkflow` on the event loop."""
 
-    async def run_async(self) -> list[Experience]:
-        """Play; return the experiences of all steps."""
-        return self._joined(await super().run_async())
-
-    async def step_async(self, step_num: int) -> bool:
-        """Ask for a move and play it."""
-        if step_num == 0:
-            self._begin(await in_thread(self.make_game, "game"))
-        (response,) = await self.model.chat_async(self._episode.ask(), n=1)
-        return self._episode.answered(response)
-
-    async def reward_async(self, exps: list[Experience]) -> float:
-        """Return what the game was worth."""
-        return self._episode.settle(exps)
+    is_async = True

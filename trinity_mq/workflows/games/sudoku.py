@@ -14,8 +14,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from trinity_mq.workflows.games.game import AsyncGameWorkflow, Game, GameArguments, GameWorkflow, game_seed
-from trinity_mq.workflows.workflow import Task, TaskError
+from trinity_mq.workflows.games.game import Game, GameArguments, GameWorkflow, game_seed
+from trinity_mq.workflows.workflow import TaskError
 
 MAX_BLANKS = {2: 12, 3: 55}
 """By the size of a box. 4 clues are the fewest of a 4 by 4; few grids of 9 by 9 go far below 26."""
@@ -294,18 +294,6 @@ def read_entries(answer: str) -> list[Entry]:
     return [(int(row), int(column), int(digit)) for row, column, digit in marked]
 
 
-def make_game(task: Task, arguments: SudokuArguments) -> SudokuGame:
-    """Return the Sudoku of ``task`` at its beginning.
-
-    Raises:
-        TaskError: There is no such Sudoku.
-    """
-    try:
-        return SudokuGame(make_sudoku(arguments.box, arguments.blanks, game_seed(task, arguments)))
-    except SudokuError as error:
-        raise TaskError(f"no Sudoku for this task: {error}") from error
-
-
 class SudokuWorkflow(GameWorkflow):
     """The Sudoku that the task's seed draws, with one solution."""
 
@@ -314,15 +302,14 @@ class SudokuWorkflow(GameWorkflow):
 
     def make_game(self) -> Game:
         """Return the task's Sudoku."""
-        return make_game(self.task, self.arguments)
+        given = self.arguments
+        try:
+            return SudokuGame(make_sudoku(given.box, given.blanks, game_seed(self.task, given)))
+        except SudokuError as error:
+            raise TaskError(f"no Sudoku for this task: {error}") from error
 
 
-class AsyncSudokuWorkflow(AsyncGameWorkflow):
+class AsyncSudokuWorkflow(SudokuWorkflow):
     """:class:`SudokuWorkflow` on the event loop."""
 
-    arguments_kind = SudokuArguments
-    arguments: SudokuArguments
-
-    def make_game(self) -> Game:
-        """Return the task's Sudoku."""
-        return make_game(self.task, self.arguments)
+    is_async = True

@@ -1,0 +1,68 @@
+"""One body for the synchronous and the asynchronous form of a workflow: a coroutine that never waits in the former."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from trinity_mq.experience import Experience
+from trinity_mq.runtime.threads import in_thread
+from trinity_mq.workflows.workflow import Workflow
+
+T = TypeVar("T")
+
+
+class DualWorkflow(Workflow):
+    """A workflow that may be used in both forms: write :meth:`body`, and set ``is_async`` in a subclass for the other.
+
+    The asynchronous form awaits the body. The synchronous one runs it in its thread without an event loop: there the
+    functions below make blocking calls, so that the body never waits.
+    """
+
+    def run(self) -> list[Experience]:
+        """Run the body in this thread."""
+        return completed(self.body())
+
+    async def run_async(self) -> list[Experience]:
+        """Run the body on the event loop."""
+        return await self.body()
+
+    async def body(self) -> list[Experience]:
+        """Do the task and return at least one experience, rewarded."""
+        raise NotImplementedError(f"{type(self).__name__} has no body(); write it")
+
+
+def completed(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    coroutine.close()
+    raise RuntimeError("the body of a synchronous workflow waited for something; only call() and its like may")
+
+
+async def call(asynchronous: bool, owner: Any, name: str, *args: Any, **keywords: Any) -> Any:
+    """Call the method ``name`` of ``owner``, or its asynchronous form, ``{name}_async``."""
+    if asynchronous:
+        return await getattr(owner, f"{name}_async")(*args, **keywords)
+    return getattr(owner, name)(*args, **keywords)
+
+
+async def compute(asynchronous: bool, function: Callable[[], T], name: str) -> T:
+    """Return the result of a function that computes; on an event loop it has a thread called ``name``."""
+    return await in_thread(function, name) if asynchronous else function()
+
+
+async def gather(asynchronous: bool, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of all, concurrently on an event loop; the first error cancels the others and is raised."""
+    if not asynchronous:
+        return [await coroutine for coroutine in coroutines]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
