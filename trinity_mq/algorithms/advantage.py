@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -45,8 +48,8 @@ def group_relative_advantages(
     Raises:
         ValueError: An experience without action mask (dpo).
     """
-    tids, rids = batch.ids("tid"), batch.ids("rid")
-    groups, missing = _groups(tids, rids, batch.values("eid.step"), batch.values("reward"))
+    rids = batch.ids("rid")
+    groups, missing = run_values(batch, batch.values("reward"))
     kept = {tid: group for tid, group in groups.items() if len(group) >= config.effective_min_group_runs}
     distances = [_centre(group) for group in kept.values()]
     centred = {rid: value for group in distances for rid, value in group.items()}
@@ -62,8 +65,8 @@ def group_relative_advantages(
         "rollout/missing_rewards": float(missing),
         "rollout/partial_groups": float(len(groups) - len(kept)),
         "rollout/zero_variance_groups": float(sum(not any(group.values()) for group in distances)),
-        **_spread("group_advantages/reward_mean", [float(np.mean(list(group.values()))) for group in kept.values()]),
-        **_spread("group_advantages/reward_std", list(deviations.values())),
+        **spread("group_advantages/reward_mean", [statistics.fmean(group.values()) for group in kept.values()]),
+        **spread("group_advantages/reward_std", list(deviations.values())),
     }
 
 
@@ -82,28 +85,46 @@ def with_advantages(batch: ExperienceBatch, scores: Sequence[float]) -> Experien
         )
     if not len(batch):
         return batch
-    spread = torch.from_numpy(np.repeat(np.array(scores, dtype=np.float32), lengths))
-    flat = batch.dense("action_mask").to(torch.float32) * spread
+    by_token = torch.from_numpy(np.repeat(np.array(scores, dtype=np.float32), lengths))
+    flat = batch.dense("action_mask").to(torch.float32) * by_token
     return batch.replace(advantages=Ragged.packed(flat, lengths))
 
 
-def _groups(
-    tids: Sequence[str], rids: Sequence[str], steps: Sequence[int], rewards: Sequence[float | None]
-) -> tuple[dict[str, Group], int]:
-    """Return the finite rewards by task and run, and how many runs have none; a task may be left with no run."""
+def run_values(batch: ExperienceBatch, numbers: Sequence[Any]) -> tuple[dict[str, Group], int]:
+    """Return the values of the runs by task (``tid``) and run (``rid``), in the order in which these appear.
+
+    The value of a run is the number of its last step (largest ``eid.step``; of equals the one listed last). A run whose
+    number is none, or not finite, does not count; its task may be left with no run.
+
+    Args:
+        batch: A whole batch.
+        numbers: One for each experience, None for none.
+
+    Returns:
+        The values, and how many runs do not count.
+    """
+    tids, steps = batch.ids("tid"), batch.values("eid.step")
     last: dict[str, int] = {}
-    for number, rid in enumerate(rids):
+    for number, rid in enumerate(batch.ids("rid")):
         if rid not in last or steps[number] >= steps[last[rid]]:
             last[rid] = number
-    groups: dict[str, Group] = {}
-    missing = 0
+    groups: dict[str, Group] = {tid: {} for tid in tids}
     for rid, number in last.items():
-        group, reward = groups.setdefault(tids[number], {}), rewards[number]
-        if reward is not None and math.isfinite(reward):
-            group[rid] = reward
-        else:
-            missing += 1
-    return groups, missing
+        if is_finite(numbers[number]):
+            groups[tids[number]][rid] = float(numbers[number])
+    return groups, len(last) - sum(map(len, groups.values()))
+
+
+def is_finite(number: Any) -> TypeGuard[float]:
+    """Return whether ``number`` is a finite number."""
+    return isinstance(number, Real) and math.isfinite(number)
+
+
+def spread(name: str, numbers: Sequence[float]) -> dict[str, float]:
+    """Return ``{name}/mean``, ``/max`` and ``/min``; nothing without numbers."""
+    if not numbers:
+        return {}
+    return {f"{name}/mean": statistics.fmean(numbers), f"{name}/max": max(numbers), f"{name}/min": min(numbers)}
 
 
 def _centre(group: Group) -> Group:
@@ -118,9 +139,3 @@ def _deviation(values: Iterable[float]) -> float:
     """Return the unbiased standard deviation, 0 for fewer than two values."""
     listed = list(values)
     return float(np.std(listed, ddof=1)) if len(listed) > 1 else 0.0
-
-
-def _spread(name: str, values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}

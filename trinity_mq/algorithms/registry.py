@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -18,12 +17,8 @@ LossFunction = Callable[[Tensor, Tensor, Tensor, AlgorithmConfig], LossTerms]
 """Takes logprobs, old logprobs and advantages, each float32 ``[tokens]``; returns sums over tokens."""
 
 
-class AdvantageFunction(Protocol):
-    """Sets ``advantages`` on a batch and may drop experiences from it."""
-
-    def __call__(self, batch: ExperienceBatch, config: AlgorithmConfig) -> tuple[ExperienceBatch, dict[str, float]]:
-        """Return experiences with advantages, and metrics."""
-        ...
+AdvantageFunction = Callable[[ExperienceBatch, AlgorithmConfig], tuple[ExperienceBatch, dict[str, float]]]
+"""Returns the experiences that stay of a batch, with ``advantages``, and metrics."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,6 @@ class ThreadedOperator(ExperienceOperatorV1):
         """Return what becomes of all experiences of one batch, and metrics."""
 
     async def process(self, exps: list[Experience]) -> Processed:
-        """Run :meth:`apply` in a thread."""
         return await in_thread(functools.partial(self.apply, exps), self.name)
 
 
@@ -96,6 +95,11 @@ class ColumnOperator(ExperienceOperatorV1):
         return await in_thread(lambda: self.apply(ExperienceBatch.of(exps)), self.name)
 
 
+def of_tasks(batch: ExperienceBatch, tids: Collection[str]) -> list[int]:
+    """Return the numbers of the experiences of these tasks."""
+    return [number for number, tid in enumerate(batch.ids("tid")) if tid in tids]
+
+
 class WrappedOperator(ThreadedOperator):
     """An :class:`ExperienceOperator` behind the newer interface."""
 
@@ -104,11 +108,9 @@ class WrappedOperator(ThreadedOperator):
 
     @property
     def name(self) -> str:
-        """The name of the wrapped operator."""
         return type(self.operator).__name__
 
     def apply(self, exps: list[Experience]) -> Processed:
-        """Let the wrapped operator process."""
         return self.operator.process(exps)
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience.fields import short
 from trinity_mq.operators.base import ColumnOperator, ExperienceOperatorV1
 
 PREFIX = "experience_pipeline"
@@ -97,9 +98,4 @@ async def _process(
             return kept, metrics
         case (list(left), Mapping() as metrics) if all(isinstance(exp, Experience) for exp in left):
             return left, metrics
-    raise OperatorError(label, f"returned {_short(result)}, wanted a list of experiences and a dict of metrics")
-
-
-def _short(value: object, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    raise OperatorError(label, f"returned {short(result)}, wanted a list of experiences and a dict of metrics")

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from trinity_mq.algorithms.advantage import is_finite, run_values, spread
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.operators.base import ColumnOperator
-from trinity_mq.operators.runs import of_tasks, run_values, spread, valid
+from trinity_mq.operators.base import ColumnOperator, of_tasks
 
 
 class RewardFilter(ColumnOperator):
@@ -20,7 +20,7 @@ class RewardFilter(ColumnOperator):
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that are kept, and ``filtered_count``."""
         rewards = batch.values("reward")
-        kept = [number for number, reward in enumerate(rewards) if valid(reward) and reward >= self.threshold]
+        kept = [number for number, reward in enumerate(rewards) if is_finite(reward) and reward >= self.threshold]
         return batch.select(kept), {"filtered_count": len(batch) - len(kept)}
 
 
@@ -29,7 +29,7 @@ class InvalidRewardFilter(ColumnOperator):
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that are kept, and ``filtered_count``."""
-        kept = [number for number, reward in enumerate(batch.values("reward")) if valid(reward)]
+        kept = [number for number, reward in enumerate(batch.values("reward")) if is_finite(reward)]
         return batch.select(kept), {"filtered_count": len(batch) - len(kept)}
 
 
@@ -45,7 +45,8 @@ class RewardStdFilter(ColumnOperator):
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that are kept, ``operator_filtered_count`` and the spread of the groups before."""
-        groups = run_values(batch, batch.values("reward"))
+        runs, _ = run_values(batch, batch.values("reward"))
+        groups = {tid: list(group.values()) for tid, group in runs.items()}
         kept = of_tasks(batch, {tid for tid, rewards in groups.items() if self._differ(rewards)})
         means = [statistics.fmean(rewards) for rewards in groups.values() if rewards]
         stds = [statistics.pstdev(rewards) for rewards in groups.values() if rewards]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from trinity_mq.algorithms.advantage import is_finite, run_values
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.operators.base import ColumnOperator
-from trinity_mq.operators.runs import run_values, valid
 
 KEY = "pass_rate"
 
@@ -26,13 +26,13 @@ class PassRateCalculator(ColumnOperator):
         ``valid_ratio`` counts rates between 0 and 1, ``strict_valid_ratio`` those between 1/16 and 15/16, bounds
         excluded; the others are named for their bound.
         """
-        groups = run_values(batch, batch.values("reward"))
-        rates = {tid: statistics.fmean(rewards) for tid, rewards in groups.items() if rewards}
+        groups, _ = run_values(batch, batch.values("reward"))
+        rates = {tid: statistics.fmean(rewards.values()) for tid, rewards in groups.items() if rewards}
         infos = [
             {**(info or {}), KEY: rates[tid]} if tid in rates else info
             for info, tid in zip(batch.values("info"), batch.ids("tid"), strict=True)
         ]
-        return batch.replace(info=infos), _ratios([rate for rate in rates.values() if valid(rate)])
+        return batch.replace(info=infos), _ratios([rate for rate in rates.values() if is_finite(rate)])
 
 
 def _ratios(rates: list[float]) -> dict[str, float]:

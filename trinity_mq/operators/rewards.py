@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from trinity_mq.algorithms.advantage import is_finite, spread
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.rules import DPO
 from trinity_mq.operators.base import ColumnOperator
-from trinity_mq.operators.runs import spread, valid
 from trinity_mq.rewards.math.rewards import check_lengths, overlong_penalty
 
 _OPS = ("ADD", "SUB", "MUL", "DIV")
@@ -36,7 +36,7 @@ class RewardShaping(ColumnOperator):
         """Return all experiences, ``shaped_count`` and ``reward_diff_{mean,max,min}`` over those with a reward."""
         rewards, infos, measured = (batch.values(name) for name in ("reward", "info", "metrics"))
         shaped = [
-            self._shape(reward, {**(metrics or {}), **(info or {})}) if valid(reward) else reward
+            self._shape(reward, {**(metrics or {}), **(info or {})}) if is_finite(reward) else reward
             for reward, info, metrics in zip(rewards, infos, measured, strict=True)
         ]
         return batch.replace(reward=shaped), _differences(rewards, shaped, "shaped_count")
@@ -44,7 +44,7 @@ class RewardShaping(ColumnOperator):
     def _shape(self, reward: float, statistics: Mapping[str, Any]) -> float:
         for key, op, weight in self.changes:
             statistic = statistics.get(key)
-            if not valid(statistic):
+            if not is_finite(statistic):
                 continue
             term = weight * float(statistic)
             if op == "ADD":
@@ -82,7 +82,7 @@ class LengthPenalty(ColumnOperator):
         rewards = batch.values("reward")
         shaped = [
             reward + self.penalty_factor * overlong_penalty(length, self.max_response_length, self.cache_length)
-            if valid(reward)
+            if is_finite(reward)
             else reward
             for reward, length in zip(rewards, response_lengths(batch), strict=True)
         ]
@@ -99,7 +99,7 @@ def response_lengths(batch: ExperienceBatch) -> list[int]:
 
 
 def _differences(before: Sequence[Any], after: Sequence[Any], count: str) -> dict[str, float]:
-    changes = [new - old for old, new in zip(before, after, strict=True) if valid(old)]
+    changes = [new - old for old, new in zip(before, after, strict=True) if is_finite(old)]
     found = spread("reward_diff", changes)
     return {
         count: float(sum(change != 0 for change in changes)),
@@ -111,7 +111,7 @@ def _change(number: int, given: Any) -> tuple[str, str, float]:
     match given:
         case {"stats_key": str(key), **rest} if rest.keys() <= {"op_type", "weight"}:
             op, weight = rest.get("op_type", "ADD"), rest.get("weight", 1.0)
-            if op in _OPS and valid(weight):
+            if op in _OPS and is_finite(weight):
                 return key, op, float(weight)
     raise ValueError(
         f"reward_shaping_configs[{number}] is {given!r}, wanted stats_key, and if need be op_type "

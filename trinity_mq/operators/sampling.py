@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from trinity_mq.algorithms.advantage import run_values
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.ragged import column_items
-from trinity_mq.operators.base import ColumnOperator
-from trinity_mq.operators.runs import of_tasks, run_values
+from trinity_mq.operators.base import ColumnOperator, of_tasks
 
 
 class DapoDynamicSampling(ColumnOperator):
@@ -31,8 +31,8 @@ class DapoDynamicSampling(ColumnOperator):
         ]
         kept_tids: set[str] = set()
         dropped = {"dropped_all_correct": 0, "dropped_all_wrong": 0, "dropped_too_few": 0}
-        for tid, found in run_values(batch, scores).items():
-            right = sum(score > self.correct_threshold for score in found)
+        for tid, found in run_values(batch, scores)[0].items():
+            right = sum(score > self.correct_threshold for score in found.values())
             if len(found) < 2:
                 dropped["dropped_too_few"] += 1
             elif right == len(found):
