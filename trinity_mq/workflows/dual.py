@@ -21,11 +21,9 @@ class DualWorkflow(Workflow):
     """
 
     def run(self) -> list[Experience]:
-        """Run the body in this thread."""
         return completed(self.body())
 
     async def run_async(self) -> list[Experience]:
-        """Run the body on the event loop."""
         return await self.body()
 
     async def body(self) -> list[Experience]:

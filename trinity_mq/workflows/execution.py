@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from trinity_mq.experience import Experience
+from trinity_mq.experience.fields import short
 from trinity_mq.runtime.threads import in_thread, interrupt
 from trinity_mq.workflows.workflow import Workflow
 
@@ -60,7 +61,7 @@ async def execute(
             raise
         raise RunFailedError(f"{kind.__name__} cancelled itself") from None
     if not isinstance(result, list) or not all(isinstance(item, Experience) for item in result):
-        raise RunFailedError(f"{kind.__name__} returned {_short(result)}, wanted a list of experiences")
+        raise RunFailedError(f"{kind.__name__} returned {short(result)}, wanted a list of experiences")
     if not result:
         raise RunFailedError(f"{kind.__name__} returned no experience; a run gives at least one")
     return result
@@ -95,8 +96,3 @@ class _OwnLoop:
         if self._loop is not None and self._task is not None:
             with contextlib.suppress(RuntimeError):  # it has ended
                 self._loop.call_soon_threadsafe(self._task.cancel)
-
-
-def _short(value: object, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

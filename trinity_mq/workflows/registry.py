@@ -9,20 +9,7 @@ from typing import Any
 from trinity_mq.rewards.lookup import UnknownNameError, lookup
 from trinity_mq.runtime.plugins import plugin_names
 
-WORKFLOWS: Mapping[str, str] = {
-    "async_frozen_lake_workflow": "trinity_mq.workflows.games.frozen_lake:AsyncFrozenLakeWorkflow",
-    "async_math_boxed_workflow": "trinity_mq.workflows.builtin.boxed:AsyncMathBoxedWorkflow",
-    "async_math_eval_workflow": "trinity_mq.workflows.builtin.math_eval:AsyncMathEvalWorkflow",
-    "async_math_ruler_workflow": "trinity_mq.workflows.builtin.ruler:AsyncMathRulerWorkflow",
-    "async_math_workflow": "trinity_mq.workflows.builtin.math:AsyncMathWorkflow",
-    "async_on_policy_distill_math_workflow": "trinity_mq.workflows.builtin.distill:AsyncOnPolicyDistillMathWorkflow",
-    "async_on_policy_distill_workflow": "trinity_mq.workflows.builtin.distill:AsyncOnPolicyDistillWorkflow",
-    "async_rubric_judge_workflow": "trinity_mq.workflows.builtin.rubric:AsyncRubricJudgeWorkflow",
-    "async_ruler_workflow": "trinity_mq.workflows.builtin.ruler:AsyncRulerWorkflow",
-    "async_simple_workflow": "trinity_mq.workflows.builtin.simple:AsyncSimpleWorkflow",
-    "async_sudoku_workflow": "trinity_mq.workflows.games.sudoku:AsyncSudokuWorkflow",
-    "async_tool_agent_workflow": "trinity_mq.workflows.builtin.tool_agent:AsyncToolAgentWorkflow",
-    "async_tool_call_workflow": "trinity_mq.workflows.builtin.tool_call:AsyncToolCallWorkflow",
+_SYNCHRONOUS = {
     "frozen_lake_workflow": "trinity_mq.workflows.games.frozen_lake:FrozenLakeWorkflow",
     "math_boxed_workflow": "trinity_mq.workflows.builtin.boxed:MathBoxedWorkflow",
     "math_eval_workflow": "trinity_mq.workflows.builtin.math_eval:MathEvalWorkflow",
@@ -37,8 +24,12 @@ WORKFLOWS: Mapping[str, str] = {
     "tool_agent_workflow": "trinity_mq.workflows.builtin.tool_agent:ToolAgentWorkflow",
     "tool_call_workflow": "trinity_mq.workflows.builtin.tool_call:ToolCallWorkflow",
 }
-"""Built-in workflows. Installed packages add theirs under the entry-point group ``trinity_mq.workflows``; your own are
-named by dotted path, from anywhere on ``PYTHONPATH`` or from a folder in ``plugin_dirs`` of the configuration."""
+WORKFLOWS: Mapping[str, str] = _SYNCHRONOUS | {
+    f"async_{name}": path.replace(":", ":Async") for name, path in _SYNCHRONOUS.items()
+}
+"""Built-in workflows, each in two forms. Installed packages add theirs under the entry-point group
+``trinity_mq.workflows``; your own are named by dotted path, from anywhere on ``PYTHONPATH`` or from a folder in
+``plugin_dirs`` of the configuration."""
 
 ENTRY_GROUP = "trinity_mq.workflows"
 

@@ -40,7 +40,6 @@ class MathBoxedWorkflow(SimpleWorkflow):
     arguments: BoxedArguments
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``."""
         self.arguments = arguments_of(task, BoxedArguments)
         super().reset(task)
         if task.reward_fn is None:

@@ -119,7 +119,6 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
     arguments: DistillationArguments
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``."""
         super().reset(task)
         self.arguments = arguments_of(task, DistillationArguments)
         place = auxiliary_place(self, self.arguments.teacher, TEACHER)
@@ -145,9 +144,8 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
         if self.task.reward_fn is not None or self.task.truth is not None:
             self.rewarded(responses)
             return
-        for place, response in enumerate(responses):
+        for response in self.numbered(responses):
             response.reward = 0.0
-            response.eid.run = self.run_id_base + place
 
     async def _check_vocabulary(self) -> None:
         """Check, once for two models, that they cut the beginning of the prompt into the same tokens.

@@ -114,6 +114,12 @@ def judgeable(response: Experience) -> bool:
     return response.truncate_status != PROMPT_TRUNCATED
 
 
+def keep_gold(responses: Sequence[Experience]) -> None:
+    """Keep the rewards of a rule as metric ``gold_reward``: the judge's take their place."""
+    for response in responses:
+        response.metrics["gold_reward"] = response.reward or 0.0
+
+
 def ending(count: int) -> str:
     """Return how a judge is to end its answer."""
     example = json.dumps([0.5] * count if count < 4 else [0.5, 0.5, "..."]).replace('"', "")

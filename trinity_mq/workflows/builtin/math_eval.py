@@ -35,11 +35,9 @@ class MathEvalWorkflow(SimpleWorkflow):
 
     @property
     def system_prompt(self) -> str:
-        """Always the same."""
         return SYSTEM_PROMPT
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
-        """Return ``responses`` judged."""
         for response in super().rewarded(responses):
             response.metrics["finished"] = float(response.truncate_status is None)
         return responses

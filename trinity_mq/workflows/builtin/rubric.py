@@ -20,6 +20,7 @@ from trinity_mq.workflows.builtin.judging import (
     Verdict,
     ending,
     judgeable,
+    keep_gold,
     key_of,
     quoted,
 )
@@ -125,7 +126,6 @@ class RubricJudgeWorkflow(SimpleWorkflow):
     arguments: RubricArguments
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``, which must have a rubric."""
         super().reset(task)
         self.arguments = arguments_of(task, RubricArguments, record_keys=["rubric"])
         self.judge = Judge(self, self.arguments)
@@ -133,21 +133,15 @@ class RubricJudgeWorkflow(SimpleWorkflow):
     async def body(self) -> list[Experience]:
         """Ask the model, then the judge; return one rewarded experience for each run."""
         responses = await self.responses()
-        await compute(self.is_async, lambda: self._by_rule(responses), "reward")
+        if self.task.reward_fn is not None:  # the rule's reward is kept as a metric
+            await compute(self.is_async, lambda: keep_gold(self.rewarded(responses)), "reward")
+        self.numbered(responses)
         texts = list(dict.fromkeys(response.response_text or "" for response in responses if judgeable(response)))
         questions = [rubric_messages(self.question(), text, self.arguments) for text in texts]
         count = len(self.arguments.rubric)
         verdicts = await gather(self.is_async, (self.judge.scores(question, count) for question in questions))
         settle(responses, dict(zip(texts, verdicts, strict=True)), self.arguments.rubric)
         return responses
-
-    def _by_rule(self, responses: list[Experience]) -> None:
-        """Keep what the task's rule gives as a metric, where it has a rule of its own."""
-        if self.task.reward_fn is not None:
-            for response in self.rewarded(responses):
-                response.metrics["gold_reward"] = response.reward or 0.0
-        for place, response in enumerate(responses):
-            response.eid.run = self.run_id_base + place
 
 
 class AsyncRubricJudgeWorkflow(RubricJudgeWorkflow):

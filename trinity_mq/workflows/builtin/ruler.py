@@ -18,6 +18,7 @@ from trinity_mq.workflows.builtin.judging import (
     Verdict,
     ending,
     judgeable,
+    keep_gold,
     key_of,
     quoted,
 )
@@ -40,36 +41,25 @@ class RulerArguments(JudgeArguments):
     """Further instructions for the judge."""
 
 
-class Group:
-    """The responses of one task, put before a judge: each text once, in an order that says nothing."""
+def ruler_messages(task: str, shown: Sequence[str], key: str, arguments: RulerArguments) -> list[Message]:
+    """Return the question about the answers ``shown``."""
+    limit, count = arguments.max_answer_characters, len(shown)
+    system = INSTRUCTIONS + (f"\nLook at this too: {arguments.criteria}" if arguments.criteria else "")
+    parts = [quoted("task", task, key, limit)]
+    parts += [quoted(f"answer {place}", text, key, limit) for place, text in enumerate(shown, 1)]
+    parts.append(f"Score the {count} answers in the order in which they stand. {ending(count)}")
+    return [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(parts)}]
 
-    def __init__(self, task: str, responses: Sequence[Experience], arguments: RulerArguments) -> None:
-        self._responses, self._arguments = responses, arguments
-        texts = [response.response_text or "" for response in responses if judgeable(response)]
-        self._key = key_of(task, *texts)
-        distinct = sorted(set(texts))
-        self.shown = random.Random(self._key).sample(distinct, len(distinct))
-        """The texts as the judge sees them."""
-        self._task = task
 
-    def messages(self) -> list[Message]:
-        """Return the question."""
-        limit, criteria = self._arguments.max_answer_characters, self._arguments.criteria
-        system = INSTRUCTIONS + (f"\nLook at this too: {criteria}" if criteria else "")
-        parts = [quoted("task", self._task, self._key, limit)]
-        parts += [quoted(f"answer {place}", text, self._key, limit) for place, text in enumerate(self.shown, 1)]
-        parts.append(f"Score the {len(self.shown)} answers in the order in which they stand. {ending(len(self.shown))}")
-        return [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(parts)}]
-
-    def settle(self, verdict: Verdict | None) -> None:
-        """Give each response its score as reward. Without scores all get 0: among equals nobody has an advantage."""
-        scores = dict(zip(self.shown, verdict.scores, strict=True)) if verdict and verdict.scores else {}
-        for response in self._responses:
-            score = scores.get(response.response_text or "", 0.0) if judgeable(response) else 0.0
-            response.reward = score
-            response.metrics.update(ruler_score=score, judge_success=float(bool(scores)))
-            if verdict is not None and verdict.problem:
-                response.info["judge_problem"] = verdict.problem
+def settle(responses: Sequence[Experience], shown: Sequence[str], verdict: Verdict) -> None:
+    """Give each response its score as reward. Without scores all get 0: among equals nobody has an advantage."""
+    scores = dict(zip(shown, verdict.scores, strict=True)) if verdict.scores else {}
+    for response in responses:
+        score = scores.get(response.response_text or "", 0.0) if judgeable(response) else 0.0
+        response.reward = score
+        response.metrics.update(ruler_score=score, judge_success=float(bool(scores)))
+        if verdict.problem:
+            response.info["judge_problem"] = verdict.problem
 
 
 class RulerWorkflow(SimpleWorkflow):
@@ -82,7 +72,6 @@ class RulerWorkflow(SimpleWorkflow):
     arguments: RulerArguments
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``."""
         super().reset(task)
         self.arguments = arguments_of(task, RulerArguments)
         self.judge = Judge(self, self.arguments)
@@ -90,18 +79,16 @@ class RulerWorkflow(SimpleWorkflow):
     async def body(self) -> list[Experience]:
         """Ask the model, then the judge; return one rewarded experience for each run."""
         responses = await self.responses()
-        await compute(self.is_async, lambda: self._by_rule(responses), "reward")
-        group = Group(self.question(), responses, self.arguments)
-        group.settle(await self.judge.scores(group.messages(), len(group.shown)) if group.shown else None)
+        if self.task.reward_fn is not None or self.task.truth is not None:  # the rule's reward is kept as a metric
+            await compute(self.is_async, lambda: keep_gold(self.rewarded(responses)), "reward")
+        self.numbered(responses)
+        texts = [response.response_text or "" for response in responses if judgeable(response)]
+        key = key_of(self.question(), *texts)
+        distinct = sorted(set(texts))
+        shown = random.Random(key).sample(distinct, len(distinct))  # in an order that says nothing
+        question = ruler_messages(self.question(), shown, key, self.arguments)
+        settle(responses, shown, await self.judge.scores(question, len(shown)) if shown else Verdict(None))
         return responses
-
-    def _by_rule(self, responses: list[Experience]) -> None:
-        """Keep what the task's rule gives as a metric, where it has a rule or an answer."""
-        if self.task.reward_fn is not None or self.task.truth is not None:
-            for response in self.rewarded(responses):
-                response.metrics["gold_reward"] = response.reward or 0.0
-        for place, response in enumerate(responses):
-            response.eid.run = self.run_id_base + place
 
 
 class AsyncRulerWorkflow(RulerWorkflow):

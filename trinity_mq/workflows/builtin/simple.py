@@ -84,7 +84,7 @@ class SimpleWorkflow(DualWorkflow):
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, its parts as metrics, and the run that each one is."""
         truth = truth_of(self.task)
-        for place, response in enumerate(responses):
+        for response in responses:
             unasked = response.truncate_status == PROMPT_TRUNCATED  # then its text is no answer to the prompt
             parts = parts_of(
                 self.reward_fn,
@@ -95,6 +95,11 @@ class SimpleWorkflow(DualWorkflow):
             )
             response.reward = sum(parts.values())
             response.metrics.update(parts)
+        return self.numbered(responses)
+
+    def numbered(self, responses: list[Experience]) -> list[Experience]:
+        """Return ``responses`` with the run that each one is."""
+        for place, response in enumerate(responses):
             response.eid.run = self.run_id_base + place
         return responses
 

@@ -61,7 +61,6 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
 
     @property
     def max_step_num(self) -> int:
-        """Most turns of a run."""
         return self.arguments.max_turns
 
     async def take_step(self, step_num: int) -> bool:
@@ -79,7 +78,9 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
                 result = await self.toolbox.call_async(function.name, function.arguments, limit)
             else:
                 result = self.toolbox.call(function.name, function.arguments)
-            self.returned(asked, result)
+            self.calls += 1
+            self.errors += not result.ok
+            self.messages.append({"role": "tool", "tool_call_id": asked.id, "content": result.text})
         return bool(calls)
 
     async def final_reward(self, exps: list[Experience]) -> float:
@@ -108,12 +109,6 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
             self.answer, self.finished = text, choice.finish_reason != "length"
         self.messages.append(said)
         return calls
-
-    def returned(self, call: Any, result: Result) -> None:
-        """Put what a tool returned into the conversation."""
-        self.calls += 1
-        self.errors += not result.ok
-        self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result.text})
 
 
 class AsyncToolAgentWorkflow(ToolAgentWorkflow):

@@ -28,12 +28,10 @@ class ToolCallWorkflow(SimpleWorkflow):
     default_reward_fn = "tool_call"
 
     def reset(self, task: Task) -> None:
-        """Get ready for ``task``, which must offer tools."""
         self.tools = tools_of(task, arguments_of(task, ToolCallArguments))
         super().reset(task)
 
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters, and the tools."""
         return {**super().sampling(), "tools": self.tools}
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:

@@ -73,7 +73,7 @@ class Toolbox:
             return found
         tool, given = found
         try:
-            return self._told(tool.call(given))
+            return self._shortened(tool.call(given))
         except Exception as error:  # of the user's function, or about its arguments
             return _failed(error)
 
@@ -92,8 +92,8 @@ class Toolbox:
         try:
             async with asyncio.timeout(timeout) as limit:
                 if tool.is_async:
-                    return self._told(await tool.call(given))
-                return self._told(await in_thread(lambda: tool.call(given), f"tool-{name}", interrupt))
+                    return self._shortened(await tool.call(given))
+                return self._shortened(await in_thread(lambda: tool.call(given), f"tool-{name}", interrupt))
         except Exception as error:  # of the user's function, or about its arguments
             if isinstance(error, TimeoutError) and limit.expired():
                 return Result(f"error: not done within {timeout:g} s", False)
@@ -115,7 +115,7 @@ class Toolbox:
             return Result(f"error: the arguments are a {type(given).__name__}, wanted a JSON object", False)
         return tool, given
 
-    def _told(self, value: Any) -> Result:
+    def _shortened(self, value: Any) -> Result:
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
         over = len(text) - self._max_result
         return Result(text if over <= 0 else f"{text[: self._max_result]}... ({over} characters more)", True)

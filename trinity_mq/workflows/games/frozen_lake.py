@@ -214,7 +214,6 @@ class LakeGame(Game):
             self.instructions = INSTRUCTIONS + SLIPPERY
 
     def show(self) -> str:
-        """Return the map with the player on it."""
         return self.state.render()
 
     def play(self, answer: str) -> str:
@@ -229,12 +228,10 @@ class LakeGame(Game):
 
     @property
     def over(self) -> bool:
-        """In a hole or at the goal."""
         return self.state.over
 
     @property
     def won(self) -> bool:
-        """At the goal."""
         return self.state.solved
 
     @property
@@ -244,7 +241,6 @@ class LakeGame(Game):
         return 0.0 if left is None else max(0.0, 1.0 - left / self._whole)
 
     def metrics(self) -> dict[str, float]:
-        """Return moves made, answers without a move, and whether it ended in a hole."""
         return {"moves": self.state.moves, "unclear_answers": self.unclear, "fallen": float(self.state.fallen)}
 
 
@@ -264,7 +260,6 @@ class FrozenLakeWorkflow(GameWorkflow):
     arguments: LakeArguments
 
     def make_game(self) -> Game:
-        """Return the task's lake."""
         given, seed = self.arguments, game_seed(self.task, self.arguments)
         try:
             if given.map is not None:

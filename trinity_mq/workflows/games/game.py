@@ -59,13 +59,13 @@ class Game(ABC):
 
     @property
     @abstractmethod
-    def over(self) -> bool:
-        """No move changes anything any more."""
-
-    @property
-    @abstractmethod
     def won(self) -> bool:
         """It ended well: reward 1."""
+
+    @property
+    def over(self) -> bool:
+        """No move changes anything any more."""
+        return self.won
 
     @property
     def progress(self) -> float:
@@ -75,43 +75,6 @@ class Game(ABC):
     def metrics(self) -> dict[str, float]:
         """Return numbers about the game, for the experiences of its run."""
         return {}
-
-
-class Episode:
-    """A game and the conversation about it."""
-
-    def __init__(self, game: Game, arguments: GameArguments, system_prompt: str | None) -> None:
-        self.game, self.arguments = game, arguments
-        system = system_prompt or ("" if arguments.terse else game.instructions)
-        self._opening = [{"role": "system", "content": system}] if system else []
-        self._turns: list[dict[str, str]] = []
-        self._comment = ""
-        self._unasked = False
-
-    def ask(self) -> list[dict[str, str]]:
-        """Return the conversation that asks for the next move."""
-        if not self.arguments.memory:
-            self._turns.clear()
-        comment = "" if self.arguments.terse or not self._comment else f"{self._comment}\n\n"
-        self._turns.append({"role": "user", "content": comment + self.game.show()})
-        return [*self._opening, *self._turns]
-
-    def answered(self, response: Experience) -> bool:
-        """Play the answer; return whether the game goes on."""
-        if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question: nothing to play
-            self._unasked = True
-            return False
-        answer = response.response_text or ""
-        self._turns.append({"role": "assistant", "content": answer})
-        self._comment = self.game.play(answer[-MAX_SEEN:])
-        return not self.game.over
-
-    def settle(self, experiences: Sequence[Experience]) -> float:
-        """Return what the run was worth, and put the game's numbers into its experiences."""
-        metrics = {"success": float(self.game.won), **self.game.metrics(), "prompt_too_long": float(self._unasked)}
-        for experience in experiences:
-            experience.metrics.update(metrics)
-        return 1.0 if self.game.won else self.arguments.partial_credit * self.game.progress
 
 
 def game_seed(task: Task, arguments: GameArguments) -> int:
@@ -134,6 +97,9 @@ class GameWorkflow(RewardedAtTheEnd):
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models, use_openai_client=False)
         self.arguments = arguments_of(task, self.arguments_kind, record_keys=self.arguments_kind.model_fields)
+        self._turns: list[dict[str, str]] = []
+        self._comment = ""
+        self._unasked = False
 
     @abstractmethod
     def make_game(self) -> Game:
@@ -145,7 +111,6 @@ class GameWorkflow(RewardedAtTheEnd):
 
     @property
     def max_step_num(self) -> int:
-        """Most answers of a run."""
         return self.arguments.max_steps
 
     async def body(self) -> list[Experience]:
@@ -154,16 +119,35 @@ class GameWorkflow(RewardedAtTheEnd):
         return merge_turns(experiences) if self.arguments.memory and self.arguments.merge_turns else experiences
 
     async def take_step(self, step_num: int) -> bool:
-        """Ask for a move and play it."""
+        """Ask for a move and play it; return whether the game goes on."""
         if step_num == 0:
-            game = await compute(self.is_async, self.make_game, "game")
-            self._episode = Episode(game, self.arguments, self.task.format_args.system_prompt)
-        (response,) = await call(self.is_async, self.model, "chat", self._episode.ask(), n=1)
-        return self._episode.answered(response)
+            self._game = await compute(self.is_async, self.make_game, "game")
+        (response,) = await call(self.is_async, self.model, "chat", self._conversation(), n=1)
+        if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question: nothing to play
+            self._unasked = True
+            return False
+        answer = response.response_text or ""
+        self._turns.append({"role": "assistant", "content": answer})
+        self._comment = self._game.play(answer[-MAX_SEEN:])
+        return not self._game.over
+
+    def _conversation(self) -> list[dict[str, str]]:
+        """Return the conversation that asks for the next move."""
+        terse = self.arguments.terse
+        if not self.arguments.memory:
+            self._turns.clear()
+        comment = "" if terse or not self._comment else f"{self._comment}\n\n"
+        self._turns.append({"role": "user", "content": comment + self._game.show()})
+        system = self.task.format_args.system_prompt or ("" if terse else self._game.instructions)
+        return [{"role": "system", "content": system}, *self._turns] if system else list(self._turns)
 
     async def final_reward(self, exps: list[Experience]) -> float:
-        """Return what the game was worth."""
-        return self._episode.settle(exps)
+        """Return what the game was worth, and put its numbers into the experiences."""
+        won = self._game.won
+        metrics = {"success": float(won), **self._game.metrics(), "prompt_too_long": float(self._unasked)}
+        for experience in exps:
+            experience.metrics.update(metrics)
+        return 1.0 if won else self.arguments.partial_credit * self._game.progress
 
 
 class AsyncGameWorkflow(GameWorkflow):

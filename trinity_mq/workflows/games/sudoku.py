@@ -243,7 +243,6 @@ class SudokuGame(Game):
         """Made, against the rules, and answers without any."""
 
     def show(self) -> str:
-        """Return the board."""
         return self.state.render()
 
     def play(self, answer: str) -> str:
@@ -262,13 +261,7 @@ class SudokuGame(Game):
         return ""
 
     @property
-    def over(self) -> bool:
-        """Solved."""
-        return self.state.solved
-
-    @property
     def won(self) -> bool:
-        """Solved."""
         return self.state.solved
 
     @property
@@ -277,7 +270,6 @@ class SudokuGame(Game):
         return self.state.right / self.state.blanks
 
     def metrics(self) -> dict[str, float]:
-        """Return entries made, refused, answers without one, and the share of blanks that are right."""
         return {
             "entries": self.entries,
             "refused_entries": self.refused,
@@ -301,7 +293,6 @@ class SudokuWorkflow(GameWorkflow):
     arguments: SudokuArguments
 
     def make_game(self) -> Game:
-        """Return the task's Sudoku."""
         given = self.arguments
         try:
             return SudokuGame(make_sudoku(given.box, given.blanks, game_seed(self.task, given)))
