@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,8 @@ from trinity_mq.data.synthetic import problems
 Record = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """The records of a source, with a hash over them."""
-
-    rows: list[Record]
-    identity: str
-
-
-def read_records(config: TasksetConfig) -> Records:
-    """Return the records that ``config`` names, at most ``config.limit`` of them.
+def read_records(config: TasksetConfig) -> tuple[list[Record], str]:
+    """Return the records that ``config`` names, at most ``config.limit`` of them, and a hash over them.
 
     Raises:
         TasksetError: The source is not there, cannot be read, or a record is not what a task can be made from.
@@ -44,7 +35,7 @@ def read_records(config: TasksetConfig) -> Records:
         rows.append(row)
     if not rows:
         raise TasksetError(f"taskset {config.name!r}: {config.path} holds no records")
-    return Records(rows, f"{len(rows)}-{digest.hexdigest()[:16]}")
+    return rows, f"{len(rows)}-{digest.hexdigest()[:16]}"
 
 
 def _synthetic(config: TasksetConfig) -> Iterator[tuple[str, Any]]:

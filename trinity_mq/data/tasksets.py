@@ -127,11 +127,11 @@ def open_taskset(
     Raises:
         TasksetError: The records cannot be read, or none of them is there; one line that says where and why.
     """
-    records = read_records(config)
+    rows, identity = read_records(config)
     return Taskset(
         config,
-        records.rows,
-        records.identity,
+        rows,
+        identity,
         repeat_times=config.repeat_times if repeat_times is None else repeat_times,
         seed=seed,
         is_eval=is_eval,

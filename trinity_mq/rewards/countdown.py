@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 
-from trinity_mq.rewards.text import boxed
+from trinity_mq.rewards.text import boxed, tagged
 
 LONGEST = 300
 """Characters of a formula that are looked at."""
@@ -44,9 +44,9 @@ def countdown_reward(
         ValueError: ``truth`` is something else.
     """
     target, numbers = _game(truth)
-    text = _formula(response)
+    stated = tagged(response) or boxed(response)
     try:
-        tree = _parse(text) if text is not None else None
+        tree = _parse(stated[1]) if stated else None
     except FormulaError:
         tree = None
     if tree is None:
@@ -68,15 +68,6 @@ def _game(truth: str | None) -> tuple[int, list[int]]:
         pass
     shown = (truth or "")[:80]
     raise ValueError(f'the right answer is {shown!r}, wanted JSON such as {{"target": 24, "numbers": [1, 2, 3, 4]}}')
-
-
-def _formula(response: str) -> str | None:
-    end = response.rfind("</answer>")
-    start = response.rfind("<answer>", 0, max(end, 0))
-    if start >= 0:
-        return response[start + len("<answer>") : end]
-    found = boxed(response)
-    return found[1] if found else None
 
 
 def _parse(text: str) -> ast.expr:

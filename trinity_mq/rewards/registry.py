@@ -96,14 +96,7 @@ class _Reward:
 def parts_of(
     reward_fn: RewardFn, response: str, truth: str | None, *, finished: bool, tokens: int | None = None
 ) -> dict[str, float]:
-    """Call ``reward_fn`` and return its parts.
-
-    Args:
-        reward_fn: As :func:`create_reward` returns it.
-        response: As for :class:`RewardFn`.
-        truth: As for :class:`RewardFn`.
-        finished: As for :class:`RewardFn`.
-        tokens: Number of response tokens, for rewards that want to know.
+    """Call ``reward_fn``, which :func:`create_reward` made, as :class:`RewardFn` says, and return its parts.
 
     Raises:
         RewardError: It gave something other than numbers by name.

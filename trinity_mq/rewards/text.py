@@ -87,6 +87,13 @@ def _enclosed(text: str, tag: str) -> str | None:
     return rest if inside.strip() else None
 
 
+def tagged(text: str) -> tuple[int, str] | None:
+    """Return where the last ``<answer></answer>`` stands and what it holds, None without one."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    return None if start < 0 else (start, text[start + len("<answer>") : end])
+
+
 def boxed(text: str) -> tuple[int, str] | None:
     r"""Return where the last ``\boxed{}`` stands and what it holds, None without one or if it does not close."""
     start = text.rfind("\\boxed{")

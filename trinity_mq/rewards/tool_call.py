@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 
 MAX_CALLS = 16
@@ -94,12 +95,8 @@ def _call(found: object) -> Call | None:
 
 
 def _same(wanted: list[Call], calls: list[Call]) -> bool:
-    left = list(calls)
-    for call in wanted:
-        if call not in left:
-            return False
-        left.remove(call)
-    return not left
+    left, right = (sorted((name, sorted(arguments.items())) for name, arguments in each) for each in (wanted, calls))
+    return left == right
 
 
 def _canonical(value: object) -> str:
@@ -116,12 +113,7 @@ def _canonical(value: object) -> str:
 def _share(wanted: list[Call], calls: list[Call]) -> float:
     """Return ToolRL's matching score divided by its maximum."""
     most = 1 + sum(1 + len(arguments) for _, arguments in wanted)
-    left = [name for name, _ in calls]
-    shared = 0
-    for name, _ in wanted:
-        if name in left:
-            left.remove(name)
-            shared += 1
+    shared = (Counter(name for name, _ in wanted) & Counter(name for name, _ in calls)).total()
     total = shared / (len(wanted) + len(calls) - shared)
     scores = sorted(
         (

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from trinity_mq.rewards.math.judge import LONGEST, same
 from trinity_mq.rewards.math.math_answer import after_hashes, final_number, number_of, plain
-from trinity_mq.rewards.text import boxed
+from trinity_mq.rewards.text import boxed, tagged
 
 _QUOTES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
@@ -36,7 +36,7 @@ def correct(response: str, truth: str | None, *, finished: bool) -> bool:
 
 def marked(text: str) -> str | None:
     """Return the answer that ``text`` marks as such, None without a mark."""
-    found = [mark for mark in (_after_hashes(text), boxed(text), _tagged(text)) if mark is not None]
+    found = [mark for mark in (_after_hashes(text), boxed(text), tagged(text)) if mark is not None]
     return max(found)[1].strip() if found else None
 
 
@@ -74,9 +74,3 @@ def _number(answer: str) -> Fraction | None:
 def _after_hashes(text: str) -> tuple[int, str] | None:
     found = after_hashes(text)
     return found and (found[0], found[1].partition("</answer>")[0])
-
-
-def _tagged(text: str) -> tuple[int, str] | None:
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return None if start < 0 else (start, text[start + len("<answer>") : end])
