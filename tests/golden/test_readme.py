@@ -69,8 +69,8 @@ def test_limits_in_the_text_are_those_of_the_code() -> None:
 
 def test_every_column_field_and_dtype_is_told() -> None:
     told = set(re.findall(r"`([^`]+)`", section("Head")))
-    names = {*layout.PLAIN_COLUMNS, *(layout.EID_PREFIX + name for name in (*layout.EID_IDS, *layout.EID_INTS))}
-    assert names | {"eid.suffix", layout.MULTI_MODAL, layout.DOCUMENT_TENSORS} | TENSOR_FIELDS.keys() <= told
+    names = {*layout.PLAIN_COLUMNS, *layout.EID_COLUMNS, layout.MULTI_MODAL, layout.DOCUMENT_TENSORS}
+    assert names | TENSOR_FIELDS.keys() <= told
     listed = section("Tail").split("Dtypes: ")[1].split(" (")[0]
     assert listed.replace("\n", " ").split(", ") == list(tail.DTYPES)
     forms = re.findall(r"^\* ``(\w)``", columns.__doc__ or "", re.MULTILINE)

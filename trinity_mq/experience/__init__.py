@@ -15,12 +15,11 @@ from trinity_mq.experience.gather import (
 from trinity_mq.experience.group import group_by, split_dpo_experience_to_single_turn
 from trinity_mq.experience.hf import from_hf_datasets, to_hf_datasets
 from trinity_mq.experience.record import CustomField, Experience
-from trinity_mq.experience.serialization import BodySerializer
+from trinity_mq.experience.serialization import decode_any
 
 __all__ = [
     "CONTENT_TYPE",
     "EID",
-    "BodySerializer",
     "CustomField",
     "DecodeError",
     "EncodeError",
@@ -28,6 +27,7 @@ __all__ = [
     "ExperienceBatch",
     "ExperienceError",
     "decode",
+    "decode_any",
     "encode",
     "from_hf_datasets",
     "gather_action_masks",

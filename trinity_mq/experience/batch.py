@@ -11,24 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from trinity_mq.experience.codec import layout
 from trinity_mq.experience.codec.body import Body, Compression, decode_frame, encode_frame
 from trinity_mq.experience.codec.column_rules import Tensors, check_columns
+from trinity_mq.experience.codec.content import pack, unpack
 from trinity_mq.experience.codec.from_records import check_given_versions, columns_of, convert_column
-from trinity_mq.experience.codec.layout import (
-    CUSTOM_FIELDS,
-    EID_IDS,
-    EID_INTS,
-    EID_PREFIX,
-    MAX_EXPERIENCES,
-    MULTI_MODAL,
-    OWN_DOCUMENTS,
-    PLAIN_COLUMNS,
-    VERSIONS,
-)
 from trinity_mq.experience.codec.lazy import PlainColumns
-from trinity_mq.experience.codec.pack import pack
 from trinity_mq.experience.codec.tail import read_tail
-from trinity_mq.experience.codec.unpack import unpack
 from trinity_mq.experience.eid import EID
 from trinity_mq.experience.errors import EncodeError
 from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short
@@ -46,7 +35,6 @@ from trinity_mq.experience.ragged import (
 from trinity_mq.experience.record import FIELD_NAMES, Experience
 
 _NO_FIELDS: dict[str, Any] = dict.fromkeys(FIELD_NAMES)
-_EID_COLUMNS = [EID_PREFIX + name for name in (*EID_IDS, *EID_INTS, "suffix")]
 
 
 class ExperienceBatch(Sequence[Experience]):
@@ -119,8 +107,10 @@ class ExperienceBatch(Sequence[Experience]):
         Raises:
             EncodeError: A value does not fit the format; the message names experience, field and key.
         """
-        if self._count > MAX_EXPERIENCES:
-            raise EncodeError(f"{self._count} experiences, wanted at most {MAX_EXPERIENCES} in one body; send several")
+        if self._count > layout.MAX_EXPERIENCES:
+            raise EncodeError(
+                f"{self._count} experiences, wanted at most {layout.MAX_EXPERIENCES} in one body; send several"
+            )
         return encode_frame(*pack(self._count, self._values, self._tensors, self._multi_modal), compression)
 
     def __len__(self) -> int:
@@ -194,12 +184,12 @@ class ExperienceBatch(Sequence[Experience]):
             name: column_items(column, self._count) for name, column in self._tensors.items()
         }
         columns |= {name: self._values[name] for name in self._values if name in FIELD_NAMES}
-        for name, kind in OWN_DOCUMENTS.items():
+        for name, kind in layout.OWN_DOCUMENTS.items():
             column = columns.get(name)
             columns[name] = [kind() if item is None else item for item in column or [None] * self._count]
         columns["eid"] = self._eids()
         if self._multi_modal:
-            columns[MULTI_MODAL] = self._inputs()
+            columns[layout.MULTI_MODAL] = self._inputs()
         names, copy, rows = tuple(columns), _NO_FIELDS.copy, []
         for row in zip(*columns.values(), strict=True):
             fields = copy()
@@ -208,7 +198,7 @@ class ExperienceBatch(Sequence[Experience]):
         return list(map(Experience.from_checked, rows))
 
     def _eids(self) -> Iterable[EID]:
-        return map(EID, *(self._values[name] for name in _EID_COLUMNS)) if self._count else ()
+        return map(EID, *(self._values[name] for name in layout.EID_COLUMNS)) if self._count else ()
 
     def _inputs(self) -> list[dict[str, Tensor] | None]:
         keys = list(self._multi_modal)
@@ -257,10 +247,9 @@ class ExperienceBatch(Sequence[Experience]):
         """
         values, tensors = PlainColumns(self._values), dict(self._tensors)
         for name, given in columns.items():
-            if name not in TENSOR_FIELDS and name not in PLAIN_COLUMNS:
-                raise ExperienceError(
-                    f"{name!r} is no field that can be replaced, wanted one of {(*TENSOR_FIELDS, *PLAIN_COLUMNS)}"
-                )
+            if name not in TENSOR_FIELDS and name not in layout.PLAIN_COLUMNS:
+                known = (*TENSOR_FIELDS, *layout.PLAIN_COLUMNS)
+                raise ExperienceError(f"{name!r} is no field that can be replaced, wanted one of {known}")
             if len(given) != self._count:
                 raise ExperienceError(f"{name} has {len(given)} values, wanted one for each of {self._count}")
             values.pop(name, None)
@@ -271,7 +260,7 @@ class ExperienceBatch(Sequence[Experience]):
                 (tensors if name in TENSOR_FIELDS else values)[name] = column
         if self._count:
             check_columns(values, tensors, self._count)
-            if values.opened(VERSIONS) if VERSIONS in values else False:
+            if values.opened(layout.VERSIONS) if layout.VERSIONS in values else False:
                 check_given_versions(values, tensors)
         return ExperienceBatch(self._count, values, tensors, self._multi_modal)
 
@@ -279,8 +268,10 @@ class ExperienceBatch(Sequence[Experience]):
         """Return a field that is no tensor, a value for each experience; None where it is absent, also for an empty
         ``info`` or ``metrics``. The list is the batch's own: do not write to it.
         """
-        if name not in PLAIN_COLUMNS and name not in _EID_COLUMNS:
-            raise KeyError(f"{name!r} is no field without tensors, wanted one of {PLAIN_COLUMNS} or {_EID_COLUMNS}")
+        if name not in layout.PLAIN_COLUMNS and name not in layout.EID_COLUMNS:
+            raise KeyError(
+                f"{name!r} is no field without tensors, wanted one of {layout.PLAIN_COLUMNS} or {layout.EID_COLUMNS}"
+            )
         return self._values.get(name) or [None] * self._count
 
     def column(self, name: str) -> Column:
@@ -325,7 +316,7 @@ def _names(columns: Sequence[Mapping[str, Any]]) -> Iterable[str]:
 
 
 def _concatenated(name: str, plain: Sequence[PlainColumns], counts: Sequence[int]) -> list[Any]:
-    absent: Any = [] if name == CUSTOM_FIELDS else None
+    absent: Any = [] if name == layout.CUSTOM_FIELDS else None
     return [value for own, count in zip(plain, counts, strict=True) for value in own.get(name) or [absent] * count]
 
 
@@ -338,8 +329,6 @@ def _fitting(name: str, part: Ragged) -> Ragged:
 
 def encode(experiences: Sequence[Experience], compression: Compression = "none") -> bytes:
     """Return ``experiences`` as one body; see :meth:`ExperienceBatch.of` and :meth:`ExperienceBatch.encode`."""
-    if len(experiences) > MAX_EXPERIENCES:
-        raise EncodeError(f"{len(experiences)} experiences, wanted at most {MAX_EXPERIENCES} in one body; send several")
     return ExperienceBatch.of(experiences).encode(compression)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import reprlib
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 
 TensorInput = Tensor | np.ndarray[Any, Any] | Sequence[Any]
 """Input that a tensor field accepts."""
+Normaliser = Callable[[str, Any], Tensor]
 
 RESPONSE_FIELDS = ("logprobs", "action_mask", "token_level_reward", "advantages", "returns", "teacher_logprobs")
 """Fields with one value per response token."""
@@ -21,9 +23,6 @@ TOKEN_DTYPES = frozenset({torch.int32})
 FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 MASK_DTYPES = frozenset({torch.bool})
 EXPERT_DTYPES = frozenset({torch.uint8})
-
-
-_INTS, _NUMBERS, _BOOLS = frozenset({int}), frozenset({int, float}), frozenset({bool})
 
 
 class ExperienceError(ValueError):
@@ -57,29 +56,14 @@ def _as_tensor(field: str, value: TensorInput, wanted: str) -> Tensor:
         raise ExperienceError(f"{field} is {short(value)}, wanted {wanted}: {error}") from error
 
 
-def _plain(value: TensorInput, kinds: frozenset[type], dtype: type[np.generic]) -> Tensor | None:
-    """Return a list or tuple of Python numbers of these ``kinds`` as ``dtype``; None for anything else."""
-    if isinstance(value, list | tuple) and value and set(map(type, value)) <= kinds:
-        try:
-            return torch.from_numpy(np.array(value, dtype=dtype))
-        except (OverflowError, ValueError, TypeError):
-            return None  # the slow path below says what is wrong
-    return None
-
-
-def _one_dimensional(field: str, tensor: Tensor, wanted: str) -> Tensor:
-    if tensor.dim() != 1:
-        raise ExperienceError(f"{field} has shape {tuple(tensor.shape)}, wanted {wanted} in one dimension: [tokens]")
-    return tensor
-
-
-def _integers(field: str, value: TensorInput, dtype: torch.dtype, wanted: str) -> Tensor:
-    """Return ``value`` as ``dtype`` if every number is an integer that fits."""
-    tensor = _as_tensor(field, value, wanted)
+def _integers(field: str, tensor: Tensor, dtype: torch.dtype, wanted: str) -> Tensor:
+    """Return ``tensor`` as ``dtype`` if every number is an integer that fits."""
     if tensor.numel() == 0:
         return tensor.to(dtype)
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise ExperienceError(f"{field} holds {tensor.dtype} ({short(value)}), wanted {wanted}; convert it explicitly")
+        raise ExperienceError(
+            f"{field} holds {tensor.dtype} ({short(tensor.tolist())}), wanted {wanted}; convert it explicitly"
+        )
     fitted = tensor.to(dtype)
     if not torch.equal(fitted.to(torch.int64), tensor.to(torch.int64)):
         wrong = tensor[fitted.to(torch.int64) != tensor.to(torch.int64)].flatten()[0].item()
@@ -87,74 +71,51 @@ def _integers(field: str, value: TensorInput, dtype: torch.dtype, wanted: str) -
     return fitted
 
 
-def token_ids(field: str, value: TensorInput) -> Tensor:
-    """Return token ids as int32 ``[tokens]``.
-
-    Raises:
-        ExperienceError: Not integers, outside int32 or not one-dimensional.
-    """
-    if isinstance(value, Tensor) and value.dtype == torch.int32 and value.dim() == 1:
-        return value
-    plain = _plain(value, _INTS, np.int32)
-    if plain is not None:
-        return plain
-    wanted = "integer token ids"
-    return _one_dimensional(field, _integers(field, value, torch.int32, wanted), wanted)
-
-
-def floats(field: str, value: TensorInput) -> Tensor:
-    """Return ``value`` as float32 ``[tokens]``; tensors of bfloat16 and float16 keep their dtype.
-
-    Raises:
-        ExperienceError: Not numbers, or not one-dimensional.
-    """
-    if isinstance(value, Tensor) and value.dtype in FLOAT_DTYPES and value.dim() == 1:
-        return value
-    plain = _plain(value, _NUMBERS, np.float32)
-    if plain is not None:
-        return plain
-    wanted = "numbers"
-    tensor = _one_dimensional(field, _as_tensor(field, value, wanted), wanted)
+def _floats(field: str, tensor: Tensor, dtype: torch.dtype, wanted: str) -> Tensor:
     if tensor.dtype == torch.bool or tensor.is_complex():
-        raise ExperienceError(f"{field} holds {tensor.dtype} ({short(value)}), wanted {wanted}")
-    keeps = isinstance(value, Tensor) and tensor.dtype in FLOAT_DTYPES
-    return tensor if keeps else tensor.to(torch.float32)
+        raise ExperienceError(f"{field} holds {tensor.dtype} ({short(tensor.tolist())}), wanted {wanted}")
+    return tensor.to(dtype)
 
 
-def mask(field: str, value: TensorInput) -> Tensor:
-    """Return ``value``, made of 0 and 1 or booleans, as bool ``[tokens]``.
-
-    Raises:
-        ExperienceError: Another value than 0 and 1, or not one-dimensional.
-    """
-    if isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 1:
-        return value
-    plain = _plain(value, _BOOLS, np.bool_)
-    if plain is not None:
-        return plain
-    wanted = "booleans, or 0 and 1"
-    tensor = _one_dimensional(field, _as_tensor(field, value, wanted), wanted)
+def _booleans(field: str, tensor: Tensor, dtype: torch.dtype, wanted: str) -> Tensor:
     result = tensor != 0
     if not bool((result == tensor).all()):
         raise ExperienceError(f"{field} holds {tensor[result != tensor][0].item()}, wanted {wanted}")
     return result
 
 
-def expert_numbers(field: str, value: TensorInput) -> Tensor:
-    """Return expert numbers as uint8 ``[tokens - 1, layers, top-k]``.
+def _normaliser(
+    kept: frozenset[torch.dtype],
+    dims: int,
+    wanted: str,
+    convert: Callable[[str, Tensor, torch.dtype, str], Tensor],
+    dtype: torch.dtype,
+    plain: tuple[frozenset[type], type[np.generic]] | None = None,
+) -> Normaliser:
+    """Return a function from field and input to a tensor, which raises ExperienceError for input that is none.
 
-    Raises:
-        ExperienceError: Not integers in 0..255, or not three-dimensional.
+    Args:
+        kept: Dtypes that tensors keep.
+        dims: Dimensions of the field.
+        wanted: What it takes, for errors.
+        convert: Brings another tensor to ``dtype``, or raises.
+        dtype: Of what is no tensor yet, or of another dtype than those kept.
+        plain: Python types of numbers that a list may hold, and the numpy type by which it is read at once.
     """
-    if isinstance(value, Tensor) and value.dtype == torch.uint8:
-        tensor = value
-    else:
-        tensor = _integers(field, value, torch.uint8, "expert numbers from 0 to 255")
-    if tensor.dim() != 3:
-        raise ExperienceError(
-            f"{field} has shape {tuple(tensor.shape)}, wanted three dimensions: [tokens - 1, layers, top-k]"
-        )
-    return tensor
+
+    def normalise(field: str, value: TensorInput) -> Tensor:
+        if isinstance(value, Tensor) and value.dtype in kept and value.dim() == dims:
+            return value
+        if plain is not None and isinstance(value, list | tuple) and value and set(map(type, value)) <= plain[0]:
+            with contextlib.suppress(OverflowError, ValueError, TypeError):  # what follows says what is wrong
+                return torch.from_numpy(np.array(value, dtype=plain[1]))
+        tensor = _as_tensor(field, value, wanted)
+        if tensor.dim() != dims:
+            shape = "one dimension: [tokens]" if dims == 1 else "three dimensions: [tokens - 1, layers, top-k]"
+            raise ExperienceError(f"{field} has shape {tuple(tensor.shape)}, wanted {wanted} in {shape}")
+        return convert(field, tensor, dtype, wanted)
+
+    return normalise
 
 
 def number(field: str, value: object) -> float:
@@ -191,19 +152,20 @@ def whole(field: str, value: object) -> int:
     raise ExperienceError(f"{field} is {short(value)}, wanted a whole number")
 
 
-Normaliser = Callable[[str, Any], Tensor]
+_token_ids = _normaliser(TOKEN_DTYPES, 1, "integer token ids", _integers, torch.int32, (frozenset({int}), np.int32))
+_numbers = _normaliser(FLOAT_DTYPES, 1, "numbers", _floats, torch.float32, (frozenset({int, float}), np.float32))
+_mask = _normaliser(MASK_DTYPES, 1, "booleans, or 0 and 1", _booleans, torch.bool, (frozenset({bool}), np.bool_))
+_experts = _normaliser(EXPERT_DTYPES, 3, "expert numbers from 0 to 255", _integers, torch.uint8)
 
 TENSOR_FIELDS: dict[str, tuple[Normaliser, frozenset[torch.dtype], int]] = {
-    "tokens": (token_ids, TOKEN_DTYPES, 1),
-    "chosen": (token_ids, TOKEN_DTYPES, 1),
-    "rejected": (token_ids, TOKEN_DTYPES, 1),
-    "logprobs": (floats, FLOAT_DTYPES, 1),
-    "token_level_reward": (floats, FLOAT_DTYPES, 1),
-    "advantages": (floats, FLOAT_DTYPES, 1),
-    "returns": (floats, FLOAT_DTYPES, 1),
-    "teacher_logprobs": (floats, FLOAT_DTYPES, 1),
-    "action_mask": (mask, MASK_DTYPES, 1),
-    "routed_experts": (expert_numbers, EXPERT_DTYPES, 3),
+    **dict.fromkeys(("tokens", "chosen", "rejected"), (_token_ids, TOKEN_DTYPES, 1)),
+    "logprobs": (_numbers, FLOAT_DTYPES, 1),
+    "token_level_reward": (_numbers, FLOAT_DTYPES, 1),
+    "advantages": (_numbers, FLOAT_DTYPES, 1),
+    "returns": (_numbers, FLOAT_DTYPES, 1),
+    "teacher_logprobs": (_numbers, FLOAT_DTYPES, 1),
+    "action_mask": (_mask, MASK_DTYPES, 1),
+    "routed_experts": (_experts, EXPERT_DTYPES, 3),
 }
 """Tensor fields by name: what makes one from user input, the dtypes kept, the number of dimensions."""
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from operator import sub
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +29,7 @@ def gather_token_ids(
         ValueError: No experiences, or a prompt or response is longer than its maximum.
     """
     prompts, sizes = _checked_sizes(experiences, max_prompt_length, max_response_length)
-    if isinstance(experiences, ExperienceBatch):
-        rows = _present(column_items(experiences.column("tokens"), len(experiences)))
-    else:
-        rows = [experience.tokens for experience in experiences]
+    rows = _present(_items(experiences, "tokens"))
     starts = [max_prompt_length - prompt for prompt in prompts]
     return _laid_out(rows, starts, sizes, max_prompt_length + max_response_length, pad_token_id)
 
@@ -63,22 +59,17 @@ def _checked_sizes(
     else:
         prompts = [experience.prompt_length for experience in experiences]
         sizes = [experience.tokens.shape[0] for experience in experiences]
-    if max(prompts) > max_prompt_length or max(map(sub, sizes, prompts)) > max_response_length:
-        _refuse_longest(experiences, prompts, sizes, max_prompt_length, max_response_length)
-    return prompts, sizes
-
-
-def _refuse_longest(
-    experiences: Sequence[Experience], prompts: list[int], sizes: list[int], max_prompt: int, max_response: int
-) -> NoReturn:
     for number, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
-        for what, length, limit in (("prompt", prompt, max_prompt), ("response", size - prompt, max_response)):
+        for what, length, limit in (
+            ("prompt", prompt, max_prompt_length),
+            ("response", size - prompt, max_response_length),
+        ):
             if length > limit:
                 raise ValueError(
                     f"experience {number} ({experiences[number].eid.uid}) has a {what} of {length} tokens, wanted at "
                     f"most max_{what}_length = {limit}; raise it, or drop or truncate such experiences"
                 )
-    raise AssertionError("called although all fit")
+    return prompts, sizes
 
 
 def gather_action_masks(experiences: Sequence[Experience], max_response_length: int) -> Tensor:
@@ -101,28 +92,19 @@ def gather_response_attrs(
         ValueError: No experiences, no such field, one of them has none, or one is longer than R.
     """
     _some(experiences)
-    if isinstance(experiences, ExperienceBatch):
-        known = TENSOR_FIELDS.get(attr_name, (None, None, 0))[2] == 1
-        found: list[Any] = column_items(experiences.column(attr_name), len(experiences)) if known else [None]
-    else:
-        found = [getattr(experience, attr_name, None) for experience in experiences]
+    found = _items(experiences, attr_name)
     sizes = [item.shape[0] if isinstance(item, Tensor) and item.dim() == 1 else -1 for item in found]
-    if min(sizes) < 0 or max(sizes) > max_response_length:
-        number = next(n for n, size in enumerate(sizes) if size < 0 or size > max_response_length)
-        raise ValueError(_misfit(experiences[number], number, attr_name, sizes[number], max_response_length))
+    for number, size in enumerate(sizes):
+        if not 0 <= size <= max_response_length:
+            experience = experiences[number]
+            name = f"experience {number} ({experience.eid.uid}, {experience.experience_type})"
+            if size < 0:
+                raise ValueError(f"{name} has no {attr_name}, wanted one value per response token")
+            raise ValueError(
+                f"{name} has {size} values in {attr_name}, wanted at most max_response_length = {max_response_length}; "
+                "raise it, or drop or truncate such experiences"
+            )
     return _laid_out(_present(found), [0] * len(sizes), sizes, max_response_length, pad_value)
-
-
-def _misfit(experience: Experience, number: int, name: str, size: int, limit: int) -> str:
-    if size < 0:
-        return (
-            f"experience {number} ({experience.eid.uid}, {experience.experience_type}) has no {name}, wanted one value "
-            "per response token"
-        )
-    return (
-        f"experience {number} ({experience.eid.uid}) has {size} values in {name}, wanted at most max_response_length = "
-        f"{limit}; raise it, or drop or truncate such experiences"
-    )
 
 
 def gather_multi_modal_inputs(experiences: Sequence[Experience]) -> dict[str, list[Tensor]]:
@@ -146,6 +128,13 @@ def gather_multi_modal_inputs(experiences: Sequence[Experience]) -> dict[str, li
                 f"{sorted(keys)} as in the first"
             )
     return {key: [item[key] for item in inputs] for key in keys}
+
+
+def _items(experiences: Sequence[Experience], name: str) -> list[Any]:
+    """Return a tensor field of each experience, None where it has none."""
+    if not isinstance(experiences, ExperienceBatch):
+        return [getattr(experience, name, None) for experience in experiences]
+    return column_items(experiences.column(name), len(experiences)) if name in TENSOR_FIELDS else [None]
 
 
 def _some(experiences: Sequence[Experience]) -> None:

@@ -56,7 +56,12 @@ def to_hf_datasets(experiences: Sequence[Experience]) -> Dataset:
         ImportError: ``datasets`` is not installed.
         EncodeError: An experience does not fit the wire format.
     """
-    datasets = _datasets()
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            "to_hf_datasets needs the package datasets, which is not installed: pip install 'trinity-mq[datasets]'"
+        ) from error
     kinds = {name: datasets.Value(kind) for name, kind in (_IDS | _PLAIN).items()}
     kinds |= {name: datasets.List(datasets.Value(kind)) for name, kind in _TENSORS.items()}
     kinds[ENCODED] = datasets.Value("large_binary")  # binary ends at 2 GiB a column
@@ -127,13 +132,3 @@ def _edited(eid: EID, record: Mapping[str, Any]) -> EID:
         step=record.get("step", eid.step),
         suffix=eid.suffix,
     )
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            "to_hf_datasets needs the package datasets, which is not installed: pip install 'trinity-mq[datasets]'"
-        ) from error
-    return datasets

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,41 +15,26 @@ from trinity_mq.experience.fields import (
     TENSOR_FIELDS,
     ExperienceError,
     TensorInput,
-    expert_numbers,
-    floats,
-    mask,
     number,
     same,
     sampling_temperature,
-    token_ids,
     whole,
 )
 from trinity_mq.experience.rules import (
     DPO,
+    MULTI_TURN,
+    PLAIN_FIELDS,
     PROMPT_TRUNCATED,
     SINGLE_TURN,
     TRUNCATE_STATUSES,
     TYPES,
     Versions,
     check_lengths,
-    check_plain,
     check_versions,
-    decide_type,
+    checked_plain,
     eid_of,
     tensors_by_name,
 )
-
-
-class Serializer(Protocol):
-    """Turns experiences into bodies and back; :mod:`trinity_mq.experience.serialization` is the one there is."""
-
-    def encode(self, experiences: list[Experience]) -> bytes:
-        """Return ``experiences`` as one body."""
-        ...
-
-    def decode(self, data: bytes | memoryview, *, allow_legacy: bool) -> list[Experience]:
-        """Return the experiences in a body."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +60,8 @@ class Experience:
     Tensor fields accept lists, tuples, arrays and tensors alike. Fields may be assigned later; the codec checks again.
     """
 
-    serializer: ClassVar[Serializer]
+    encode_body: ClassVar[Callable[[list[Experience]], bytes]]
+    decode_body: ClassVar[Callable[[bytes | memoryview, bool], list[Experience]]]
     """Set when the package is imported: the codec knows this class, which does not know the codec."""
 
     eid: EID
@@ -162,43 +148,32 @@ class Experience:
         Raises:
             ExperienceError: A field breaks a rule; the message names field, value and rule.
         """
+        given = locals()
+        for name, (normalise, _, _) in TENSOR_FIELDS.items():
+            value = given[name]
+            setattr(self, name, None if value is None and name != "tokens" else normalise(name, value))
+        for name, kind in PLAIN_FIELDS.items():
+            setattr(self, name, checked_plain(name, given[name], kind))
         self.eid = eid if isinstance(eid, EID) else eid_of(eid)
-        self.tokens = token_ids("tokens", tokens)
-        self.chosen = None if chosen is None else token_ids("chosen", chosen)
-        self.rejected = None if rejected is None else token_ids("rejected", rejected)
-        self.logprobs = None if logprobs is None else floats("logprobs", logprobs)
-        self.token_level_reward = (
-            None if token_level_reward is None else floats("token_level_reward", token_level_reward)
-        )
-        self.advantages = None if advantages is None else floats("advantages", advantages)
-        self.returns = None if returns is None else floats("returns", returns)
-        self.teacher_logprobs = None if teacher_logprobs is None else floats("teacher_logprobs", teacher_logprobs)
-        self.action_mask = None if action_mask is None else mask("action_mask", action_mask)
-        self.routed_experts = None if routed_experts is None else expert_numbers("routed_experts", routed_experts)
         self.multi_modal_inputs = None if multi_modal_inputs is None else tensors_by_name(multi_modal_inputs) or None
         self.reward = None if reward is None else number("reward", reward)
         self.temperature = None if temperature is None else sampling_temperature("temperature", temperature)
         self.index = None if index is None else whole("index", index)
         self.prompt_length = whole("prompt_length", prompt_length)
         self.truncate_status = truncate_status
-        self.response_text = response_text
-        self.prompt_text = prompt_text
-        self.messages = messages
-        self.tools = tools
-        self.chosen_messages = chosen_messages
-        self.rejected_messages = rejected_messages
-        self.taskset = taskset
         # Shallow copies: experiences made from one task must not share what operators write to.
         self.info = {} if info is None else dict(info)
         self.metrics = {} if metrics is None else dict(metrics)
         self.custom_fields = [] if custom_fields is None else list(custom_fields)
-        if experience_type is None:
-            self.experience_type = decide_type(action_mask, chosen, rejected)
-        else:
+        if experience_type is not None:
             self.experience_type = experience_type
-        check_plain(self.__dict__)
+        elif action_mask is not None:
+            self.experience_type = MULTI_TURN
+        else:
+            self.experience_type = SINGLE_TURN if chosen is None or rejected is None else DPO
         self._settle()
-        self.versions = None if versions is None else check_versions(versions, self._single_response())
+        response = None if self.experience_type == DPO else self.response_length
+        self.versions = None if versions is None else check_versions(versions, response)
 
     def _settle(self) -> None:
         """Fill what follows from the type and check that the fields agree."""
@@ -224,9 +199,6 @@ class Experience:
         if not length or not self.tokens.is_cpu:
             return self.tokens.new_full((length,), bool(value[0]), dtype=torch.bool)
         return torch.frombuffer(bytearray(value * length), dtype=torch.bool)  # half the time of torch.ones
-
-    def _single_response(self) -> int | None:
-        return None if self.experience_type == DPO else self.response_length
 
     @classmethod
     def from_checked(cls, values: dict[str, Any]) -> Experience:
@@ -283,7 +255,7 @@ class Experience:
         Raises:
             EncodeError: A field does not fit the format.
         """
-        return cls.serializer.encode(experiences)
+        return cls.encode_body(experiences)
 
     @classmethod
     def deserialize_many(cls, data: bytes | memoryview, *, allow_legacy: bool = False) -> list[Experience]:
@@ -297,7 +269,7 @@ class Experience:
         Raises:
             DecodeError: Not an experience body.
         """
-        return cls.serializer.decode(data, allow_legacy=allow_legacy)
+        return cls.decode_body(data, allow_legacy)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the readable fields, without tensors; optional ones only where they are set."""

@@ -116,24 +116,18 @@ def check_versions(value: Any, response: int | None) -> Versions | None:
     return rows or None
 
 
-_PLAIN_FIELDS = (
-    *((name, str) for name in ("response_text", "prompt_text", "taskset")),
-    *((name, list) for name in ("messages", "tools", "chosen_messages", "rejected_messages")),
-)
+PLAIN_FIELDS: dict[str, type] = {
+    **dict.fromkeys(("response_text", "prompt_text", "taskset"), str),
+    **dict.fromkeys(("messages", "tools", "chosen_messages", "rejected_messages"), list),
+}
+"""Fields that are kept as they are given, with their type."""
 
 
-def decide_type(action_mask: object, chosen: object, rejected: object) -> str:
-    """Return the type of an experience whose maker did not state it."""
-    if action_mask is not None:
-        return MULTI_TURN
-    return DPO if chosen is not None and rejected is not None else SINGLE_TURN
-
-
-def check_plain(values: Mapping[str, Any]) -> None:
-    """Check the fields that are kept as they are given."""
-    for name, kind in _PLAIN_FIELDS:
-        if values[name] is not None and not isinstance(values[name], kind):
-            raise ExperienceError(f"{name} is {short(values[name])}, wanted a {kind.__name__} or None")
+def checked_plain(field: str, value: object, kind: type) -> Any:
+    """Return ``value`` if it is of type ``kind`` or None."""
+    if value is not None and not isinstance(value, kind):
+        raise ExperienceError(f"{field} is {short(value)}, wanted a {kind.__name__} or None")
+    return value
 
 
 def eid_of(value: object) -> EID:

@@ -1,4 +1,4 @@
-"""The serializer of :class:`Experience`: experience bodies, and legacy bodies where they are allowed."""
+"""How :class:`Experience` becomes bytes: experience bodies, and legacy bodies where they are allowed."""
 
 from __future__ import annotations
 
@@ -7,34 +7,23 @@ from trinity_mq.experience.errors import DecodeError
 from trinity_mq.experience.record import Experience
 
 
-class BodySerializer:
-    """Encodes and decodes experience bodies (protocol.md section 3)."""
+def decode_any(data: bytes | memoryview, allow_legacy: bool) -> list[Experience]:
+    """Return the experiences in a body.
 
-    def encode(self, experiences: list[Experience]) -> bytes:
-        """Return ``experiences`` as one body.
+    Raises:
+        DecodeError: Not an experience body, or a legacy body that is not allowed.
+    """
+    from trinity_mq.experience.legacy.reader import legacy_form, read_legacy
 
-        Raises:
-            EncodeError: A field does not fit the format.
-        """
-        return encode(experiences)
-
-    def decode(self, data: bytes | memoryview, *, allow_legacy: bool) -> list[Experience]:
-        """Return the experiences in a body.
-
-        Raises:
-            DecodeError: Not an experience body, or a legacy body that is not allowed.
-        """
-        from trinity_mq.experience.legacy.reader import legacy_form, read_legacy
-
-        form = legacy_form(data)
-        if form is None:
-            return decode(data)
-        if not allow_legacy:
-            raise DecodeError(
-                f"a legacy body ({form}), wanted an experience body; if you know where it comes from, pass "
-                "allow_legacy=True, or convert it once with `trinity-mq convert-experiences`"
-            )
-        return read_legacy(data)
+    form = legacy_form(data)
+    if form is None:
+        return decode(data)
+    if not allow_legacy:
+        raise DecodeError(
+            f"a legacy body ({form}), wanted an experience body; if you know where it comes from, pass "
+            "allow_legacy=True, or convert it once with `trinity-mq convert-experiences`"
+        )
+    return read_legacy(data)
 
 
-Experience.serializer = BodySerializer()
+Experience.encode_body, Experience.decode_body = encode, decode_any

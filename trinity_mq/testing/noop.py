@@ -18,7 +18,6 @@ class NoopWorkflow(Workflow):
     can_repeat = True
 
     async def run_async(self) -> list[Experience]:
-        """Return the experiences of all runs."""
         count = int(self.task.workflow_args.get("tokens", TOKENS))
         tokens, logprobs = torch.arange(count, dtype=torch.int32), torch.full((count - PROMPT,), -0.5)
         return [

@@ -289,17 +289,6 @@ def test_the_switch_changes_nothing_else(single):
             read_legacy(data)
 
 
-@pytest.mark.parametrize("protocol", [0, 1])
-@pytest.mark.parametrize("many", [False, True])
-def test_older_protocols_are_named(protocol, many):
-    one = old.Experience([1, 2])
-    body = old.bare([one] if many else one, protocol)
-    with pytest.raises(DecodeError, match="legacy body"):
-        Experience.deserialize_many(body)
-    with pytest.raises(DecodeError, match="protocol 0 or 1, wanted 2 to 5"):
-        Experience.deserialize_many(body, allow_legacy=True)
-
-
 # --- damaged frames
 
 

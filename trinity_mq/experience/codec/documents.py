@@ -72,11 +72,10 @@ class DocumentWriter:
             self._packer.reset()
             raise EncodeError(_blame(plain, where) or f"{where}: {error}") from error
         try:
-            self._count(measure(document), where)
+            containers = measure(document)
         except ValueError as error:
-            if isinstance(error, EncodeError):
-                raise
             raise EncodeError(f"{where}: {error}") from error
+        self._count(containers, where)
         return document
 
     def _count(self, containers: int, where: str) -> None:
@@ -192,8 +191,10 @@ class DocumentReader:
             except ValueError:
                 scan(document)  # claims no more than it has, so what an array claims may be believed
                 return self._unpack(document, len(document))
+        except DecodeError:
+            raise
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise _undecodable(error) from error
+            raise DecodeError(f"no msgpack document: {error or type(error).__name__}") from error
 
     def _unpack(self, document: bytes, max_array: int) -> Any:
         return msgpack.unpackb(
@@ -247,14 +248,6 @@ def _bound(documents: list[bytes]) -> int:
     """Return what :func:`measure` gives for all documents together; each is a map."""
     total = container_bytes(b"".join(documents))
     return total if total == len(documents) else sum(map(measure, documents))
-
-
-def _undecodable(error: Exception) -> DecodeError:
-    return (
-        error
-        if isinstance(error, DecodeError)
-        else DecodeError(f"no msgpack document: {error or type(error).__name__}")
-    )
 
 
 def _key(key: Any, where: str) -> str:

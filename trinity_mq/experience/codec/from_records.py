@@ -11,21 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity_mq.experience.codec import layout
 from trinity_mq.experience.codec.column_rules import Tensors, check_all_versions, check_columns, responses_of
-from trinity_mq.experience.codec.layout import (
-    CUSTOM_FIELDS,
-    DOCUMENT_COLUMNS,
-    EID_IDS,
-    EID_INTS,
-    EID_PREFIX,
-    FLOAT_COLUMNS,
-    INT_COLUMNS,
-    MULTI_MODAL,
-    OWN_DOCUMENTS,
-    PLAIN_COLUMNS,
-    TEXT_COLUMNS,
-    VERSIONS,
-)
 from trinity_mq.experience.codec.lazy import PlainColumns
 from trinity_mq.experience.eid import EID
 from trinity_mq.experience.errors import EncodeError
@@ -55,15 +42,15 @@ def columns_of(experiences: Sequence[Experience]) -> tuple[PlainColumns, Tensors
     try:
         columns = PlainColumns(
             (name, column)
-            for name in (*TENSOR_FIELDS, *PLAIN_COLUMNS)
+            for name in (*TENSOR_FIELDS, *layout.PLAIN_COLUMNS)
             if (column := convert_column(name, [row[name] for row in rows]))
         )
         tensors: Tensors = {name: columns.pop(name) for name in TENSOR_FIELDS if name in columns}
         check_columns(columns, tensors, len(rows))
         check_given_versions(columns, tensors)
+        columns.update(_eid_columns(rows))
     except ExperienceError as error:
         raise EncodeError(str(error)) from error
-    columns.update(_eid_columns(rows))
     return columns, tensors, _multi_modal_columns(rows)
 
 
@@ -73,9 +60,9 @@ def check_given_versions(columns: PlainColumns, tensors: Tensors) -> None:
     Raises:
         ExperienceError: They break a rule.
     """
-    if VERSIONS in columns:
+    if layout.VERSIONS in columns:
         responses = responses_of(columns["experience_type"], tensors)
-        columns[VERSIONS] = check_all_versions(columns[VERSIONS], responses)
+        columns[layout.VERSIONS] = check_all_versions(columns[layout.VERSIONS], responses)
 
 
 def convert_column(name: str, column: list[Any]) -> Any:
@@ -94,9 +81,9 @@ def convert_column(name: str, column: list[Any]) -> Any:
         if kinds - {NoneType, wanted}:
             return [item if item is None or type(item) is wanted else convert(name, item) for item in column]
         return column
-    if name in DOCUMENT_COLUMNS:
+    if name in layout.DOCUMENT_COLUMNS:
         return _document_column(name, column, kinds)
-    if name == CUSTOM_FIELDS:
+    if name == layout.CUSTOM_FIELDS:
         for item in (item for fields in column for item in fields):
             if not isinstance(item, CustomField) or not isinstance(item.data_type, torch.dtype):
                 raise ExperienceError(f"custom_fields holds {short(item)}, wanted CustomField with a torch.dtype")
@@ -111,19 +98,19 @@ def _text(name: str, value: Any) -> str:
 
 
 _PLAIN_TYPES: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
-    **dict.fromkeys(TEXT_COLUMNS, (str, _text)),
-    **dict.fromkeys(INT_COLUMNS, (int, whole)),
-    **dict.fromkeys(FLOAT_COLUMNS, (float, number)),
+    **dict.fromkeys(layout.TEXT_COLUMNS, (str, _text)),
+    **dict.fromkeys(layout.INT_COLUMNS, (int, whole)),
+    **dict.fromkeys(layout.FLOAT_COLUMNS, (float, number)),
 }
 
 
 def _document_column(name: str, column: list[Any], kinds: set[type]) -> list[Any] | None:
-    wanted = DOCUMENT_COLUMNS[name]
+    wanted = layout.DOCUMENT_COLUMNS[name]
     if kinds - {NoneType, wanted}:
         wrong = next((item for item in column if item is not None and not isinstance(item, wanted)), None)
         if wrong is not None:
             raise ExperienceError(f"{name} is {short(wrong)}, wanted a {wanted.__name__}")
-    if name in OWN_DOCUMENTS:
+    if name in layout.OWN_DOCUMENTS:
         # An empty info or metrics is the default and costs nothing; an empty list of messages is not no list.
         return [item or None for item in column] if any(column) else None
     return column
@@ -161,24 +148,12 @@ def _eid_columns(rows: Rows) -> dict[str, list[Any]]:
     for eid in eids:
         if not isinstance(eid, EID):
             raise EncodeError(f"eid is {short(eid)}, wanted an EID")
-    names = (*EID_IDS, *EID_INTS, "suffix")
-    columns = map(list, zip(*map(_EID_PARTS, eids), strict=True))
-    return {EID_PREFIX + name: _eid_column(name, column) for name, column in zip(names, columns, strict=True)}
-
-
-def _eid_column(name: str, column: list[Any]) -> list[Any]:
-    kinds = set(map(type, column))
-    if name in EID_IDS:
-        return column if kinds <= {int, str} else [_id(f"eid.{name}", item) for item in column]
-    if name in EID_INTS:
-        try:
-            return column if kinds == {int} else [whole(f"eid.{name}", item) for item in column]
-        except ExperienceError as error:
-            raise EncodeError(str(error)) from error
-    if kinds != {str}:
-        odd = next(item for item in column if type(item) is not str)
-        raise EncodeError(f"eid.{name} is {short(odd)}, wanted text")
-    return column
+    columns = dict(zip(layout.EID_COLUMNS, map(list, zip(*map(_EID_PARTS, eids), strict=True)), strict=True))
+    for name, column in columns.items():
+        kinds, convert = _EID_TYPES[name]
+        if not kinds.issuperset(map(type, column)):
+            columns[name] = [convert(name, item) for item in column]
+    return columns
 
 
 def _id(name: str, value: Any) -> int | str:
@@ -187,18 +162,31 @@ def _id(name: str, value: Any) -> int | str:
     try:
         return whole(name, value)
     except ExperienceError as error:
-        raise EncodeError(f"{error} or text") from error
+        raise ExperienceError(f"{error} or text") from error
+
+
+def _suffix(name: str, value: Any) -> str:
+    if type(value) is str:
+        return value
+    raise ExperienceError(f"{name} is {short(value)}, wanted text")
+
+
+_EID_TYPES: dict[str, tuple[set[type], Callable[[str, Any], Any]]] = {
+    **dict.fromkeys(layout.EID_IDS, ({int, str}, _id)),
+    **dict.fromkeys(layout.EID_INTS, ({int}, whole)),
+    layout.EID_SUFFIX: ({str}, _suffix),
+}
 
 
 def _multi_modal_columns(rows: Rows) -> Tensors:
-    inputs = [row[MULTI_MODAL] for row in rows]
+    inputs = [row[layout.MULTI_MODAL] for row in rows]
     if set(map(type, inputs)) == {NoneType}:
         return {}
     for number_, item in enumerate(inputs):
         if item is not None and not all(type(key) is str and isinstance(t, Tensor) for key, t in item.items()):
-            raise EncodeError(f"experience {number_}: {MULTI_MODAL} is {short(item)}, wanted tensors by name")
+            raise EncodeError(f"experience {number_}: {layout.MULTI_MODAL} is {short(item)}, wanted tensors by name")
     keys = dict.fromkeys(key for item in inputs if item is not None for key in item)
     try:
         return {key: column_of([None if item is None else item.get(key) for item in inputs]) for key in keys}
     except RuntimeError as error:
-        raise EncodeError(f"{MULTI_MODAL} cannot be read: {error}") from error
+        raise EncodeError(f"{layout.MULTI_MODAL} cannot be read: {error}") from error

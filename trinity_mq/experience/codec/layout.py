@@ -14,10 +14,10 @@ DOCUMENT_COLUMNS: dict[str, type] = {
     "rejected_messages": list,
 }
 
-EID_IDS = ("batch", "task")
-EID_INTS = ("run", "step")
-EID_PREFIX = "eid."
-"""Prefix of the columns that are parts of the id."""
+EID_IDS = ("eid.batch", "eid.task")
+EID_INTS = ("eid.run", "eid.step")
+EID_SUFFIX = "eid.suffix"
+EID_COLUMNS = (*EID_IDS, *EID_INTS, EID_SUFFIX)
 
 VERSIONS = "versions"
 CUSTOM_FIELDS = "custom_fields"

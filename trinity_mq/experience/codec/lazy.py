@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 Opener = Callable[[], list[Any]]
-
-
-class _Once:
-    """Calls an opener when first called, and returns that again."""
-
-    __slots__ = ("_column", "_opener")
-
-    def __init__(self, opener: Opener) -> None:
-        self._opener = opener
-        self._column: list[Any] | None = None
-
-    def __call__(self) -> list[Any]:
-        if self._column is None:
-            self._column = self._opener()
-        return self._column
 
 
 class PlainColumns(dict[str, Any]):
@@ -32,7 +17,7 @@ class PlainColumns(dict[str, Any]):
 
     def put_off(self, name: str, opener: Opener) -> None:
         """Let a column be what ``opener`` returns."""
-        self[name] = _Once(opener)
+        self[name] = cache(opener)
 
     def __getitem__(self, name: str) -> list[Any]:
         """Return a column, opened."""

@@ -20,14 +20,13 @@ from trinity_mq.runtime.children import ChildEndedError, ChildServer
 
 MAGIC = b"TRXP"
 _PICKLE = b"\x80"
-_OLD_PICKLES = (b"ccopy_reg\n", b"(lp0\n", b"(lp1\n", b"]q\x00(", b"]q\x00c")
-"""First bytes of an object, or a list of them, in protocols 0 and 1."""
+"""First byte of a pickle of protocol 2 or later."""
 
 FREE_BYTES = 1 << 26
 GROWTH = 32
 """A body may unfold to ``FREE_BYTES`` and so many times its size: objects shared in a pickle are copied."""
 
-Form = Literal["TRXP", "pickle", "old pickle"]
+Form = Literal["TRXP", "pickle"]
 
 _child = ChildServer(Path(__file__).with_name("child.py"))
 atexit.register(_child.close)
@@ -40,12 +39,10 @@ def max_unfolded(size: int) -> int:
 
 def legacy_form(data: bytes | bytearray | memoryview) -> Form | None:
     """Return which kind of legacy body ``data`` begins like, None for none."""
-    start = bytes(memoryview(data).cast("B")[:16])
+    start = bytes(memoryview(data).cast("B")[:4])
     if start.startswith(MAGIC):
         return "TRXP"
-    if start.startswith(_PICKLE):
-        return "pickle"
-    return "old pickle" if start.startswith(_OLD_PICKLES) else None
+    return "pickle" if start.startswith(_PICKLE) else None
 
 
 def read_legacy(data: bytes | bytearray | memoryview) -> list[Experience]:
@@ -71,13 +68,7 @@ def read_legacy_each(data: bytes | bytearray | memoryview) -> list[Experience | 
         ChildSilentError: The child process has no time to read it.
         ChildNotStartedError: The child process cannot be started.
     """
-    form = legacy_form(data)
-    if form == "old pickle":
-        raise DecodeError(
-            "a pickle of protocol 0 or 1, wanted 2 to 5; load it where you trust it and write it again with "
-            "pickle.dumps(..., protocol=4)"
-        )
-    if form is None:
+    if legacy_form(data) is None:
         raise DecodeError(f"the body starts with {bytes(data[:4])!r}, wanted {MAGIC!r} or a pickle: no legacy body")
     try:
         answer: dict[str, Any] = msgpack.unpackb(_child.ask(bytes(data), max_unfolded(len(data))))

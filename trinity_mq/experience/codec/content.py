@@ -1,0 +1,296 @@
+"""Columns to what a body is made of, a head as a map and the pieces of a tail, and back.
+
+What is read is checked as the constructor of an experience checks its fields. Keys, columns and tensor fields that this
+release does not know are left out: a later one may have added them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_mq.experience.codec import layout
+from trinity_mq.experience.codec.column_rules import (
+    Tensors,
+    check_all_versions,
+    check_columns,
+    responses_of,
+    sound_versions,
+)
+from trinity_mq.experience.codec.columns import (
+    INT32,
+    INT64,
+    Unpack,
+    pack_documents,
+    pack_floats,
+    pack_ints,
+    pack_lengths,
+    pack_texts,
+    unpack_array,
+    unpack_documents,
+    unpack_floats,
+    unpack_ints,
+    unpack_texts,
+    without_gaps,
+)
+from trinity_mq.experience.codec.documents import DocumentReader, DocumentWriter
+from trinity_mq.experience.codec.lazy import PlainColumns
+from trinity_mq.experience.codec.tail import MAX_TENSORS, TailWriter, part_of
+from trinity_mq.experience.errors import DecodeError, EncodeError
+from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short
+from trinity_mq.experience.ragged import Column, Ragged, column_copy, column_items, column_lengths, column_of
+from trinity_mq.experience.record import CustomField
+
+
+def _pack_versions(values: list[Any], name: str) -> dict[str, Any]:
+    counts = [-1 if rows is None else len(rows) for rows in values]
+    flat = [part for rows in values if rows is not None for row in rows for part in row]
+    try:
+        return {"i": np.array(flat, dtype=INT64).tobytes(), "l": pack_lengths(counts)}
+    except OverflowError as error:
+        raise EncodeError(f"{name} holds a number that does not fit 64 bits: {error}") from error
+
+
+def _pack_ids(values: list[Any], name: str) -> dict[str, Any]:
+    """Return a column of ids that are each a whole number or a text."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return pack_ints(values, name)
+    if kinds == {str}:
+        return pack_texts(values, name)
+    return pack_documents(values, name, DocumentWriter())
+
+
+def _unpack_ids(column: dict[str, Any], count: int, name: str) -> list[Any]:
+    """Return the values of a column of ids that are each a whole number or a text."""
+    if "d" in column:
+        values = unpack_documents(column, count, name, DocumentReader([]))
+    elif "s" in column or type(column.get("c")) is str:
+        values = unpack_texts(column, count, name)
+    else:
+        values = unpack_ints(column, count, name)
+    if not set(map(type, values)) <= {int, str}:
+        wrong = next(value for value in values if type(value) not in {int, str})
+        raise DecodeError(f"{name} holds {short(wrong)}, wanted whole numbers and texts")
+    return values
+
+
+_PACKERS: dict[str, Callable[[list[Any], str], dict[str, Any]]] = {
+    **dict.fromkeys(layout.INT_COLUMNS, pack_ints),
+    **dict.fromkeys(layout.TEXT_COLUMNS, pack_texts),
+    **dict.fromkeys(layout.FLOAT_COLUMNS, pack_floats),
+    layout.VERSIONS: _pack_versions,
+    **dict.fromkeys(layout.EID_IDS, _pack_ids),
+    **dict.fromkeys(layout.EID_INTS, pack_ints),
+    layout.EID_SUFFIX: pack_texts,
+}
+"""In the order in which the columns are written."""
+
+_UNPACKERS: dict[str, Unpack] = {
+    **dict.fromkeys(layout.INT_COLUMNS, unpack_ints),
+    **dict.fromkeys(layout.TEXT_COLUMNS, unpack_texts),
+    **dict.fromkeys(layout.FLOAT_COLUMNS, unpack_floats),
+    **dict.fromkeys(layout.EID_IDS, _unpack_ids),
+    **dict.fromkeys(layout.EID_INTS, without_gaps(unpack_ints)),
+    layout.EID_SUFFIX: without_gaps(unpack_texts),
+}
+
+_READ_AT_ONCE = ("experience_type", "truncate_status", *layout.INT_COLUMNS, *layout.FLOAT_COLUMNS)
+"""Columns by which the others are checked; the rest is opened when asked for."""
+
+
+def pack(count: int, values: PlainColumns, tensors: Tensors, multi_modal: Tensors) -> tuple[dict[str, Any], list[Any]]:
+    """Return the head of a body, ready for msgpack, and the pieces of its tail.
+
+    Raises:
+        EncodeError: A value does not fit the format.
+    """
+    tail, documents = TailWriter(), DocumentWriter()
+    if not count:
+        values = PlainColumns()
+    for name, column in tensors.items():
+        tail.add(name, column)
+    columns = {name: pack_column(values[name], name) for name, pack_column in _PACKERS.items() if name in values}
+    columns |= {
+        name: pack_documents(values[name], name, documents) for name in layout.DOCUMENT_COLUMNS if name in values
+    }
+    if layout.CUSTOM_FIELDS in values:
+        custom = [[_described(item) for item in fields] or None for fields in values[layout.CUSTOM_FIELDS]]
+        columns[layout.CUSTOM_FIELDS] = pack_documents(custom, layout.CUSTOM_FIELDS, documents)
+    for key, column in multi_modal.items():
+        tail.add(layout.MULTI_MODAL, column, key)
+    if documents.tensors:
+        try:
+            tail.add(layout.DOCUMENT_TENSORS, column_of(documents.tensors))
+        except RuntimeError as error:
+            raise EncodeError(f"a tensor in info or messages cannot be read: {error}") from error
+    return {"n": count, "columns": columns, "tensors": tail.entries}, tail.buffers()
+
+
+class _Openers:
+    """Knows what the columns of one body need: types, tensors, and the tensors that documents refer to."""
+
+    def __init__(self, kinds: Sequence[str], tensors: Tensors, held: Column) -> None:
+        self._kinds = kinds
+        self._tensors = tensors
+        self._held = held
+        self._reader: DocumentReader | None = None
+
+    def versions(self, column: dict[str, Any], count: int, name: str) -> list[Any]:
+        """Return runs of policy versions."""
+        counts = unpack_array(column.get("l"), INT32, count, name)
+        flat = unpack_array(column.get("i"), INT64, None, name)
+        sizes = np.maximum(counts, 0).astype(np.int64)
+        if (counts < -1).any() or 3 * int(sizes.sum()) != len(flat):
+            raise DecodeError(f"{name}: the lengths do not add up to {len(flat)} numbers")
+        numbers = iter(flat.tolist())
+        rows = list(zip(numbers, numbers, numbers, strict=True))
+        ends = sizes.cumsum()
+        found: list[Any] = [rows[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
+        if not sizes.all():
+            found = [item or None for item in found]
+        responses = responses_of(self._kinds, self._tensors)
+        if sound_versions(sizes, flat.reshape(-1, 3), responses):
+            return found
+        try:
+            return check_all_versions(found, responses)
+        except ExperienceError as error:
+            raise DecodeError(str(error)) from error
+
+    def documents(self, column: dict[str, Any], count: int, name: str) -> list[Any]:
+        """Return documents, which may hold tensors of the tail."""
+        if self._reader is None:
+            # one for all columns: what a body may hold is counted over all of them
+            # copies: who is handed a document may write to what is in it
+            held = column_items(column_copy(self._held), len(self._held[0])) if self._held else []
+            self._reader = DocumentReader([tensor for tensor in held if tensor is not None])  # none is: _Entries
+        found = unpack_documents(column, count, name, self._reader)
+        kind = layout.DOCUMENT_COLUMNS.get(name, list)
+        if not set(map(type, found)) <= {kind, NoneType}:
+            wrong = next(item for item in found if item is not None and not isinstance(item, kind))
+            raise DecodeError(f"{name} is {short(wrong)}, wanted a {kind.__name__}")
+        return found
+
+    def custom_fields(self, column: dict[str, Any], count: int, name: str) -> list[Any]:
+        """Return custom fields, an empty list where there are none."""
+        return [[_custom(item) for item in items or ()] for items in self.documents(column, count, name)]
+
+
+def _described(item: CustomField) -> list[str]:
+    return [item.source_field, item.destination_field, str(item.data_type).removeprefix("torch.")]
+
+
+def _custom(item: Any) -> CustomField:
+    if not isinstance(item, list) or len(item) != 3 or not all(isinstance(part, str) for part in item):
+        raise DecodeError(f"{layout.CUSTOM_FIELDS} holds {short(item)}, wanted source, destination and dtype")
+    dtype = getattr(torch, item[2], None)
+    if not isinstance(dtype, torch.dtype):
+        raise DecodeError(f"{layout.CUSTOM_FIELDS} names the dtype {short(item[2])}, which torch does not have")
+    return CustomField(item[0], item[1], dtype)
+
+
+class _Entries:
+    """The tail's tensors by what the head says they are."""
+
+    def __init__(self, count: int, head: dict[str, Any], tail: dict[str, Tensor]) -> None:
+        self.fields: Tensors = {}
+        self.multi_modal: Tensors = {}
+        self.documents: Column = ()
+        self._count = count
+        if head.keys() != tail.keys():
+            raise DecodeError(f"head and tail name different tensors: {short(list(head))}, {short(list(tail))}")
+        made = 0
+        for name, entry in head.items():
+            if not isinstance(entry, dict) or not isinstance(entry.get("lengths"), bytes):
+                raise DecodeError(f"tensors: entry {name!r} is {short(entry)}, wanted field and lengths")
+            made += len(entry["lengths"]) // INT32.itemsize
+            if made > MAX_TENSORS + len(TENSOR_FIELDS) * count:
+                raise DecodeError(f"more than {MAX_TENSORS} tensors in one body")
+            self._take(name, entry, tail[name])
+        if self.documents and (column_lengths(self.documents) < 0).any():
+            raise DecodeError("a tensor of the documents is missing")
+
+    def _take(self, name: str, entry: dict[str, Any], flat: Tensor) -> None:
+        field, key = entry.get("field"), entry.get("key")
+        if field == layout.DOCUMENT_TENSORS:
+            known = len(self.documents[0]) if self.documents else None
+            self.documents = _joined(name, self.documents, part_of(name, entry, flat, known))
+        elif field == layout.MULTI_MODAL and isinstance(key, str):
+            part = part_of(name, entry, flat, self._count)
+            self.multi_modal[key] = _joined(name, self.multi_modal.get(key, ()), part)
+        elif isinstance(field, str) and field in TENSOR_FIELDS:
+            _, dtypes, dims = TENSOR_FIELDS[field]
+            if flat.dtype not in dtypes or flat.dim() != dims or "scalar" in entry:
+                raise DecodeError(f"tensors: {name!r} is {short(flat)}, wanted {dims} dimensions of {dtypes}")
+            part = part_of(name, entry, flat, self._count)
+            self.fields[field] = _joined(name, self.fields.get(field, ()), part)
+        elif not isinstance(field, str) or field == layout.MULTI_MODAL:
+            raise DecodeError(f"tensors: entry {name!r} is {short(entry)}, wanted a field, for inputs with a key")
+
+
+def _joined(name: str, known: Column, part: Ragged) -> Column:
+    """Return the column with one part more; two parts with a tensor for the same item are an error."""
+    if any(((part.lengths >= 0) & (other.lengths >= 0)).any() for other in known):
+        raise DecodeError(f"tensors: {name!r} gives an experience a second tensor for the same field")
+    return (*known, part)
+
+
+def unpack(head: dict[str, Any], tail: dict[str, Tensor]) -> tuple[int, PlainColumns, Tensors, Tensors]:
+    """Return what a head and a tail describe: a count, plain columns, tensor columns and multi-modal columns.
+
+    Texts, ids, versions and documents are opened when asked for.
+
+    Raises:
+        DecodeError: They do not describe valid experiences; what is opened later raises it then.
+    """
+    count, columns, entries = head.get("n"), head.get("columns"), head.get("tensors")
+    if type(count) is not int or not isinstance(columns, dict) or not isinstance(entries, dict):
+        raise DecodeError(f"the head has {short(list(head))}, wanted n, columns and tensors")
+    if not 0 <= count <= layout.MAX_EXPERIENCES:
+        raise DecodeError(f"the head claims {count} experiences, wanted at most {layout.MAX_EXPERIENCES}")
+    found = _Entries(count, entries, tail)
+    if count == 0:
+        return 0, PlainColumns(), {}, {}
+    tensors = _present(found.fields)
+    if "tokens" not in tensors:
+        # Every experience has tokens: this also bounds what a short body can claim in constant columns.
+        raise DecodeError(f"no tokens for {count} experiences")
+    values = PlainColumns()
+    for name in _READ_AT_ONCE:
+        if name in columns:
+            values[name] = _unpacked(columns, name, count, _UNPACKERS[name])
+    try:
+        check_columns(values, tensors, count)
+    except ExperienceError as error:
+        raise DecodeError(str(error)) from error
+    if any(name not in columns for name in layout.EID_COLUMNS):
+        raise DecodeError("a part of an eid is missing")
+    openers = _Openers(values["experience_type"], tensors, found.documents)
+    unpackers: dict[str, Unpack] = {
+        **_UNPACKERS,
+        **dict.fromkeys(layout.DOCUMENT_COLUMNS, openers.documents),
+        layout.VERSIONS: openers.versions,
+        layout.CUSTOM_FIELDS: openers.custom_fields,
+    }
+    for name, unpack_column in unpackers.items():
+        if name in columns and name not in values:
+            values.put_off(name, partial(_unpacked, columns, name, count, unpack_column))
+    return count, values, tensors, _present(found.multi_modal)
+
+
+def _present(columns: Tensors) -> Tensors:
+    """Return the columns without parts, and without columns, that no experience has."""
+    kept = {name: tuple(part for part in column if not part.empty) for name, column in columns.items()}
+    return {name: column for name, column in kept.items() if column}
+
+
+def _unpacked(columns: dict[str, Any], name: str, count: int, unpack_column: Unpack) -> list[Any]:
+    if not isinstance(columns[name], dict):
+        raise DecodeError(f"{name}: {short(columns[name])}, wanted a column")
+    return unpack_column(columns[name], count, name)
