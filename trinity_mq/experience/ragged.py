@@ -64,12 +64,7 @@ class Ragged:
 
     def items(self) -> list[Tensor | None]:
         """Return the tensor of each item, None where it has none; views."""
-        if self.scalar:
-            return [
-                None if length < 0 else self.flat[start]
-                for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
-            ]
-        if len(self) and self.lengths.min() >= 0:
+        if len(self) and not self.scalar and self.lengths.min() >= 0:
             # "unsafe" only for autograd, which has no part in this; the views are the same and cost less
             return list(torch.unsafe_split_with_sizes(self.dense(), self.lengths.tolist()))
         return [self[number] for number in range(len(self))]
