@@ -159,11 +159,11 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
             return
         text = [self.question()[:MAX_PROBE]]
         student = self.model.clone_with_isolated_history()
-        asked = [(await call(self.is_async, student, "generate", text, **ONE_TOKEN))[0]]
+        answers = [(await call(self.is_async, student, "generate", text, **ONE_TOKEN))[0]]
         with asking(self.teacher, TEACHER):
-            asked.append((await call(self.is_async, self.teacher, "generate", text, **ONE_TOKEN))[0])
-        ours, theirs = (one.tokens[: one.prompt_length].tolist() for one in asked)
-        cut = any(one.truncate_status == PROMPT_TRUNCATED for one in asked)
+            answers.append((await call(self.is_async, self.teacher, "generate", text, **ONE_TOKEN))[0])
+        ours, theirs = (one.tokens[: one.prompt_length].tolist() for one in answers)
+        cut = any(one.truncate_status == PROMPT_TRUNCATED for one in answers)
         shorter = min(len(ours), len(theirs))
         if ours[:shorter] != theirs[:shorter] or (len(ours) != len(theirs) and not cut):
             pairs = enumerate(zip(ours, theirs, strict=False))

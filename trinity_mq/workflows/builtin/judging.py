@@ -141,11 +141,11 @@ class Judge:
             AuxiliaryError: The judge cannot be asked, or gave no scores where that is to fail the run.
         """
         client, arguments = self._workflow.auxiliary_models[self._place], self._arguments
-        asked, answer, problem = list(messages), "", ""
+        conversation, answer, problem = list(messages), "", ""
         for _ in range(arguments.judge_tries):
             with asking(self._model, JUDGE):
                 completion = client.chat.completions.create(
-                    messages=asked,
+                    messages=conversation,
                     model=self._model.model_name,
                     n=1,
                     temperature=arguments.judge_temperature,
@@ -156,7 +156,7 @@ class Judge:
                 return Verdict(read_scores(answer, count))
             except BadVerdictError as error:
                 problem = str(error)
-            asked = [
+            conversation = [
                 *messages,
                 {"role": "assistant", "content": answer[-MAX_SCORE * 10 :]},
                 {"role": "user", "content": f"That cannot be used: {problem}. {ending(count)}"},

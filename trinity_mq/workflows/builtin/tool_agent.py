@@ -69,8 +69,8 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
             model=self.model.model_name, messages=self.messages, tools=self.toolbox.schemas
         )
         calls = self.take_calls(await completion if self.is_async else completion)
-        for number, asked in enumerate(calls):
-            function = asked.function
+        for number, tool_call in enumerate(calls):
+            function = tool_call.function
             if number >= MAX_CALLS:
                 result = TOO_MANY
             elif self.is_async:
@@ -80,7 +80,7 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
                 result = self.toolbox.call(function.name, function.arguments)
             self.calls += 1
             self.errors += not result.ok
-            self.messages.append({"role": "tool", "tool_call_id": asked.id, "content": result.text})
+            self.messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": result.text})
         return bool(calls)
 
     async def final_reward(self, exps: list[Experience]) -> float:

@@ -97,9 +97,6 @@ class GameWorkflow(RewardedAtTheEnd):
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models, use_openai_client=False)
         self.arguments = arguments_of(task, self.arguments_kind, record_keys=self.arguments_kind.model_fields)
-        self._turns: list[dict[str, str]] = []
-        self._comment = ""
-        self._unasked = False
 
     @abstractmethod
     def make_game(self) -> Game:
@@ -122,6 +119,8 @@ class GameWorkflow(RewardedAtTheEnd):
         """Ask for a move and play it; return whether the game goes on."""
         if step_num == 0:
             self._game = await compute(self.is_async, self.make_game, "game")
+            self._turns: list[dict[str, str]] = []
+            self._comment, self._unasked = "", False
         (response,) = await call(self.is_async, self.model, "chat", self._conversation(), n=1)
         if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question: nothing to play
             self._unasked = True
