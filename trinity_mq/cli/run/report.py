@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trinity_mq.cli.commands.timeline import TIMELINE_FILE
-from trinity_mq.cli.run.metric_names import REWARD, Point, curve, distinct, duration, evaluation_curves, lost
+from trinity_mq.cli.run.run_view import REWARD, duration, evaluations
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
+
+LOST: Mapping[str, str] = {
+    "rollout/slices/failed": "slices failed",
+    "rollout/slices/poisoned": "slices poisoned",
+    "rollout/partial_groups": "groups too small",
+    "sample/dropped_stale_groups": "groups too old",
+    "sample/skipped_step": "steps skipped",
+}
+"""Counters of lost samples, each with its name in reports."""
+
+Point = tuple[int, float]
 
 
 def make_report(run: str, run_dir: Path) -> str:
@@ -17,17 +28,47 @@ def make_report(run: str, run_dir: Path) -> str:
     if not every:
         return f"run {run}: no metrics yet in {run_dir / METRICS_FILE}"
     lines = distinct(every)
-    rows: list[tuple[str, str]] = []
-    for taskset, points in sorted(evaluation_curves(lines).items()):
-        rows.append(("accuracy", f"{_rise(points)}  {taskset}, steps {points[0][0]} to {points[-1][0]}"))
-    rewards = curve(lines, REWARD)
-    if rewards:
+    results: dict[str, list[Point]] = {}
+    for line in lines:
+        for taskset, value in evaluations(line).items():
+            results.setdefault(taskset, []).append((line["step"], value))
+    rows = [
+        ("accuracy", f"{_rise(points)}  {taskset}, steps {points[0][0]} to {points[-1][0]}")
+        for taskset, points in sorted(results.items())
+    ]
+    if rewards := curve(lines, REWARD):
         rows.append(("reward", _rise(rewards)))
     rows.append(("lost", ", ".join(f"{count} {words}" for words, count in lost(lines).items()) or "nothing"))
     rows += _places(run_dir)
     steps = max((line["step"] for line in lines if line["role"] == "trainer"), default=0)
-    head = f"run {run}: {steps} step{'' if steps == 1 else 's'}, {_time(every)} from first to last"
+    times = [line["time"] for line in every if isinstance(line.get("time"), int | float)]
+    took = duration(max(times) - min(times)) if times else "an unknown time"
+    head = f"run {run}: {steps} step{'' if steps == 1 else 's'}, {took} from first to last"
     return "\n".join([head, *(f"  {name:<12}{text}" for name, text in rows)])
+
+
+def distinct(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one line per role and step, in the order of steps.
+
+    A restarted agent does steps again: what it wrote last counts, also for a step that two lines share.
+    """
+    merged: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in lines:
+        step, role = line.get("step"), line.get("role")
+        if isinstance(step, int) and isinstance(role, str):
+            merged.setdefault((role, step), {}).update(line)
+    return [merged[key] for key in sorted(merged, key=lambda key: key[1])]
+
+
+def curve(lines: Sequence[Mapping[str, Any]], name: str) -> list[Point]:
+    """Return ``(step, value)`` of one metric where it is known; of agents that report it alike the last one counts."""
+    return list({line["step"]: float(line[name]) for line in lines if isinstance(line.get(name), int | float)}.items())
+
+
+def lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the counts of :data:`LOST` that are not zero, by their name for a person."""
+    sums = {words: round(sum(value for _, value in curve(lines, name))) for name, words in LOST.items()}
+    return {words: count for words, count in sums.items() if count}
 
 
 def _rise(points: Sequence[Point]) -> str:
@@ -35,19 +76,13 @@ def _rise(points: Sequence[Point]) -> str:
     return f"{values[0]:.3f} -> {values[-1]:.3f}  {sparkline(values)}"
 
 
-def _time(lines: Sequence[dict[str, Any]]) -> str:
-    times = [line["time"] for line in lines if isinstance(line.get("time"), int | float)]
-    return duration(max(times) - min(times)) if times else "an unknown time"
-
-
 def _places(run_dir: Path) -> list[tuple[str, str]]:
-    final = run_dir / "final"
-    newest = newest_checkpoint(run_dir)
+    final, timeline = run_dir / "final", run_dir / TIMELINE_FILE
     return [
         ("model", f"{final}  (Hugging Face folder)" if final.is_dir() else "none yet"),
-        ("checkpoint", str(newest) if newest else "none yet"),
+        ("checkpoint", str(newest_checkpoint(run_dir) or "none yet")),
         ("metrics", f"{run_dir / METRICS_FILE}, and `tensorboard --logdir {run_dir / 'tensorboard'}`"),
-        *([("timeline", str(picture))] if (picture := run_dir / TIMELINE_FILE).is_file() else []),
+        *([("timeline", str(timeline))] if timeline.is_file() else []),
         ("logs", str(run_dir / "logs")),
     ]
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
-from trinity_mq.cli.run.metric_names import REWARD, STALENESS, TOKENS_PER_SECOND, evaluations
 from trinity_mq.messages import ExplorerStatus, GateStatus, Heartbeat, Metrics, TrainerStatus, Version
 from trinity_mq.runtime.supervisor import ProcessEvent
 
+REWARD = "rollout/reward/mean"
+STALENESS = "sample/staleness/max"
+TOKENS_PER_SECOND = ("rollout/tokens_per_second", "perf/tokens_per_second")
+"""The first one that is there: tokens sampled, else tokens trained on."""
 RATE_WINDOW = 50
 """Steps over which the time left is estimated."""
 WAIT_SHOWN = 10.0
 """Seconds; shorter waits are normal and not shown."""
-SYNC_COUNTS = ("syncs", "aborts", "pulls", "canary_failures", "quarantined")
 OVER = ("finished", "gone")
 """States after which no heartbeats are expected."""
+ROLES = ("explorer", "engine", "runner", "operator", "trainer")
+_EVALUATION = re.compile(r"eval/(?P<taskset>.+)/(?P<key>[^/]+)/mean@\d+(?:/mean)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,6 @@ class AgentRow:
     """One agent."""
 
     id: str
-    role: str
     state: str
     """The last reported state; ``silent`` after its lease."""
     waits_for: str | None = None
@@ -36,65 +41,8 @@ class AgentRow:
         return self.state not in {"silent", *OVER}
 
 
-@dataclass(frozen=True, slots=True)
-class MemberRow:
-    """One engine in the gate, as the trainer reports it."""
-
-    id: str
-    version: str | None
-    """The committed version that it serves; None: no committed version."""
-    state: str
-
-
-@dataclass(frozen=True, slots=True)
-class SyncRow:
-    """The last weight sync, and counts over all syncs."""
-
-    version: str | None
-    phases: Mapping[str, float]
-    """Milliseconds."""
-    counts: Mapping[str, int]
-    """Those that are not zero."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A snapshot of everything that is shown. None: not known yet."""
-
-    run: str
-    step: int = 0
-    total: int | None = None
-    reward: float | None = None
-    results: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """Latest evaluation of each taskset: step, accuracy."""
-    tokens_per_second: float | None = None
-    version: str | None = None
-    staleness: float | None = None
-    depths: Mapping[str, int | None] = field(default_factory=dict)
-    agents: tuple[AgentRow, ...] = ()
-    seconds_left: float | None = None
-    members: tuple[MemberRow, ...] = ()
-    sync: SyncRow | None = None
-
-    @property
-    def alive(self) -> int:
-        """The number of agents that are alive."""
-        return sum(agent.alive for agent in self.agents)
-
-    @property
-    def waiting(self) -> tuple[AgentRow, ...]:
-        """Agents that have waited for at least ``WAIT_SHOWN`` seconds."""
-        return tuple(agent for agent in self.agents if agent.waits_for and agent.waits_seconds >= WAIT_SHOWN)
-
-
-@dataclass(slots=True)
-class _Heard:
-    beat: Heartbeat
-    at: float
-
-
 class RunView:
-    """Collects messages and events; returns :class:`View` and news.
+    """Collects messages and events; its attributes are what is shown.
 
     Args:
         run: The run's name.
@@ -102,45 +50,60 @@ class RunView:
     """
 
     def __init__(self, run: str, total: int | None) -> None:
-        self._run, self._total = run, total
-        self._agents: dict[str, _Heard] = {}
-        self._metrics: dict[str, float] = {}
-        self._results: dict[str, tuple[int, float]] = {}
-        self._depths: dict[str, int | None] = {}
-        self._step = 0
+        self.run, self.total = run, total
+        self.step = 0
+        self.metrics: dict[str, float] = {}
+        """The latest value of each metric."""
+        self.results: dict[str, tuple[int, float]] = {}
+        """Latest evaluation of each taskset: step, accuracy."""
+        self.depths: Mapping[str, int | None] = {}
+        """Messages in queues, by the names to be shown."""
+        self._heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self._passed: collections.deque[tuple[float, int]] = collections.deque(maxlen=RATE_WINDOW)
         self._news: list[str] = []
 
     def receive(self, message: object, now: float) -> None:
         """Take in a heartbeat or metrics; other messages are ignored."""
         if isinstance(message, Heartbeat):
-            self._hear_beat(message, now)
+            self._receive_heartbeat(message, now)
         elif isinstance(message, Metrics):
-            self._hear_metrics(message)
+            self.metrics.update(message.values)
+            for taskset, value in evaluations(message.values).items():
+                if self.results.get(taskset) != (message.step, value):
+                    self.results[taskset] = (message.step, value)
+                    self.add_news(f"evaluation at step {message.step}: {taskset} accuracy {value:.3f}")
+
+    def _receive_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
+        known, _ = self._heartbeats.get(heartbeat.id, (None, 0.0))
+        if known and known.incarnation == heartbeat.incarnation and known.seq >= heartbeat.seq:
+            return
+        self._heartbeats[heartbeat.id] = (heartbeat, now)
+        if isinstance(heartbeat.detail, ExplorerStatus):
+            self.total = heartbeat.detail.total_batches or self.total
+        elif isinstance(heartbeat.detail, TrainerStatus):
+            step = heartbeat.detail.progress
+            if step is not None and step != self.step:
+                if step < self.step:
+                    self._passed.clear()  # went back to its checkpoint
+                self.step = step
+                self._passed.append((now, step))
 
     def set_depths(self, depths: Mapping[str, int | None]) -> None:
         """Take in the depths of queues, by the names to be shown."""
-        dead, before = depths.get("dead"), self._depths.get("dead")
+        dead, before = depths.get("dead"), self.depths.get("dead")
         if dead and dead > (before or 0):
-            self._news.append(f"{dead} dead letter{'s' if dead > 1 else ''}: see `trinity-mq dead list`")
-        self._depths = dict(depths)
+            self.add_news(f"{dead} dead letter{'s' if dead > 1 else ''}: see `trinity-mq dead list`")
+        self.depths = dict(depths)
 
     def add_event(self, event: ProcessEvent) -> None:
         """Add news of a process event, if it is worth a line."""
         if event.what == "restarting":
-            self._news.append(
-                f"{event.name} died and starts again in {event.delay:g} s (restart {event.restarts}); "
-                f"see logs/{event.name}.*"
-            )
+            again = f"starts again in {event.delay:g} s (restart {event.restarts})"
+            self.add_news(f"{event.name} died and {again}; see logs/{event.name}.*")
         elif event.what == "killed":
-            self._news.append(f"{event.name} did not end in time and was killed")
+            self.add_news(f"{event.name} did not end in time and was killed")
         elif event.what == "failed":
-            self._news.append(f"{event.name} failed for good (exit code {event.code}): {event.reason}")
-
-    def final_state(self, agent: str) -> str | None:
-        """Return the state in which an agent ended, ``finished`` or ``gone``; None while it has not."""
-        heard = self._agents.get(agent)
-        return heard.beat.state if heard and heard.beat.state in OVER else None
+            self.add_news(f"{event.name} failed for good (exit code {event.code}): {event.reason}")
 
     def add_news(self, text: str) -> None:
         """Add a line of news."""
@@ -151,94 +114,73 @@ class RunView:
         news, self._news = self._news, []
         return news
 
-    def view(self, now: float) -> View:
-        """Return the state at ``now``, on the clock of :meth:`receive`."""
-        tokens = next((self._metrics[name] for name in TOKENS_PER_SECOND if name in self._metrics), None)
-        return View(
-            run=self._run,
-            step=self._step,
-            total=self._total,
-            reward=self._metrics.get(REWARD),
-            results=dict(self._results),
-            tokens_per_second=tokens,
-            version=self._version(),
-            staleness=self._metrics.get(STALENESS),
-            depths=dict(self._depths),
-            agents=tuple(_row(heard, now) for _, heard in sorted(self._agents.items(), key=_by_role)),
-            seconds_left=self._seconds_left(now),
-            members=_members(self._gate()),
-            sync=_sync(self._gate()),
+    def final_state(self, agent: str) -> str | None:
+        """Return the state in which an agent ended, ``finished`` or ``gone``; None while it has not."""
+        heartbeat, _ = self._heartbeats.get(agent, (None, 0.0))
+        return heartbeat.state if heartbeat and heartbeat.state in OVER else None
+
+    def agents(self, now: float) -> list[AgentRow]:
+        """Return the agents at ``now``, on the clock of :meth:`receive`."""
+        order = sorted(
+            self._heartbeats.values(),
+            key=lambda item: (ROLES.index(item[0].role) if item[0].role in ROLES else len(ROLES), item[0].id),
         )
+        return [_row(heartbeat, now - at) for heartbeat, at in order]
 
-    def _hear_beat(self, beat: Heartbeat, now: float) -> None:
-        known = self._agents.get(beat.id)
-        if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
-            return
-        self._agents[beat.id] = _Heard(beat, now)
-        if isinstance(beat.detail, ExplorerStatus):
-            self._total = beat.detail.total_batches or self._total
-        if isinstance(beat.detail, TrainerStatus):
-            step = beat.detail.progress
-            if step is not None and step != self._step:
-                if step < self._step:
-                    self._passed.clear()  # went back to its checkpoint
-                self._step = step
-                self._passed.append((now, step))
+    @property
+    def version(self) -> str | None:
+        """The version of the policy committed last."""
+        return next((version_text(trainer.committed) for trainer in self._trainers() if trainer.committed), None)
 
-    def _hear_metrics(self, metrics: Metrics) -> None:
-        self._metrics.update(metrics.values)
-        for taskset, value in evaluations(metrics.values).items():
-            if self._results.get(taskset) == (metrics.step, value):
-                continue
-            self._results[taskset] = (metrics.step, value)
-            self._news.append(f"evaluation at step {metrics.step}: {taskset} accuracy {value:.3f}")
-
-    def _version(self) -> str | None:
-        return next((_version(trainer.committed) for trainer in self._trainers() if trainer.committed), None)
-
-    def _gate(self) -> GateStatus:
-        """Return the trainer's status of its gate."""
+    @property
+    def gate(self) -> GateStatus:
+        """The trainer's status of its gate."""
         return next((trainer.sync for trainer in self._trainers() if trainer.sync), GateStatus())
 
     def _trainers(self) -> list[TrainerStatus]:
-        details = (heard.beat.detail for heard in self._agents.values())
+        details = (heartbeat.detail for heartbeat, _ in self._heartbeats.values())
         return [detail for detail in details if isinstance(detail, TrainerStatus)]
 
-    def _seconds_left(self, now: float) -> float | None:
-        if self._total is None or len(self._passed) < 2:
+    def seconds_left(self, now: float) -> float | None:
+        """Return the time until the last step at the recent pace, None where it is not known."""
+        if self.total is None or len(self._passed) < 2:
             return None
         (first, step), (last, now_step) = self._passed[0], self._passed[-1]
         a_step = (last - first) / (now_step - step)
-        return max(0.0, (self._total - now_step) * a_step - (now - last))
+        return max(0.0, (self.total - now_step) * a_step - (now - last))
 
 
-def _by_role(item: tuple[str, _Heard]) -> tuple[int, str]:
-    roles = ("explorer", "engine", "runner", "operator", "trainer")
-    role = item[1].beat.role
-    return roles.index(role) if role in roles else len(roles), item[0]
+def _row(heartbeat: Heartbeat, age: float) -> AgentRow:
+    if heartbeat.state in OVER:
+        return AgentRow(heartbeat.id, heartbeat.state)
+    if age >= heartbeat.lease:
+        return AgentRow(heartbeat.id, "silent", "a sign of life", age)
+    waits = heartbeat.waits_seconds + age if heartbeat.waits_for else 0.0
+    return AgentRow(heartbeat.id, heartbeat.state, heartbeat.waits_for, waits)
 
 
-def _row(heard: _Heard, now: float) -> AgentRow:
-    beat, age = heard.beat, now - heard.at
-    if beat.state in OVER:
-        return AgentRow(beat.id, beat.role, beat.state)
-    if age >= beat.lease:
-        return AgentRow(beat.id, beat.role, "silent", "a sign of life", age)
-    return AgentRow(beat.id, beat.role, beat.state, beat.waits_for, beat.waits_seconds + age if beat.waits_for else 0.0)
+def evaluations(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the result of each evaluation taskset in one line of metrics, by its name.
+
+    That is its accuracy, or, where a workflow reports none, its reward.
+    """
+    found: dict[str, dict[str, float]] = {"reward": {}, "accuracy": {}}
+    for name, value in values.items():
+        match = _EVALUATION.fullmatch(name)
+        if match and match["key"] in found and isinstance(value, int | float):
+            found[match["key"]][match["taskset"]] = float(value)
+    return {**found["reward"], **found["accuracy"]}
 
 
-def _members(gate: GateStatus) -> tuple[MemberRow, ...]:
-    return tuple(
-        MemberRow(name, _version(member.version), member.state) for name, member in sorted(gate.members.items())
-    )
+def version_text(version: Version | None) -> str:
+    """Return a version of the weights for a person, ``-`` for none."""
+    return "-" if version is None else f"{version[0]}.{version[1]}"
 
 
-def _sync(gate: GateStatus) -> SyncRow | None:
-    if not gate.phases:
-        return None
-    counts = {name: getattr(gate, name) for name in SYNC_COUNTS}
-    return SyncRow(_version(gate.version), gate.phases, {name: count for name, count in counts.items() if count})
-
-
-def _version(version: Version | None) -> str | None:
-    return None if version is None else f"{version[0]}.{version[1]}"
+def duration(seconds: float) -> str:
+    """Return a time span for a person, such as ``4 min 05 s``."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

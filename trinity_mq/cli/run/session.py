@@ -180,7 +180,7 @@ class Session:
         now = asyncio.get_running_loop().time()
         for message in self._metrics.read():
             self.run_view.receive(message, now)
-        self._display.show(self.run_view.view(now), self.run_view.take_news(), now)
+        self._display.show(self.run_view, self.run_view.take_news(), now)
 
     def _on_event(self, event: ProcessEvent) -> None:
         level = log.warning if event.what in {"died", "failed", "killed"} else log.info

@@ -10,7 +10,7 @@ import sys
 from trinity_mq.cli.arguments import add_run_or_config
 from trinity_mq.cli.broker.connection import connected, target
 from trinity_mq.cli.run.follow import depths, follow
-from trinity_mq.cli.run.run_view import RunView, View
+from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.config import BrokerConfig
 
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
@@ -29,19 +29,20 @@ def status(arguments: argparse.Namespace) -> int:
     from trinity_mq.cli.run.display import picture
 
     run, broker = target(arguments)
-    view = asyncio.run(_look(run, broker, arguments.seconds))
-    Console().print(picture(view))
-    if not view.agents:
+    view, now = asyncio.run(_look(run, broker, arguments.seconds))
+    Console().print(picture(view, now))
+    if not view.agents(now):
         print(f"no agent of run {run!r} sent a heartbeat within {arguments.seconds:g} s", file=sys.stderr)
         return 1
     return 0
 
 
-async def _look(run: str, broker: BrokerConfig, seconds: float) -> View:
+async def _look(run: str, broker: BrokerConfig, seconds: float) -> tuple[RunView, float]:
+    """Return what came within so many seconds, and the time of its end."""
     async with connected(run, broker, "status") as (bus, topology):
-        run_view = RunView(run, None)
+        view = RunView(run, None)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await follow(bus, topology, run_view, "status")
-        run_view.set_depths(await depths(bus, topology, QUEUES))
-        return run_view.view(asyncio.get_running_loop().time())
+                await follow(bus, topology, view, "status")
+        view.set_depths(await depths(bus, topology, QUEUES))
+        return view, asyncio.get_running_loop().time()
