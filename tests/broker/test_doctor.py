@@ -29,7 +29,7 @@ RUN = "sick"
 TOPOLOGY = Topology(RUN)
 NEEDS = Needs.of(load_config({"name": RUN, "model": {"tiny": {}}, "run_dir": "/nonexistent"}), None)
 WRONG = "consumer_timeout = 60000\nmax_message_size = 1048576"
-FINE = {"connection", "version", "capabilities", "permissions", "feature flags", "clock", "policies", "alarms"}
+FINE = {"connection", "version", "permissions", "feature flags", "clock", "policies", "alarms"}
 FINE |= {"queues of the run", "dead letters", "broker's disk"}
 
 pytestmark = [
@@ -139,7 +139,7 @@ async def test_the_management_api_tells_the_rest(node: PrivateNode) -> None:
 
 async def test_amqp_alone_says_what_it_can_and_what_it_cannot(node: PrivateNode) -> None:
     found = await look(node)
-    by_amqp = {"connection", "version", "capabilities", "queues of the run", "dead letters"}
+    by_amqp = {"connection", "version", "queues of the run", "dead letters"}
     assert {subject for subject, verdict in verdicts(found).items() if verdict == "ok"} == by_amqp
     assert set(verdicts(found).values()) == {"ok", "not looked at"}
     assert "no management API at http://127.0.0.1:1" in found["alarms"].seen

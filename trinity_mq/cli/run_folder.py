@@ -1,11 +1,11 @@
-"""A run's folder: one supervisor at a time, the configuration it runs with, whether it has finished."""
+"""Folders that one process at a time works in: those of runs, and those of brokers that outlive a command."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,85 @@ _ELSEWHERE = ("run_dir", "broker.url", "broker.url_file", "broker.password_file"
 """Keys that may change between starts, because they only say where things are."""
 
 
-class RunFolderError(CommandError):
-    """The run folder cannot be used; the message says why and what to do."""
+class LockedFolder:
+    """A folder that one process at a time works in, which notes the URL of its broker there.
+
+    Args:
+        path: The folder.
+        lock: Name of the file that holds the process's id.
+        url: Name of the file that holds the broker's URL.
+        mode: Permissions of a new folder, less the umask.
+    """
+
+    def __init__(self, path: Path, lock: str, url: str, mode: int = 0o777) -> None:
+        self.path, self._mode = path.absolute(), mode
+        self._lock, self._url = self.path / lock, self.path / url
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process; made if missing.
+
+        Raises:
+            CommandError: Another process holds it, or it cannot be made.
+        """
+        try:
+            self.path.mkdir(mode=self._mode, parents=True, exist_ok=True)
+            fd = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CommandError(f"folder {self.path} cannot be used: {error.strerror or error}") from error
+        with os.fdopen(fd, "r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CommandError(self._in_use(file.read().strip() or "unknown")) from error
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
+
+    def _in_use(self, holder: str) -> str:
+        return f"process {holder} already serves a broker in {self.path}"
+
+    def holder(self) -> int | None:
+        """Return the process that holds the folder, None when none does."""
+        try:
+            with self._lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            return int(self._lock.read_text() or 0) or None
+        return None
+
+    def note_broker(self, url: str) -> None:
+        """Write the broker's URL for other commands, readable by the owner only."""
+        write_atomic(self._url, url.encode(), mode=0o600)
+
+    def forget_broker(self) -> None:
+        """Remove the URL of a broker that is gone."""
+        self._url.unlink(missing_ok=True)
+
+    def known_broker(self) -> str | None:
+        """Return the noted URL, None when the broker does not run."""
+        try:
+            return self._url.read_text().strip() or None
+        except OSError:
+            return None
 
 
-class RunFolder:
+class RunFolder(LockedFolder):
     """``<run_dir>``: configuration, lock, logs, and the mark of a finished run."""
 
     def __init__(self, config: Config) -> None:
-        self.path = config.path.absolute()
+        super().__init__(config.path, "lock", "broker.url")
         self.name = config.name
         self._config = config
+
+    def _in_use(self, holder: str) -> str:
+        return (
+            f"run folder {self.path} is in use by process {holder}: stop that run first, or start this "
+            "one under another name (name=...)"
+        )
 
     @property
     def config_file(self) -> Path:
@@ -44,23 +112,10 @@ class RunFolder:
         """The folder of logs and output."""
         return self.path / "logs"
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder for this process; made if missing.
-
-        Raises:
-            RunFolderError: Another process holds it, or it cannot be made.
-        """
-        try:
-            self.logs.mkdir(parents=True, exist_ok=True)
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise RunFolderError(f"run folder {self.path} cannot be used: {error.strerror or error}") from error
-        try:
-            _lock(fd, self.path)
-            yield
-        finally:
-            os.close(fd)
+    @property
+    def broker(self) -> Path:
+        """The folder of a private broker."""
+        return self.path / "broker"
 
     def adopt(self) -> list[str]:
         """Write the configuration into the folder; return what changed since the last start, one line a key.
@@ -68,6 +123,7 @@ class RunFolder:
         Raises:
             ConfigError: A section changed that makes it another run, or the folder's own file cannot be read.
         """
+        self.logs.mkdir(parents=True, exist_ok=True)
         now = _flat(self._config.model_dump(mode="json"))
         before = self._known()
         changes = [] if before is None else _changes(before, now)
@@ -93,22 +149,6 @@ class RunFolder:
         """Mark the run as finished."""
         mark_run_over(self.path)
 
-    def note_broker(self, url: str) -> None:
-        """Write the broker's URL for other commands, readable by the owner only."""
-        write_atomic(self.path / "broker.url", url.encode(), mode=0o600)
-
-    def forget_broker(self) -> None:
-        """Remove the URL of a broker that is gone."""
-        with suppress(FileNotFoundError):
-            (self.path / "broker.url").unlink()
-
-    def known_broker(self) -> str | None:
-        """Return the URL of the broker that this run uses now, None when it does not run."""
-        try:
-            return (self.path / "broker.url").read_text().strip() or None
-        except OSError:
-            return None
-
     def _known(self) -> dict[str, Any] | None:
         if not self.config_file.exists():
             return None
@@ -119,19 +159,6 @@ class RunFolder:
             raise ConfigError(
                 f"the configuration of the last start is unreadable; remove it to go on\n{error}"
             ) from error
-
-
-def _lock(fd: int, path: Path) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-        raise RunFolderError(
-            f"run folder {path} is in use by process {holder}: stop that run first, or start this one under another "
-            "name (name=...)"
-        ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 from trinity_mq.local_broker.base import LocalNode, NodeOptions
-from trinity_mq.local_broker.node_files import EXCERPT_LINES, LOG_PREFIX, NodeError, NodeState
+from trinity_mq.local_broker.node_files import EXCERPT_LINES, NodeError, NodeState, boot_failure
 from trinity_mq.local_broker.ports import LOOPBACK
 
 if TYPE_CHECKING:
@@ -92,11 +92,6 @@ class DockerNode(LocalNode):
         return f"{self._name}-{self._known_state().identity}"
 
     async def start(self) -> None:
-        """Create and start the container; pull its image where it is missing.
-
-        Raises:
-            NodeError: The folder or the port is in use, the image is not available, or Docker refuses.
-        """
         if self._guard is not None and self.pid is None:
             await self.kill()  # clears the remains of a container that ended
         self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -120,14 +115,12 @@ class DockerNode(LocalNode):
             raise
 
     async def stop(self) -> None:
-        """Stop cleanly and remove the container; its volume stays."""
         if self._guard is not None:
             with contextlib.suppress(NodeError):  # a container that ended by itself can only be removed
                 await self._ask("stop", lambda engine: self._found(engine).stop(timeout=STOP_SECONDS))
         await self.kill()
 
     async def kill(self) -> None:
-        """Remove the running container, as a crash would. Its volume stays."""
         if self._engine is not None:  # otherwise the container may be that of another process, which holds the folder
             if self._state is not None:
                 await self._remove()
@@ -140,19 +133,10 @@ class DockerNode(LocalNode):
         self._lock.free()
 
     async def ctl(self, *arguments: str) -> str:
-        """Run ``rabbitmqctl`` in the container and return its output.
-
-        Raises:
-            NodeError: It failed; carries its output.
-        """
-
-        def run(engine: DockerClient) -> tuple[int, bytes]:
-            # Not as root: before the server wrote its cookie, that would leave one which the server cannot read.
-            code, output = self._found(engine).exec_run(["rabbitmqctl", "-q", *arguments], user="rabbitmq")
-            return code, output
-
-        code, output = await self._ask("exec", run)
-        printed = output.decode(errors="replace")
+        # Not as root: before the server wrote its cookie, that would leave one which the server cannot read.
+        command = ["rabbitmqctl", "-q", *arguments]
+        code, output = await self._ask("exec", lambda engine: self._found(engine).exec_run(command, user="rabbitmq"))
+        printed: str = output.decode(errors="replace")
         if code:
             raise NodeError(f"rabbitmqctl {' '.join(arguments)}: exit code {code}\n{printed.strip()}")
         return printed
@@ -237,12 +221,8 @@ class DockerNode(LocalNode):
             log = await self._ask("logs", lambda engine: self._found(engine).logs(tail=LOG_LINES))
         except NodeError as error:
             return str(error)
-        text = COLOUR.sub("", log.decode(errors="replace"))
-        lines = [line for raw in text.splitlines() if (line := LOG_PREFIX.sub("", raw).rstrip())]
-        if "BOOT FAILED" in lines:
-            at = lines.index("BOOT FAILED")
-            return "\n".join(lines[max(0, at - EXCERPT_LINES // 2) : at + EXCERPT_LINES])
-        return "\n".join(lines[-EXCERPT_LINES:])
+        lines = COLOUR.sub("", log.decode(errors="replace")).splitlines()
+        return "\n".join(boot_failure(lines) or lines[-EXCERPT_LINES:])
 
     async def _ask(self, action: str, work: Callable[[DockerClient], T]) -> T:
         """Run requests to the engine in a thread, to their end also when cancelled.

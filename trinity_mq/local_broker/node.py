@@ -25,9 +25,9 @@ from trinity_mq.local_broker.node_files import (
     server_config,
     server_environment,
     server_user,
-    write_private,
 )
 from trinity_mq.local_broker.ports import LOOPBACK, accepts, is_free
+from trinity_mq.runtime.process import write_atomic
 
 __all__ = ["ClusterMembership", "NodeError", "PrivateNode", "epmd_command", "find_rabbitmq"]
 
@@ -112,16 +112,10 @@ class PrivateNode(LocalNode):
 
     @property
     def pid(self) -> int | None:
-        """The server's process id, None when it does not run."""
         return self._server.pid if self._server is not None and self._server.poll() is None else None
 
     async def start(self) -> None:
-        """Launch the server; :meth:`wait_ready` tells when it can be used.
-
-        Raises:
-            NodeError: Not installed, the folder is in use, or the port is.
-        """
-        script = self._script()
+        script = _script()
         if self._server is not None and self._server.poll() is not None:
             await self.kill()  # clears the remains of a server that died
         self.base.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -140,7 +134,6 @@ class PrivateNode(LocalNode):
             raise
 
     async def stop(self) -> None:
-        """Stop cleanly, so that everything is on disk; kill what does not stop in time."""
         if self._server is not None and self._server.poll() is None:
             self._server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -148,7 +141,6 @@ class PrivateNode(LocalNode):
         await self.kill()
 
     async def kill(self) -> None:
-        """Send SIGKILL to the server and its children, as a crash would. The data stays."""
         for process in (self._server, self._epmd):
             if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -157,13 +149,8 @@ class PrivateNode(LocalNode):
         self._lock.free()
 
     async def ctl(self, *arguments: str) -> str:
-        """Run ``rabbitmqctl`` on this node and return what it prints (0.5 to 1 s a call).
-
-        Raises:
-            NodeError: It failed; carries its output.
-        """
         process = await asyncio.create_subprocess_exec(
-            str(self._script().with_name("rabbitmqctl")), "-q", "-n", self._node, *arguments,
+            str(_script().with_name("rabbitmqctl")), "-q", "-n", self._node, *arguments,
             env=server_environment(self.base, self._node, self._known_state()),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -182,7 +169,10 @@ class PrivateNode(LocalNode):
         state_file = self.base / "node.json"
         state = NodeState.load(state_file, self._user, self._password)
         if self._cluster is None and (left_over := state.ports.get("epmd")) and not is_free(left_over):
-            await self._end_left_over_epmd(left_over)
+            # that of an earlier start; one that still serves a node refuses to end and keeps its port
+            await asyncio.to_thread(
+                subprocess.run, epmd_command("-port", str(left_over), "-kill"), capture_output=True, check=False
+            )
         names = ("amqp", "dist", "epmd", *(plugin for plugin in self.plugins if plugin in PLUGIN_LISTENERS))
         state.choose_ports(names, {} if self._port is None else {"amqp": self._port})
         if self._cluster is not None:
@@ -192,21 +182,19 @@ class PrivateNode(LocalNode):
         (self.base / "home").mkdir(exist_ok=True)
         cookie = self.base / "home" / ".erlang.cookie"
         if not cookie.exists():
-            write_private(cookie, self._cluster.cookie if self._cluster else secrets.token_hex(16), 0o400)
-        write_private(self.base / "rabbitmq.conf", server_config(state, self.plugins, self.config))
-        write_private(self.base / "advanced.config", server_user(state))
-        write_private(self.base / "enabled_plugins", f"[{','.join(self.plugins)}].\n")
-        write_private(self.base / "console.log", "")
-        write_private(self.base / "env.conf", "")  # else /etc/rabbitmq/rabbitmq-env.conf is read
+            write_atomic(
+                cookie, (self._cluster.cookie if self._cluster else secrets.token_hex(16)).encode(), mode=0o400
+            )
+        files = {
+            "rabbitmq.conf": server_config(state, self.plugins, self.config),
+            "advanced.config": server_user(state),
+            "enabled_plugins": f"[{','.join(self.plugins)}].\n",
+            "console.log": "",
+            "env.conf": "",  # else /etc/rabbitmq/rabbitmq-env.conf is read
+        }
+        for name, text in files.items():
+            write_atomic(self.base / name, text.encode(), mode=0o600)
         return server_environment(self.base, self._node, state)
-
-    async def _end_left_over_epmd(self, port: int) -> None:
-        """Ask the epmd of an earlier start to end. One that still serves a node refuses and keeps its port."""
-        process = await asyncio.create_subprocess_exec(
-            *epmd_command("-port", str(port), "-kill"),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        await process.wait()
 
     async def _wait_for_epmd(self) -> None:
         """Wait until epmd answers: otherwise the server starts one of its own, which nobody stops."""
@@ -238,9 +226,9 @@ class PrivateNode(LocalNode):
         ended = f"died (exit code {code})" if self.pid is None else "is not ready"
         return f"RabbitMQ in {self.base} {ended}\n{failure_excerpt(self.base)}"
 
-    @staticmethod
-    def _script() -> Path:
-        script = find_rabbitmq()
-        if script is None:
-            raise NodeError(NOT_INSTALLED)
-        return script
+
+def _script() -> Path:
+    script = find_rabbitmq()
+    if script is None:
+        raise NodeError(NOT_INSTALLED)
+    return script

@@ -16,6 +16,7 @@ import psutil
 
 from trinity_mq.bus.base import BusError
 from trinity_mq.local_broker.ports import LOOPBACK, free_ports, is_free
+from trinity_mq.runtime.process import write_atomic
 
 PLUGIN_LISTENERS: Mapping[str, Sequence[str]] = {
     "rabbitmq_management": ("management.tcp.ip = {host}", "management.tcp.port = {port}"),
@@ -70,7 +71,7 @@ class NodeState:
 
     def save(self, path: Path) -> None:
         """Write atomically, mode 0600."""
-        write_private(path, json.dumps(asdict(self)))
+        write_atomic(path, json.dumps(asdict(self)).encode(), mode=0o600)
 
     def choose_ports(self, names: Sequence[str], fixed: Mapping[str, int]) -> None:
         """Give each name a free port: the fixed one, else the remembered one where it is free, else a new one.
@@ -142,31 +143,25 @@ def _lock(fd: int) -> bool:
     return True
 
 
+def boot_failure(lines: Sequence[str]) -> list[str]:
+    """Return the lines of a server's output that say why it did not start; none where it does not say that."""
+    bare = [LOG_PREFIX.sub("", line).rstrip() for line in lines]
+    if "BOOT FAILED" not in bare:
+        return []
+    at = bare.index("BOOT FAILED")
+    return [line for line in bare[max(0, at - EXCERPT_LINES // 2) : at + EXCERPT_LINES] if line]
+
+
 def failure_excerpt(base: Path) -> str:
     """Return the part of a server's output that says why it did not start, else the ends of its output and logs."""
     console = base / "console.log"
-    lines = [LOG_PREFIX.sub("", line) for line in _lines(console)]
-    if "BOOT FAILED" in lines:
-        at = lines.index("BOOT FAILED")
-        found = lines[max(0, at - EXCERPT_LINES // 2) : at + EXCERPT_LINES]
-    else:
-        logs = sorted((base / "log").glob("*.log"), key=lambda path: path.stat().st_mtime)
-        found = lines[-EXCERPT_LINES:] + [line for path in logs for line in _lines(path)[-EXCERPT_LINES:]]
-    return "\n".join([*(line for line in found if line.strip()), f"(all of it: {console}, {base / 'log'})"])
+    logs = sorted((base / "log").glob("*.log"), key=lambda path: path.stat().st_mtime)
+    ends = [line for path in (console, *logs) for line in _lines(path)[-EXCERPT_LINES:] if line.strip()]
+    return "\n".join([*(boot_failure(_lines(console)) or ends), f"(all of it: {console}, {base / 'log'})"])
 
 
 def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines() if path.exists() else []
-
-
-def write_private(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace ``path`` atomically by a file that only the owner can read."""
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-    part.replace(path)
 
 
 def server_config(state: NodeState, plugins: Sequence[str], extra: str) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.bus import Topology, create_bus
-from trinity_mq.cli.broker.command import BrokerHome
-from trinity_mq.cli.broker.own import OwnBroker
+from trinity_mq.cli.broker.command import broker_folder
+from trinity_mq.cli.broker.own import own_broker
 from trinity_mq.config import BrokerConfig, SupervisorConfig
 from trinity_mq.local_broker.node import NodeError, find_rabbitmq
 
@@ -51,7 +51,7 @@ def test_start_status_stop(tmp_path: Path) -> None:
     try:
         asyncio.run(can_connect(url.strip()))
         assert command("start", str(folder)) == (0, url, "")
-        pid = BrokerHome(folder).holder()
+        pid = broker_folder(folder).holder()
         assert command("status", str(folder)) == (0, f"runs as process {pid}: {url}", "")
         assert stat.S_IMODE((folder / "serve.url").stat().st_mode) == 0o600
         code, out, err = command("serve", str(folder))
@@ -75,7 +75,7 @@ def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path) -> None:
 
 async def test_one_that_dies_comes_back_where_it_was(tmp_path: Path) -> None:
     told = asyncio.Event()
-    async with OwnBroker(tmp_path, SupervisorConfig(), lambda _text: told.set()).running() as url:
+    async with own_broker(tmp_path, SupervisorConfig(), lambda _text: told.set()) as url:
         bus = create_bus(BrokerConfig(url=url), Topology("t"), "test")
         await bus.connect()
         os.kill(int((tmp_path / "lock").read_text()), signal.SIGKILL)
@@ -88,6 +88,6 @@ async def test_one_that_dies_comes_back_where_it_was(tmp_path: Path) -> None:
 async def test_one_that_dies_too_often_ends_the_run(tmp_path: Path) -> None:
     async with asyncio.timeout(50):
         with pytest.RaisesGroup(pytest.RaisesExc(NodeError, match="died 1 times within 600 s")):
-            async with OwnBroker(tmp_path, SupervisorConfig(max_restarts=0), lambda _text: None).running():
+            async with own_broker(tmp_path, SupervisorConfig(max_restarts=0), lambda _text: None):
                 os.kill(int((tmp_path / "lock").read_text()), signal.SIGKILL)
                 await asyncio.Event().wait()

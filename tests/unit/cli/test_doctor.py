@@ -10,7 +10,6 @@ import pytest
 
 from trinity_mq.cli.doctor.checks import (
     BROKER_CHECKS,
-    CAPABILITIES,
     FLAGS,
     MACHINE_CHECKS,
     Finding,
@@ -32,9 +31,8 @@ UNKNOWN = object()
 """Marks a fact that no source reports."""
 
 
-def server(version: str | None = "4.0.5", product: str = "RabbitMQ", lacks: tuple[str, ...] = ()) -> dict[str, Any]:
-    capabilities = {name: name not in lacks for name in CAPABILITIES}
-    return {"version": version, "product": product, "capabilities": capabilities}
+def server(version: str | None = "4.0.5", product: str = "RabbitMQ") -> dict[str, Any]:
+    return {"version": version, "product": product}
 
 
 def limits(consumer_timeout: int = 1_800_000, max_message_size: int = 16 * 2**20) -> dict[str, int]:
@@ -98,7 +96,6 @@ def test_a_healthy_broker() -> None:
         ({"server": server("5.0.0")}, "version", "warning", "breaking changes"),
         ({"server": server(None)}, "version", "warning", ""),
         ({"server": server("2.0", "LavinMQ")}, "version", "warning", "use RabbitMQ"),
-        ({"server": server(lacks=("publisher_confirms",))}, "capabilities", "problem", "publisher_confirms"),
         ({"limits": limits(60_000)}, "consumer timeout", "problem", "60 s"),
         ({"limits": limits(0)}, "consumer timeout", "ok", "no limit"),
         ({"limits": limits(max_message_size=2**20)}, "message size", "problem", "max_message_bytes to 1048576"),
@@ -147,7 +144,7 @@ def test_an_unknown_fact_is_not_guessed() -> None:
     facts.missing("nobody at home", "limits")
     found = judged(facts)
     unseen = {subject for subject, finding in found.items() if finding.verdict == "not looked at"}
-    over_amqp = {"connection", "version", "capabilities", "queues of the run", "dead letters"}
+    over_amqp = {"connection", "version", "queues of the run", "dead letters"}
     assert unseen == set(found) - over_amqp
     assert found["consumer timeout"].seen == "nobody at home"
     assert all(found[subject].do.startswith("to look: ") for subject in unseen)

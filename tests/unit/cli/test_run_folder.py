@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from trinity_mq.cli.run_folder import RunFolder, RunFolderError
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config, ConfigError, load_config
 
 
@@ -82,16 +84,17 @@ sys.stdin.read()
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(RunFolderError, match=f"in use by process {other.pid}"), folder.locked():
+        with pytest.raises(CommandError, match=f"in use by process {other.pid}"), folder.locked():
             pytest.fail("not locked")
         other.kill()
     with folder.locked():
-        assert folder.logs.is_dir()
+        assert folder.holder() == os.getpid()
+    assert folder.holder() is None
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="cannot be used"), RunFolder(config(tmp_path / "file" / "run")).locked():
+    with pytest.raises(CommandError, match="cannot be used"), RunFolder(config(tmp_path / "file" / "run")).locked():
         pytest.fail("not locked")
 
 

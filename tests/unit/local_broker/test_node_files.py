@@ -17,7 +17,6 @@ from trinity_mq.local_broker.node_files import (
     server_config,
     server_environment,
     server_user,
-    write_private,
 )
 from trinity_mq.local_broker.ports import LOOPBACK, free_ports, is_free
 
@@ -117,15 +116,6 @@ def test_environment_leaves_no_path_of_a_system_wide_broker(tmp_path: Path) -> N
     assert len(paths) > 10
     assert all(Path(value).is_relative_to(tmp_path) for value in paths.values())
     assert "p" not in environment.values()
-
-
-def test_a_private_file_replaces_what_was_there(tmp_path: Path) -> None:
-    file = tmp_path / "cookie"
-    write_private(file, "one", 0o400)
-    write_private(file, "two", 0o400)
-    assert file.read_text() == "two"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o400
-    assert [path.name for path in tmp_path.iterdir()] == ["cookie"]
 
 
 class TestExcerpt:

@@ -7,32 +7,29 @@ import asyncio
 
 from trinity_mq.bus import Bus, LockHeld, Topology
 from trinity_mq.bus.topology import RUN_NAME
-from trinity_mq.cli.broker.connection import connected, target
+from trinity_mq.cli.broker.connection import connected, find_target
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.config import BrokerConfig, load_config
+from trinity_mq.config import BrokerConfig, Config, load_config
 from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_store
 
 
 def clean(arguments: argparse.Namespace) -> int:
     """Delete the queues and blobs of a run that nobody works on."""
-    is_name = RUN_NAME.fullmatch(arguments.target) is not None
-    arguments.run, arguments.config = (arguments.target, None) if is_name else (None, arguments.target)
-    run, broker = target(arguments)
-    if arguments.blob_store is not None:
-        broker = BrokerConfig(**{**broker.model_dump(), "blob_store": arguments.blob_store})
-    tickets = [] if is_name else _tickets(arguments.config)
-    for line in asyncio.run(_clean(run, broker, tickets)):
+    config = None if RUN_NAME.fullmatch(arguments.target) else load_config(arguments.target)
+    found = find_target(config or arguments.target, arguments.broker, arguments.blob_store)
+    tickets = [] if config is None else _tickets(config)
+    for line in asyncio.run(_clean(found.run, found.broker, tickets)):
         print(line)
-    if is_name:
+    if config is None:
         print("queues of batches that were open expire by themselves; to delete them now give the run's CONFIG instead")
     return 0
 
 
-def _tickets(config: str) -> list[str]:
+def _tickets(config: Config) -> list[str]:
     """Return the tickets that have a queue, as far as the explorer's state in the run folder knows."""
     from trinity_agents.explorer.state import StateFile
 
-    state = StateFile(load_config(config).path / "state" / "explorer.msgpack").load()
+    state = StateFile(config.path / "state" / "explorer.msgpack").load()
     return [*state.tickets, *state.following.tickets]
 
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import fcntl
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
 from trinity_mq.cli.arguments import add_actions, add_broker
 from trinity_mq.cli.broker.clean import clean
-from trinity_mq.cli.broker.own import OwnBroker
+from trinity_mq.cli.broker.own import own_broker
 from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.run_folder import LockedFolder
 from trinity_mq.config import SupervisorConfig
-from trinity_mq.runtime.process import wait_exit, write_atomic
+from trinity_mq.runtime.process import wait_exit
 
 STOP_SECONDS = 60.0
 READY_FD = "--ready-fd"
@@ -64,40 +62,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def serve(arguments: argparse.Namespace) -> int:
     """Run a broker in the foreground until interrupted."""
-    home = BrokerHome(Path(arguments.folder))
+    home = broker_folder(arguments.folder)
     with home.locked():
         return asyncio.run(_serve(home, arguments.ready_fd))
 
 
-async def _serve(home: BrokerHome, ready_fd: int | None) -> int:
+async def _serve(home: LockedFolder, ready_fd: int | None) -> int:
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with OwnBroker(home.folder, SupervisorConfig(), lambda text: print(text, flush=True)).running() as url:
-        home.note(url)
+    async with own_broker(home.path, SupervisorConfig(), lambda text: print(text, flush=True)) as url:
+        home.note_broker(url)
         if ready_fd is not None:
             os.write(ready_fd, url.encode())
             os.close(ready_fd)
         print(f"serving {url}", flush=True)
         await stopped.wait()
-        home.forget()
+        home.forget_broker()
     return 0
 
 
 def start(arguments: argparse.Namespace) -> int:
     """Start a broker in the background and print its URL, also when it runs already."""
-    home = BrokerHome(Path(arguments.folder))
-    if (url := home.url()) is None:
+    home = broker_folder(arguments.folder)
+    if (url := _url(home)) is None:
         url = _spawn(home)
     print(url)
     return 0
 
 
-def _spawn(home: BrokerHome) -> str:
-    home.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    output = home.folder / "serve.out"
+def _spawn(home: LockedFolder) -> str:
+    home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    output = home.path / "serve.out"
     read_end, write_end = os.pipe()
-    argv = [sys.executable, "-m", "trinity_mq.cli.main", "broker", "serve", str(home.folder), READY_FD, str(write_end)]
+    argv = [sys.executable, "-m", "trinity_mq.cli.main", "broker", "serve", str(home.path), READY_FD, str(write_end)]
     with output.open("wb") as file, os.fdopen(read_end, "rb") as pipe:
         subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=(write_end,), start_new_session=True
@@ -113,14 +111,14 @@ def _spawn(home: BrokerHome) -> str:
 
 def stop(arguments: argparse.Namespace) -> int:
     """Stop the broker of a folder and wait until its data is on disk."""
-    home = BrokerHome(Path(arguments.folder))
+    home = broker_folder(arguments.folder)
     pid = home.holder()
     if pid is None:
-        print(f"no broker runs in {home.folder}")
+        print(f"no broker runs in {home.path}")
         return 0
     os.kill(pid, signal.SIGTERM)
     asyncio.run(_wait_for_exit(pid))
-    print(f"stopped the broker in {home.folder}")
+    print(f"stopped the broker in {home.path}")
     return 0
 
 
@@ -134,63 +132,20 @@ async def _wait_for_exit(pid: int) -> None:
 
 def status(arguments: argparse.Namespace) -> int:
     """Print the URL of a folder's broker; 1 when none runs."""
-    home = BrokerHome(Path(arguments.folder))
-    url = home.url()
-    print(f"runs as process {home.holder()}: {url}" if url else f"no broker runs in {home.folder}")
+    home = broker_folder(arguments.folder)
+    url = _url(home)
+    print(f"runs as process {home.holder()}: {url}" if url else f"no broker runs in {home.path}")
     return 0 if url else 1
 
 
-class BrokerHome:
-    """A folder with a broker that outlives the command: who serves it, and its URL."""
+def broker_folder(path: str | Path) -> LockedFolder:
+    """Return a folder with a broker that outlives the command: who serves it, and its URL."""
+    return LockedFolder(Path(path), "serve.lock", "serve.url", mode=0o700)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.absolute()
-        self._lock, self._url = self.folder / "serve.lock", self.folder / "serve.url"
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Serve it from this process.
-
-        Raises:
-            CommandError: Another process does.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, str(os.getpid()).encode(), 0)
-            yield
-        except BlockingIOError:
-            raise CommandError(f"process {self.holder()} already serves a broker in {self.folder}") from None
-        finally:
-            os.close(fd)
-
-    def holder(self) -> int | None:
-        """Return the process that serves it, None when nobody does."""
-        try:
-            fd = os.open(self._lock, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return int(os.pread(fd, 32, 0) or b"0") or None
-        finally:
-            os.close(fd)
-        return None
-
-    def url(self) -> str | None:
-        """Return its URL while it is served."""
-        return self._url.read_text() if self.holder() is not None and self._url.exists() else None
-
-    def note(self, url: str) -> None:
-        """Write the URL down, readable by the owner only."""
-        write_atomic(self._url, url.encode(), mode=0o600)
-
-    def forget(self) -> None:
-        """The URL leads nowhere any more."""
-        self._url.unlink(missing_ok=True)
+def _url(home: LockedFolder) -> str | None:
+    """Return the broker's URL while it is served; one that was killed leaves it behind."""
+    return home.known_broker() if home.holder() is not None else None
 
 
 def show_permissions(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.connect import URL_FILE_VARIABLE, URL_VARIABLE, Addresses, broker_url
@@ -28,6 +29,16 @@ def known_broker(config: Config, environ: Mapping[str, str] = os.environ) -> str
     return RunFolder(config).known_broker() if given is None else given.text()
 
 
+@dataclass(frozen=True)
+class Target:
+    """A run and its broker."""
+
+    run: str
+    broker: BrokerConfig
+    """Without a URL where it is a private one that does not run now."""
+    config: Config | None = None
+
+
 def target(arguments: argparse.Namespace) -> tuple[str, BrokerConfig]:
     """Return the run's name and its broker from ``CONFIG`` or ``--run`` and ``--broker``.
 
@@ -37,18 +48,37 @@ def target(arguments: argparse.Namespace) -> tuple[str, BrokerConfig]:
     """
     if (arguments.config is None) == (arguments.run is None):
         raise CommandError("give either the run's CONFIG or --run NAME, not both and not neither")
-    if arguments.config is not None:
-        config = load_config(arguments.config)
-        run, broker, url = config.name, config.broker, arguments.broker or known_broker(config)
-    else:
-        run, broker, url = arguments.run, BrokerConfig(), arguments.broker or broker_url(BrokerConfig())
-    if url is None:
+    config = None if arguments.config is None else load_config(arguments.config)
+    found = find_target(config or arguments.run, arguments.broker)
+    return found.run, found.broker
+
+
+def find_target(
+    run: Config | str, url: str | None, blob_store: str | None = None, *, startable: bool = False
+) -> Target:
+    """Return a run and its broker.
+
+    Args:
+        run: Its configuration, else its name.
+        url: Of the broker; None: the run's, else the environment's.
+        blob_store: Its URL; None: the configuration's.
+        startable: The run's private broker need not run.
+
+    Raises:
+        CommandError: No broker is known.
+    """
+    config = None if isinstance(run, str) else run
+    name, broker = (run, BrokerConfig()) if isinstance(run, str) else (run.name, run.broker)
+    url = url or (broker_url(broker) if config is None else known_broker(config))
+    if url is None and not (startable and config is not None and RunFolder(config).broker.is_dir()):
         raise CommandError(
-            f"no broker is known for run {run!r}: does it run on this machine? Else give --broker URL, or set "
+            f"no broker is known for run {name!r}: does it run on this machine? Else give --broker URL, or set "
             f"{URL_VARIABLE} or {URL_FILE_VARIABLE}"
         )
+    if blob_store is not None:
+        broker = BrokerConfig(**{**broker.model_dump(), "blob_store": blob_store})
     timeout = min(broker.connect_timeout, COMMAND_CONNECT_TIMEOUT)
-    return run, broker.model_copy(update={"url": url, "url_file": None, "connect_timeout": timeout})
+    return Target(name, broker.model_copy(update={"url": url, "url_file": None, "connect_timeout": timeout}), config)
 
 
 @asynccontextmanager

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trinity_mq.cli.errors import CommandError
+from trinity_mq.runtime.process import write_atomic
 
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience
@@ -80,7 +81,7 @@ def targets(inputs: Sequence[Path], out: Path, *, is_folder: bool = False) -> li
         if target in taken:
             raise CommandError(f"{taken[target]} and {source} would both become {target}; convert them one by one")
         taken[target] = source
-        if any(_same(target, path) for path in inputs):
+        if target.exists() and any(path.exists() and path.samefile(target) for path in inputs):
             raise CommandError(f"{target} is an input, which is never written over; give another --out")
     return result
 
@@ -97,21 +98,27 @@ def convert_file(source: Path, target: Path, compression: Literal["none", "zstd"
     Raises:
         SkippedError: The file as a whole cannot be read or written.
     """
+    from trinity_mq.experience import EncodeError, encode
+
     outcome, good = _read(source)
-    body, count = _encoded(good, outcome, compression)
-    # a file of none becomes a body of none, one that lost all its own becomes nothing
-    if outcome.skipped and (strict or not count):
-        return outcome
     try:
-        _write(target, body)
+        body = encode(good, compression=compression)
+        # a file of none becomes a body of none, one that lost all its own becomes nothing
+        if outcome.skipped and (strict or not good):
+            return outcome
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, body)
+    except EncodeError as error:
+        raise SkippedError(f"its experiences do not go into one body: {error}") from error
     except OSError as error:
         raise SkippedError(f"{target} cannot be written: {error.strerror or error}") from error
-    outcome.written = count
+    outcome.written = len(good)
     return outcome
 
 
-def _read(source: Path) -> tuple[Outcome, dict[int, Experience]]:
-    from trinity_mq.experience import DecodeError, decode
+def _read(source: Path) -> tuple[Outcome, list[Experience]]:
+    """Return the experiences of a file that a body can hold; the outcome has the reasons of the others."""
+    from trinity_mq.experience import DecodeError, EncodeError, decode, encode
     from trinity_mq.experience.legacy.reader import legacy_form, read_legacy_each
 
     try:
@@ -121,50 +128,18 @@ def _read(source: Path) -> tuple[Outcome, dict[int, Experience]]:
         raise SkippedError(f"cannot be read: {error.strerror or error}") from error
     except DecodeError as error:
         raise SkippedError(str(error)) from error
-    good = {number: result for number, result in enumerate(results) if not isinstance(result, DecodeError)}
-    return Outcome(read=len(results), skipped=[str(bad) for bad in results if isinstance(bad, DecodeError)]), good
-
-
-def _encoded(
-    good: Mapping[int, Experience], outcome: Outcome, compression: Literal["none", "zstd"]
-) -> tuple[bytes, int]:
-    """Return a body of those that a body can hold, and how many; ``outcome`` gets the reasons of the others."""
-    from trinity_mq.experience import EncodeError, encode
-
-    try:
-        return encode(list(good.values()), compression=compression), len(good)
-    except EncodeError:
-        fitting = []
-        for number, experience in good.items():
-            try:
-                encode([experience])
-            except EncodeError as error:
-                outcome.skipped.append(f"experience {number}: {str(error).removeprefix('experience 0: ')}")
-            else:
-                fitting.append(experience)
-    try:
-        return encode(fitting, compression=compression), len(fitting)
-    except EncodeError as error:
-        raise SkippedError(f"its experiences do not go into one body: {error}") from error
-
-
-def _write(target: Path, body: bytes) -> None:
-    """Write a file that is complete as soon as it can be seen."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(body)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _same(one: Path, other: Path) -> bool:
-    """Tell whether two paths lead to one file, links included."""
-    return one.exists() and other.exists() and one.samefile(other)
+    outcome, good = Outcome(read=len(results)), []
+    for number, result in enumerate(results):
+        if isinstance(result, DecodeError):
+            outcome.skipped.append(str(result))
+            continue
+        try:
+            encode([result])
+        except EncodeError as error:
+            outcome.skipped.append(f"experience {number}: {str(error).removeprefix('experience 0: ')}")
+        else:
+            good.append(result)
+    return outcome, good
 
 
 def _report(source: Path, target: Path, outcome: Outcome) -> None:

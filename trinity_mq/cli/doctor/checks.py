@@ -19,7 +19,6 @@ Judge = Callable[[Facts, Needs], Sequence[Judgement]]
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 OLDEST, NEWEST = (3, 10), (4, 99)
-CAPABILITIES = ("publisher_confirms", "basic.nack", "consumer_cancel_notify", "connection.blocked")
 FLAGS = ("quorum_queue", "stream_queue")
 CLOCK_SECONDS = 5.0
 """Nothing in a run compares the clocks of two machines; people who read its logs do."""
@@ -142,15 +141,6 @@ def _version(facts: Facts, _needs: Needs) -> list[Judgement]:
         ("problem", release < OLDEST, "upgrade the broker"),
         ("warning", release > NEWEST, "read its list of breaking changes: nobody has run this system on it"),
     )
-
-
-@check("capabilities", ", ".join(CAPABILITIES), "server")
-def _capabilities(facts: Facts, _needs: Needs) -> list[Judgement]:
-    offered = facts["server"].get("capabilities") or {}
-    missing = [name for name in CAPABILITIES if not offered.get(name)]
-    upgrade = "use RabbitMQ 3.10 or newer, and no proxy that speaks AMQP by itself between us and it"
-    seen = f"the broker lacks {', '.join(missing)}" if missing else "all that is needed"
-    return first(seen, ("problem", missing, upgrade))
 
 
 @check("consumer timeout", "more than {hold}, the longest that an agent holds a message", "limits", by_hand=ENVIRONMENT)

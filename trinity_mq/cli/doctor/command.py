@@ -30,6 +30,7 @@ from trinity_mq.cli.doctor.facts import (
     management_url,
 )
 from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import BrokerConfig, load_config
 from trinity_mq.local_broker.node import NodeError, PrivateNode
 from trinity_mq.telemetry import mask_passwords
@@ -65,7 +66,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     broker = config.broker if config is not None else BrokerConfig()
     if url := arguments.broker or (known_broker(config) if config is not None else None):
         broker = broker.model_copy(update={"url": url, "url_file": None})
-    node = Path(arguments.node) if arguments.node else config.path / "broker" if config is not None else None
+    node = Path(arguments.node) if arguments.node else RunFolder(config).broker if config is not None else None
     folder = config.path if config is not None else Path("runs")
     found = asyncio.run(_check_all(folder, broker, needs, arguments.management, node))
     if arguments.json:

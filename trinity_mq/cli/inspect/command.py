@@ -7,16 +7,13 @@ import collections
 import contextlib
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.bus.connect import URL_VARIABLE, broker_url
 from trinity_mq.bus.topology import RUN_NAME
 from trinity_mq.cli.arguments import add_broker
-from trinity_mq.cli.broker.connection import COMMAND_CONNECT_TIMEOUT, connected, known_broker
-from trinity_mq.cli.broker.own import OwnBroker
+from trinity_mq.cli.broker.connection import Target, connected, find_target
+from trinity_mq.cli.broker.own import own_broker
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
 from trinity_mq.cli.run.interrupts import run_to_the_end
@@ -61,16 +58,6 @@ def inspect(arguments: argparse.Namespace) -> int:
     return _verdict(summary, printer, choice, target.run)
 
 
-@dataclass(frozen=True)
-class Target:
-    """A run and its broker."""
-
-    run: str
-    config: Config | None
-    broker: BrokerConfig
-    """Without a URL where the run's own broker has to be started."""
-
-
 def _is_body(path: Path) -> bool:
     from trinity_mq.experience.codec.body import MAGIC
 
@@ -82,29 +69,14 @@ def _is_body(path: Path) -> bool:
 
 
 def _target(arguments: argparse.Namespace) -> Target:
-    """Return the run that RUN_OR_CONFIG names.
-
-    Raises:
-        CommandError: No broker is known for it.
-        ConfigError: The configuration cannot be used.
-    """
-    name, config = arguments.target, None
-    if RUN_NAME.fullmatch(name) is None:
-        config = load_config(name)
-    elif (kept := Path("runs") / name / CONFIG_FILE).is_file():
-        config = load_config(kept)
-    broker = BrokerConfig() if config is None else config.broker
-    url = arguments.broker or (broker_url(BrokerConfig()) if config is None else known_broker(config))
-    run = name if config is None else config.name
-    if url is None and (config is None or not (RunFolder(config).path / "broker").is_dir()):
-        raise CommandError(
-            f"no broker is known for run {run!r}: did it run on this machine? Else give --broker URL or set "
-            f"{URL_VARIABLE}"
-        )
-    if arguments.blob_store is not None:
-        broker = BrokerConfig(**{**broker.model_dump(), "blob_store": arguments.blob_store})
-    timeout = min(broker.connect_timeout, COMMAND_CONNECT_TIMEOUT)
-    return Target(run, config, broker.model_copy(update={"url": url, "url_file": None, "connect_timeout": timeout}))
+    """Return the run that RUN_OR_CONFIG names. Raises CommandError and ConfigError as :func:`find_target`."""
+    run: Config | str = arguments.target
+    kept = Path("runs") / arguments.target / CONFIG_FILE
+    if RUN_NAME.fullmatch(arguments.target) is None:
+        run = load_config(arguments.target)
+    elif kept.is_file():
+        run = load_config(kept)
+    return find_target(run, arguments.broker, arguments.blob_store, startable=True)
 
 
 def _texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:
@@ -123,34 +95,13 @@ async def _stream(target: Target, choice: Choice, printer: Printer) -> StreamSum
     from trinity_mq.cli.inspect.stream import ReadyReader
     from trinity_mq.transport.blobs import open_store
 
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            broker, bus, topology = await stack.enter_async_context(_bus(target))
-        except BusUnavailable:
-            if not _ended_meanwhile(target):
-                raise
-            own = target.broker.model_copy(update={"url": None})
-            broker, bus, topology = await stack.enter_async_context(_bus(replace(target, broker=own)))
-        store = open_store(broker, target.run)
-        reader = ReadyReader(bus, topology, choice, store, printer.take)
+    async with _broker(target) as broker, connected(target.run, broker, "inspect") as (bus, topology):
+        reader = ReadyReader(bus, topology, choice, open_store(broker, target.run), printer.take)
         try:
             return await reader.read()
         finally:
             for note in reader.summary.notes:
                 _note(note)
-
-
-@contextlib.asynccontextmanager
-async def _bus(target: Target) -> AsyncIterator[tuple[BrokerConfig, Bus, Topology]]:
-    async with _broker(target) as broker, connected(target.run, broker, "inspect") as (bus, topology):
-        yield broker, bus, topology
-
-
-def _ended_meanwhile(target: Target) -> bool:
-    """Return whether the run's own broker ended while we connected to it."""
-    if target.broker.url is None or target.config is None:
-        return False
-    return known_broker(target.config) is None and (RunFolder(target.config).path / "broker").is_dir()
 
 
 @contextlib.asynccontextmanager
@@ -163,7 +114,7 @@ async def _broker(target: Target) -> AsyncIterator[BrokerConfig]:
     folder = RunFolder(target.config)
     with folder.locked():
         _note(f"starting the private broker of run {target.run!r}, which does not run now")
-        async with OwnBroker(folder.path / "broker", target.config.supervisor, _note).running() as url:
+        async with own_broker(folder.broker, target.config.supervisor, _note) as url:
             yield target.broker.model_copy(update={"url": url})
 
 

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
+from trinity_mq.bus.topology import Queue
 from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.messages import DecodeError, Metrics, decode_any
 from trinity_mq.telemetry import METRICS_FILE
+
+
+async def listen(bus: Bus, queue: Queue, receive: Callable[[object], None]) -> None:
+    """Pass the messages of a queue of our own to ``receive``, until cancelled; what does not decode is left out."""
+    await bus.declare(queue)
+    async with await bus.consume(queue) as subscription:
+        async for delivery in subscription:
+            with contextlib.suppress(DecodeError):  # the explorer reports it
+                receive(decode_any(delivery.body, delivery.content_type))
+            await delivery.ack()
 
 
 async def follow(
@@ -27,18 +39,12 @@ async def follow(
 
     ``on_change`` is called after each message.
     """
-    queue = topology.listener(who, uuid.uuid4().hex[:12], "telemetry", pattern)
-    await bus.declare(queue)
-    async with await bus.consume(queue) as subscription:
-        async for delivery in subscription:
-            try:
-                message = decode_any(delivery.body, delivery.content_type)
-            except DecodeError:
-                message = None  # the explorer reports it
-            if message is not None:
-                run_view.receive(message, asyncio.get_running_loop().time())
-                on_change()
-            await delivery.ack()
+
+    def receive(message: object) -> None:
+        run_view.receive(message, asyncio.get_running_loop().time())
+        on_change()
+
+    await listen(bus, topology.listener(who, uuid.uuid4().hex[:12], "telemetry", pattern), receive)
 
 
 class MetricsTail:

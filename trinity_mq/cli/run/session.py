@@ -7,20 +7,20 @@ import contextlib
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.connect import URL_VARIABLE, Addresses
 from trinity_mq.bus.retry import retrying
 from trinity_mq.cli.broker.connection import connected
-from trinity_mq.cli.broker.own import OwnBroker
+from trinity_mq.cli.broker.own import own_broker
 from trinity_mq.cli.run.display import Display
-from trinity_mq.cli.run.follow import MetricsTail, depths, follow
+from trinity_mq.cli.run.follow import MetricsTail, depths, follow, listen
 from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
-from trinity_mq.messages import ControlEvent, DecodeError, decode
+from trinity_mq.messages import ControlEvent
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.telemetry import get_logger
@@ -93,14 +93,10 @@ class Session:
                 loop.remove_signal_handler(number)
         return code if self.signal is None else 128 + self.signal
 
-    @contextlib.asynccontextmanager
-    async def _broker(self) -> AsyncIterator[str]:
+    def _broker(self) -> contextlib.AbstractAsyncContextManager[str]:
         if self._url is not None:
-            yield self._url
-            return
-        broker = OwnBroker(self._folder.path / "broker", self._config.supervisor, self.run_view.add_news)
-        async with broker.running() as url:
-            yield url
+            return contextlib.nullcontext(self._url)
+        return own_broker(self._folder.broker, self._config.supervisor, self.run_view.add_news)
 
     async def _supervise(self, bus: Bus, topology: Topology, url: str) -> int:
         self._supervisor = supervisor = Supervisor(
@@ -159,17 +155,15 @@ class Session:
     ) -> None:
         """Restart agents on request: one that hangs does not receive the request itself."""
         queue = topology.listener("supervisor", uuid.uuid4().hex[:12], "control", "restart.#")
+
+        def receive(event: object) -> None:
+            if isinstance(event, ControlEvent) and event.verb == "restart" and event.target in supervisor.phases:
+                self.run_view.add_news(f"{event.target} is replaced: {event.reason or 'asked for'}")
+                group.create_task(supervisor.restart(event.target))
+
         async for attempt in retrying(BusUnavailable):
             with attempt:
-                await bus.declare(queue)
-                async with await bus.consume(queue) as subscription:
-                    async for delivery in subscription:
-                        with contextlib.suppress(DecodeError):
-                            event = decode(delivery.body, ControlEvent, delivery.content_type)
-                            if event.verb == "restart" and event.target in supervisor.phases:
-                                self.run_view.add_news(f"{event.target} is replaced: {event.reason or 'asked for'}")
-                                group.create_task(supervisor.restart(event.target))
-                        await delivery.ack()
+                await listen(bus, queue, receive)
 
     async def _refresh_display(self) -> None:
         while True:
