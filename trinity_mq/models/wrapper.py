@@ -9,18 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tenacity import AsyncRetrying, RetryCallState, Retrying, retry_if_exception_type, stop_after_delay
+from tenacity import AsyncRetrying, Retrying
 
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
 from trinity_mq.models.clients import VERSION_HEADER, EngineClients
-from trinity_mq.models.errors import EngineLost, EngineNotReady, PromptTooLong
+from trinity_mq.models.errors import EngineLost, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.calls import Call
+from trinity_mq.models.recording.calls import Call, RecordedModel
 from trinity_mq.models.recording.history import History
 from trinity_mq.models.recording.merging import merge_turns as merged
 from trinity_mq.models.recording.responses import conversation_experience
-from trinity_mq.models.seeds import Seeds
 
 if TYPE_CHECKING:
     import openai
@@ -28,14 +27,15 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 
-class ModelWrapper:
+class ModelWrapper(RecordedModel):
     """One workflow run's view of a model.
 
     Sampling parameters, weakest first: those given here, ``rollout_args``, those of a call. With a ``seed`` every call
     gets one of its own, derived from it and the number of the call, so that a run repeats itself as a whole.
 
     While the engine waits for weights (503), calls wait with it for up to ``not_ready_timeout`` seconds, then raise
-    :class:`EngineNotReady`. No answer at all raises :class:`EngineLost` at once: another engine may serve.
+    :class:`~trinity_mq.models.EngineNotReady`. No answer at all raises :class:`EngineLost` at once: another engine may
+    serve.
     """
 
     def __init__(
@@ -71,21 +71,20 @@ class ModelWrapper:
             not_ready_timeout: Seconds to wait for an engine without weights.
             request_timeout: Seconds for one answer.
         """
-        self.model = model
-        self.enable_history = enable_history
-        self.not_ready_timeout, self.request_timeout = not_ready_timeout, request_timeout
+        limits = {} if max_response_tokens is None else {"max_tokens": max_response_tokens}
+        super().__init__(
+            model,
+            sampling={"temperature": temperature, "top_p": top_p, **limits, **(rollout_args or {})},
+            seed=seed,
+            headers={} if pinned is None else {VERSION_HEADER: f"{pinned[0]}.{pinned[1]}"},
+            enable_history=enable_history,
+            not_ready_timeout=not_ready_timeout,
+            request_timeout=request_timeout,
+        )
         self.max_prompt_tokens = max_prompt_tokens
         self._clients = clients or EngineClients()
         self._owns_clients = clients is None
         self._openai: list[openai.OpenAI | openai.AsyncOpenAI] = []
-        self._seeds = Seeds(seed)
-        self._history = History()
-        self._answered_by: Version | None = None
-        limits = {} if max_response_tokens is None else {"max_tokens": max_response_tokens}
-        self._sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, **limits, **(rollout_args or {})}
-        self._headers = {} if pinned is None else {VERSION_HEADER: f"{pinned[0]}.{pinned[1]}"}
-
-    # -- what it is
 
     @property
     def model_name(self) -> str:
@@ -100,7 +99,7 @@ class ModelWrapper:
     @property
     def model_version(self) -> Version | None:
         """Version that gave the latest answer, else that of the handle."""
-        return self._answered_by or self.model.version
+        return self.answered_by or self.model.version
 
     # -- asking
 
@@ -211,20 +210,14 @@ class ModelWrapper:
         """
         if not self.enable_history:
             raise ValueError("history is off; set explorer.rollout_model.enable_history=true in the configuration")
-        taken = self._history.take(clear=clear_history)
+        taken = self.history.take(clear=clear_history)
         return merged(taken) if merge_turns else taken
 
     def clone_with_isolated_history(self) -> ModelWrapper:
         """Return a wrapper of the same model with a history, and seeds, of its own."""
         clone = copy.copy(self)
-        vars(clone).update(_history=History(), _seeds=self._seeds.clone(), _owns_clients=False, _openai=[])
+        vars(clone).update(history=History(), seeds=self.seeds.clone(), _owns_clients=False, _openai=[])
         return clone
-
-    def start_over(self, seed: int | None) -> None:
-        """Forget what was answered and begin a new row of seeds: another run begins, on the same instance of its
-        workflow.
-        """
-        self._history, self._seeds, self._answered_by = History(), Seeds(seed), None
 
     async def aclose(self) -> None:
         """Close the OpenAI clients handed out, and the connections unless they are shared."""
@@ -240,39 +233,6 @@ class ModelWrapper:
         """Close the connections of synchronous calls, unless they are shared."""
         if self._owns_clients:
             self._clients.close()
-
-    # -- inside, shared with the OpenAI clients
-
-    def next_seed(self) -> int | None:
-        """Return the seed of the next call."""
-        return self._seeds.next()
-
-    def sampling_defaults(self) -> dict[str, Any]:
-        """Return the sampling parameters of a call that gives none."""
-        return dict(self._sampling)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of every request."""
-        return dict(self._headers)
-
-    @property
-    def history(self) -> History:
-        """History that is recorded into; :meth:`start_over` replaces it."""
-        return self._history
-
-    def note_version(self, version: Version) -> None:
-        """Keep in mind which version gave the latest answer."""
-        self._answered_by = version
-
-    def not_ready_policy(self) -> dict[str, Any]:
-        """Return how long and how often to ask an engine that is not ready, for tenacity."""
-        return {
-            "retry": retry_if_exception_type(EngineNotReady),
-            "wait": _as_told,
-            "stop": stop_after_delay(self.not_ready_timeout),
-            "reraise": True,
-        }
 
     def _call(self, what: dict[str, Any], sampling: Mapping[str, Any]) -> Call:
         if sampling.get("stream"):
@@ -300,13 +260,13 @@ class ModelWrapper:
 
     def _post(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         retrying = Retrying(**self.not_ready_policy())
-        url, sent = self.model.url + path, self._headers if headers is None else headers
+        url, sent = self.model.url + path, self.headers if headers is None else headers
         with self._named():
             return retrying(self._clients.post, url, body, sent, self.request_timeout)
 
     async def _post_async(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
         retrying = AsyncRetrying(**self.not_ready_policy())
-        url, sent = self.model.url + path, self._headers if headers is None else headers
+        url, sent = self.model.url + path, self.headers if headers is None else headers
         with self._named():
             return await retrying(self._clients.post_async, url, body, sent, self.request_timeout)
 
@@ -323,7 +283,7 @@ class ModelWrapper:
         return {"tokens": [int(token) for token in tokens], "temperature": self._heat(temperature)}
 
     def _scored(self, answer: Mapping[str, Any]) -> list[float]:
-        self._answered_by = (answer["weight_version"][0], answer["weight_version"][1])
+        self.answered_by = (answer["weight_version"][0], answer["weight_version"][1])
         logprobs: list[float] = answer["logprobs"]
         return logprobs
 
@@ -347,10 +307,4 @@ class ModelWrapper:
         )
 
     def _heat(self, temperature: float | None) -> float:
-        return float(self._sampling["temperature"] if temperature is None else temperature)
-
-
-def _as_told(state: RetryCallState) -> float:
-    """Wait as long as the engine says."""
-    error = state.outcome.exception() if state.outcome else None
-    return error.retry_after if isinstance(error, EngineNotReady) else 1.0
+        return float(self.sampling["temperature"] if temperature is None else temperature)

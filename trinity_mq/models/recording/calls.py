@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
+
+from tenacity import RetryCallState, retry_if_exception_type, stop_after_delay
 
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
 from trinity_mq.models.clients import stream_error
-from trinity_mq.models.errors import EngineLost, PromptTooLong
+from trinity_mq.models.errors import EngineLost, EngineNotReady, PromptTooLong
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.models.recording.history import History
+from trinity_mq.models.recording.history import History, Seeds
 from trinity_mq.models.recording.responses import experiences_of, masked_experiences
 from trinity_mq.models.recording.sse import EventReader, Gathered
 
@@ -19,34 +21,46 @@ LOGPROBS_HEADERS = {"X-TMQ-Logprobs": "numbers"}
 """Spares our engines the text of each token; other servers do not know it."""
 
 
-class RecordedModel(Protocol):
-    """Interface of the model wrapper to its requests and OpenAI clients."""
+class RecordedModel:
+    """State of a model wrapper that its requests and OpenAI clients share."""
 
-    model: InferenceModel
-    enable_history: bool
-    request_timeout: float
+    def __init__(
+        self,
+        model: InferenceModel,
+        *,
+        sampling: Mapping[str, Any],
+        seed: int | None,
+        headers: Mapping[str, str],
+        enable_history: bool,
+        not_ready_timeout: float,
+        request_timeout: float,
+    ) -> None:
+        self.model, self.enable_history = model, enable_history
+        self.sampling, self.headers = sampling, headers
+        """Sampling parameters of a call that gives none; headers of every request."""
+        self.not_ready_timeout, self.request_timeout = not_ready_timeout, request_timeout
+        self.start_over(seed)
 
-    @property
-    def history(self) -> History:
-        """History that is recorded into."""
-        ...
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of every request."""
-        ...
-
-    def next_seed(self) -> int | None:
-        """Return the seed of the next call."""
-
-    def sampling_defaults(self) -> dict[str, Any]:
-        """Return the sampling parameters of a call that gives none."""
-
-    def note_version(self, version: Version) -> None:
-        """Remember the version that gave the latest answer."""
+    def start_over(self, seed: int | None) -> None:
+        """Forget all answers and start a new sequence of seeds, for another run on the same workflow instance."""
+        self.history, self.seeds = History(), Seeds(seed)
+        self.answered_by: Version | None = None
+        """Version that gave the latest answer."""
 
     def not_ready_policy(self) -> dict[str, Any]:
         """Return how long and how often to ask an engine that is not ready, for tenacity."""
+        return {
+            "retry": retry_if_exception_type(EngineNotReady),
+            "wait": _retry_after,
+            "stop": stop_after_delay(self.not_ready_timeout),
+            "reraise": True,
+        }
+
+
+def _retry_after(state: RetryCallState) -> float:
+    """Return the seconds that the engine asked to wait."""
+    error = state.outcome.exception() if state.outcome else None
+    return error.retry_after if isinstance(error, EngineNotReady) else 1.0
 
 
 class Call:
@@ -60,20 +74,11 @@ class Call:
         """``given``: the body as the caller wants it; ``tokens``: experiences are to be made of the answer."""
         self._wrapper = wrapper
         self._history = wrapper.history
+        self.model, self.url = wrapper.model, wrapper.model.url
         self.body = _body(wrapper, given, tokens=tokens)
         # logprobs=0 is an explicit request
         wants_logprobs = given.get("logprobs") is not None and given["logprobs"] is not False
-        self.headers = wrapper.headers | ({} if wants_logprobs or not tokens else LOGPROBS_HEADERS)
-
-    @property
-    def model(self) -> InferenceModel:
-        """The model that is asked."""
-        return self._wrapper.model
-
-    @property
-    def url(self) -> str:
-        """Base URL of the engine."""
-        return self.model.url
+        self.headers = {**wrapper.headers, **({} if wants_logprobs or not tokens else LOGPROBS_HEADERS)}
 
     @property
     def temperature(self) -> float:
@@ -99,7 +104,7 @@ class Call:
 
     def read(self, answer: Mapping[str, Any]) -> list[Experience]:
         """Return an answer as experiences and keep nothing; errors as :meth:`experiences`."""
-        text_only = self._wrapper.model.role == "auxiliary" and not self.recorded
+        text_only = self.model.role == "auxiliary" and not self.recorded
         experiences = experiences_of(answer, self.temperature, text_only=text_only)
         self.answered_by(answer, experiences)
         return experiences
@@ -110,7 +115,7 @@ class Call:
         if experiences and experiences[0].versions:
             version = experiences[0].version_max
         if version is not None and self._wrapper.history is self._history:
-            self._wrapper.note_version((int(version[0]), int(version[1])))
+            self._wrapper.answered_by = (int(version[0]), int(version[1]))
 
     def too_long(self, error: PromptTooLong) -> list[Experience]:
         """Return the masked experiences of a prompt that is too long, and keep them when history is enabled."""
@@ -119,58 +124,30 @@ class Call:
             self._history.add(experiences)
         return experiences
 
-    def whole(self, named: Mapping[str, Any]) -> Recording:
-        """Return the recording of an answer in one piece; ``named`` says what is known of it beforehand."""
-        return WholeAnswer(self, named)
-
-    def streamed(self, named: Mapping[str, Any]) -> Recording:
-        """Return the recording of an answer that is an event stream."""
-        return StreamedAnswer(self, self._history, named)
+    def recording(self, named: Mapping[str, Any], *, streamed: bool) -> Recording:
+        """Return what records the bytes of the answer; ``named`` holds fields that its headers gave."""
+        return StreamedAnswer(self, self._history, named) if streamed else WholeAnswer(self, named)
 
 
-class Recording(Protocol):
-    """Records the bytes of an answer while they pass."""
+class WholeAnswer:
+    """Records an answer that is one JSON object; an incomplete one is of no use."""
 
-    def feed(self, piece: bytes) -> None:
-        """Take in bytes.
+    def __init__(self, call: Call, named: Mapping[str, Any]) -> None:
+        self._call, self._named = call, named
+        self._received = bytearray()
 
-        Raises:
-            EngineError: They report an error, or are no answer.
-        """
+    def feed(self, data: bytes) -> None:
+        """Keep bytes for :meth:`end`."""
+        self._received += data
 
     def end(self) -> None:
-        """Keep the answer: all of it has come.
+        """Record the answer.
 
         Raises:
             EngineError: It is no answer, or has no token ids or logprobs.
         """
-
-    def close(self) -> None:
-        """Keep of it what can be used; does nothing after :meth:`end`."""
-
-    def forget(self) -> None:
-        """Keep nothing of it."""
-
-
-class WholeAnswer:
-    """An answer in one piece: what is not whole is of no use."""
-
-    def __init__(self, call: Call, named: Mapping[str, Any]) -> None:
-        self._call, self._named = call, named
-        self._pieces: list[bytes] = []
-        self._over = False
-
-    def feed(self, piece: bytes) -> None:
-        """Keep bytes for :meth:`end`."""
-        self._pieces.append(piece)
-
-    def end(self) -> None:
-        """Record the answer."""
-        if self._over:
-            return
-        self._over = True
         try:
-            answer = json.loads(b"".join(self._pieces))
+            answer = json.loads(self._received)
         except ValueError as error:
             raise EngineLost(f"{self._call.url}: the answer is not JSON: {error}", self._call.model) from error
         if not isinstance(answer, dict):
@@ -179,16 +156,13 @@ class WholeAnswer:
         self._call.experiences({**self._named, **answer})
 
     def close(self) -> None:
-        """Leave it."""
-        self._over = True
+        """Record nothing."""
 
-    def forget(self) -> None:
-        """Leave it."""
-        self._over = True
+    forget = close
 
 
 class StreamedAnswer:
-    """An answer in pieces: kept when it is whole, is closed, or is taken from the history before.
+    """Records an event stream: kept when it is complete, is closed, or is taken from the history before.
 
     What had not ended by then is ``response_truncated``. Nothing is kept twice.
     """
@@ -199,10 +173,14 @@ class StreamedAnswer:
         self._gathered.add(named)
         history.expect(self._so_far)
 
-    def feed(self, piece: bytes) -> None:
-        """Take in the events that end here."""
+    def feed(self, data: bytes) -> None:
+        """Take in the events that end here.
+
+        Raises:
+            EngineError: They report an error, or are no event stream.
+        """
         try:
-            chunks = self._reader.feed(piece)
+            chunks = self._reader.feed(data)
         except ValueError as error:
             self.forget()
             raise EngineLost(f"{self._call.url}: the stream cannot be read: {error}", self._call.model) from error
@@ -228,14 +206,17 @@ class StreamedAnswer:
         return self._call.read(self._gathered.answer())
 
 
+Recording = WholeAnswer | StreamedAnswer
+
+
 def _body(wrapper: RecordedModel, given: Mapping[str, Any], *, tokens: bool) -> dict[str, Any]:
     """Return the caller's body over the wrapper's sampling parameters."""
-    wanted = {name: value for name, value in given.items() if value is not None}
-    body = {"model": wrapper.model.name, **wrapper.sampling_defaults()}
-    if "max_completion_tokens" in wanted:
+    fields = {name: value for name, value in given.items() if value is not None}
+    body = {"model": wrapper.model.name, **wrapper.sampling}
+    if "max_completion_tokens" in fields:
         body.pop("max_tokens", None)
-    body |= wanted
-    if "seed" not in wanted and (seed := wrapper.next_seed()) is not None:
+    body |= fields
+    if "seed" not in fields and (seed := wrapper.seeds.next()) is not None:
         body["seed"] = seed
     if tokens:
         chat = "messages" in body

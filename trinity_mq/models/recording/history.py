@@ -1,7 +1,9 @@
-"""Recorded answers of a wrapped model, kept until a workflow takes them."""
+"""What a wrapped model keeps between calls: recorded answers until a workflow takes them, and the sequence of seeds."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 
@@ -9,6 +11,7 @@ from trinity_mq.experience import Experience
 
 Partial = Callable[[], list[Experience]]
 """Returns the experiences of an answer that is still arriving, as far as it has come."""
+SEED_BITS = 63
 
 
 class History:
@@ -45,3 +48,25 @@ class History:
                 self._experiences.clear()
                 self._coming.clear()
         return taken
+
+
+class Seeds:
+    """A row of seeds derived from one, and further rows for clones. Without a seed there are none."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed = seed
+        self._calls, self._clones = itertools.count(), itertools.count()
+
+    def next(self) -> int | None:
+        """Return the seed of the next call."""
+        return self._derived("call", next(self._calls))
+
+    def clone(self) -> Seeds:
+        """Return a row of its own for the next clone."""
+        return Seeds(self._derived("clone", next(self._clones)))
+
+    def _derived(self, purpose: str, number: int) -> int | None:
+        if self._seed is None:
+            return None
+        digest = hashlib.blake2b(f"{self._seed}/{purpose}/{number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> (64 - SEED_BITS)

@@ -50,7 +50,7 @@ class RecordingClient(openai.DefaultHttpxClient):
         """Send a request; record what is sampled."""
         if not _samples(request):
             return self._sent(request, stream, options)
-        call = _call(self._wrapper, json.loads(request.read()))
+        call = Call(self._wrapper, json.loads(request.read()), tokens=self._wrapper.enable_history)
 
         def attempt() -> httpx2.Response:
             response = self._sent(_rewritten(request, call), True, options)
@@ -89,7 +89,7 @@ class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
         """Send a request; record what is sampled."""
         if not _samples(request):
             return await self._sent(request, stream, options)
-        call = _call(self._wrapper, json.loads(await request.aread()))
+        call = Call(self._wrapper, json.loads(await request.aread()), tokens=self._wrapper.enable_history)
 
         async def attempt() -> httpx2.Response:
             response = await self._sent(_rewritten(request, call), True, options)
@@ -193,10 +193,6 @@ def _samples(request: httpx2.Request) -> bool:
     return request.method == "POST" and request.url.path.endswith(SAMPLING)
 
 
-def _call(wrapper: RecordedModel, given: Any) -> Call:
-    return Call(wrapper, given, tokens=wrapper.enable_history)
-
-
 def _rewritten(request: httpx2.Request, call: Call) -> httpx2.Request:
     """Return the request with the wrapper's parameters, for one attempt."""
     headers = httpx2.Headers(request.headers)
@@ -230,8 +226,8 @@ def _recording(response: httpx2.Response, call: Call) -> Recording | None:
     if not call.recorded:
         call.answered_by(named)
         return None
-    streams = response.headers.get("Content-Type", "").startswith("text/event-stream")
-    return call.streamed(named) if streams else call.whole(named)
+    streamed = response.headers.get("Content-Type", "").startswith("text/event-stream")
+    return call.recording(named, streamed=streamed)
 
 
 def _lost(url: httpx2.URL, error: Exception, model: InferenceModel) -> EngineLost:

@@ -1,4 +1,4 @@
-"""An engine's answer as experiences: tensors are built once for all its choices and cut into views."""
+"""An engine's answer as experiences."""
 
 from __future__ import annotations
 
@@ -39,33 +39,22 @@ def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: 
         raise EngineRefused("the server's answer has no choices: it is no completion", 200, "no_choices")
     if text_only and any(choice.get("token_ids") is None for choice in choices):
         return [_text_experience(choice, temperature) for choice in choices]
-    prompts = [_prompt(choice, answer) for choice in choices]
-    responses = [_ids(choice, "token_ids") for choice in choices]
-    logprobs = [_logprobs(choice, len(ids)) for choice, ids in zip(choices, responses, strict=True)]
-    sizes = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-    flat = [token for prompt, response in zip(prompts, responses, strict=True) for token in (*prompt, *response)]
-    tokens = torch.tensor(flat, dtype=torch.int32).split_with_sizes(sizes)
-    values = torch.tensor([value for row in logprobs for value in row], dtype=torch.float32).split_with_sizes(
-        [len(row) for row in logprobs]
+    return [_experience(choice, answer, temperature) for choice in choices]
+
+
+def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperature: float) -> Experience:
+    prompt = _ids(choice if choice.get("prompt_token_ids") is not None else answer, "prompt_token_ids")
+    response = _ids(choice, "token_ids")
+    return Experience(
+        tokens=torch.tensor([*prompt, *response], dtype=torch.int32),
+        logprobs=torch.tensor(_logprobs(choice, len(response)), dtype=torch.float32),
+        prompt_length=len(prompt),
+        prompt_text=choice.get("prompt_text", answer.get("prompt_text")),
+        response_text=_text(choice),
+        truncate_status=None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
+        versions=_versions(choice, answer),
+        temperature=temperature or 1.0,
     )
-    heat = temperature or 1.0
-    return [
-        Experience(
-            tokens=tokens[place],
-            logprobs=values[place],
-            prompt_length=len(prompts[place]),
-            prompt_text=choice.get("prompt_text", answer.get("prompt_text")),
-            response_text=_text(choice),
-            truncate_status=None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
-            versions=_versions(choice, answer),
-            temperature=heat,
-        )
-        for place, choice in enumerate(choices)
-    ]
-
-
-def _prompt(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> list[int]:
-    return _ids(choice if choice.get("prompt_token_ids") is not None else answer, "prompt_token_ids")
 
 
 def _ids(where: Mapping[str, Any], name: str) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
@@ -16,7 +16,7 @@ from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError, not_current, stopping
 from trinity_mq.models.engines.generation.pause import BatchCutOff, PauseControl, Spans
 from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
-from trinity_mq.models.engines.generation.token_stream import BatchListener, Job, TokenStream, stamped
+from trinity_mq.models.engines.generation.token_stream import BatchListener, Job, TokenStream, stamped, token_stream
 from trinity_mq.models.engines.state import EngineState
 
 log = structlog.get_logger(__name__)
@@ -73,7 +73,8 @@ class StaticBatcher:
         self.max_sequences = max_sequences
         self._generator, self._state = generator, state
         self._max_delay, self._hold = max_delay, hold
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tmq-batch-step")  # torch is used by this thread only
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tmq-batch-step")
+        self._commands = ThreadPoolExecutor(1, thread_name_prefix="tmq-weights")
         self._pending: deque[Job] = deque()
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
@@ -113,18 +114,10 @@ class StaticBatcher:
         Raises:
             ApiError: The engine cannot serve this now.
         """
-        if problem := self._state.problem(pin):
-            raise problem
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        stream = TokenStream(answer)
-        self._pending.append(Job(request, pin, answer, request.n, stream))
-        self._arrived.set()
-        try:
+        with token_stream(self._state, pin) as stream:
+            self._pending.append(Job(request, pin, stream.answer, request.n, stream))
+            self._arrived.set()
             yield stream
-        finally:
-            if answer.done() and not answer.cancelled():
-                answer.exception()  # looked at: whoever iterated has had it, whoever left does not want it
-            answer.cancel()
 
     async def _submit(
         self, requests: Sequence[tuple[GenerationRequest | ScoreRequest, int]], pin: Version | None
@@ -160,10 +153,13 @@ class StaticBatcher:
         self._pause_control.release(self._state.version if self._state.phase == "current" else None)
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the worker thread, between batch steps or where one stands still."""
-        if (under_way := self._pause_control.submit(work)) is not None:
-            return await asyncio.wrap_future(under_way)
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        """Run ``work`` in a thread, between batch steps or where one stands still."""
+
+        def alone() -> T:
+            with self._pause_control.model_in_use:
+                return work()
+
+        return await asyncio.get_running_loop().run_in_executor(self._commands, alone)
 
     async def run(self) -> None:
         """Serve until :meth:`close`."""
@@ -174,6 +170,7 @@ class StaticBatcher:
         finally:
             self._fail_pending(stopping())
             self._worker.shutdown(wait=False)
+            self._commands.shutdown(wait=False)
 
     async def close(self, grace: float) -> None:
         """Start no more batch steps; wait for the running one, and after ``grace`` seconds cut it off."""
@@ -265,6 +262,8 @@ class StaticBatcher:
                     job.answer.set_exception(failure)
         else:
             for job, result in zip(jobs, results, strict=True):
+                if isinstance(job.request, GenerationRequest):
+                    self.counters.tokens += sum(len(completion.token_ids) for completion in result)
                 if not job.answer.done():
                     self._settle(job, result, spans)
             self.counters.batch_steps += 1
@@ -295,20 +294,18 @@ class StaticBatcher:
         self._arrived.set()
 
     def _compute(self, jobs: list[Job], loop: asyncio.AbstractEventLoop, spans: Spans) -> list[Any]:
-        to_generate = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, GenerationRequest)]
-        to_score = [(i, job.request) for i, job in enumerate(jobs) if isinstance(job.request, ScoreRequest)]
-        results: list[Any] = [None] * len(jobs)
-        if to_generate:
-            listener = BatchListener([jobs[place] for place, _ in to_generate], loop, self._pause_control, spans)
-            generated = self._generator.generate([request for _, request in to_generate], listener)
-            for (place, _), completions in zip(to_generate, generated, strict=True):
-                results[place] = completions
-                self.counters.tokens += sum(len(completion.token_ids) for completion in completions)
-        if to_score:
-            scored = self._generator.score([request for _, request in to_score])
-            for (place, _), logprobs in zip(to_score, scored, strict=True):
-                results[place] = logprobs
-        return results
+        generating = [job for job in jobs if isinstance(job.request, GenerationRequest)]
+        to_generate = [job.request for job in jobs if isinstance(job.request, GenerationRequest)]
+        to_score = [job.request for job in jobs if isinstance(job.request, ScoreRequest)]
+        generated: Iterator[list[Completion]] = iter(())
+        scored: Iterator[list[float]] = iter(())
+        with self._pause_control.model_in_use:
+            if to_generate:
+                listener = BatchListener(generating, loop, self._pause_control, spans)
+                generated = iter(self._generator.generate(to_generate, listener))
+            if to_score:
+                scored = iter(self._generator.score(to_score))
+        return [next(scored if isinstance(job.request, ScoreRequest) else generated) for job in jobs]
 
     def _fail_pending(self, error: ApiError) -> None:
         while self._pending:

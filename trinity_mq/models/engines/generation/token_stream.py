@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.generation.pause import PauseControl, Spans
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Token
+from trinity_mq.models.engines.state import EngineState
 
 
 class TokenStream:
     """The tokens of one request, as they are sampled: ``begun``, then iterate."""
 
-    def __init__(self, answer: asyncio.Future[Any]) -> None:
-        self._answer = answer
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """Done when the last token was put."""
         self._news: asyncio.Queue[Version | list[Token] | None] = asyncio.Queue()
-        answer.add_done_callback(lambda _: self._news.put_nowait(None))
+        self.answer.add_done_callback(lambda _: self._news.put_nowait(None))
 
     def put(self, news: Version | list[Token]) -> None:
         """Pass on the version that samples, first of all, then tokens."""
@@ -32,7 +35,7 @@ class TokenStream:
         """
         first = await self._news.get()
         if not isinstance(first, tuple):
-            await self._answer
+            await self.answer
             raise RuntimeError("a batch step ended that never began")
         return first
 
@@ -56,7 +59,25 @@ class TokenStream:
                 news = self._news.get_nowait()
             if tokens:
                 yield tokens
-        await self._answer
+        await self.answer
+
+
+@contextlib.contextmanager
+def token_stream(state: EngineState, pin: Version | None) -> Iterator[TokenStream]:
+    """Return a stream for the block; leaving it early cancels the answer.
+
+    Raises:
+        ApiError: The engine cannot serve this now.
+    """
+    if problem := state.problem(pin):
+        raise problem
+    stream = TokenStream()
+    try:
+        yield stream
+    finally:
+        if stream.answer.done() and not stream.answer.cancelled():
+            stream.answer.exception()  # retrieved: the reader has seen it, or has left
+        stream.answer.cancel()
 
 
 @dataclass(slots=True, eq=False)

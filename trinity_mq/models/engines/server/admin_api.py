@@ -170,7 +170,8 @@ class AdminApi:
             checked = await self._batcher.call(lambda: self._generator.check(tensors))
             self._state.touch()
             touched = True
-            canary = await self._batcher.call(lambda: self._apply(checked, body.spec))
+            await self._batcher.call(lambda: self._generator.apply(checked))
+            canary = await self._canary((body.spec.get("canary") or {}).get("tokens") or [])
         except Exception as error:
             log.warning("receive_failed", touched=touched, error=f"{type(error).__name__}: {error}")
             reason = "time ran out" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
@@ -180,11 +181,12 @@ class AdminApi:
         self._state.applied = True
         return self._answer(canary=canary, seconds={"receive": arrived - started, "apply": loop.time() - arrived})
 
-    def _apply(self, checked: Any, spec: Mapping[str, Any]) -> dict[str, Any]:
-        """In the worker thread: copy the weights and say what they make of the canary."""
-        self._generator.apply(checked)
-        tokens = (spec.get("canary") or {}).get("tokens") or []
-        return {"logprobs": self._generator.score([ScoreRequest(tokens)])[0]} if len(tokens) > 1 else {}
+    async def _canary(self, tokens: list[int]) -> dict[str, Any]:
+        """Return the logprobs that the new weights give to the canary."""
+        if len(tokens) < 2:
+            return {}
+        [logprobs] = await self._batcher.call(lambda: self._generator.score([ScoreRequest(tokens)]))
+        return {"logprobs": logprobs}
 
     async def commit(self, request: web.Request) -> web.Response:
         """Give what was taken in its version, and serve it."""

@@ -1,30 +1,26 @@
-"""HTTP to vLLM's server on its unix socket: requests on the event loop, commands of the weight sync from a thread."""
+"""HTTP to vLLM's server on its unix socket."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
-import httpx
 
-from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError, stopping
 from trinity_mq.models.engines.vllm import api
 
-PauseMode = Literal["wait", "keep", "abort"]
 CHUNK_LIMIT = 2**22
 """Bytes of one event of a stream: a chunk of tokens with their logprobs."""
-COMMAND_TIMEOUT = 120.0
 HOST = "http://vllm"
 """Any name: the socket decides where it goes. Each request has a connection of its own, which costs little here: vLLM's
 server closes those on which a command has failed, and the next request on one would be lost with it."""
 
 
 class VllmClient:
-    """Requests to sample and to score. Use it as an async context manager."""
+    """Requests and commands. Use it as an async context manager."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -49,16 +45,21 @@ class VllmClient:
         except (aiohttp.ClientError, OSError):
             return False
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None, **query: str
+    ) -> dict[str, Any]:
         """Return the answer.
 
         Raises:
-            ApiError: 503, the server is gone; or 500, it answered something else than 200, and what.
+            ApiError: 503, the server is gone; or 500, it answered something else than 200, and what, or did not answer
+                within ``timeout`` seconds.
         """
+        limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            async with self._now().post(HOST + path, json=body or {}, params=query) as response:
-                raw = await response.read()
-                return _checked(response.status, raw)
+            async with self._now().post(HOST + path, json=body or {}, params=query, timeout=limit) as response:
+                return _checked(response.status, await response.read())
+        except TimeoutError as error:
+            raise _failed(f"vLLM did not answer {path} within {timeout or 0:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise stopping() from error
 
@@ -83,62 +84,6 @@ class VllmClient:
     def _now(self) -> aiohttp.ClientSession:
         assert self._session is not None, "used outside its context"
         return self._session
-
-
-class VllmControl:
-    """Commands from a worker thread. Each blocks until vLLM has answered, or its time is over."""
-
-    def __init__(self, socket: Path) -> None:
-        transport = httpx.HTTPTransport(uds=str(socket), limits=httpx.Limits(max_keepalive_connections=0))
-        self._http = httpx.Client(transport=transport, base_url=HOST, timeout=COMMAND_TIMEOUT)
-
-    def receive(self, spec: dict[str, Any]) -> None:
-        """Have the workers receive what ``spec`` announces, beside their model, which is not touched.
-
-        Raises:
-            ApiError: Nothing has arrived.
-        """
-        try:
-            self._post(api.START_UPDATE)
-        except ApiError:
-            # an update that was cut off is still open: a body that does not fit makes vLLM give it up
-            try:
-                self._post(api.UPDATE, {"update_info": {"given_up": True}})
-            except ApiError:
-                self._post(api.START_UPDATE)
-        self._post(api.UPDATE, {"update_info": {"spec": spec}}, timeout=2 * float(spec["seconds"]) + 10.0)
-
-    def put_in(self, version: Version | None, mode: PauseMode) -> None:
-        """Put in what has arrived, between two steps of vLLM's; what runs goes on with it, no cache outlives it.
-
-        Raises:
-            ApiError: The weights may be half old, half new, and vLLM cannot take others any more.
-        """
-        self._post(api.PAUSE, mode=mode, clear_cache="true")
-        try:
-            self._post(api.FINISH_UPDATE, {"weight_version": api.label(version)})
-        finally:
-            self._post(api.RESUME)
-
-    def score(self, token_ids: list[int], temperature: float, salt: str) -> list[float]:
-        """Return the logprob of every token after the first."""
-        answer = self._post(api.GENERATE, api.score_body(token_ids, temperature, salt))
-        return api.read_scores(answer, token_ids, temperature)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
-
-    def _post(
-        self, path: str, body: Mapping[str, Any] | None = None, timeout: float = COMMAND_TIMEOUT, **query: str
-    ) -> dict[str, Any]:
-        try:
-            response = self._http.post(path, json=body or {}, params=query, timeout=timeout)
-        except httpx.TimeoutException as error:
-            raise _failed(f"vLLM did not answer {path} within {timeout:g} s") from error
-        except httpx.HTTPError as error:
-            raise stopping() from error
-        return _checked(response.status_code, response.content)
 
 
 def _checked(status: int, raw: bytes) -> dict[str, Any]:

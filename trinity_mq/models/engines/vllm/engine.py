@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from trinity_mq.models.engines.server.admin_api import Receiver
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.torch.generator import choose_device
 from trinity_mq.models.engines.vllm import api
-from trinity_mq.models.engines.vllm.client import VllmClient, VllmControl
+from trinity_mq.models.engines.vllm.client import VllmClient
 from trinity_mq.models.engines.vllm.flow import Flow
 from trinity_mq.models.engines.vllm.generator import VllmGenerator, model_limits
 from trinity_mq.models.errors import EngineFailed
@@ -70,15 +69,14 @@ class VllmChild:
         return await self._process.wait()
 
     def kill(self) -> None:
-        """End it at once; from any thread."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def stop(self) -> None:
         """End it and what it started."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+            self._process.terminate()
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await self._process.wait()
@@ -91,9 +89,6 @@ class VllmChild:
 async def _until_healthy(client: VllmClient) -> None:
     asking = AsyncRetrying(retry=retry_if_result(lambda healthy: not healthy), wait=wait_fixed(ASK_EVERY))
     await asking(client.healthy)
-
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,32 +122,24 @@ async def vllm_parts(config: Config, folder: Path) -> AsyncIterator[VllmParts]:
     try:
         command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu)
         child = await VllmChild.spawn(command, api.server_environment(rollout))
-        control = VllmControl(socket)
         try:
             async with VllmClient(socket) as client:
                 await child.ready(client)
                 generator = VllmGenerator(
                     codec,
-                    control,
+                    client,
                     vocabulary=vocabulary,
                     max_model_len=max_model_len,
                     pause_mode=mode,
                     give_up=child.kill,
                 )
+                sequences = rollout.max_batch_sequences
 
                 def batcher(state: EngineState) -> Flow:
-                    return Flow(
-                        client,
-                        state,
-                        codec,
-                        vocabulary=vocabulary,
-                        max_sequences=rollout.max_batch_sequences,
-                        pause_mode=mode,
-                    )
+                    return Flow(client, state, codec, vocabulary=vocabulary, max_sequences=sequences, pause_mode=mode)
 
                 yield VllmParts(generator, batcher, generator.receive, child)
         finally:
-            control.close()
             await child.stop()
     finally:
         shutil.rmtree(home, ignore_errors=True)

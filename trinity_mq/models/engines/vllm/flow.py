@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,15 +16,15 @@ import structlog
 
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current, stopping
-from trinity_mq.models.engines.generation.batch_step import HOLD_SECONDS, Counters
+from trinity_mq.models.engines.generation.batch_step import HOLD_SECONDS, Counters, PauseMode
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.stopping import cut, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.generation.token_stream import TokenStream
+from trinity_mq.models.engines.generation.token_stream import TokenStream, token_stream
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.vllm import api
 from trinity_mq.models.engines.vllm.choices import Choices, as_tokens
-from trinity_mq.models.engines.vllm.client import PauseMode, VllmClient
+from trinity_mq.models.engines.vllm.client import VllmClient
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +54,7 @@ class Flow:
         self.max_sequences = max_sequences
         self._client, self._state, self._codec = client, state, codec
         self._vocabulary, self._mode, self._hold = vocabulary, pause_mode, hold
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tmq-vllm")  # commands, one after the other
+        self._commands = asyncio.Lock()
         self._waiting = self._under_way = 0
         self._busy_since = 0.0
         self._idle = asyncio.Event()
@@ -92,20 +91,14 @@ class Flow:
         Raises:
             ApiError: The engine cannot serve this now.
         """
-        if problem := self._state.problem(pin):
-            raise problem
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        stream = TokenStream(answer)
-        # no TaskGroup: what the block raises must come out as it is
-        sampling = asyncio.create_task(self._run_stream(request, pin, stream, answer), name="token-stream")
-        try:
-            yield stream
-        finally:
-            sampling.cancel()
-            await asyncio.wait({sampling})
-            if answer.done() and not answer.cancelled():
-                answer.exception()  # looked at: whoever iterated has had it, whoever left does not want it
-            answer.cancel()
+        with token_stream(self._state, pin) as stream:
+            # no TaskGroup: what the block raises must come out as it is
+            sampling = asyncio.create_task(self._run_stream(request, pin, stream), name="token-stream")
+            try:
+                yield stream
+            finally:
+                sampling.cancel()
+                await asyncio.wait({sampling})
 
     async def idle(self) -> None:
         """Return when weights may be received: see the class for what happens to requests under way."""
@@ -122,14 +115,18 @@ class Flow:
             await self._client.post(api.RESUME)
         await self._idle.wait()
 
-    async def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+    async def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a command of the weight sync after those before it; it goes on when the caller is cancelled."""
+
+        async def command() -> T:
+            async with self._commands:
+                return await work()
+
+        return await asyncio.shield(command())
 
     async def run(self) -> None:
         """Serve until :meth:`close`."""
         await self._closed.wait()
-        self._worker.shutdown(wait=False)
 
     async def close(self, grace: float) -> None:
         """Send nothing more; give what is under way ``grace`` seconds."""
@@ -226,9 +223,7 @@ class Flow:
                 if choices.ended(only) and not to_the_end:
                     break
 
-    async def _run_stream(
-        self, request: GenerationRequest, pin: Version | None, stream: TokenStream, answer: asyncio.Future[Any]
-    ) -> None:
+    async def _run_stream(self, request: GenerationRequest, pin: Version | None, stream: TokenStream) -> None:
         try:
             # with top_p, logprobs are known at the end; at temperature 0, all choices are one
             if request.top_p < 1 or (request.temperature == 0 and request.n > 1):
@@ -237,11 +232,11 @@ class Flow:
                 stream.put(as_tokens(completions, version))
             else:
                 await self._sample_stream(request, pin, stream)
-            if not answer.done():
-                answer.set_result(None)
+            if not stream.answer.done():
+                stream.answer.set_result(None)
         except Exception as error:
-            if not answer.done():
-                answer.set_exception(error)
+            if not stream.answer.done():
+                stream.answer.set_exception(error)
 
     async def _sample_stream(self, request: GenerationRequest, pin: Version | None, stream: TokenStream) -> None:
         choices = Choices(request, self._codec.decode, stream)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trinity_mq.config import ModelConfig
 from trinity_mq.messages import Version
+from trinity_mq.models.engines.api_errors import ApiError
+from trinity_mq.models.engines.generation.batch_step import PauseMode
 from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.torch.weights import WeightsError
 from trinity_mq.models.engines.vllm import api
-from trinity_mq.models.engines.vllm.client import PauseMode, VllmControl
+from trinity_mq.models.engines.vllm.client import VllmClient
 from trinity_mq.models.errors import ModelError
+
+COMMAND_TIMEOUT = 120.0
 
 
 class VllmGenerator:
@@ -25,7 +28,7 @@ class VllmGenerator:
     def __init__(
         self,
         codec: TextCodec,
-        control: VllmControl,
+        client: VllmClient,
         *,
         vocabulary: int,
         max_model_len: int,
@@ -35,7 +38,7 @@ class VllmGenerator:
         """``give_up`` ends vLLM, whose model nothing can repair once tensors went into it half-way."""
         self.codec = codec
         self.vocabulary, self.max_model_len = vocabulary, max_model_len
-        self._control, self._mode, self._give_up = control, pause_mode, give_up
+        self._client, self._mode, self._give_up = client, pause_mode, give_up
         self._salt = ""
 
     async def receive(self, spec: dict[str, Any]) -> Mapping[str, Any]:
@@ -44,15 +47,24 @@ class VllmGenerator:
         Raises:
             ApiError: They did not arrive.
         """
-        await asyncio.to_thread(self._control.receive, spec)
+        try:
+            await self._command(api.START_UPDATE)
+        except ApiError:
+            # an update that was cut off is still open: a body that does not fit makes vLLM give it up
+            try:
+                await self._command(api.UPDATE, {"update_info": {"given_up": True}})
+            except ApiError:
+                await self._command(api.START_UPDATE)
+        seconds = 2 * float(spec["seconds"]) + 10.0
+        await self._client.post(api.UPDATE, {"update_info": {"spec": spec}}, timeout=seconds)
         return spec
 
-    def check(self, spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def check(self, spec: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the spec: whether the tensors fit, vLLM says when it loads them, and the canary after that."""
         return spec
 
-    def apply(self, spec: Mapping[str, Any]) -> None:
-        """Put in what was received.
+    async def apply(self, spec: Mapping[str, Any]) -> None:
+        """Put in what was received, between two steps of vLLM's; what runs goes on with it, no cache outlives it.
 
         Raises:
             ApiError: It did not fit, or took too long. The engine ends: its host begins anew.
@@ -61,21 +73,33 @@ class VllmGenerator:
         version: Version | None = None if named is None else (named[0], named[1])
         self._salt = f"canary-{api.label(version)}-{spec['epoch']}-{spec['attempt']}"
         try:
-            self._control.put_in(version, self._mode)
+            await self._command(api.PAUSE, mode=self._mode, clear_cache="true")
+            try:
+                await self._command(api.FINISH_UPDATE, {"weight_version": api.label(version)})
+            finally:
+                await self._command(api.RESUME)
         except BaseException:
             self._give_up()
             raise
 
-    def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[list[float]]:
         """Return for each request the logprob of every token after the first; raises ApiError."""
-        return [self._control.score(list(request.token_ids), request.temperature, self._salt) for request in requests]
+        scores = []
+        for request in requests:
+            body = api.score_body(request.token_ids, request.temperature, self._salt)
+            answer = await self._command(api.GENERATE, body)
+            scores.append(api.read_scores(answer, request.token_ids, request.temperature))
+        return scores
 
-    def weight(self, name: str) -> bytes:
+    async def weight(self, name: str) -> bytes:
         """Refuse: vLLM keeps weights fused and packed, not by the names of the checkpoint."""
         raise WeightsError(
             f"weight {name!r} cannot be read back from a vllm engine, which keeps weights fused and packed; read it "
             "from a checkpoint of the trainer, or use the transformers engine"
         )
+
+    async def _command(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> dict[str, Any]:
+        return await self._client.post(path, body, timeout=COMMAND_TIMEOUT, **query)
 
 
 def model_limits(config: ModelConfig, folder: Path) -> tuple[int, int]:
