@@ -7,8 +7,9 @@ what only our engines understand does not reach a server that would refuse it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -17,14 +18,11 @@ from aiohttp import web
 
 from trinity_mq.config import AuxiliaryModelConfig
 from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current, stopping
-from trinity_mq.models.engines.server.admin_api import guarded
-from trinity_mq.models.engines.server.admin_bodies import LeaseBody, parsed
-from trinity_mq.models.engines.server.openai.api import errors_as_json
-from trinity_mq.models.engines.state import Lease
+from trinity_mq.models.engines.server.http_server import HttpServer, json_object, validated
+from trinity_mq.models.engines.server.openai.requests import ScoreBody
 
 log = structlog.get_logger(__name__)
 
-MAX_BODY = 64 * 1024**2
 HEALTH_SECONDS = 10.0
 """Seconds for one health request."""
 OURS = ("max_prompt_tokens", "return_prompt_text", "return_token_ids")
@@ -33,8 +31,8 @@ BUSY = frozenset({429, 502, 503, 504})
 """HTTP statuses that ask the client to try again later."""
 
 
-class ExternalServer:
-    """Serves what the server at ``model.url`` serves, until its lease runs out or somebody ends it.
+class ExternalServer(HttpServer):
+    """Serves what the server at ``model.url`` serves.
 
     Args:
         model: Where, and what it is called there.
@@ -55,45 +53,21 @@ class ExternalServer:
         host: str = "127.0.0.1",
         lease: float = 60.0,
     ) -> None:
-        self.model, self._id, self._token, self._host, self._seconds = model, engine_id, token, host, lease
+        super().__init__(engine_id, token=token, host=host, lease=lease)
+        self.model = model
         self._base = str(model.url).rstrip("/")
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.served_name = model.served_name
         self.trouble: str | None = "it was not asked yet"
         """Why nothing is served; None: all is well."""
-        self.url = ""
-        self.load = self.answered = 0
-        self._draining = False
-        self._ended, self._look_now = asyncio.Event(), asyncio.Event()
-        self._reason = ""
-
-    def stop(self, reason: str) -> None:
-        """Take no more requests and end :meth:`run`."""
-        if not self._ended.is_set():
-            self._reason, self._draining = reason, True
-            self._ended.set()
+        self.load = 0
+        self._look_now = asyncio.Event()
 
     async def run(self, ready: Callable[[str], None] = lambda url: None) -> str:
         """Serve; call ``ready`` with the URL when requests are taken. Returns why it ended."""
-        self._lease = Lease(self._seconds, lambda: self.stop("lease ran out"))
         limit = aiohttp.ClientTimeout(total=self.model.timeout, sock_connect=HEALTH_SECONDS)
-        runner = web.AppRunner(self._application(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0)
         async with aiohttp.ClientSession(timeout=limit, headers=self._headers) as self._session:
-            await runner.setup()
-            try:
-                site = web.TCPSite(runner, self._host, 0)
-                await site.start()
-                self.url = f"http://{self._host}:{site.port}"
-                await self._look()
-                async with asyncio.TaskGroup() as group:
-                    watching = group.create_task(self._watch_health(), name="health")
-                    ready(self.url)
-                    await self._ended.wait()
-                    watching.cancel()
-            finally:
-                self._lease.end()
-                await runner.cleanup()
-        return self._reason
+            return await super().run(ready)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state that every admin answer holds."""
@@ -102,7 +76,7 @@ class ExternalServer:
             "name": self.model.name,
             "model_path": "",
             "fingerprint": "",
-            "state": "draining" if self._draining else "unreachable" if self.trouble else "current",
+            "state": "draining" if self._ended.is_set() else "unreachable" if self.trouble else "current",
             "trouble": self.trouble,
             "version": None,
             "progress": 0,
@@ -110,23 +84,26 @@ class ExternalServer:
             "tokens": 0,
         }
 
-    def _application(self) -> web.Application:
-        application = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY)
-        admin = {"lease": self._renew, "shutdown": self._shutdown}
-        application.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/v1/models", self._models),
-                web.post("/v1/chat/completions", self._pass_on),
-                web.post("/v1/completions", self._pass_on),
-                web.post("/v1/embeddings", self._pass_on),
-                web.post("/v1/tokenize", self._not_there),
-                web.post("/v1/logprobs", self._score),
-                web.get("/admin/state", guarded(self._token, self._state), allow_head=False),
-                *(web.post(f"/admin/{name}", guarded(self._token, handler)) for name, handler in admin.items()),
-            ]
-        )
-        return application
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes besides lease, state and shutdown."""
+        return [
+            web.get("/health", self._health),
+            web.get("/v1/models", self._models),
+            web.post("/v1/chat/completions", self._pass_on),
+            web.post("/v1/completions", self._pass_on),
+            web.post("/v1/embeddings", self._pass_on),
+            web.post("/v1/tokenize", self._not_there),
+            web.post("/v1/logprobs", self._score),
+        ]
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        """Watch the server's health for the block."""
+        await self._look()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(self._watch_health(), name="health")
+            yield
+            watching.cancel()
 
     # -- its health
 
@@ -186,20 +163,11 @@ class ExternalServer:
         return await self._asked(request, request.path.removeprefix("/v1"), body)
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
-        self._admit()
-        try:
-            body = json.loads(await request.read())
-        except (ValueError, RecursionError) as error:
-            raise bad_request(f"the body is not JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise bad_request(f"the body is {type(body).__name__}, wanted an object")
-        return body
-
-    def _admit(self) -> None:
-        if self._draining:
+        if self._ended.is_set():
             raise stopping()
         if self.trouble is not None:
             raise not_current(f"auxiliary model {self.model.name!r}: {self.trouble}")
+        return json_object(await request.read())
 
     def _for_them(self, body: dict[str, Any], path: str) -> dict[str, Any]:
         """Return a request as the server understands it."""
@@ -220,14 +188,12 @@ class ExternalServer:
                     raise await self._busy(answer)
                 if answer.content_type != "text/event-stream":
                     content = await answer.read()
-                    self.answered += answer.status == 200
                     return web.Response(body=content, status=answer.status, content_type=answer.content_type)
                 stream = web.StreamResponse(status=answer.status, headers={"Content-Type": "text/event-stream"})
                 await stream.prepare(request)
                 async for piece in answer.content.iter_any():
                     await stream.write(piece)
                 await stream.write_eof()
-                self.answered += 1
                 return stream
         except (TimeoutError, aiohttp.ClientError) as error:
             if stream is not None:  # too late for an answer of ours: the stream breaks off
@@ -262,12 +228,10 @@ class ExternalServer:
         body = await self._body(request)
         if not self.model.token_ids:
             raise self._lacks("logprobs of given tokens")
-        tokens, temperature = body.get("tokens"), body.get("temperature", 1.0)
-        if not isinstance(tokens, list) or not tokens or temperature not in {1, None}:
-            raise bad_request(
-                f"an external server scores tokens at temperature 1 only; got temperature {temperature!r} and "
-                f"{len(tokens) if isinstance(tokens, list) else tokens!r} tokens"
-            )
+        given = validated(body, ScoreBody)
+        tokens = given.tokens
+        if given.temperature != 1:
+            raise bad_request(f"an external server scores at temperature 1 only; got {given.temperature:g}")
         asked = {"model": self.served_name, "prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
         answer = await self._asked(request, "/completions", asked)
         if not isinstance(answer, web.Response) or answer.status != 200 or not isinstance(answer.body, bytes):
@@ -298,14 +262,3 @@ class ExternalServer:
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self.model.name, "object": "model", "created": 0, "owned_by": self._base}
         return web.json_response({"object": "list", "data": [model]})
-
-    async def _state(self, request: web.Request) -> web.Response:
-        return web.json_response({"state": self.snapshot()})
-
-    async def _renew(self, request: web.Request) -> web.Response:
-        self._lease.renew((await parsed(request, LeaseBody)).seconds)
-        return web.json_response({"state": self.snapshot()})
-
-    async def _shutdown(self, request: web.Request) -> web.Response:
-        self.stop("asked to")
-        return web.json_response({"state": self.snapshot()})

@@ -1,20 +1,20 @@
-"""The routes of the engine's host, behind a bearer token: its lease, its state, and the commands of the sync gate."""
+"""The routes by which an engine's host syncs weights: the commands of the sync gate."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import structlog
 from aiohttp import web
+from pydantic import Field, NonNegativeInt
 
 from trinity_mq.models.engines.api_errors import ApiError, bad_request, not_current
 from trinity_mq.models.engines.generation.batch_step import StaticBatcher
 from trinity_mq.models.engines.generation.request import ScoreRequest
-from trinity_mq.models.engines.server.admin_bodies import CommitBody, LeaseBody, PauseBody, ReceiveBody, parsed
-from trinity_mq.models.engines.state import EngineState, Lease, StateError
+from trinity_mq.models.engines.server.http_server import Body, parsed
+from trinity_mq.models.engines.state import EngineState, StateError
 from trinity_mq.models.engines.torch.weights import WeightsError
 
 log = structlog.get_logger(__name__)
@@ -23,91 +23,45 @@ Receiver = Callable[[dict[str, Any]], Awaitable[Mapping[str, Any]]]
 """Given the spec of a transfer, returns the tensors by name once all have arrived; touches no model."""
 
 
-Handler = Callable[[web.Request], Awaitable[web.Response]]
+class PauseBody(Body):
+    """``/admin/pause``."""
+
+    timeout: float = Field(default=60.0, gt=0)
+    """Seconds the running batch step has to end."""
+    lease: float = Field(default=120.0, gt=0)
+    """Seconds after which the engine goes on by itself if it hears nothing more."""
 
 
-def guarded(token: str, handler: Handler) -> Handler:
-    """Return ``handler`` for those who know ``token``."""
+class ReceiveBody(Body):
+    """``/admin/receive``."""
 
-    async def checked(request: web.Request) -> web.Response:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
-            raise ApiError(
-                401, "admin routes want 'Authorization: Bearer <token of the ready-file>'", code="invalid_token"
-            )
-        return await handler(request)
+    spec: dict[str, Any]
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds for all tensors to arrive."""
 
-    return checked
+
+class CommitBody(Body):
+    """``/admin/commit``."""
+
+    version: tuple[NonNegativeInt, NonNegativeInt]
+    progress: NonNegativeInt = 0
 
 
 class AdminApi:
-    """The routes under ``/admin``. Every answer holds the engine's state."""
+    """The commands of the sync gate, under ``/admin``."""
 
     def __init__(
         self,
-        *,
         batcher: StaticBatcher,
         state: EngineState,
         generator: Any,
-        lease: Lease,
         receiver: Receiver,
-        token: str,
-        identity: Mapping[str, Any],
-        shutdown: Callable[[str], None],
+        answer: Callable[..., web.Response],
     ) -> None:
-        self._batcher, self._state, self._generator, self._lease = batcher, state, generator, lease
-        self._receiver, self._token, self._identity, self._shutdown = receiver, token, identity, shutdown
+        """``answer`` makes an answer with the engine's state and further fields."""
+        self._batcher, self._state, self._generator = batcher, state, generator
+        self._receiver, self._answer = receiver, answer
         self._transfer: asyncio.Task[web.Response] | None = None
-
-    def routes(self) -> list[web.RouteDef]:
-        """Return the routes."""
-        posts = {
-            "lease": self.lease,
-            "pause": self.pause,
-            "receive": self.receive,
-            "commit": self.commit,
-            "resume": self.resume,
-            "shutdown": self.shutdown,
-        }
-        gets = {"state": self.state, "weight": self.weight}
-        return [
-            *(web.post(f"/admin/{name}", guarded(self._token, handler)) for name, handler in posts.items()),
-            *(
-                web.get(f"/admin/{name}", guarded(self._token, handler), allow_head=False)
-                for name, handler in gets.items()
-            ),
-        ]
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state that every answer holds."""
-        state, counters = self._state, self._batcher.counters
-        return {
-            **self._identity,
-            "state": state.label,
-            "phase": state.phase,
-            "paused": state.paused,
-            "version": None if state.version is None else list(state.version),
-            "progress": state.progress,
-            "load": self._batcher.load,
-            "lease_left": self._lease.left,
-            "rounds": counters.batch_steps,
-            "sequences": counters.sequences,
-            "tokens": counters.tokens,
-            "busy_seconds": counters.busy_seconds,
-        }
-
-    def _answer(self, **fields: Any) -> web.Response:
-        return web.json_response({"state": self.snapshot(), **fields})
-
-    async def state(self, request: web.Request) -> web.Response:
-        """Say how the engine is."""
-        return self._answer()
-
-    async def lease(self, request: web.Request) -> web.Response:
-        """Live on for so many seconds."""
-        body = await parsed(request, LeaseBody)
-        self._lease.renew(body.seconds)
-        return self._answer()
 
     async def pause(self, request: web.Request) -> web.Response:
         """Start no more batch steps and return when the running one is over."""
@@ -204,11 +158,6 @@ class AdminApi:
             self._transfer.cancel()
             await asyncio.wait({self._transfer})
         self._state.resume()
-        return self._answer()
-
-    async def shutdown(self, request: web.Request) -> web.Response:
-        """Finish the batch step and end."""
-        self._shutdown("asked to")
         return self._answer()
 
     async def weight(self, request: web.Request) -> web.Response:

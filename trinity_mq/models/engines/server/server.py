@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import structlog
 from aiohttp import web
 
 from trinity_mq.models.engines.generation.batch_step import PauseMode, StaticBatcher
 from trinity_mq.models.engines.server.admin_api import AdminApi, Receiver
-from trinity_mq.models.engines.server.openai.api import OpenAIApi, Served, errors_as_json
-from trinity_mq.models.engines.state import EngineState, Lease
-
-log = structlog.get_logger(__name__)
-
-MAX_BODY = 64 * 1024**2
-ANSWER_SECONDS = 2.0
-"""Time that finished requests have to send their answers when the server ends."""
+from trinity_mq.models.engines.server.http_server import HttpServer, admin_routes
+from trinity_mq.models.engines.server.openai.api import OpenAIApi
+from trinity_mq.models.engines.state import EngineState
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +38,8 @@ class ServerSettings:
     """Seconds that the running batch step has to end when the server is asked to; none after the lease ran out."""
 
 
-class EngineServer:
-    """Serves one generator until its lease runs out or somebody ends it."""
+class EngineServer(HttpServer):
+    """Serves one generator."""
 
     def __init__(
         self,
@@ -54,6 +49,9 @@ class EngineServer:
         batcher: Callable[[EngineState], Any] | None = None,
     ) -> None:
         """``batcher`` makes what stands in for :class:`StaticBatcher`, where the generator batches by itself."""
+        super().__init__(
+            settings.engine_id, token=settings.token, host=settings.host, port=settings.port, lease=settings.lease
+        )
         self.state = EngineState()
         self.batcher = (
             batcher(self.state)
@@ -66,72 +64,60 @@ class EngineServer:
                 pause_mode=settings.pause_mode,
             )
         )
-        self.url = ""
-        self._generator, self._settings, self._receiver = generator, settings, receiver
-        self._ended = asyncio.Event()
-        self._reason = ""
+        self._settings = settings
+        self._admin = AdminApi(self.batcher, self.state, generator, receiver, self.answer)
+        self._openai = OpenAIApi(
+            self.batcher,
+            self.state,
+            generator,
+            name=settings.model_name,
+            model_path=settings.model_path,
+            max_response_tokens=settings.max_response_tokens,
+        )
 
     def stop(self, reason: str) -> None:
         """Take no more requests, finish the batch step, end :meth:`run`."""
-        if not self._ended.is_set():
-            log.info("engine_stopping", engine=self._settings.engine_id, reason=reason)
-            self._reason = reason
-            self.state.draining = True
-            self._ended.set()
+        self.state.draining = True
+        super().stop(reason)
 
-    async def run(self, ready: Callable[[str], None] = lambda url: None) -> str:
-        """Serve; call ``ready`` with the URL when requests are taken. Returns why it ended."""
-        settings = self._settings
-        lease = Lease(settings.lease, lambda: self.stop("lease ran out"))
-        runner = web.AppRunner(
-            self._application(lease), access_log=None, handler_cancellation=True, shutdown_timeout=ANSWER_SECONDS
-        )
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, settings.host, settings.port)
-            await site.start()
-            self.url = f"http://{settings.host}:{site.port}"
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self.batcher.run(), name="batcher")
-                ready(self.url)
-                await self._ended.wait()
-                await self.batcher.close(0.0 if self._reason == "lease ran out" else settings.grace)
-        finally:
-            lease.end()
-            await runner.cleanup()
-        return self._reason
-
-    def _application(self, lease: Lease) -> web.Application:
-        settings = self._settings
-        codec = self._generator.codec
-        served = Served(
-            name=settings.model_name,
-            model_path=settings.model_path,
-            max_model_len=self._generator.max_model_len,
-            max_response_tokens=settings.max_response_tokens,
-            vocabulary=self._generator.vocabulary,
-        )
-        identity = {
+    def snapshot(self) -> dict[str, Any]:
+        """Return the state that every admin answer holds."""
+        state, settings, counters = self.state, self._settings, self.batcher.counters
+        return {
             "id": settings.engine_id,
             "name": settings.model_name,
             "model_path": settings.model_path,
             "fingerprint": settings.fingerprint,
+            "state": state.label,
+            "phase": state.phase,
+            "paused": state.paused,
+            "version": None if state.version is None else list(state.version),
+            "progress": state.progress,
+            "load": self.batcher.load,
+            "lease_left": self._lease.left,
+            "rounds": counters.batch_steps,
+            "sequences": counters.sequences,
+            "tokens": counters.tokens,
+            "busy_seconds": counters.busy_seconds,
         }
-        admin = AdminApi(
-            batcher=self.batcher,
-            state=self.state,
-            generator=self._generator,
-            lease=lease,
-            receiver=self._receiver,
-            token=settings.token,
-            identity=identity,
-            shutdown=self.stop,
-        )
-        application = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY)
-        application.add_routes(OpenAIApi(self.batcher, self.state, codec, served).routes())
-        application.add_routes(admin.routes())
-        application.add_routes([web.get("/health", self._health)])
-        return application
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes besides lease, state and shutdown."""
+        admin = self._admin
+        posts = {"pause": admin.pause, "receive": admin.receive, "commit": admin.commit, "resume": admin.resume}
+        return [
+            *self._openai.routes(),
+            *admin_routes(self._settings.token, gets={"weight": admin.weight}, posts=posts),
+            web.get("/health", self._health),
+        ]
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        """Run the batcher for the block, then let it finish."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.batcher.run(), name="batcher")
+            yield
+            await self.batcher.close(0.0 if self._reason == "lease ran out" else self._settings.grace)
 
     async def _health(self, request: web.Request) -> web.Response:
         """Say that the process answers; what it can do now is in ``state``."""

@@ -12,8 +12,7 @@ import structlog
 from aiohttp import web
 
 from trinity_mq.models.engines.api_errors import ApiError
-from trinity_mq.models.engines.server.admin_api import guarded
-from trinity_mq.models.engines.server.openai.api import errors_as_json
+from trinity_mq.models.engines.server.http_server import errors_as_json, guarded
 from trinity_mq.sync.channels.base import ChannelError, in_daemon_thread
 from trinity_mq.sync.channels.buckets import raw
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
@@ -49,7 +48,7 @@ class WeightServer:
         """
         if self._runner is None:
             application = web.Application(middlewares=[errors_as_json])
-            bucket = guarded(self.token, self._bucket)  # type: ignore[arg-type]  # a StreamResponse is no Response
+            bucket = guarded(self.token, self._bucket)
             checksums = guarded(self.token, self._checksums)
             application.add_routes(
                 [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -35,23 +33,25 @@ LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"
 SEED_MASK = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Facts about the model that the API reports."""
-
-    name: str
-    model_path: str
-    max_model_len: int
-    max_response_tokens: int
-    """Default of a request without ``max_tokens``."""
-    vocabulary: int
-
-
 class OpenAIApi:
     """The routes under ``/v1``."""
 
-    def __init__(self, batcher: StaticBatcher, state: EngineState, codec: TextCodec, served: Served) -> None:
-        self._batcher, self._state, self._codec, self._served = batcher, state, codec, served
+    def __init__(
+        self,
+        batcher: StaticBatcher,
+        state: EngineState,
+        generator: Any,
+        *,
+        name: str,
+        model_path: str,
+        max_response_tokens: int,
+    ) -> None:
+        """``max_response_tokens`` is for requests without ``max_tokens``."""
+        self._batcher, self._state = batcher, state
+        self._codec: TextCodec = generator.codec
+        self._max_model_len: int = generator.max_model_len
+        self._vocabulary: int = generator.vocabulary
+        self._name, self._model_path, self._max_response_tokens = name, model_path, max_response_tokens
         self._created = int(time.time())
 
     def routes(self) -> list[web.RouteDef]:
@@ -81,7 +81,7 @@ class OpenAIApi:
             chat_choice(number, completion, body, version, self._codec, tools=bool(tools))
             for number, completion in enumerate(completions)
         ]
-        answer = envelope("chat.completion", "chatcmpl", self._served.name, choices, [prompt], completions)
+        answer = envelope("chat.completion", "chatcmpl", self._name, choices, [prompt], completions)
         if body.return_token_ids:
             answer |= {"prompt_token_ids": prompt, "prompt_text": text}
         return _json(answer, version)
@@ -118,7 +118,7 @@ class OpenAIApi:
             ]
         flat = [completion for completions, _ in answers for completion in completions]
         asked = [ids for _, ids in prompts]
-        answer = envelope("text_completion", "cmpl", self._served.name, choices, asked, flat)
+        answer = envelope("text_completion", "cmpl", self._name, choices, asked, flat)
         return _json(answer, min(version for _, version in answers))
 
     async def _streamed(
@@ -132,7 +132,7 @@ class OpenAIApi:
         tools: bool,
     ) -> web.StreamResponse:
         """Answer token by token; a client that closes the connection ends the sampling."""
-        chunks = Chunks(body, wanted, self._codec, model=self._served.name, prompt_text=text, tools=tools)
+        chunks = Chunks(body, wanted, self._codec, model=self._name, prompt_text=text, tools=tools)
         async with self._batcher.stream(wanted, pin) as stream:
             version = await stream.begun()  # until here an error has a status of its own
             return await send(request, stream, chunks, version, _version_header(version))
@@ -142,7 +142,7 @@ class OpenAIApi:
         body = parse(await request.read(), TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages")
-        answer: dict[str, Any] = {"max_model_len": self._served.max_model_len}
+        answer: dict[str, Any] = {"max_model_len": self._max_model_len}
         if body.messages is None:
             prompt = body.prompt or ""
             answer["tokens"] = self._text(lambda: self._codec.encode(prompt, special=True))
@@ -157,19 +157,19 @@ class OpenAIApi:
         """Return the logprob of every given token after the first."""
         pin = self._admitted(request)
         body = parse(await request.read(), ScoreBody)
-        self._check_prompt(body.tokens, self._served.max_model_len, "tokens")
+        self._check_prompt(body.tokens, self._max_model_len, "tokens")
         [(logprobs, version)] = await self._batcher.score([ScoreRequest(body.tokens, body.temperature)], pin)
         return _json({"logprobs": logprobs, "weight_version": list(version)}, version)
 
     async def models(self, request: web.Request) -> web.Response:
         """Return the one model there is."""
         model = {
-            "id": self._served.name,
+            "id": self._name,
             "object": "model",
             "created": self._created,
             "owned_by": "trinity-mq",
-            "root": self._served.model_path,
-            "max_model_len": self._served.max_model_len,
+            "root": self._model_path,
+            "max_model_len": self._max_model_len,
         }
         return web.json_response({"object": "list", "data": [model]})
 
@@ -191,18 +191,18 @@ class OpenAIApi:
     def _prompt(self, prompt: str | list[int]) -> tuple[str, list[int]]:
         if isinstance(prompt, str):
             return prompt, self._text(lambda: self._codec.encode(prompt, special=True))
-        wrong = next((token for token in prompt if not 0 <= token < self._served.vocabulary), None)
+        wrong = next((token for token in prompt if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
             raise bad_request(
-                f"prompt holds token id {wrong}, the vocabulary has 0 to {self._served.vocabulary - 1}", "prompt"
+                f"prompt holds token id {wrong}, the vocabulary has 0 to {self._vocabulary - 1}", "prompt"
             )
         return self._codec.decode([prompt])[0], prompt
 
     def _request(self, body: SamplingBody, prompt: list[int], limit: int | None, seed: int | None) -> GenerationRequest:
-        if body.model not in {"", self._served.name, self._served.model_path}:
+        if body.model not in {"", self._name, self._model_path}:
             raise ApiError(
                 404,
-                f"no model {body.model!r} here; this engine serves {self._served.name!r}",
+                f"no model {body.model!r} here; this engine serves {self._name!r}",
                 code="model_not_found",
                 param="model",
             )
@@ -210,14 +210,12 @@ class OpenAIApi:
             raise bad_request(
                 f"n={body.n} is over explorer.rollout_model.max_batch_sequences={self._batcher.max_sequences}", "n"
             )
-        room = self._served.max_model_len - len(prompt)
-        allowed = min(self._served.max_model_len - 1, body.max_prompt_tokens or self._served.max_model_len)
+        room = self._max_model_len - len(prompt)
+        allowed = min(self._max_model_len - 1, body.max_prompt_tokens or self._max_model_len)
         self._check_prompt(prompt, allowed, "prompt")
         return GenerationRequest(
             prompt=prompt,
-            max_tokens=min(
-                limit or self._served.max_response_tokens, room
-            ),  # beyond it nothing fits: ends with "length"
+            max_tokens=min(limit or self._max_response_tokens, room),  # beyond it nothing fits: ends with "length"
             n=body.n,
             temperature=body.temperature,
             top_p=body.top_p,
@@ -232,15 +230,15 @@ class OpenAIApi:
         if len(tokens) > limit:
             raise bad_request(
                 f"the prompt has {len(tokens)} tokens, {limit} are allowed (model.max_model_len is "
-                f"{self._served.max_model_len}; max_prompt_tokens of the request); shorten it or raise the limit",
+                f"{self._max_model_len}; max_prompt_tokens of the request); shorten it or raise the limit",
                 param,
                 "context_length_exceeded",
                 limit=limit,
                 prompt_token_ids=list(tokens[: limit + 1]),
             )
-        if max(tokens) >= self._served.vocabulary:
+        if max(tokens) >= self._vocabulary:
             raise bad_request(
-                f"{param} holds token id {max(tokens)}, the vocabulary has 0 to {self._served.vocabulary - 1}", param
+                f"{param} holds token id {max(tokens)}, the vocabulary has 0 to {self._vocabulary - 1}", param
             )
 
 
@@ -264,17 +262,3 @@ def parse_pin(text: str | None) -> Version | None:
     if not (generation.isdecimal() and step.isdecimal()):
         raise bad_request(f"{PIN_HEADER} is {text!r}, wanted generation.step such as 1.25", PIN_HEADER)
     return int(generation), int(step)
-
-
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Turn every failure into an OpenAI error body."""
-    try:
-        response: web.StreamResponse = await handler(request)
-    except ApiError as error:
-        return error.response()
-    except web.HTTPException as error:
-        return ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code="http_error").response()
-    except asyncio.CancelledError:
-        raise
-    return response

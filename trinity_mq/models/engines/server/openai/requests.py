@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from trinity_mq.models.engines.api_errors import bad_request
+from trinity_mq.models.engines.server.http_server import Body, json_object, validated
 from trinity_mq.models.engines.server.openai.tools import checked_calls, checked_tools
 
 MAX_STOPS = 16
@@ -78,10 +79,8 @@ class StreamOptions(BaseModel):
     """End with a chunk without choices that says how many tokens were used."""
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(Body):
     """Fields that chat and completion requests share."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str = ""
     n: int = Field(default=1, ge=1)
@@ -104,7 +103,7 @@ class ChatBody(SamplingBody):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
-    tools: list[Any] = []
+    tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = "auto"
 
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -139,19 +138,15 @@ class CompletionBody(SamplingBody):
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
 
-class ScoreBody(BaseModel):
+class ScoreBody(Body):
     """``/v1/logprobs``, ours: logprobs of given tokens."""
-
-    model_config = ConfigDict(extra="forbid")
 
     tokens: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
     temperature: Temperature = 1.0
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Body):
     """``/v1/tokenize``, ours: a text or a conversation as tokens."""
-
-    model_config = ConfigDict(extra="forbid")
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -167,12 +162,7 @@ def parse(raw: bytes, body: type[B]) -> B:
     Raises:
         ApiError: 400; names the option, what was sent and what is taken.
     """
-    try:
-        fields = json.loads(raw)
-    except ValueError as error:
-        raise bad_request(f"the body is not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise bad_request(f"the body is a {type(fields).__name__}, wanted a JSON object")
+    fields = json_object(raw)
     taken = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
     for name in _NEUTRAL.keys() & taken.keys() - body.model_fields.keys():
         value = taken.pop(name)
@@ -184,17 +174,7 @@ def parse(raw: bytes, body: type[B]) -> B:
                 name,
                 "unsupported_option",
             )
-    try:
-        return body.model_validate(taken)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise bad_request(
-                f"unknown option {where!r}; known: {', '.join(sorted(body.model_fields))}", where, "unknown_option"
-            ) from None
-        seen = "" if first["type"] == "missing" else f", got {json.dumps(first['input'], default=repr)[:80]}"
-        raise bad_request(f"{where}: {first['msg']}{seen}", where) from None
+    return validated(taken, body)
 
 
 def checked_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
