@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, get_args, runtime_checkable
 
 from trinity_mq.messages import EngineStatus, Heartbeat
@@ -15,9 +15,9 @@ from trinity_mq.models.inference import ModelRole
 
 STALE = 5.0
 """Seconds without a beat (they come every two) after which an engine is asked only if all others are as silent."""
-SHUNNED = 5.0
+BACKOFF = 5.0
 """Seconds an engine that did not answer is left out; twice as many each time it does not answer again."""
-LONGEST_SHUNNED = 60.0
+MAX_BACKOFF = 60.0
 
 
 @runtime_checkable
@@ -82,7 +82,7 @@ class _Known:
     load: int
     """Load reported in the heartbeat, plus the requests sent since."""
     beat: Heartbeat
-    heard: float
+    received: float
 
     @property
     def serves(self) -> bool:
@@ -91,10 +91,10 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Trouble:
+class _Backoff:
     url: str
     times: int = 0
-    until: float = field(default=0.0)
+    until: float = 0.0
 
 
 class EngineSelector:
@@ -111,23 +111,29 @@ class EngineSelector:
     def __init__(self, beats: Callable[[], Iterable[Heartbeat]]) -> None:
         self._beats = beats
         self._known: dict[str, _Known] = {}
-        self._auxiliary: dict[str, dict[str, _Known]] = {}
-        """By name of the model, then by engine."""
-        self._troubles: dict[str, _Trouble] = {}
+        self._backoffs: dict[str, _Backoff] = {}
 
     def receive(self) -> None:
         """Look at the beats; to be called when there are new ones."""
-        self._look(asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        before, self._known = self._known, {}
+        for beat in self._beats():
+            known = before.get(beat.id)
+            if known is not None and known.beat is beat:
+                self._known[beat.id] = known
+            elif isinstance(beat.detail, EngineStatus) and (model := known_model(beat)) is not None:
+                self._known[beat.id] = _Known(model, beat.detail.load, beat, now)
+        self._backoffs = {name: backoff for name, backoff in self._backoffs.items() if name in self._known}
 
     def lost(self, engine: InferenceModel) -> None:
         """An engine did not answer: leave it out for a while, or until it is served elsewhere."""
-        trouble = self._troubles.get(engine.id)
-        if trouble is None or trouble.url != engine.url:
-            trouble = self._troubles[engine.id] = _Trouble(engine.url)
+        backoff = self._backoffs.get(engine.id)
+        if backoff is None or backoff.url != engine.url:
+            backoff = self._backoffs[engine.id] = _Backoff(engine.url)
         now = asyncio.get_running_loop().time()
-        if now >= trouble.until:  # else one of many that asked it at the same time
-            trouble.times = 1 if now - trouble.until > LONGEST_SHUNNED else trouble.times + 1
-            trouble.until = now + min(LONGEST_SHUNNED, SHUNNED * 2 ** (trouble.times - 1))
+        if now >= backoff.until:  # else one of many that asked it at the same time
+            backoff.times = 1 if now - backoff.until > MAX_BACKOFF else backoff.times + 1
+            backoff.until = now + min(MAX_BACKOFF, BACKOFF * 2 ** (backoff.times - 1))
 
     def __call__(self) -> InferenceModel:
         """Return the engine to ask now.
@@ -135,7 +141,7 @@ class EngineSelector:
         Raises:
             EngineLost: There is none.
         """
-        return self._chosen(lambda: self._known, "rollout engine")
+        return self._chosen(lambda model: model.role == "rollout", "rollout engine")
 
     def auxiliary(self, name: str) -> InferenceModel:
         """Return the engine of an auxiliary model to ask now.
@@ -143,52 +149,29 @@ class EngineSelector:
         Raises:
             EngineLost: There is none.
         """
-        return self._chosen(lambda: self._auxiliary.get(name, {}), f"engine of auxiliary model {name!r}")
+        return self._chosen(
+            lambda model: model.role == "auxiliary" and model.name == name, f"engine of auxiliary model {name!r}"
+        )
 
-    def _chosen(self, among: Callable[[], Mapping[str, _Known]], what: str) -> InferenceModel:
+    def _chosen(self, suits: Callable[[InferenceModel], bool], what: str) -> InferenceModel:
         now = asyncio.get_running_loop().time()
-        if not among() or any(now - known.heard > STALE for known in among().values()):
-            self._look(now)
-        found = among()
+        found = [known for known in self._known.values() if suits(known.model)]
+        if not found or any(now - known.received > STALE for known in found):
+            self.receive()
+            found = [known for known in self._known.values() if suits(known.model)]
         if not found:
             raise EngineLost(f"no living {what} is known")
-        if len(found) == 1:
-            return next(iter(found.values())).model
         ranked: dict[tuple[bool, bool, int], list[_Known]] = {}
-        for known in found.values():
+        for known in found:
             ranked.setdefault((self._doubtful(known, now), not known.serves, known.load), []).append(known)
         chosen = random.choice(ranked[min(ranked)])
         chosen.load += 1
         return chosen.model
 
     def _doubtful(self, known: _Known, now: float) -> bool:
-        trouble = self._troubles.get(known.model.id)
-        backing_off = trouble is not None and trouble.url == known.model.url and now < trouble.until
-        return backing_off or now - known.heard > STALE
-
-    def _look(self, now: float) -> None:
-        before = {**self._known, **{name: known for each in self._auxiliary.values() for name, known in each.items()}}
-        found: dict[str, _Known] = {}
-        for beat in self._beats():
-            known = before.get(beat.id)
-            if known is not None and known.beat is beat:
-                found[beat.id] = known
-            elif (made := _known(beat, now)) is not None:
-                found[beat.id] = made
-        self._known = {name: known for name, known in found.items() if known.model.role == "rollout"}
-        self._auxiliary = {}
-        for name, known in found.items():
-            if known.model.role == "auxiliary":
-                self._auxiliary.setdefault(known.model.name, {})[name] = known
-        self._troubles = {name: trouble for name, trouble in self._troubles.items() if name in found}
-
-
-def _known(beat: Heartbeat, now: float) -> _Known | None:
-    """Return the engine in a beat; None for one that does not say what it serves, and where."""
-    model = known_model(beat)
-    if model is None or not isinstance(beat.detail, EngineStatus):
-        return None
-    return _Known(model=model, load=beat.detail.load, beat=beat, heard=now)
+        backoff = self._backoffs.get(known.model.id)
+        backing_off = backoff is not None and backoff.url == known.model.url and now < backoff.until
+        return backing_off or now - known.received > STALE
 
 
 def known_model(beat: Heartbeat) -> InferenceModel | None:

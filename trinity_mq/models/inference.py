@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from trinity_mq.messages import EngineStatus, Version
 
@@ -12,7 +14,7 @@ ModelRole = Literal["rollout", "auxiliary"]
 
 @dataclass(frozen=True, slots=True)
 class InferenceModel:
-    """Address and identity of a served model; plain data that travels in an engine's heartbeat."""
+    """Address and identity of a served model; plain data that travels in heartbeats."""
 
     id: str
     """The engine's id."""
@@ -27,32 +29,17 @@ class InferenceModel:
     role: ModelRole = "rollout"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a beat carries."""
-        return {
-            "id": self.id,
-            "url": self.url,
-            "name": self.name,
-            "model_path": self.model_path,
-            "version": None if self.version is None else list(self.version),
-            "role": self.role,
-        }
+        """Return the fields by name."""
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> InferenceModel:
-        """Return the handle in a beat; unknown keys are ignored.
+        """Return the handle with these fields; unknown keys are ignored.
 
         Raises:
-            KeyError: ``id``, ``url`` or ``name`` is missing.
+            ValueError: ``id``, ``url`` or ``name`` is missing.
         """
-        version = data.get("version")
-        return cls(
-            id=data["id"],
-            url=data["url"],
-            name=data["name"],
-            model_path=data.get("model_path", ""),
-            version=None if version is None else (int(version[0]), int(version[1])),
-            role=data.get("role", "rollout"),
-        )
+        return TypeAdapter(cls).validate_python(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +68,6 @@ class EngineSnapshot:
 
     def detail(self, role: ModelRole = "rollout") -> EngineStatus:
         """Return the status in the engine's heartbeat."""
-        return EngineStatus(
-            id=self.id,
-            url=self.url,
-            name=self.name,
-            model_path=self.model_path,
-            version=self.version,
-            role=role,
-            load=self.load,
-            state=self.state,
-            fingerprint=self.fingerprint,
-            progress=self.progress,
-            tokens=self.tokens,
-            restarts=self.restarts,
-        )
+        fields = asdict(self)
+        del fields["alive"]
+        return EngineStatus(role=role, **fields)

@@ -8,7 +8,7 @@ from tests.unit.rollout.scripted_engine import scripted_engine
 from trinity_mq.config import Config
 from trinity_mq.messages import Heartbeat, TaskBody, TaskSlice
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.engine_selection import SHUNNED, STALE, EngineSelector
+from trinity_mq.models.engine_selection import BACKOFF, STALE, EngineSelector
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.testing.virtual_time import run_virtually
@@ -76,13 +76,13 @@ def test_one_that_did_not_answer_is_left_out_for_a_while_and_longer_the_second_t
         for _ in range(5):  # many had asked it at the same time
             engines.choice.lost(bad)
         assert engines.chosen() == {"good": 20}
-        await asyncio.sleep(SHUNNED - 0.1)
+        await asyncio.sleep(BACKOFF - 0.1)
         all_beat()
         assert engines.chosen() == {"good": 20}  # its beats say nothing of whether it answers
         await asyncio.sleep(0.2)
         assert engines.chosen(5) == {"bad": 5}
         engines.choice.lost(bad)
-        await asyncio.sleep(2 * SHUNNED - 0.1)
+        await asyncio.sleep(2 * BACKOFF - 0.1)
         all_beat()
         assert engines.chosen() == {"good": 20}
         engines.beat("bad", load=0, url="http://elsewhere")  # restarted

@@ -13,7 +13,7 @@ from trinity_agents.runner.slice_executor import SliceExecutor
 from trinity_mq.config import load_config
 from trinity_mq.messages import Heartbeat, TaskBody, TaskSlice
 from trinity_mq.models import InferenceModel
-from trinity_mq.models.engine_selection import SHUNNED, STALE, Answering, auxiliary_models
+from trinity_mq.models.engine_selection import BACKOFF, STALE, Answering, auxiliary_models
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.attempts import lost_engine
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
@@ -294,7 +294,7 @@ def test_the_engine_of_an_auxiliary_model_is_chosen_like_any():
         judges()
         engines.choice.lost(engines.choice.auxiliary("judge"))
         assert {engines.choice.auxiliary("judge").id for _ in range(9)} == {"j1"}
-        await asyncio.sleep(max(SHUNNED, STALE) + 0.1)
+        await asyncio.sleep(max(BACKOFF, STALE) + 0.1)
         judges(load=0)
         engines.beats["j2"] = engines.beats["j2"].model_copy(update={"state": "holding"})
         engines.choice.receive()

@@ -33,8 +33,7 @@ class EngineAdmin:
             EngineLost: No answer in ``timeout`` seconds, or no engine there.
             EngineRefused: An answer other than 200.
         """
-        raw = await self._call("POST", f"/admin/{command}", timeout, json=body)
-        answer: dict[str, Any] = raw
+        answer: dict[str, Any] = await self._call("POST", f"/admin/{command}", timeout, json=body)
         return answer
 
     async def state(self, timeout: float = 10.0) -> dict[str, Any]:

@@ -40,6 +40,8 @@ STOP_GRACE = 40.0
 MAX_RENEW_INTERVAL = 2.0
 """Renewals also bring the engine's load, which runners choose by."""
 ADOPT_TIMEOUT = 10.0
+REPORTED = ("state", "name", "model_path", "fingerprint", "progress", "load", "tokens")
+"""Fields of an engine's state that its snapshot holds too."""
 
 
 class EngineHost:
@@ -185,7 +187,7 @@ class EngineHost:
         Raises:
             EngineLost: No answer.
         """
-        self._heard(await self._admin_now().state())
+        self._update(await self._admin_now().state())
         return self.snapshot
 
     async def weight(self, name: str) -> bytes:
@@ -201,7 +203,7 @@ class EngineHost:
 
     async def _command_engine(self, command: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
         answer = await self._admin_now().post(command, body, timeout)
-        self._heard(answer["state"])
+        self._update(answer["state"])
         return answer
 
     def _admin_now(self) -> EngineAdmin:
@@ -292,20 +294,10 @@ class EngineHost:
                 if loop.time() - answered > self._lease:
                     process.kill()
 
-    def _heard(self, state: dict[str, Any]) -> None:
-        version = state["version"]
-        self._change(
-            alive=True,
-            state=state["state"],
-            url=self._admin_now().url,
-            name=state["name"],
-            model_path=state["model_path"],
-            fingerprint=state["fingerprint"],
-            version=None if version is None else (version[0], version[1]),
-            progress=state["progress"],
-            load=state["load"],
-            tokens=state["tokens"],
-        )
+    def _update(self, state: dict[str, Any]) -> None:
+        version = None if state["version"] is None else tuple(state["version"])
+        reported = {name: state[name] for name in REPORTED}
+        self._change(alive=True, url=self._admin_now().url, version=version, **reported)
 
     def _gone(self, state: str) -> None:
         self._process = self._admin = None

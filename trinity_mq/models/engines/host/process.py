@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import os
 import secrets
@@ -24,17 +23,6 @@ AUXILIARY_COMMAND = (sys.executable, "-m", "trinity_agents.engine.auxiliary")
 TAIL_LINES = 20
 EXIT_SECONDS = 10.0
 """From closing its pipe to the end of a process that failed to start."""
-
-_left_alone: list[subprocess.Popen[bytes]] = []
-"""Processes that live on without us, kept so that their handles do not complain about it."""
-
-
-@atexit.register
-def _let_go() -> None:
-    """Forget at our end those that live on: Popen takes them for forgotten children, and would say so."""
-    for child in _left_alone:
-        if child.poll() is None:
-            child.returncode = 0
 
 
 class EngineProcess:
@@ -100,7 +88,7 @@ class EngineProcess:
     def leave_alone(self) -> None:
         """Let it live on without us."""
         if self._child is not None and self._child.poll() is None:
-            _left_alone.append(self._child)
+            self._child.returncode = 0  # else Popen warns of a child that nobody waited for
 
 
 def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, num_threads: int) -> subprocess.Popen[bytes]:
