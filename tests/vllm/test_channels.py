@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.sync.weights import manifest_of
 from trinity_mq.models.engines.host.admin_client import ReceiveFailed
-from trinity_mq.models.engines.torch.weights import manifest, named_weights
+from trinity_mq.models.engines.torch.weights import named_weights
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
@@ -23,7 +24,8 @@ async def test_weights_that_are_fetched_replace_all(waiting: Engine, tmp_path: P
     )
     for step in (1, 2):
         model, version = new_weights(waiting.started.folder, 100 + step), (8, step)
-        tensors, entries = list(named_weights(model).items()), manifest(model)
+        tensors = list(named_weights(model).items())
+        entries = manifest_of(tensors)
         where = await channel.offer(version, tensors, entries)
         await waiting.host.pause()
         canary = torch.tensor((await waiting.host.receive(waiting.spec(model, version, where)))["logprobs"])
@@ -44,7 +46,7 @@ async def test_damaged_weights_leave_the_old_ones_serving(waiting: Engine) -> No
     channel, model = MemoryChannel("127.0.0.1", 2**16, 30.0), new_weights(waiting.started.folder, 110)
     await waiting.sync(model, (9, 1))
     other = new_weights(waiting.started.folder, 111)
-    where = await channel.offer((9, 2), list(named_weights(other).items()), manifest(other))
+    where = await channel.offer((9, 2), list(named_weights(other).items()), manifest_of(named_weights(other).items()))
     channel._offered.flats[-1][0] += 1  # type: ignore[union-attr]
     await waiting.host.pause()
     with pytest.raises(ReceiveFailed, match="checksum") as failed:

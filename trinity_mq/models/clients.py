@@ -10,7 +10,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -94,9 +93,7 @@ class EngineClients:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
 

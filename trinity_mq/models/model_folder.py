@@ -161,12 +161,8 @@ def _existing(model_path: str) -> Path:
         folder = _snapshot(model_path)
     try:
         json.loads((folder / "config.json").read_text())
-    except OSError as error:
-        raise ModelError(
-            f"model.model_path {model_path}: {folder}/config.json cannot be read: {error.strerror}"
-        ) from error
-    except ValueError as error:
-        raise ModelError(f"model.model_path {model_path}: {folder}/config.json is not JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.model_path {model_path}: {folder}/config.json cannot be read: {error}") from error
     return folder
 
 

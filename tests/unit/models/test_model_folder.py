@@ -135,7 +135,7 @@ def test_folder_without_a_model_in_it(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         ensure_model_folder(ModelConfig(model_path=str(tmp_path)), Path("unused"), 0)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="is not JSON"):
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: Expecting property name"):
         ensure_model_folder(ModelConfig(model_path=str(tmp_path)), Path("unused"), 0)
 
 

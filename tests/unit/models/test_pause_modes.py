@@ -19,6 +19,7 @@ from trinity_mq.models.engines.generation.pause import BatchCutOff, PauseControl
 from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest, Token
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.torch.generator import TextGenerator
+from trinity_mq.models.engines.torch.weights import named_weights
 
 OLD, NEW = (1, 2), (1, 3)
 AT = 5
@@ -59,8 +60,8 @@ async def serving(generator: TextGenerator, mode: PauseMode) -> AsyncIterator[tu
 def other_weights(generator: TextGenerator) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(1)
     return {
-        name: torch.randn(shape, generator=made) * 0.1 + float(len(shape) == 1)
-        for name, _, shape in generator.manifest()
+        name: torch.randn(weight.shape, generator=made) * 0.1 + float(weight.dim() == 1)
+        for name, weight in named_weights(generator.model).items()
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def some_weights(seed: int) -> Tensors:
     ]
 
 
-def manifest_of(tensors: Tensors) -> Manifest:
+def manifest_of(tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
     return [(name, str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors]
 
 

@@ -6,6 +6,7 @@ Recording happens where the bytes pass, below the client: whatever is built on i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -61,7 +62,6 @@ class RecordingClient(openai.DefaultHttpxClient):
 
         response: httpx2.Response = Retrying(**self._wrapper.not_ready_policy())(attempt)
         if (recording := _recording(response, call)) is not None:
-            assert isinstance(response.stream, httpx2.SyncByteStream)
             response.stream = RecordedStream(response.stream, recording, request.url, self._wrapper.model)
         if not stream:
             try:
@@ -100,8 +100,7 @@ class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
 
         response: httpx2.Response = await AsyncRetrying(**self._wrapper.not_ready_policy())(attempt)
         if (recording := _recording(response, call)) is not None:
-            assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = AsyncRecordedStream(response.stream, recording, request.url, self._wrapper.model)
+            response.stream = RecordedStream(response.stream, recording, request.url, self._wrapper.model)
         if not stream:
             try:
                 await response.aread()
@@ -117,48 +116,39 @@ class AsyncRecordingClient(openai.DefaultAsyncHttpxClient):
             raise _lost(request.url, error, self._wrapper.model) from error
 
 
-class RecordedStream(httpx2.SyncByteStream):
-    """An answer's bytes, which are recorded while they pass."""
+class RecordedStream(httpx2.SyncByteStream, httpx2.AsyncByteStream):
+    """An answer's bytes, which are recorded while they pass; read in the way that ``inner`` is."""
 
-    def __init__(
-        self, inner: httpx2.SyncByteStream, recording: Recording, url: httpx2.URL, model: InferenceModel
-    ) -> None:
+    def __init__(self, inner: Any, recording: Recording, url: httpx2.URL, model: InferenceModel) -> None:
         self._inner, self._recording, self._url, self._model = inner, recording, url, model
 
     def __iter__(self) -> Iterator[bytes]:
+        with self._recorded():
+            for data in self._inner:
+                self._recording.feed(data)
+                yield data
+        self._recording.end()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        with self._recorded():
+            async for data in self._inner:
+                self._recording.feed(data)
+                yield data
+        self._recording.end()
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[None]:
         try:
-            for piece in self._inner:
-                self._recording.feed(piece)
-                yield piece
+            yield
         except httpx2.TransportError as error:
             self._recording.forget()
             raise _lost(self._url, error, self._model) from error
-        self._recording.end()
 
     def close(self) -> None:
         try:
             self._recording.close()
         finally:
             self._inner.close()
-
-
-class AsyncRecordedStream(httpx2.AsyncByteStream):
-    """:class:`RecordedStream` for an event loop."""
-
-    def __init__(
-        self, inner: httpx2.AsyncByteStream, recording: Recording, url: httpx2.URL, model: InferenceModel
-    ) -> None:
-        self._inner, self._recording, self._url, self._model = inner, recording, url, model
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
-            async for piece in self._inner:
-                self._recording.feed(piece)
-                yield piece
-        except httpx2.TransportError as error:
-            self._recording.forget()
-            raise _lost(self._url, error, self._model) from error
-        self._recording.end()
 
     async def aclose(self) -> None:
         try:

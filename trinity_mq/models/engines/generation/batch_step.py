@@ -101,11 +101,11 @@ class StaticBatcher:
         Raises:
             ApiError: The engine cannot serve this now, or the batch step failed.
         """
-        return await self._submit([(request, request.n) for request in requests], pin)
+        return await self._submit(requests, pin)
 
     async def score(self, requests: Sequence[ScoreRequest], pin: Version | None) -> list[tuple[list[float], Version]]:
         """Return the logprobs of each request, with the version they are of; errors as :meth:`generate`."""
-        return await self._submit([(request, 1) for request in requests], pin)
+        return await self._submit(requests, pin)
 
     @contextlib.asynccontextmanager
     async def stream(self, request: GenerationRequest, pin: Version | None) -> AsyncIterator[TokenStream]:
@@ -115,17 +115,17 @@ class StaticBatcher:
             ApiError: The engine cannot serve this now.
         """
         with token_stream(self._state, pin) as stream:
-            self._pending.append(Job(request, pin, stream.answer, request.n, stream))
+            self._pending.append(Job(request, pin, stream.answer, stream))
             self._arrived.set()
             yield stream
 
     async def _submit(
-        self, requests: Sequence[tuple[GenerationRequest | ScoreRequest, int]], pin: Version | None
+        self, requests: Sequence[GenerationRequest] | Sequence[ScoreRequest], pin: Version | None
     ) -> list[Any]:
         if problem := self._state.problem(pin):
             raise problem
         loop = asyncio.get_running_loop()
-        jobs = [Job(request, pin, loop.create_future(), sequences) for request, sequences in requests]
+        jobs = [Job(request, pin, loop.create_future()) for request in requests]
         self._pending.extend(jobs)
         self._arrived.set()
         # a caller that goes away cancels the futures, which drops what has not begun

@@ -87,8 +87,12 @@ class Job:
     request: GenerationRequest | ScoreRequest
     pin: Version | None
     answer: asyncio.Future[Any]
-    sequences: int
     stream: TokenStream | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that it adds to the batch."""
+        return self.request.n if isinstance(self.request, GenerationRequest) else 1
 
 
 class BatchListener:

@@ -16,14 +16,7 @@ from trinity_mq.models.engines.generation.stopping import StopStrings, cut, with
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.torch.decoding import RowListener, decode
 from trinity_mq.models.engines.torch.sampling import tempered_logprobs
-from trinity_mq.models.engines.torch.weights import (
-    ManifestEntry,
-    WeightsError,
-    check,
-    copy_into,
-    manifest,
-    named_weights,
-)
+from trinity_mq.models.engines.torch.weights import WeightsError, check, copy_into, named_weights
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import ensure_model_folder
 
@@ -122,10 +115,6 @@ class TextGenerator:
     def cancel(self) -> None:
         """Make a running :meth:`generate` raise within a decode step. For good; callable from any thread."""
         self._cancelled.set()
-
-    def manifest(self) -> list[ManifestEntry]:
-        """Return name, dtype and shape of every weight."""
-        return manifest(self.model)
 
     def check(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what :meth:`apply` will copy.

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-ManifestEntry = tuple[str, str, list[int]]
-"""``(name, dtype, shape)``, dtype as in ``"float32"``."""
-
 
 class WeightsError(ValueError):
     """The tensors do not fit the model; nothing was changed."""
@@ -26,14 +23,6 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             weights[name] = tensor
     return weights
-
-
-def manifest(model: nn.Module) -> list[ManifestEntry]:
-    """Return name, dtype and shape of every weight."""
-    return [
-        (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        for name, tensor in named_weights(model).items()
-    ]
 
 
 def check(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,62 +34,36 @@ STOP_SECONDS = 10.0
 """From the request to end to the kill: nothing it holds is worth more."""
 
 
-class VllmChild:
-    """One server process; its output goes where ours goes."""
+async def _until_ready(child: Process, client: VllmClient) -> None:
+    """Return when vLLM takes requests. How long that may take, our own host decides.
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @classmethod
-    async def spawn(cls, command: Sequence[str], environment: Mapping[str, str]) -> VllmChild:
-        """Start it. It ends when we do, however that happens."""
-        ours = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, env={**ours, **environment}
-        )
-        log.info("vllm_started", pid=process.pid)
-        return cls(process)
-
-    async def ready(self, client: VllmClient) -> None:
-        """Return when it takes requests. How long that may take, our own host decides.
-
-        Raises:
-            EngineFailed: It ended before.
-        """
-        async with asyncio.TaskGroup() as group:
-            dying = group.create_task(self._process.wait())
-            asking = group.create_task(_until_healthy(client))
-            await asyncio.wait({dying, asking}, return_when=asyncio.FIRST_COMPLETED)
-            asking.cancel()
-            dying.cancel()
-        if self._process.returncode is not None:
-            raise EngineFailed(f"vLLM ended before it took requests (exit code {self._process.returncode})")
-
-    async def exited(self) -> int:
-        """Return when it has ended, with its exit code."""
-        return await self._process.wait()
-
-    def kill(self) -> None:
-        """End it at once."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-
-    async def stop(self) -> None:
-        """End it and what it started."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            async with asyncio.timeout(STOP_SECONDS):
-                await self._process.wait()
-        except TimeoutError:
-            log.warning("vllm_killed", pid=self._process.pid, after_seconds=STOP_SECONDS)
-            self.kill()
-            await self._process.wait()
-
-
-async def _until_healthy(client: VllmClient) -> None:
-    asking = AsyncRetrying(retry=retry_if_result(lambda healthy: not healthy), wait=wait_fixed(ASK_EVERY))
+    Raises:
+        EngineFailed: It ended before.
+    """
+    asking = AsyncRetrying(
+        retry=retry_if_result(lambda healthy: not healthy and child.returncode is None), wait=wait_fixed(ASK_EVERY)
+    )
     await asking(client.healthy)
+    if child.returncode is not None:
+        raise EngineFailed(f"vLLM ended before it took requests (exit code {child.returncode})")
+
+
+async def _stop(child: Process) -> None:
+    """End it and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        child.terminate()
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            await child.wait()
+    except TimeoutError:
+        log.warning("vllm_killed", pid=child.pid, after_seconds=STOP_SECONDS)
+        _kill(child)
+        await child.wait()
+
+
+def _kill(child: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +73,8 @@ class VllmParts:
     generator: VllmGenerator
     batcher: Callable[[EngineState], Flow]
     receiver: Receiver
-    child: VllmChild
+    child: Process
+    """Its server; it ends when we do, however that happens."""
 
 
 @contextlib.asynccontextmanager
@@ -121,17 +97,21 @@ async def vllm_parts(config: Config, folder: Path) -> AsyncIterator[VllmParts]:
     socket = home / "http.sock"
     try:
         command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu)
-        child = await VllmChild.spawn(command, api.server_environment(rollout))
+        ours = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        child = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, env={**ours, **api.server_environment(rollout)}
+        )
+        log.info("vllm_started", pid=child.pid)
         try:
             async with VllmClient(socket) as client:
-                await child.ready(client)
+                await _until_ready(child, client)
                 generator = VllmGenerator(
                     codec,
                     client,
                     vocabulary=vocabulary,
                     max_model_len=max_model_len,
                     pause_mode=mode,
-                    give_up=child.kill,
+                    give_up=lambda: _kill(child),
                 )
                 sequences = rollout.max_batch_sequences
 
@@ -140,12 +120,11 @@ async def vllm_parts(config: Config, folder: Path) -> AsyncIterator[VllmParts]:
 
                 yield VllmParts(generator, batcher, generator.receive, child)
         finally:
-            await child.stop()
+            await _stop(child)
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
-async def stop_with(child: VllmChild, stop: Callable[[str], None]) -> None:
+async def stop_with(child: Process, stop: Callable[[str], None]) -> None:
     """Call ``stop`` with the reason when vLLM ends by itself: our host starts both anew."""
-    code = await child.exited()
-    stop(f"vLLM ended (exit code {code})")
+    stop(f"vLLM ended (exit code {await child.wait()})")

@@ -323,22 +323,14 @@ async def run_concurrently(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 async def run_until_set(come: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
     """Do ``work`` until ``come`` is set; returns whether that was before it was done. What it raises is raised."""
-    async with asyncio.TaskGroup() as group:
-        coming = group.create_task(come.wait())
-        working = group.create_task(_raised_later(work))
+    working, coming = asyncio.create_task(work), asyncio.create_task(come.wait())
+    try:
         await asyncio.wait({coming, working}, return_when=asyncio.FIRST_COMPLETED)
-        coming.cancel()
+    finally:
         working.cancel()
+        coming.cancel()
+        await asyncio.wait({coming, working})
     if working.cancelled():
         return True
-    if error := working.result():
-        raise error
+    working.result()
     return False
-
-
-async def _raised_later(work: Coroutine[Any, Any, Any]) -> Exception | None:
-    try:
-        await work
-    except Exception as error:
-        return error
-    return None

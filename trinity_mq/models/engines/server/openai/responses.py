@@ -6,7 +6,6 @@ import itertools
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trinity_mq.messages import Version
@@ -46,39 +45,29 @@ def chat_choice(
     index: int, completion: Completion, body: ChatBody, version: Version, codec: TextCodec, *, tools: bool = False
 ) -> dict[str, Any]:
     """Return one choice of a chat completion; with ``tools`` the calls in its text are taken out of it."""
-    answered = chat_message(completion.text, completion.finish_reason, tools=tools)
+    content, calls, finish_reason = chat_message(completion.text, completion.finish_reason, tools=tools)
     choice = {
         "index": index,
-        "message": {"role": "assistant", **answered.message},
+        "message": {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})},
         "logprobs": chat_logprobs(completion.token_ids, completion.logprobs, codec) if body.logprobs else None,
-        "finish_reason": answered.finish_reason,
+        "finish_reason": finish_reason,
     }
-    if body.return_token_ids and answered.calls:
+    if body.return_token_ids and calls:
         choice["response_text"] = completion.text
     return choice | _additions(completion, body, version)
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """Fields common to all responses of the API."""
+def chat_message(
+    text: str, finish_reason: FinishReason, *, tools: bool
+) -> tuple[str | None, list[dict[str, Any]], str]:
+    """Return the content of a response, its tool calls and why it ended.
 
-    content: str | None
-    """None where it is tool calls only."""
-    calls: list[dict[str, Any]]
-    finish_reason: str
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The fields of a message."""
-        return {"content": self.content, **({"tool_calls": self.calls} if self.calls else {})}
-
-
-def chat_message(text: str, finish_reason: FinishReason, *, tools: bool) -> Answered:
-    """Return a response's content and the tool calls in it, which are looked for only where ``tools`` were offered."""
+    Calls are looked for only where ``tools`` were offered; the content is None where there is nothing but calls.
+    """
     content, calls = calls_in(text) if tools else (text, [])
     if not calls:
-        return Answered(content, calls, finish_reason)
-    return Answered(content or None, calls, "tool_calls" if finish_reason == "stop" else finish_reason)
+        return content, calls, finish_reason
+    return content or None, calls, "tool_calls" if finish_reason == "stop" else finish_reason
 
 
 def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[float], codec: TextCodec) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,13 @@ from aiohttp import web
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError
 from trinity_mq.models.engines.generation.request import GenerationRequest, Token
-from trinity_mq.models.engines.generation.stopping import cut, without_end
+from trinity_mq.models.engines.generation.stopping import Decode, cut, without_end
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.generation.token_stream import TokenStream
 from trinity_mq.models.engines.server.openai.requests import ChatBody, CompletionBody
 from trinity_mq.models.engines.server.openai.responses import chat_logprobs, chat_message, text_logprobs, usage
 from trinity_mq.models.engines.server.openai.tools import CALL_BEGINS
 
-Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 UNFINISHED = "\ufffd"
 """Decoded form of the first bytes of a character whose rest is missing."""
 
@@ -155,15 +154,16 @@ class Chunks:
         state.token_ids += ids
         ended = news[-1].finish_reason
         delta: Any
+        finish_reason: str | None
         if ended is None:
             finish_reason, text = None, state.flow.add(ids)
             delta = {"content": text} if self._chat else text
         else:
             [text] = self._codec.decode([without_end(state.token_ids, request.stop_ids)])
             text = cut(text, request.stop)
-            answered = chat_message(text, ended, tools=self._tools)
-            finish_reason, rest = answered.finish_reason, state.flow.finish(answered.content or "")
-            calls = [{"index": number, **call} for number, call in enumerate(answered.calls)]
+            content, found, finish_reason = chat_message(text, ended, tools=self._tools)
+            rest = state.flow.finish(content or "")
+            calls = [{"index": number, **call} for number, call in enumerate(found)]
             delta = {"content": rest, **({"tool_calls": calls} if calls else {})} if self._chat else rest
             written = {"response_text": text} if calls else {}
         choice = self._choice(index, delta, finish_reason)
