@@ -226,7 +226,7 @@ async def test_an_engine_that_answers_no_renewal_for_a_whole_lease_is_killed(
     monkeypatch.setattr(host, "_lease", 0.4)
     async with aiohttp.ClientSession() as session:
         monkeypatch.setattr(host, "_session", session)
-        host._connect(EngineProcess(ready, frozen))
+        monkeypatch.setattr(host, "_process", EngineProcess(ready, frozen))
         await asyncio.wait_for(host._one_life(), 10)
     assert frozen.returncode == -signal.SIGKILL
     assert not host.snapshot.alive

@@ -69,7 +69,6 @@ class EngineHost:
         self._start_timeout = start_timeout or _start_timeout(config, auxiliary)
         self._lease = config.explorer.rollout_model.lease
         self._process: EngineProcess | None = None
-        self._admin: EngineAdmin | None = None
         self._session: aiohttp.ClientSession | None = None
         self._closing = False
 
@@ -123,7 +122,7 @@ class EngineHost:
         self._closing = True
         if self._process is not None:
             with contextlib.suppress(EngineError):
-                await self._admin_now().post("shutdown", {})
+                await self._admin().post("shutdown", {})
             try:
                 async with asyncio.timeout(STOP_GRACE):
                     await self._process.exited()
@@ -187,7 +186,7 @@ class EngineHost:
         Raises:
             EngineLost: No answer.
         """
-        self._update(await self._admin_now().state())
+        self._update(await self._admin().state())
         return self.snapshot
 
     async def weight(self, name: str) -> bytes:
@@ -197,28 +196,28 @@ class EngineHost:
             EngineRefused: There is none of that name, or nothing is committed.
             EngineLost: No answer.
         """
-        return await self._admin_now().weight(name)
+        return await self._admin().weight(name)
 
     # -- inside
 
     async def _command_engine(self, command: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
-        answer = await self._admin_now().post(command, body, timeout)
+        answer = await self._admin().post(command, body, timeout)
         self._update(answer["state"])
         return answer
 
-    def _admin_now(self) -> EngineAdmin:
-        if self._admin is None:
+    def _admin(self) -> EngineAdmin:
+        if self._process is None or self._session is None:
             raise EngineLost(f"engine {self.id} is not running")
-        return self._admin
+        return EngineAdmin(self._session, self._process.ready.url, self._process.ready.token)
 
     async def _adopt(self) -> bool:
         """Take over the engine of an earlier host, if it lives, answers and was built from the same settings."""
         ready = ReadyFile.read(self.ready_file)
         if ready is None or not ready.lives():
             return False
-        process = EngineProcess(ready, None)
+        process = self._process = EngineProcess(ready, None)
         try:
-            state = await self._connect(process).state(ADOPT_TIMEOUT)
+            state = await self._admin().state(ADOPT_TIMEOUT)
             if ready.digest == engine_digest(self.config, self.auxiliary):
                 await self._command_engine("lease", {"seconds": self._lease})
                 log.info(
@@ -230,7 +229,7 @@ class EngineHost:
             log.warning("engine_not_adopted", engine=self.id, pid=ready.pid, reason=str(error))
         process.kill()
         await process.exited()
-        self._process = self._admin = None
+        self._process = None
         return False
 
     async def _spawn(self) -> None:
@@ -245,18 +244,11 @@ class EngineHost:
         if self.auxiliary is not None:
             command += ["--auxiliary", self.auxiliary.name]
             threads = self.auxiliary.num_threads
-        process = await EngineProcess.spawn(
+        process = self._process = await EngineProcess.spawn(
             command, self.ready_file, self.output, num_threads=threads, timeout=self._start_timeout
         )
-        self._connect(process)
         await self.refresh()
         log.info("engine_started", engine=self.id, pid=process.ready.pid, url=process.ready.url)
-
-    def _connect(self, process: EngineProcess) -> EngineAdmin:
-        assert self._session is not None
-        self._process = process
-        self._admin = EngineAdmin(self._session, process.ready.url, process.ready.token)
-        return self._admin
 
     async def _one_life(self) -> None:
         """Start the engine unless it lives, and watch it until it dies; raise EngineFailed if that was soon."""
@@ -297,10 +289,10 @@ class EngineHost:
     def _update(self, state: dict[str, Any]) -> None:
         version = None if state["version"] is None else tuple(state["version"])
         reported = {name: state[name] for name in REPORTED}
-        self._change(alive=True, url=self._admin_now().url, version=version, **reported)
+        self._change(alive=True, url=self._admin().url, version=version, **reported)
 
     def _gone(self, state: str) -> None:
-        self._process = self._admin = None
+        self._process = None
         self._change(alive=False, state=state, url="", version=None, load=0)
 
     def _change(self, **fields: Any) -> None:
