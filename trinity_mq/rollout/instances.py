@@ -14,8 +14,8 @@ class Instances:
     Args:
         task: What is to be done.
         kind: The class of the workflow.
-        wrap: Makes a view of an engine with a history of its own that samples with a seed.
-        wrap_auxiliary: Makes views of the auxiliary models.
+        wrap: Makes views of the models for one instance: of an engine, with a history of its own and sampling with a
+            seed, then of the auxiliary models.
         keep: One instance does all runs, one after the other, reset in between; after a failure, or for another engine,
             it is made anew.
     """
@@ -24,13 +24,11 @@ class Instances:
         self,
         task: Task,
         kind: type[Workflow],
-        wrap: Callable[[InferenceModel, int], ModelWrapper],
-        wrap_auxiliary: Callable[[], list[ModelWrapper]],
+        wrap: Callable[[InferenceModel, int], list[ModelWrapper]],
         *,
         keep: bool = False,
     ) -> None:
-        self.task, self.kind, self.wrap, self.wrap_auxiliary = task, kind, wrap, wrap_auxiliary
-        self._keep = keep
+        self.task, self.kind, self.wrap, self._keep = task, kind, wrap, keep
         self._kept: Instance | None = None
         self._to_close: list[Instance] = []
 
@@ -65,8 +63,7 @@ class Instance:
 
     def __init__(self, of: Instances, engine: InferenceModel, seed: int) -> None:
         self._of = of
-        self.model = of.wrap(engine, seed)
-        self._auxiliary = of.wrap_auxiliary()
+        self.model, *self._auxiliary = of.wrap(engine, seed)
         self._workflow: Workflow | None = None
 
     def ready(self, block: Sequence[int]) -> Workflow:

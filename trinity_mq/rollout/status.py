@@ -33,7 +33,7 @@ class SliceOutcome:
     """The outcome of a slice on one runner."""
 
     experiences: list[Experience] = field(default_factory=list)
-    """Metrics of the finished runs, in their order."""
+    """Experiences of the finished runs, in their order."""
     runs: list[int] = field(default_factory=list)
     """The runs that finished, rising."""
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -45,8 +45,3 @@ class SliceOutcome:
     version_max: Version | None = None
     """Newest weights that sampled a token."""
     seconds: float = 0.0
-
-    @classmethod
-    def failure(cls, message: str, seconds: float = 0.0) -> SliceOutcome:
-        """Return the outcome of a slice of which no run finished."""
-        return cls(message=message, seconds=seconds)

@@ -110,7 +110,7 @@ class WorkflowRunner:
         try:
             task = Task.from_body(task_slice.task, task_slice.batch, task_slice.task_id)
         except (TaskError, UnknownNameError) as error:
-            return SliceOutcome.failure(str(error))
+            return SliceOutcome(message=str(error))
         return await self._run(
             task,
             range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times),
@@ -145,7 +145,7 @@ class WorkflowRunner:
         results: RunResults | None = None,
     ) -> SliceOutcome:
         if task.workflow is None:
-            return SliceOutcome.failure("the task has no workflow; set Task.workflow to a Workflow class")
+            return SliceOutcome(message="the task has no workflow; set Task.workflow to a Workflow class")
         mode = self.config.runner.concurrent_mode
         results = RunResults() if results is None else results
         loop = asyncio.get_running_loop()
@@ -164,46 +164,32 @@ class WorkflowRunner:
         instances = Instances(
             task,
             job.kind,
-            lambda engine, run_seed: self._wrap(engine, task, limits, run_seed, pinned, shared),
-            lambda: self._wrap_auxiliaries(models, shared),
+            lambda engine, run_seed: self._wrap(job, engine, run_seed, pinned, shared),
             keep=mode == "sequential" and job.kind.can_reset and not job.kind.can_repeat,
         )
-        units = [
-            RunGroup(job, share, instances) for share in ([runs] if job.kind.can_repeat else [[run] for run in runs])
-        ]
+        groups = [RunGroup(job, each, instances) for each in ([runs] if job.kind.can_repeat else [[n] for n in runs])]
         try:
             async with asyncio.timeout(limits.total) as limit:
-                await _finish(units, mode)
+                await _finish(groups, mode)
         except TimeoutError:
             if not limit.expired():
                 raise
-            add_failure = next((unit.engine_trouble for unit in units if unit.engine_trouble), "")
-            why = f", waiting for an engine: {add_failure}" if add_failure else ""
+            trouble = next((group.engine_trouble for group in groups if group.engine_trouble), "")
+            why = f", waiting for an engine: {trouble}" if trouble else ""
             results.add_failure(f"not done within the {limits.total:g} s of the slice{why}")
         finally:
             await instances.aclose()
         return results.outcome(loop.time() - start)
 
-    def _wrap_auxiliaries(
-        self, models: Callable[[], InferenceModel], clients: EngineClients | None
-    ) -> list[ModelWrapper]:
-        names = [model.name for model in self.config.explorer.auxiliary_models]
-        found = auxiliary_models(names, models, self.auxiliary_models)
-        return [ModelWrapper(model, clients=clients) for model in found]
-
     def _wrap(
-        self,
-        engine: InferenceModel,
-        task: Task,
-        limits: Limits,
-        seed: int,
-        pinned: Version | None,
-        clients: EngineClients | None,
-    ) -> ModelWrapper:
+        self, job: Job, engine: InferenceModel, seed: int, pinned: Version | None, clients: EngineClients | None
+    ) -> list[ModelWrapper]:
+        """Return views of ``engine`` and of the auxiliary models."""
         rollout, model = self.config.explorer.rollout_model, self.config.model
-        return ModelWrapper(
+        names = [auxiliary.name for auxiliary in self.config.explorer.auxiliary_models]
+        policy = ModelWrapper(
             engine,
-            rollout_args=task.rollout_args,
+            rollout_args=job.task.rollout_args,
             seed=seed,
             pinned=pinned,
             enable_history=rollout.enable_history,
@@ -212,16 +198,18 @@ class WorkflowRunner:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             clients=clients,
-            not_ready_timeout=limits.attempt * WAITING_SHARE,
-            request_timeout=limits.attempt,
+            not_ready_timeout=job.limits.attempt * WAITING_SHARE,
+            request_timeout=job.limits.attempt,
         )
+        auxiliaries = auxiliary_models(names, job.models, self.auxiliary_models)
+        return [policy, *(ModelWrapper(auxiliary, clients=clients) for auxiliary in auxiliaries)]
 
 
-async def _finish(units: Sequence[RunGroup], mode: ConcurrentMode) -> None:
-    if len(units) == 1 or mode == "sequential":
-        for unit in units:
-            await unit.finish()
+async def _finish(groups: Sequence[RunGroup], mode: ConcurrentMode) -> None:
+    if len(groups) == 1 or mode == "sequential":
+        for each in groups:
+            await each.finish()
         return
-    async with asyncio.TaskGroup() as group:
-        for unit in units:
-            group.create_task(unit.finish())
+    async with asyncio.TaskGroup() as tasks:
+        for each in groups:
+            tasks.create_task(each.finish())
