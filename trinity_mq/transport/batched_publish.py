@@ -16,7 +16,8 @@ class BatchedPublish(Generic[Key, Item, Answer]):
     """Batches items per key: items that arrive during a call are sent with the next one. A single item goes at once.
 
     Args:
-        call: Processes some items of one key and returns an answer for each. Its exception is raised for each item.
+        call: Processes some items of one key and returns an answer for each, or an exception to raise for it. An
+            exception of its own is raised for each item.
         most: Weight of the items that go together, at most; one goes whatever it weighs.
         weight: Of an item.
         linger: Says how many seconds to wait for company before a call.
@@ -24,7 +25,7 @@ class BatchedPublish(Generic[Key, Item, Answer]):
 
     def __init__(
         self,
-        call: Callable[[Key, list[Item]], Awaitable[Sequence[Answer]]],
+        call: Callable[[Key, list[Item]], Awaitable[Sequence[Answer | Exception]]],
         *,
         most: int,
         weight: Callable[[Item], int] = lambda item: 1,
@@ -62,17 +63,19 @@ class BatchedPublish(Generic[Key, Item, Answer]):
                 if (seconds := self._linger()) > 0.0:
                     await asyncio.sleep(seconds)
                 group = self._next(waiting)
+                answered: list[tuple[tuple[Item, asyncio.Future[Answer]], Answer | Exception]]
                 try:
                     answers = await self._call(key, [item for item, _ in group])
                     answered = list(zip(group, answers, strict=True))
                 except Exception as error:
-                    for _, future in group:
-                        if not future.done():
-                            future.set_exception(error)
-                else:
-                    for (_, future), answer in answered:
-                        if not future.done():
-                            future.set_result(answer)
+                    answered = [(one, error) for one in group]
+                for (_, future), answer in answered:
+                    if future.done():
+                        continue
+                    if isinstance(answer, Exception):
+                        future.set_exception(answer)
+                    else:
+                        future.set_result(answer)
         finally:
             del self._waiting[key]
             for _, future in (*group, *waiting):

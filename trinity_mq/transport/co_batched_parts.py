@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trinity_mq.bus import Envelope, Incoming
-from trinity_mq.bus.base import HeaderValue
+from trinity_mq.bus import Incoming
 from trinity_mq.messages import DecodeError, TaskSlice, Version
-from trinity_mq.runtime.deliveries import EXPERIENCES
 
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience, ExperienceBatch
@@ -66,26 +64,6 @@ class AttemptRows:
         """Raise DecodeError if so many are not what the header of the part says."""
         if self.rows is not None and self.total != experiences:
             raise DecodeError(f"header attempts lists {self.total} experiences, the body holds {experiences}")
-
-
-def shared_part_message(members: Sequence[Member], body: bytes) -> Envelope:
-    """Return the shared part of ``members`` of one ticket; ``body`` holds their experiences in this order."""
-    versions = [member.oldest for member in members if member.oldest is not None]
-    headers: dict[str, HeaderValue] = {
-        "version": 1,
-        "batch": members[0].task_slice.batch,
-        "ticket": members[0].task_slice.ticket,
-        "attempts": ",".join(f"{member.attempt}:{len(member.experiences)}" for member in members),
-    }
-    if versions:
-        headers["policy_version"] = "{}.{}".format(*min(versions))
-    return Envelope(
-        body=body,
-        kind="experience_part",
-        message_id=f"{members[0].attempt}-0+{len(members) - 1}",
-        content_type=EXPERIENCES,
-        headers=headers,
-    )
 
 
 def attempt_rows_of(incoming: Incoming) -> list[AttemptRows]:

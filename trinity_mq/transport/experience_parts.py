@@ -13,7 +13,7 @@ from trinity_mq.messages import BatchClosed, TaskSlice, Version, encode
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
 from trinity_mq.transport.batch_blobs import Content
 from trinity_mq.transport.blobs import BlobStore, resolve
-from trinity_mq.transport.co_batched_parts import AttemptRows, PartKey
+from trinity_mq.transport.co_batched_parts import AttemptRows, Member, PartKey
 
 
 def split_to_size(
@@ -55,28 +55,32 @@ def part_message(
     task_slice: TaskSlice, attempt: str, part: int, parts: int, content: Content, oldest: Version | None = None
 ) -> Envelope:
     """Return one experience part of an attempt at a slice; ``oldest`` are the oldest weights in it."""
-    headers: dict[str, HeaderValue] = {
-        "version": 1,
-        "batch": task_slice.batch,
-        "ticket": task_slice.ticket,
-        "attempt": attempt,
-        "part": part,
-        "parts": parts,
-    }
-    if oldest is not None:
-        headers["policy_version"] = f"{oldest[0]}.{oldest[1]}"
+    headers = _part_headers(task_slice, oldest, attempt=attempt, part=part, parts=parts)
     return _message("experience_part", f"{attempt}-{part}", content, headers)
+
+
+def shared_part_message(members: Sequence[Member], body: bytes) -> Envelope:
+    """Return the part of ``members`` of one ticket; ``body`` holds their experiences in this order. That of a single
+    one is an ordinary part.
+    """
+    first = members[0]
+    if len(members) == 1:
+        return part_message(first.task_slice, first.attempt, 0, 1, body, first.oldest)
+    oldest = min((member.oldest for member in members if member.oldest is not None), default=None)
+    attempts = ",".join(f"{member.attempt}:{len(member.experiences)}" for member in members)
+    headers = _part_headers(first.task_slice, oldest, attempts=attempts)
+    return _message("experience_part", f"{first.attempt}-0+{len(members) - 1}", body, headers)
+
+
+def _part_headers(task_slice: TaskSlice, oldest: Version | None, **more: HeaderValue) -> dict[str, HeaderValue]:
+    headers = {"version": 1, "batch": task_slice.batch, "ticket": task_slice.ticket, **more}
+    return headers if oldest is None else {**headers, "policy_version": f"{oldest[0]}.{oldest[1]}"}
 
 
 def chunk_message(manifest: BatchClosed, op: str, n: int, content: Content) -> Envelope:
     """Return chunk ``n`` of the processing ``op`` of a batch."""
-    headers: dict[str, HeaderValue] = {
-        "version": 1,
-        "batch": manifest.batch,
-        "ticket": manifest.ticket,
-        "op": op,
-        "n": n,
-    }
+    headers: dict[str, HeaderValue] = {"version": 1, "batch": manifest.batch, "ticket": manifest.ticket}
+    headers |= {"op": op, "n": n}
     return _message("experience_chunk", f"{manifest.ticket}-{op}-{n}", content, headers)
 
 

@@ -17,10 +17,16 @@ from typing import Any
 
 import structlog
 
-from trinity_agents.runner.crash_history import CrashHistory
-from trinity_agents.runner.in_flight_slice import CANCELLED, PREEMPTED, InFlightSlice, OpenTickets, SliceKey
+from trinity_agents.runner.in_flight_slice import (
+    CANCELLED,
+    PREEMPTED,
+    CrashHistory,
+    InFlightSlice,
+    OpenTickets,
+    SliceKey,
+)
 from trinity_agents.runner.process_pool import ChildDied, ProcessPool
-from trinity_agents.runner.result_publisher import ResultPublisher, end_of
+from trinity_agents.runner.result_publisher import ResultPublisher
 from trinity_agents.runner.slice_executor import STOP_PATIENCE, SliceExecutor
 from trinity_agents.runner.watchdog import Watchdog
 from trinity_mq.bus import Bus, Consumer, Delivery, Topology
@@ -272,7 +278,8 @@ class Runner(Agent):
 
     async def _finish(self, in_flight: InFlightSlice, outcome: SliceOutcome) -> None:
         """Publish the experiences, then the outcome, then acknowledge."""
-        end: Outcome = end_of(in_flight.task_slice, outcome)
+        is_whole = len(outcome.runs) == in_flight.task_slice.repeat_times
+        end: Outcome = "finished" if is_whole else "partial" if outcome.runs else "failed"
         if in_flight.why == CANCELLED:
             self._counts["cancelled"] += 1
             if not in_flight.task_slice.keep_partial:
@@ -296,7 +303,7 @@ class Runner(Agent):
     async def _retry(self, in_flight: InFlightSlice, what: str, error: Exception) -> None:
         """Requeue a slice for another try on any runner; at the delivery limit report it as poisoned."""
         limit, task_slice = self.config.broker.delivery_limit, in_flight.task_slice
-        self._crashes.note(in_flight, self.id, f"{what}: {error}")
+        self._crashes.add(in_flight, self.id, f"{what}: {error}")
         if in_flight.delivery.deliveries_before + 1 < limit:
             log.warning(
                 "slice_comes_again", ticket=task_slice.ticket, task=task_slice.task_id, why=what, reason=str(error)
@@ -309,12 +316,11 @@ class Runner(Agent):
     async def _poison(self, in_flight: InFlightSlice, reason: str) -> None:
         """Report a slice that ends its runners, dead-letter a copy, then acknowledge."""
         self._counts["poisoned"] += 1
-        await self._publisher.report(in_flight, self._publisher.result(in_flight, "poisoned", reason))
+        await self._publisher.report(in_flight, self._publisher.result(in_flight, "poisoned", message=reason))
         self._remember(in_flight)
-        history = self._crashes.history(in_flight)
-        in_flight.delivery.headers = {**in_flight.delivery.headers, "dead-history": "\n".join(history)}
+        history = "\n".join(self._crashes.pop(in_flight))
+        in_flight.delivery.headers = {**in_flight.delivery.headers, "dead-history": history}
         await dead_letter(self.bus, self.topology, in_flight.delivery, reason, self.id)
-        self._crashes.forget(in_flight)
         await acknowledge(in_flight.delivery)
 
     def _remember(self, in_flight: InFlightSlice) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import math
 import multiprocessing
@@ -18,21 +17,19 @@ import msgpack
 
 from trinity_mq.config import Config
 from trinity_mq.experience import EncodeError, Experience
-from trinity_mq.messages import TaskResult, TaskSlice, decode, encode
+from trinity_mq.messages import TaskSlice, decode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.rollout.run_results import RunResults
-from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.runtime.children import limit_memory
+from trinity_mq.runtime.process import die_with_parent
 from trinity_mq.telemetry import setup_logging
 from trinity_mq.workflows import RunFailedError
 
-ASK, LOST, RUN = b"engine?", b"lost", b"run"
-"""Kinds of frames that the process sends: a question for the engine to use; an engine that did not answer, which
-follows; a finished run, whose number, metrics and experiences follow. Any other frame is the result of the slice."""
-
-_PR_SET_PDEATHSIG = 1
+ASK, LOST, RUN, END = b"engine?", b"lost", b"run", b"end"
+"""Kinds of frames that the process sends, each followed by its body: a question for the engine to use (empty); an
+engine that did not answer; a finished run, its experiences in a third frame; message and seconds of the slice."""
 
 
 def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) -> None:
@@ -54,7 +51,8 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
     results = RunResults()
     results.on_run = lambda run: _send_run(pipe, results, run)
     outcome = asyncio.run(runner.run_slice(task_slice, _ParentEngines(pipe), results))
-    pipe.send_bytes(encode(_end(task_slice, outcome)))
+    end = {"message": outcome.message, "seconds": outcome.seconds}
+    _send(pipe, END, msgpack.packb(end, unicode_errors="replace"))
     # Threads of workflows that never return, and what they registered to do at exit, keep nobody here.
     os._exit(0)
 
@@ -62,7 +60,7 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
 def _die_with_parent(seconds: float) -> None:
     """End this process with those who wait for it, even where it hangs inside C code."""
     os.setsid()  # with what the slice starts, a group that can be killed as one
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # of the fork server
+    die_with_parent(os.getppid(), signal.SIGKILL)  # the fork server
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(math.ceil(seconds))
     faulthandler.enable()
@@ -87,8 +85,12 @@ def _send_run(pipe: Connection, results: RunResults, run: int) -> None:
         head = msgpack.packb({"run": run, "metrics": results.metrics[run]})
     except (EncodeError, TypeError, ValueError, OverflowError) as error:
         raise RunFailedError(f"the experiences do not encode: {error}") from error
-    for part in (RUN, head, body):
-        pipe.send_bytes(part)
+    _send(pipe, RUN, head, body)
+
+
+def _send(pipe: Connection, *frames: bytes) -> None:
+    for frame in frames:
+        pipe.send_bytes(frame)
 
 
 class _ParentEngines:
@@ -101,7 +103,7 @@ class _ParentEngines:
 
     def __call__(self) -> InferenceModel:
         """Ask the runner which engine to use."""
-        self._pipe.send_bytes(ASK)
+        _send(self._pipe, ASK, b"")
         answer: dict[str, Any] = msgpack.unpackb(self._pipe.recv_bytes())
         if "engine" in answer:
             self._auxiliary = {each["name"]: InferenceModel.from_dict(each) for each in answer["auxiliary"]}
@@ -118,20 +120,4 @@ class _ParentEngines:
 
     def lost(self, engine: InferenceModel) -> None:
         """Tell the runner that an engine did not answer."""
-        self._pipe.send_bytes(LOST)
-        self._pipe.send_bytes(msgpack.packb(engine.to_dict()))
-
-
-def _end(task_slice: TaskSlice, outcome: SliceOutcome) -> TaskResult:
-    """Return the result to send after all runs."""
-    return TaskResult(
-        batch=task_slice.batch,
-        ticket=task_slice.ticket,
-        task_id=task_slice.task_id,
-        run_base=task_slice.run_base,
-        repeat_times=task_slice.repeat_times,
-        attempt="isolated",
-        outcome="finished" if len(outcome.runs) == task_slice.repeat_times else "partial" if outcome.runs else "failed",
-        message=outcome.message,
-        seconds=outcome.seconds,
-    )
+        _send(self._pipe, LOST, msgpack.packb(engine.to_dict()))

@@ -12,15 +12,15 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgpack
 
-from trinity_agents.runner.pool_child import ASK, LOST, RUN, child_main
+from trinity_agents.runner.pool_child import ASK, END, LOST, RUN, child_main
 from trinity_mq.config import Config
 from trinity_mq.experience import Experience
-from trinity_mq.messages import DecodeError, TaskResult, TaskSlice, decode, encode
+from trinity_mq.messages import DecodeError, TaskSlice, encode
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Engines, auxiliary_models
 from trinity_mq.models.errors import EngineLost, EngineNotReady
@@ -83,20 +83,17 @@ class ProcessPool:
             ChildDied: The process ended without an outcome, or was killed because its time was over.
         """
         results = RunResults() if results is None else results
-        conversation = _Conversation(models, results, [model.name for model in config.explorer.auxiliary_models])
         async with self._slots:
-            child = _Child(task_slice, config)
+            child = _Child(task_slice, config, models, results)
             self._children.add(child)
             try:
                 await _within(START_LIMIT, child.start, "did not start")
-                seconds = task_slice.slice_timeout + GRACE
-                end = await _within(seconds, lambda: child.follow(conversation), "did not end", overdue=True)
+                limit = task_slice.slice_timeout + GRACE
+                seconds = await _within(limit, child.follow, "did not end", overdue=True)
             finally:
                 self._children.discard(child)
                 child.kill()
-        if end.message:
-            results.add_failure(end.message)
-        return results.outcome(end.seconds)
+        return results.outcome(seconds)
 
     async def close(self) -> None:
         """Kill what still runs: each :meth:`run` under way raises ChildDied."""
@@ -104,39 +101,20 @@ class ProcessPool:
             child.kill()
 
 
-class _Conversation:
-    """The runner's end of the conversation with a child; its methods are called in a thread."""
-
-    def __init__(self, models: Callable[[], InferenceModel], results: RunResults, auxiliaries: Sequence[str]) -> None:
-        self._models, self._results, self._auxiliaries = models, results, auxiliaries
-        self._loop = asyncio.get_running_loop()
-
-    def engine(self) -> bytes:
-        """Return which engine to use now."""
-        return asyncio.run_coroutine_threadsafe(_engine(self._models, self._auxiliaries), self._loop).result()
-
-    def lost(self, engine: bytes) -> None:
-        """Pass on that an engine did not answer."""
-        if isinstance(self._models, Engines):
-            self._loop.call_soon_threadsafe(self._models.lost, InferenceModel.from_dict(msgpack.unpackb(engine)))
-
-    def run_finished(self, head: bytes, body: bytes) -> None:
-        """Keep a run."""
-        said = msgpack.unpackb(head)
-        experiences = Experience.deserialize_many(body)
-        self._loop.call_soon_threadsafe(self._results.keep, said["run"], experiences, said["metrics"])
-
-
 class _Child:
-    """One process and the pipe to it. Its methods block, except :meth:`kill`."""
+    """One process, the pipe to it, and the answers to its questions. Its methods block, except :meth:`kill`."""
 
-    def __init__(self, task_slice: TaskSlice, config: Config) -> None:
+    def __init__(
+        self, task_slice: TaskSlice, config: Config, models: Callable[[], InferenceModel], results: RunResults
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._ours, self._theirs = context.Pipe()
         self._process = context.Process(
             target=child_main, args=(self._theirs, encode(task_slice), config.model_dump_json(), GRACE), name="isolated"
         )
+        self._auxiliaries = [model.name for model in config.explorer.auxiliary_models]
+        self._models, self._results, self._loop = models, results, asyncio.get_running_loop()
         self._pid: int | None = None
         self._killed = False
 
@@ -149,32 +127,53 @@ class _Child:
         if self._killed:
             self.kill()
 
-    def follow(self, conversation: _Conversation) -> TaskResult:
-        """Listen to the process until its slice is over; return what it says at the end, which is not about runs.
+    def follow(self) -> float:
+        """Listen to the process until its slice is over; return the seconds that it took.
 
         Raises:
-            ChildDied: The pipe ended before, or what came through it is none of what it should be.
+            ChildDied: The pipe ended before, or what came through it does not decode.
         """
         try:
-            while True:
-                head = self._ours.recv_bytes()
-                if head == ASK:
-                    self._ours.send_bytes(conversation.engine())
-                elif head == LOST:
-                    conversation.lost(self._ours.recv_bytes())
-                elif head == RUN:
-                    conversation.run_finished(self._ours.recv_bytes(), self._ours.recv_bytes())
-                else:
-                    break
+            while (kind := self._ours.recv_bytes()) != END:
+                self._receive(kind)
+            end = msgpack.unpackb(self._ours.recv_bytes())
+            message, seconds = end["message"], float(end["seconds"])
         except (EOFError, OSError):
             raise _died(self._end()) from None
-        except DecodeError as error:
-            raise ChildDied(f"its process sent a run that does not decode: {error}", self._end()) from error
-        exitcode = self._end()
+        except (DecodeError, ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+            raise ChildDied(f"its process sent what does not decode: {error}", self._end()) from error
+        if message:
+            self._loop.call_soon_threadsafe(self._results.add_failure, message)
+        self._end()
+        return seconds
+
+    def _receive(self, kind: bytes) -> None:
+        body = self._ours.recv_bytes()
+        if kind == ASK:
+            self._ours.send_bytes(asyncio.run_coroutine_threadsafe(self._engine(), self._loop).result())
+        elif kind == LOST:
+            if isinstance(self._models, Engines):
+                lost = InferenceModel.from_dict(msgpack.unpackb(body))
+                self._loop.call_soon_threadsafe(self._models.lost, lost)
+        elif kind == RUN:
+            run = msgpack.unpackb(body)
+            experiences = Experience.deserialize_many(self._ours.recv_bytes())
+            self._loop.call_soon_threadsafe(self._results.keep, run["run"], experiences, run["metrics"])
+        else:
+            raise DecodeError(f"a frame of kind {kind[:20]!r}")
+
+    async def _engine(self) -> bytes:
+        """Return which engines to use now, or why there is none, as the process reads it."""
+        answer: dict[str, Any]
         try:
-            return decode(head, TaskResult)
-        except DecodeError as error:
-            raise ChildDied(f"its process sent an outcome that does not decode: {error}", exitcode) from error
+            auxiliary = auxiliary_models(self._auxiliaries, self._models)
+            answer = {"engine": self._models().to_dict(), "auxiliary": [model.to_dict() for model in auxiliary]}
+        except EngineNotReady as error:
+            answer = {"error": str(error), "retry_after": error.retry_after}
+        except EngineLost as error:
+            answer = {"error": str(error)}
+        packed: bytes = msgpack.packb(answer)
+        return packed
 
     def kill(self) -> None:
         """Kill the process and what it has started, now or as soon as it has started."""
@@ -205,20 +204,6 @@ def _died(exitcode: int | None) -> ChildDied:
     else:
         how = f"ended with exit code {exitcode}"
     return ChildDied(f"its process {how} before it had an outcome", exitcode)
-
-
-async def _engine(models: Callable[[], InferenceModel], auxiliaries: Sequence[str]) -> bytes:
-    """Return which engines to use, or why there is none, as the process reads it."""
-    answer: dict[str, Any]
-    try:
-        beside = auxiliary_models(auxiliaries, models)
-        answer = {"engine": models().to_dict(), "auxiliary": [model.to_dict() for model in beside]}
-    except EngineNotReady as error:
-        answer = {"error": str(error), "retry_after": error.retry_after}
-    except EngineLost as error:
-        answer = {"error": str(error)}
-    packed: bytes = msgpack.packb(answer)
-    return packed
 
 
 async def _within(seconds: float, function: Callable[[], T], failure: str, *, overdue: bool = False) -> T:

@@ -26,8 +26,8 @@ from trinity_mq.runtime.notify import Notifier
 from trinity_mq.transport.batch_blobs import Content, delete_blobs, part_name, stored
 from trinity_mq.transport.batched_publish import BatchedPublish
 from trinity_mq.transport.blobs import BlobStore
-from trinity_mq.transport.co_batched_parts import Member, shared_part_message
-from trinity_mq.transport.experience_parts import part_message, split_to_size
+from trinity_mq.transport.co_batched_parts import Member
+from trinity_mq.transport.experience_parts import part_message, shared_part_message, split_to_size
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +57,6 @@ class ResultPublisher:
 
     Args:
         bus: Connected by the time something is published.
-        topology: The run's names.
         config: Sizes and compression.
         store: For what no message takes.
         runner: Whose reports they are.
@@ -81,21 +80,44 @@ class ResultPublisher:
         self._bus, self._topology, self._config, self._store = bus, topology, config, store
         self._in_flight_count = in_flight_count
         self._runner, self._woken, self._abandoned = runner, woken, abandoned
-        self._shares = BatchedPublish(
-            self._publish_shares, most=SHARED, weight=lambda member: member.size, linger=self._pause
+        self._shared_parts = BatchedPublish(
+            self._publish_shared_part, most=SHARED, weight=lambda member: member.size, linger=self._pause
         )
         self._results = BatchedPublish(self._publish_results, most=MOST_RESULTS, linger=self._pause)
 
-    def result(self, in_flight: InFlightSlice, end: Outcome, message: str | None = None) -> TaskResult:
-        """Return the result of a slice without experiences."""
-        return slice_result(
-            in_flight.task_slice,
-            in_flight.attempt,
-            self._runner,
-            end,
-            message=message,
-            seconds=in_flight.seconds,
+    def result(
+        self,
+        in_flight: InFlightSlice,
+        end: Outcome,
+        *,
+        outcome: SliceOutcome | None = None,
+        parts: int = 0,
+        message: str | None = None,
+    ) -> TaskResult:
+        """Return the result of a slice; ``outcome`` is that of its workflow, if its runs count.
+
+        Raises:
+            ValidationError: The outcome's metrics are no numbers.
+        """
+        task_slice, outcome = in_flight.task_slice, outcome or SliceOutcome(message=message)
+        text = outcome.message
+        return TaskResult(
+            batch=task_slice.batch,
+            ticket=task_slice.ticket,
+            task_id=task_slice.task_id,
+            run_base=task_slice.run_base,
+            repeat_times=task_slice.repeat_times,
+            attempt=in_flight.attempt,
+            outcome=end,
+            runner=self._runner,
             returned=in_flight.delivery.deliveries_before,
+            runs=outcome.runs,
+            parts=parts,
+            metrics=outcome.metrics,
+            message=text and text[:MESSAGE_LIMIT].encode(errors="replace").decode(),
+            seconds=in_flight.seconds,
+            version_min=outcome.version_min,
+            version_max=outcome.version_max,
         )
 
     async def deliver(self, in_flight: InFlightSlice, outcome: SliceOutcome, end: Outcome) -> TaskResult:
@@ -110,19 +132,20 @@ class ResultPublisher:
         size = size_at_most(experiences)
         try:
             if not experiences:
-                return self._done(in_flight, outcome, end, parts=0)
+                return self.result(in_flight, end, outcome=outcome)
             if size <= SMALL:
-                result = self._done(in_flight, outcome, end, parts=1)
+                result = self.result(in_flight, end, outcome=outcome, parts=1)
                 member = Member(task_slice, in_flight.attempt, experiences, size, outcome.version_min)
-                taken = await self._taken(in_flight, functools.partial(self._share, member))
+                ticket = (task_slice.batch, task_slice.ticket)
+                taken = await self._taken(in_flight, functools.partial(self._shared_parts.ask, ticket, member))
             else:
                 contents = await self._contents(in_flight, experiences, size)
-                result = self._done(in_flight, outcome, end, parts=len(contents))
+                result = self.result(in_flight, end, outcome=outcome, parts=len(contents))
                 taken = await self._publish(in_flight, contents, outcome.version_min)
         except (EncodeError, DecodeError, MessageTooLarge, ValidationError) as error:
             log.warning("slice_unfit", ticket=task_slice.ticket, task=task_slice.task_id, reason=str(error))
-            return self.result(in_flight, "failed", str(error))
-        return result if taken else self.result(in_flight, "late", "its batch is closed")
+            return self.result(in_flight, "failed", message=str(error))
+        return result if taken else self.result(in_flight, "late", message="its batch is closed")
 
     async def report(self, in_flight: InFlightSlice, result: TaskResult) -> None:
         """Publish the result, confirmed.
@@ -135,25 +158,13 @@ class ResultPublisher:
 
     async def close(self) -> None:
         """Drop what is not published yet."""
-        await self._shares.close()
+        await self._shared_parts.close()
         await self._results.close()
 
     # -- inside
 
     def _pause(self) -> float:
         return LINGER if self._in_flight_count() >= CROWD else 0.0
-
-    def _done(self, in_flight: InFlightSlice, outcome: SliceOutcome, end: Outcome, *, parts: int) -> TaskResult:
-        return slice_result(
-            in_flight.task_slice,
-            in_flight.attempt,
-            self._runner,
-            end,
-            outcome=outcome,
-            parts=parts,
-            seconds=in_flight.seconds,
-            returned=in_flight.delivery.deliveries_before,
-        )
 
     async def _contents(self, in_flight: InFlightSlice, experiences: list[Experience], size: int) -> list[Content]:
         """Return the parts of one attempt, stored where they are too large for a message."""
@@ -168,13 +179,11 @@ class ResultPublisher:
         the store.
         """
         task_slice = in_flight.task_slice
-        exchange, key = (
-            self._topology.exchange("experiences"),
-            self._topology.batch_routing_key(task_slice.batch, task_slice.ticket),
-        )
+        exchange = self._topology.exchange("experiences")
+        key = self._topology.batch_routing_key(task_slice.batch, task_slice.ticket)
         for part, content in enumerate(contents):
-            mail = part_message(task_slice, in_flight.attempt, part, len(contents), content, oldest)
-            if not await self._taken(in_flight, functools.partial(self._bus.publish, exchange, key, mail)):
+            message = part_message(task_slice, in_flight.attempt, part, len(contents), content, oldest)
+            if not await self._taken(in_flight, functools.partial(self._bus.publish, exchange, key, message)):
                 orphans = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
                 await delete_blobs(self._store, *(part_name(task_slice.ticket, in_flight.attempt, n) for n in orphans))
                 return False
@@ -199,40 +208,28 @@ class ResultPublisher:
             await self._woken.wait(RETURNED_PAUSE)
         return True
 
-    async def _share(self, member: Member) -> bool:
-        answer = await self._shares.ask((member.task_slice.batch, member.task_slice.ticket), member)
-        if isinstance(answer, EncodeError | MessageTooLarge):
-            raise answer
-        return answer
-
-    async def _publish_shares(
-        self, ticket: tuple[BatchId, str], members: list[Member]
-    ) -> list[bool | EncodeError | MessageTooLarge]:
+    async def _publish_shared_part(self, ticket: tuple[BatchId, str], members: list[Member]) -> list[bool | Exception]:
         """Publish the experiences of several attempts as one part; one that is unfit holds up no other."""
-        experiences = [each for member in members for each in member.experiences]
         try:
-            body = ExperienceBatch.of(experiences).encode(self._config.compression)
-            first = members[0]
-            mail = (
-                part_message(first.task_slice, first.attempt, 0, 1, body, first.oldest)
-                if len(members) == 1
-                else shared_part_message(members, body)
+            body = ExperienceBatch.of([each for member in members for each in member.experiences]).encode(
+                self._config.compression
             )
             key = self._topology.batch_routing_key(*ticket)
-            taken = await self._bus.publish(self._topology.exchange("experiences"), key, mail)
+            message = shared_part_message(members, body)
+            taken = await self._bus.publish(self._topology.exchange("experiences"), key, message)
         except (EncodeError, MessageTooLarge) as error:
             if len(members) == 1:
                 return [error]
-            return [answer for member in members for answer in await self._publish_shares(ticket, [member])]
+            return [answer for member in members for answer in await self._publish_shared_part(ticket, [member])]
         return [taken] * len(members)
 
     async def _publish_results(self, batch: str, results: list[TaskResult]) -> list[bool]:
         if len(results) == 1:
-            mail = envelope(results[0], message_id=f"result-{results[0].attempt}")
+            message = envelope(results[0], message_id=f"result-{results[0].attempt}")
         else:
             ids = f"results-{results[0].attempt}+{len(results) - 1}"
-            mail = envelope(TaskResults(results=results), message_id=ids, headers={"batch": results[0].batch})
-        return [await self._bus.publish(self._topology.exchange("results"), batch, mail)] * len(results)
+            message = envelope(TaskResults(results=results), message_id=ids, headers={"batch": results[0].batch})
+        return [await self._bus.publish(self._topology.exchange("results"), batch, message)] * len(results)
 
 
 def size_at_most(experiences: Sequence[Experience]) -> int:
@@ -253,49 +250,3 @@ def size_at_most(experiences: Sequence[Experience]) -> int:
                 return SMALL + 1
             size += len(value) if isinstance(value, str) else 0
     return size
-
-
-def end_of(task_slice: TaskSlice, outcome: SliceOutcome) -> Outcome:
-    """Return the outcome of a slice whose workflow was executed."""
-    if len(outcome.runs) == task_slice.repeat_times:
-        return "finished"
-    return "partial" if outcome.runs else "failed"
-
-
-def slice_result(
-    task_slice: TaskSlice,
-    attempt: str,
-    runner: str,
-    end: Outcome,
-    *,
-    parts: int = 0,
-    outcome: SliceOutcome | None = None,
-    message: str | None = None,
-    seconds: float = 0.0,
-    returned: int = 0,
-) -> TaskResult:
-    """Return the result of an attempt; ``outcome`` is that of the workflow, if it was executed.
-
-    Raises:
-        ValidationError: The outcome's metrics are no numbers.
-    """
-    done = outcome or SliceOutcome.failure(message or "")
-    text = message if outcome is None else outcome.message
-    return TaskResult(
-        batch=task_slice.batch,
-        ticket=task_slice.ticket,
-        task_id=task_slice.task_id,
-        run_base=task_slice.run_base,
-        repeat_times=task_slice.repeat_times,
-        attempt=attempt,
-        outcome=end,
-        runner=runner,
-        returned=returned,
-        runs=done.runs,
-        parts=parts,
-        metrics=done.metrics,
-        message=text and text[:MESSAGE_LIMIT].encode(errors="replace").decode(),
-        seconds=seconds,
-        version_min=done.version_min,
-        version_max=done.version_max,
-    )

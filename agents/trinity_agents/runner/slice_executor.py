@@ -28,7 +28,6 @@ class SliceExecutor:
     """Executes the workflows of slices.
 
     Args:
-        config: The run's configuration.
         models: Returns the engine to use now.
         workflows: Runs what runs in this process.
         isolated: Runs what has come back before, or blocks, in processes. None: its own.

@@ -8,8 +8,8 @@ from tests.unit.agents.world import a_slice, experience
 from trinity_mq.bus import Envelope, Incoming
 from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
 from trinity_mq.messages.batches import Accepted, BatchClosed, Wanted
-from trinity_mq.transport.co_batched_parts import AttemptRows, Member, attempt_rows_of, shared_part_message
-from trinity_mq.transport.experience_parts import Part, decode_parts, requested_parts
+from trinity_mq.transport.co_batched_parts import AttemptRows, Member, attempt_rows_of
+from trinity_mq.transport.experience_parts import Part, decode_parts, requested_parts, shared_part_message
 
 
 def member(attempt: str, *runs: int, task: int = 0, oldest: tuple[int, int] | None = (1, 3)) -> Member:

@@ -20,7 +20,8 @@ from trinity_mq.messages import TaskBody, TaskResult, TaskResults, TaskSlice, de
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.transport.co_batched_parts import Member, attempt_rows_of, shared_part_message
+from trinity_mq.transport.co_batched_parts import Member, attempt_rows_of
+from trinity_mq.transport.experience_parts import shared_part_message
 
 
 @pytest.fixture(autouse=True)
