@@ -34,8 +34,6 @@ class BatchQueues:
     """Declares, watches and replaces the batch queues of tickets.
 
     Args:
-        bus: A connected bus.
-        topology: The run's names.
         tickets: Returns the open tickets.
     """
 

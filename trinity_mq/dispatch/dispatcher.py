@@ -70,9 +70,6 @@ class Dispatcher:
     event loop and must not block.
 
     Args:
-        config: The run's configuration.
-        bus: A connected bus.
-        topology: The run's names.
         owner: Id of the agent whose heartbeats list :attr:`open_tickets`.
         save: Called where the protocol demands that state be durable before going on.
         next_heartbeat: Returns the number of the owner's next heartbeat, stamped on slices.

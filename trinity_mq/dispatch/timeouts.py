@@ -1,13 +1,18 @@
-"""Time limits: deadlines on a clock that stops with the broker, and a limit that follows how long slices take."""
+"""Time limits: deadlines on a clock that stops with the broker, a limit that follows how long slices take, and when the
+rest of a batch is cut off.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Literal
 
 from trinity_mq.bus import Bus
-from trinity_mq.config import ExplorerConfig
+from trinity_mq.config import ExplorerConfig, OverRolloutConfig
+from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import TaskResult
 
 
@@ -70,3 +75,39 @@ class SliceTimes:
         if not self._config.enable or self._batches < self._config.warmup_min_steps or not self._seconds:
             return seconds
         return min(seconds, self._seconds / self._count * self._config.ratio)
+
+
+CutOffReason = Literal["timeout", "enough"]
+
+
+def required_tasks(count: int, config: OverRolloutConfig) -> int:
+    """Return how many of ``count`` tasks must be done before the others may be cut off, rounded up."""
+    return math.ceil(round(count * (1 - config.ratio), 9))  # 10 * (1 - 0.9) is 0.9999999999999998
+
+
+def seconds_left(done: int, total: int, required: int, *, time_left: float, wait_left: float) -> float:
+    """Return for how many seconds unfinished tasks are still waited for; 0 or less: no longer.
+
+    Args:
+        done: Number of tasks that are done.
+        total: Number of all tasks.
+        required: Number of tasks after which only ``wait_left`` applies.
+        time_left: Seconds that are left of the batch's timeout.
+        wait_left: Seconds that are left to the others once ``required`` tasks are done.
+    """
+    if done >= total:
+        return 0.0
+    return min(time_left, wait_left) if done >= required else time_left
+
+
+def pass_time(ticket: Ticket, seconds: float, config: ExplorerConfig) -> CutOffReason | None:
+    """Let ``seconds`` of an incomplete ticket's time pass; return why the rest is to be cut off, None if it is not."""
+    over_rollout, done, total = config.over_rollout, ticket.finished_count, len(ticket.tasks)
+    applies = over_rollout.ratio and ticket.deliver == "pipeline"
+    required = required_tasks(total, over_rollout) if applies else total
+    ticket.time_left -= seconds
+    if done >= required:
+        ticket.wait_left = (over_rollout.wait_after_min if ticket.wait_left is None else ticket.wait_left) - seconds
+    if seconds_left(done, total, required, time_left=ticket.time_left, wait_left=ticket.wait_left or 0.0) > 0:
+        return None
+    return "timeout" if ticket.time_left <= 0 else "enough"

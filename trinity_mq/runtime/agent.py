@@ -11,21 +11,24 @@ from typing import Any, ClassVar
 
 import structlog
 
-from trinity_mq.bus import Bus, Consumer, Delivery, Topology
+from trinity_mq.bus import Bus, Consumer, Delivery, Lock, LockHeld, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import ControlEvent, Heartbeat, Message, Metrics, Role
 from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus
 from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.heartbeats import HEARTBEAT_INTERVAL, HEARTBEAT_LEASE, HeartbeatPublisher
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.runtime.peers import Peers
+from trinity_mq.runtime.peers import HEARTBEAT_INTERVAL, HEARTBEAT_LEASE, HeartbeatPublisher, Peers
 from trinity_mq.runtime.process import is_run_over
 from trinity_mq.telemetry import MetricsWriter
 
 log = structlog.get_logger(__name__)
 
 __all__ = ["HEARTBEAT_INTERVAL", "HEARTBEAT_LEASE", "Agent"]
+
+LOCK_RETRY = 2.0
+"""Seconds between two tries to take a lock that another agent holds."""
+TAKEN_OVER = "another {0.role} of this run may have taken over while this one, {0.id}, was disconnected"
 
 
 class Agent(ABC):
@@ -54,7 +57,10 @@ class Agent(ABC):
         """Notified on every change that an agent's main loop may wait for."""
         self.state = "starting"
         self.heartbeat_seq = 0
-        self._waits_for: str | None = None
+        self.lock: Lock | None = None
+        """The lock of the run under which this agent acts, if it needs one."""
+        self.waits_for: str | None = None
+        """The awaited event, None while the agent works."""
         self._waits_since = 0.0
         self._heartbeats = HeartbeatPublisher(bus, topology, agent_id, self._current_heartbeats)
 
@@ -78,16 +84,11 @@ class Agent(ABC):
 
     def set_state(self, state: str, waits_for: str | None = None) -> None:
         """Set what the agent does and what it waits for; a change sends a heartbeat."""
-        if (state, waits_for) != (self.state, self._waits_for):
-            if waits_for != self._waits_for:
+        if (state, waits_for) != (self.state, self.waits_for):
+            if waits_for != self.waits_for:
                 self._waits_since = asyncio.get_running_loop().time()
-            self.state, self._waits_for = state, waits_for
+            self.state, self.waits_for = state, waits_for
             self.heartbeat_soon()
-
-    @property
-    def waits_for(self) -> str | None:
-        """The awaited event, None while the agent works."""
-        return self._waits_for
 
     def heartbeat_soon(self) -> None:
         """Send a heartbeat now rather than at the next interval."""
@@ -102,7 +103,7 @@ class Agent(ABC):
 
     async def run(self) -> None:
         """Connect, serve, send a last heartbeat, close."""
-        if not await self._connect():
+        if not await self.woken.unless(self.draining.is_set, self.bus.connect()):
             return
         try:
             await self.bus.declare(*self.topology.durable)
@@ -112,28 +113,12 @@ class Agent(ABC):
             await self.with_background(
                 self._serve_once(subscribed),
                 self._listen(subscribed),
-                self._send_heartbeats(subscribed),
                 self._send_metrics(),
             )
-            self.state, self._waits_for = "gone" if self.draining.is_set() else "finished", None
+            self.state, self.waits_for = "gone" if self.draining.is_set() else "finished", None
             await self._heartbeats.once()
         finally:
             await self.bus.close()
-
-    async def _connect(self) -> bool:
-        """Return True once connected, False when asked to drain before that."""
-        connecting = asyncio.ensure_future(self.bus.connect())
-        draining = asyncio.ensure_future(self.draining.wait())
-        try:
-            await asyncio.wait((connecting, draining), return_when=asyncio.FIRST_COMPLETED)
-            if not connecting.done():
-                return False
-            connecting.result()
-        finally:
-            for task in (connecting, draining):
-                task.cancel()
-            await asyncio.wait((connecting, draining))
-        return True
 
     async def _serve_once(self, subscribed: asyncio.Event) -> None:
         await subscribed.wait()
@@ -164,6 +149,7 @@ class Agent(ABC):
             asyncio.TaskGroup() as group,
         ):
             subscribed.set()
+            group.create_task(self._heartbeats.run())
             group.create_task(self.each(heartbeats, self._on_heartbeat, quiet=self.role != "explorer"))
             group.create_task(self.each(commands, self._on_control))
 
@@ -206,6 +192,43 @@ class Agent(ABC):
         """Act on a pause or resume command; the default ignores both."""
         log.info("control_ignored", verb=event.verb)
 
+    async def take_lock(self, name: str, state: str, waits_for: str, *, until: Callable[[], bool]) -> bool:
+        """Take the run's lock ``name`` once it is free; return False if ``until`` holds before.
+
+        Meanwhile the heartbeats say ``state`` and ``waits_for``.
+        """
+        while not until():
+            try:
+                self.lock = await self.bus.lock(self.topology.lock(name))
+            except LockHeld:
+                self.set_state(state, waits_for)
+                await self.woken.wait(LOCK_RETRY)
+            else:
+                return True
+        return False
+
+    async def restart_without_lock(self) -> None:
+        """Wait until the lock is lost.
+
+        Raises:
+            RestartMe: It is.
+        """
+        assert self.lock is not None
+        await self.lock.wait_lost()
+        raise RestartMe(TAKEN_OVER.format(self))
+
+    async def ensure_lock(self) -> None:
+        """Return while the lock is held, waiting through a lost connection; without a lock at once.
+
+        Raises:
+            RestartMe: Another agent took it meanwhile, which alone may write now.
+        """
+        if self.lock is None or self.lock.held:
+            return
+        await self.bus.wait_usable()
+        if not self.lock.held:
+            raise RestartMe(TAKEN_OVER.format(self))
+
     async def publish(self, exchange: str, key: str, message: Message, *, message_id: str | None = None) -> bool:
         """Publish a control-plane message of this run and wait for its confirm."""
         return await self.bus.publish(self.topology.exchange(exchange), key, envelope(message, message_id=message_id))
@@ -214,10 +237,6 @@ class Agent(ABC):
         while True:
             metrics = await self._unsent.get()
             await self.publish("telemetry", f"metrics.{self.role}.{self.id}", metrics)
-
-    async def _send_heartbeats(self, subscribed: asyncio.Event) -> None:
-        await subscribed.wait()
-        await self._heartbeats.run()
 
     def _current_heartbeats(self) -> Iterable[Heartbeat]:
         now = asyncio.get_running_loop().time()
@@ -229,8 +248,8 @@ class Agent(ABC):
             incarnation=self.incarnation,
             lease=HEARTBEAT_LEASE,
             state=self.state,
-            waits_for=self._waits_for,
-            waits_seconds=now - self._waits_since if self._waits_for else 0.0,
+            waits_for=self.waits_for,
+            waits_seconds=now - self._waits_since if self.waits_for else 0.0,
             detail=self.detail(),
         )
         return own, *self.hosted_heartbeats()

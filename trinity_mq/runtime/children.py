@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import os
 import resource
-import selectors
 import signal
-import struct
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
 
-_LENGTH = struct.Struct("<Q")
 _READY = b"ready"
-_CHUNK = 1 << 20
 _EXIT_SECONDS = 0.2
 """Seconds that a child gets to end by itself once its input is closed."""
 
@@ -61,6 +57,7 @@ class ChildServer:
         self._silence = silence
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
         self._inherited: list[subprocess.Popen[bytes] | None] = []
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
@@ -84,67 +81,51 @@ class ChildServer:
         """
         with self._lock:
             try:
-                child = self._child or self._start()
-                answer = self._exchange(child, request, max_answer)
+                pipe = self._pipe or self._start()
+                try:
+                    pipe.send_bytes(request)
+                    return self._receive(pipe, max_answer)
+                except (EOFError, OSError):
+                    raise ChildEndedError(self._end()) from None
             except BaseException:  # the answer to an interrupted request must not reach the next one
                 self._end()
                 raise
-            if answer is None:
-                raise ChildEndedError(self._end())
-            return answer
 
     def close(self) -> None:
         """End the child."""
         with self._lock:
             self._end()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        pipe = subprocess.PIPE
+    def _start(self) -> Connection:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._child = subprocess.Popen(
-            self._command, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment
-        )
-        if self._receive(self._child, len(_READY)) != _READY:
-            raise ChildNotStartedError(f"the child process ended with code {self._end()} before it was ready")
-        return self._child
-
-    def _exchange(self, child: subprocess.Popen[bytes], request: bytes, max_answer: int) -> bytes | None:
-        assert child.stdin is not None
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._child = subprocess.Popen(
+                self._command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+            )
         try:
-            write_frame(child.stdin, request)
-        except BrokenPipeError:
-            return None
-        return self._receive(child, max_answer)
+            self._receive(self._pipe, len(_READY))
+        except (EOFError, OSError):
+            raise ChildNotStartedError(f"the child process ended with code {self._end()} before it was ready") from None
+        return self._pipe
 
-    def _receive(self, child: subprocess.Popen[bytes], max_bytes: int) -> bytes | None:
-        """Return the next frame, None if the child ends before."""
-        assert child.stdout is not None
-        data, wanted = bytearray(), _LENGTH.size
-        deadline = time.monotonic() + self._silence
-        with selectors.DefaultSelector() as selector:
-            selector.register(child.stdout, selectors.EVENT_READ)
-            while len(data) < wanted:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise ChildSilentError(f"no answer in {self._silence:g} s: the machine has no time for it")
-                read = os.read(child.stdout.fileno(), min(_CHUNK, wanted - len(data)))
-                if not read:
-                    return None
-                data += read
-                if len(data) == _LENGTH.size:
-                    (length,) = _LENGTH.unpack(data)
-                    if length > max_bytes:
-                        return None
-                    wanted += length
-        return bytes(data[_LENGTH.size :])
+    def _receive(self, pipe: Connection, max_bytes: int) -> bytes:
+        """Return the next frame; EOFError or OSError: the child has ended, or says too much."""
+        if not pipe.poll(self._silence):
+            raise ChildSilentError(f"no answer in {self._silence:g} s: the machine has no time for it")
+        return pipe.recv_bytes(max_bytes)
 
     def _end(self) -> int:
         """Kill the child; return its exit code."""
-        child, self._child = self._child, None
+        child, self._child, pipe, self._pipe = self._child, None, self._pipe, None
+        if pipe is not None:
+            pipe.close()
         if child is None:
             return 0
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
         try:
             return child.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -154,26 +135,21 @@ class ChildServer:
     def _forget(self) -> None:
         """Leave the child and the lock to the process that this one was forked from."""
         self._inherited.append(self._child)  # kept: a Popen that is collected while its process runs warns
-        self._child = None
+        self._child = self._pipe = None
         self._lock = threading.Lock()
 
 
 def serve(answer: Callable[[bytes], bytes]) -> None:
     """Answer the requests of a :class:`ChildServer` until it closes the pipe; runs in the child process."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what is printed must not get between the answers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes our input
-    write_frame(answers, _READY)
-    while len(header := sys.stdin.buffer.read(_LENGTH.size)) == _LENGTH.size:
-        write_frame(answers, answer(sys.stdin.buffer.read(_LENGTH.unpack(header)[0])))
-
-
-def write_frame(pipe: IO[bytes], body: bytes) -> None:
-    """Write a length (u64, little-endian) and as many bytes to an unbuffered pipe."""
-    for part in (_LENGTH.pack(len(body)), body):
-        rest = memoryview(part)
-        while rest:
-            rest = rest[pipe.write(rest) :]
+    with Connection(os.dup(0)) as pipe:
+        pipe.send_bytes(_READY)
+        while True:
+            try:
+                request = pipe.recv_bytes()
+            except EOFError:
+                return
+            pipe.send_bytes(answer(request))
 
 
 def limit_memory(limit: int) -> None:

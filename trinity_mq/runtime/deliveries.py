@@ -34,24 +34,15 @@ def envelope(
         value = getattr(message, name, None)
         if isinstance(value, str | int) and name not in found:
             found[name] = value
-    body = encode(message)
-    if message_id is None:
-        return Envelope(
-            body=body,
-            kind=message.kind,
-            content_type=CONTENT_TYPE,
-            headers=found,
-            correlation_id=correlation_id,
-            reply_to=reply_to,
-        )
+    own_id = {} if message_id is None else {"message_id": message_id}
     return Envelope(
-        body=body,
+        body=encode(message),
         kind=message.kind,
-        message_id=message_id,
         content_type=CONTENT_TYPE,
         headers=found,
         correlation_id=correlation_id,
         reply_to=reply_to,
+        **own_id,
     )
 
 

@@ -129,12 +129,6 @@ class Supervisor:
                     await child.process.wait()
         return max((child.code for child in self._children.values()), default=0)
 
-    async def wait(self, name: str) -> Phase:
-        """Return how ``name`` ended, once it has: finished, stopped or failed."""
-        child = self._child(name)
-        await child.ended.wait()
-        return child.phase
-
     async def restart(self, name: str) -> None:
         """Stop the process ``name`` and start it again, uncounted; one that has ended for good stays ended."""
         child = self._child(name)

@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -37,11 +37,41 @@ async def in_thread(function: Callable[[], T], name: str, stop: Callable[[int], 
     Raises:
         RuntimeError: It raised a BaseException other than Exception, SystemExit and CancelledError.
     """
-    thread, context, loop = _DaemonThread(name), contextvars.copy_context(), asyncio.get_running_loop()
+    loop, context, future = asyncio.get_running_loop(), contextvars.copy_context(), Future[T]()
+    lock, is_over = threading.Lock(), False
+
+    def call() -> T:
+        nonlocal is_over
+        try:
+            return context.run(function)
+        finally:
+            with lock:
+                is_over = True
+
+    def work() -> None:
+        try:
+            try:
+                result = call()
+            except BaseException as error:
+                passes = isinstance(error, Exception | SystemExit | asyncio.CancelledError)
+                passes = passes and not isinstance(error, StopIteration)  # which no future carries
+                future.set_exception(error if passes else RuntimeError(f"raised {error!r}, wanted an Exception"))
+            else:
+                future.set_result(result)
+        except AbandonedError:
+            return  # an interruption that came late: nobody waits any more
+
+    future.set_running_or_notify_cancel()
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
     try:
-        return await loop.run_in_executor(thread, context.run, function)
+        return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        thread.abandon(loop.time(), stop)
+        with lock:
+            if not is_over:
+                _abandoned[thread] = loop.time()
+                if stop is not None and thread.ident is not None:
+                    stop(thread.ident)
         raise
 
 
@@ -55,55 +85,6 @@ def stuck_threads(since: float = math.inf) -> list[str]:
 def interrupt(thread: int) -> None:
     """Raise AbandonedError in a thread, as soon as it executes Python code."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(AbandonedError))
-
-
-class _DaemonThread(Executor):
-    """Runs one call in a daemon thread."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._in_function = True
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Start the thread."""
-        future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                self._work(future, lambda: fn(*args, **kwargs))
-            except AbandonedError:
-                return  # an interruption that came late: nobody waits any more
-
-        self._thread = threading.Thread(target=work, name=self._name, daemon=True)
-        self._thread.start()
-        return future
-
-    def _work(self, future: Future[T], call: Callable[[], T]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            try:
-                result = call()
-            finally:
-                with self._lock:
-                    self._in_function = False
-        except BaseException as error:
-            passes = isinstance(error, Exception | SystemExit | asyncio.CancelledError)
-            passes = passes and not isinstance(error, StopIteration)  # which no future carries
-            future.set_exception(error if passes else RuntimeError(f"raised {error!r}, wanted an Exception"))
-        else:
-            future.set_result(result)
-
-    def abandon(self, now: float, stop: Callable[[int], None] | None) -> None:
-        """Leave the thread to itself, and ask it to end."""
-        with self._lock:
-            if not self._in_function or self._thread is None:
-                return
-            _abandoned[self._thread] = now
-            if stop is not None and self._thread.ident is not None:
-                stop(self._thread.ident)
 
 
 async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.messages import Heartbeat, SchedulerStatus
 from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter
-from trinity_mq.runtime.heartbeats import HEARTBEAT_LEASE, HeartbeatPublisher
-from trinity_mq.runtime.peers import Peers
+from trinity_mq.runtime.peers import HEARTBEAT_LEASE, HeartbeatPublisher, Peers
 
 ROLE = "scheduler"
 
@@ -20,8 +19,6 @@ class SchedulerHeartbeats:
     runners' heartbeats.
 
     Args:
-        bus: A connected bus.
-        topology: The run's names.
         open_tickets: Returns the ids of the open tickets.
         peers: Receives the runners' heartbeats.
     """

@@ -11,17 +11,15 @@ import structlog
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.dispatch.collector import Collector
-from trinity_mq.dispatch.cut_off import seconds_left
 from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.tickets import Ticket
-from trinity_mq.dispatch.timeouts import UsableClock
+from trinity_mq.dispatch.timeouts import UsableClock, seconds_left
 from trinity_mq.messages import BatchId, Deliver, TaskResult
 from trinity_mq.rollout.status import Status
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
-from trinity_mq.scheduler.completed_tasks import CompletedTask, CompletedTasks
 from trinity_mq.scheduler.heartbeats import SchedulerHeartbeats
-from trinity_mq.scheduler.scheduled_tickets import ScheduledTickets
+from trinity_mq.scheduler.scheduled_tickets import CompletedTask, CompletedTasks, ScheduledTickets
 
 if TYPE_CHECKING:
     from trinity_mq.experience import Experience

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import structlog
 
@@ -20,7 +22,7 @@ SWEEP_INTERVAL = 600.0
 GRACE = 3600.0
 """Seconds that blobs stay when their batch queue was found gone: a submitter may have been sent references to them."""
 DELETE_PATIENCE = 10.0
-"""Seconds to wait for a delete; the sweep removes what is left."""
+"""Seconds to wait for a delete; the sweep, or the next checkpoint, removes what is left."""
 
 
 def part_name(ticket: str, attempt: str, part: int) -> str:
@@ -54,12 +56,42 @@ async def stored(
 
 async def delete_blobs(store: BlobStore | None, *names: str) -> None:
     """Remove blobs or folders of blobs; what fails now is left to the sweep."""
-    if store is None:
-        return
+    if store is not None:
+        await _delete(store.delete, *names)
+
+
+async def _delete(delete: Callable[..., None], *names: str) -> None:
     try:
-        await patiently(store.delete, *names, seconds=DELETE_PATIENCE)
+        await patiently(delete, *names, seconds=DELETE_PATIENCE)
     except (StoreUnavailable, DecodeError) as error:
         log.warning("blobs_left", names=names, reason=str(error))
+
+
+class ChunkBlobs:
+    """Removes the blobs of processed chunks once every kept checkpoint has their tickets behind it. A trainer that
+    resumes from one reads the stream again from its offset, but opens no chunk of a ticket that was consumed before it.
+
+    Args:
+        store: None: there are no blobs.
+        keep: How many checkpoints are kept: the newest may turn out damaged, and then an older one is resumed from.
+    """
+
+    def __init__(self, store: BlobStore | None, keep: int) -> None:
+        self._store = store
+        self._consumed: deque[frozenset[str]] = deque(maxlen=keep)
+
+    async def saved(self, consumed: Iterable[str], *, last: bool = False) -> None:
+        """A checkpoint was made with these tickets ``consumed``; ``last``: the run is over, no older one counts."""
+        self._consumed.append(frozenset(consumed))
+        is_full = len(self._consumed) == self._consumed.maxlen  # else older ones, of an earlier trainer, are not known
+        if self._store is not None and (is_full or last):
+            tickets = self._consumed[-1 if last else 0]
+            await _delete(functools.partial(_delete_tickets, self._store, tickets), CHUNKS)
+
+
+def _delete_tickets(store: BlobStore, tickets: Collection[str], kind: str) -> None:
+    # those that have any: nearly all of a run's tickets have none
+    store.delete(*(f"{kind}/{ticket}" for ticket in store.folders(kind) if ticket in tickets))
 
 
 class Sweep:

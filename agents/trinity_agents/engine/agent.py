@@ -16,11 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import structlog
 
 from trinity_mq.config import Config
-from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, ReadyFile, engine_digest
+from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest
 from trinity_mq.models.engines.server.admin_api import Receiver
 from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
 from trinity_mq.models.engines.torch.generator import TextGenerator
@@ -108,20 +107,8 @@ async def _serve_generator(
         asyncio.get_running_loop().add_signal_handler(number, server.stop, signal.Signals(number).name)
 
     def ready(url: str) -> None:
-        process = psutil.Process()
-        ReadyFile(
-            id=options.id,
-            pid=process.pid,
-            create_time=process.create_time(),
-            url=url,
-            token=token,
-            name=name,
-            model_path=str(folder),
-            fingerprint=fingerprint,
-            digest=engine_digest(config),
-        ).write(options.ready_file)
-        if options.ready_fd is not None:
-            os.close(options.ready_fd)
+        said = {"token": token, "name": name, "model_path": str(folder), "fingerprint": fingerprint}
+        announce(options.ready_file, options.ready_fd, id=options.id, url=url, digest=engine_digest(config), **said)
         log.info("engine_ready", engine=options.id, url=url, model=name, device=str(generator.device))
 
     async with asyncio.TaskGroup() as group:

@@ -13,9 +13,9 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -25,17 +25,11 @@ from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
 from trinity_mq.telemetry import setup_logging
 
+if TYPE_CHECKING:
+    from trinity_mq.models.engines.external import ExternalServer
+    from trinity_mq.models.engines.server.server import EngineServer
+
 log = structlog.get_logger(__name__)
-
-
-class Server(Protocol):
-    """A running auxiliary engine of either kind."""
-
-    def stop(self, reason: str) -> None:
-        """End it."""
-
-    async def run(self, ready: Callable[[str], None]) -> str:
-        """Serve; return why it ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,7 +95,11 @@ async def _external(config: Config, model: AuxiliaryModelConfig, options: argpar
 
 
 async def _run(
-    server: Server, config: Config, model: AuxiliaryModelConfig, options: argparse.Namespace, said: Mapping[str, str]
+    server: EngineServer | ExternalServer,
+    config: Config,
+    model: AuxiliaryModelConfig,
+    options: argparse.Namespace,
+    said: Mapping[str, str],
 ) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, server.stop, signal.Signals(number).name)
@@ -125,29 +123,24 @@ def _key(model: AuxiliaryModelConfig) -> str | None:
     Raises:
         ModelError: It is not where the configuration says.
     """
-    if model.api_key_file is not None:
-        return _key_in(model.api_key_file, model)
+    who = f"auxiliary model {model.name!r}"
+    if (path := model.api_key_file) is not None:
+        try:
+            key = Path(path).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ModelError(f"{who}: {path} (api_key_file) cannot be read where the explorer runs: {reason}") from None
+        if not key:
+            raise ModelError(f"{who}: {path} (api_key_file) is empty; wanted the key")
+        return key
     if model.api_key_env is None:
         return None
     key = os.environ.get(model.api_key_env, "").strip()
     if not key:
         raise ModelError(
-            f"auxiliary model {model.name!r}: the environment variable {model.api_key_env} (api_key_env) is not set "
-            f"where the explorer runs; set it to the key of the server at {model.url}"
+            f"{who}: the environment variable {model.api_key_env} (api_key_env) is not set where the explorer runs; "
+            f"set it to the key of the server at {model.url}"
         )
-    return key
-
-
-def _key_in(path: str, model: AuxiliaryModelConfig) -> str:
-    try:
-        key = Path(path).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ModelError(
-            f"auxiliary model {model.name!r}: {path} (api_key_file) cannot be read where the explorer runs: {reason}"
-        ) from None
-    if not key:
-        raise ModelError(f"auxiliary model {model.name!r}: {path} (api_key_file) is empty; wanted the key")
     return key
 
 

@@ -20,7 +20,6 @@ from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import ExplorerStatus, Heartbeat, TaskBody
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
-from trinity_mq.runtime.locks import acquire, restart_when_lost
 from trinity_mq.runtime.process import mark_run_over
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.telemetry import MetricsWriter
@@ -74,14 +73,13 @@ class Explorer(Agent):
 
     async def serve(self) -> None:
         """Explore until the run is over or drained."""
-        lock = await acquire(self, "explorer", "idle", "the other explorer of this run to end", until=self._is_over)
-        if lock is None:
+        if not await self.take_lock("explorer", "idle", "the other explorer of this run to end", until=self._is_over):
             return
         state = self._file.load()  # only with the lock: another explorer may have changed it meanwhile
         state.incarnations += 1
         self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always count as later
         sources = self._taskset, self._eval_sets
-        self.exploration = ExplorerLoop(self, self.engines, self.auxiliaries, state, self._file, *sources, lock=lock)
+        self.exploration = ExplorerLoop(self, self.engines, self.auxiliaries, state, self._file, *sources)
         if state.finished:
             self.set_state("finished")
             await asyncio.to_thread(mark_run_over, self._folder)
@@ -91,8 +89,7 @@ class Explorer(Agent):
         try:
             await hosted.start()
             background = await self.exploration.background()
-            reason = "another explorer of this run has taken over while this one was disconnected"
-            await self.with_background(self.explore(), restart_when_lost(lock, reason), *background)
+            await self.with_background(self.explore(), self.restart_without_lock(), *background)
             await hosted.leave()
             if state.finished:
                 await asyncio.to_thread(mark_run_over, self._folder)  # for agents that start only now

@@ -15,7 +15,6 @@ from trinity_mq.config import Config
 from trinity_mq.messages import EngineStatus, Heartbeat
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.locks import acquire, restart_when_lost
 from trinity_mq.runtime.serve import run_daemon
 
 if TYPE_CHECKING:
@@ -61,18 +60,15 @@ class EngineHosting(Agent):
             return self._is_over()
 
         # with the lock the host's name, and so those of its engines, are unique
-        lock = await acquire(self, self.id, "holding", f"the other host called {self.id} to end", until=gives_up)
-        if lock is None or self._is_over():
+        waits_for = f"the other host called {self.id} to end"
+        if not await self.take_lock(self.id, "holding", waits_for, until=gives_up) or self._is_over():
             return
         try:
             self.set_state("starting", "its engines")
             await self.hosted.start()
             self.set_state("working")
             background = await self.hosted.background()
-            lost = restart_when_lost(
-                lock, "another host of this name may have taken over while this one was disconnected"
-            )
-            await self.with_background(self.woken.until(self._is_over), lost, *background)
+            await self.with_background(self.woken.until(self._is_over), self.restart_without_lock(), *background)
             await self.hosted.leave()
         finally:
             await self.hosted.close(stop=self._is_over())

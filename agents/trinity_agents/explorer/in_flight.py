@@ -58,10 +58,6 @@ class InFlightBatches(BaseModel):
         closed = InFlightBatch(manifest=manifest, promises=list(promises), tasks=dict(tasks or {}))
         self.tickets.setdefault(manifest.ticket, closed)
 
-    def done(self, ticket: str) -> bool:
-        """Stop following a batch that the trainer has consumed; return False when it was not followed (any more)."""
-        return self.tickets.pop(ticket, None) is not None
-
     def tick(
         self, seconds: float, in_hand: Collection[str], *, deadline: float, max_tries: int
     ) -> list[tuple[RecoveryAction, BatchClosed]]:

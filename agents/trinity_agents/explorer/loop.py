@@ -13,7 +13,7 @@ from trinity_agents.explorer.hosted_engines import HostedEngines
 from trinity_agents.explorer.state import ExplorerState, StateFile
 from trinity_agents.explorer.task_source import TaskReader, TaskSource
 from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
-from trinity_mq.bus import Delivery, Lock
+from trinity_mq.bus import Delivery
 from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.tickets import SubmissionRef
 from trinity_mq.messages import (
@@ -28,7 +28,6 @@ from trinity_mq.messages import (
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.locks import ensure_held
 
 log = structlog.get_logger(__name__)
 
@@ -50,11 +49,8 @@ class ExplorerLoop:
         file: StateFile,
         taskset: TaskReader | None,
         eval_sets: Mapping[str, Sequence[TaskBody]],
-        *,
-        lock: Lock | None = None,
     ) -> None:
-        self.agent, self.state, self._file, self._lock = agent, state, file, lock
-        self._waits_for: str | None = None
+        self.agent, self.state, self._file = agent, state, file
         config, woken = agent.config, agent.woken
         self.config = config
         if state.consecutive_empty >= config.explorer.max_consecutive_empty:
@@ -90,7 +86,7 @@ class ExplorerLoop:
 
     async def save(self) -> None:
         """Write the state; only the holder of the run's lock may."""
-        await ensure_held(self.agent.bus, self._lock)
+        await self.agent.ensure_lock()
         self.state.results_offset = self.dispatcher.results_offset
         await self._file.save(self.state)
         self.agent.heartbeat_soon()
@@ -138,10 +134,10 @@ class ExplorerLoop:
         while not self.source.is_over and not agent.draining.is_set():
             reason = self.batches.blocked_reason(self.hosted.version is not None)
             if reason is None:
-                self._set_state("working", None)
+                agent.set_state("working", None)
                 await self.batches.open()
             else:
-                self._set_state("idle" if reason == NO_TASKS else "holding", reason)
+                agent.set_state("idle" if reason == NO_TASKS else "holding", reason)
                 await agent.woken.wait()
         if agent.draining.is_set() or not await self._finish():
             await self._let_runners_finish()
@@ -170,15 +166,11 @@ class ExplorerLoop:
             if self.agent.draining.is_set():
                 return False
             if self.hosted.version is None:
-                self._set_state("holding", "an engine to take the weights")
+                self.agent.set_state("holding", "an engine to take the weights")
             else:
-                self._set_state("working", what)
+                self.agent.set_state("working", what)
             await self.agent.woken.wait()
         return True
-
-    def _set_state(self, state: str, waits_for: str | None) -> None:
-        self._waits_for = waits_for
-        self.agent.set_state(state, waits_for)
 
     async def _reject_pending(self) -> None:
         """Answer the submitters of tasks that no batch will take: every task ends in an outcome."""
@@ -261,7 +253,7 @@ class ExplorerLoop:
             if still > limit:
                 await self.save()
                 raise FatalError(
-                    f"nothing has moved for {still:.0f} s (explorer.stall_timeout): waiting for {self._waits_for}; "
+                    f"nothing has moved for {still:.0f} s (explorer.stall_timeout): waiting for {agent.waits_for}; "
                     "the state is saved"
                 )
 

@@ -15,10 +15,10 @@ from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import rollout_metrics, submission_outcome
-from trinity_mq.dispatch.cut_off import pass_time
 from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.pacing import Counters, may_open, must_ask, required_answer, required_progress
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
+from trinity_mq.dispatch.timeouts import pass_time
 from trinity_mq.messages import BatchClosed, BatchReady, OperatorStatus, Progress, TaskBody
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError
@@ -89,19 +89,17 @@ class TrainingBatches:
     def on_progress(self, progress: Progress) -> None:
         """Record that the trainer has consumed a batch."""
         self.update_counters(progress.generation, progress=progress.progress)
-        closed = self._state.following.tickets.get(progress.ticket)
-        if not self._state.following.done(progress.ticket):
+        closed = self._state.following.tickets.pop(progress.ticket, None)
+        if closed is None:
             return  # repeated: the trainer consumes again what came after its checkpoint
-        if closed is not None:
-            returned = closed.returned(progress.stale_tasks)
+        if returned := closed.returned(progress.stale_tasks):
             self._state.pending[:0] = returned
-            if returned:
-                log.info("stale_tasks_given_back", batch=progress.batch, tasks=len(returned))
+            log.info("stale_tasks_given_back", batch=progress.batch, tasks=len(returned))
         if progress.outcome == "trained":
             self._state.consecutive_empty = 0
             return
         self._state.consecutive_empty += 1
-        if closed is not None and progress.outcome in GIVEN_UP:
+        if progress.outcome in GIVEN_UP:
             self._state.broken += closed.promises
         log.warning("batch_not_trained", batch=progress.batch, outcome=progress.outcome, reason=progress.reason)
 

@@ -26,8 +26,6 @@ class BatchReader:
     """Collects the parts that a manifest lists.
 
     Args:
-        bus: Connected.
-        topology: The run's names.
         config: Limits of size and time.
         store: Blob store of the parts that travel by reference.
         operator: Id of the operator, the reporter of dead letters.

@@ -18,6 +18,13 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.training.checkpoint import StepAttempts
 from trinity_mq.training.learner import Learner
 
+log = structlog.get_logger(__name__)
+
+MAX_STARTS = 2
+"""Unfinished starts on one batch; the next start skips it."""
+MAX_STARTS_REPAIRED = 1
+"""The same for one that goes along with another: what kills may be either, and the other gets a start without it."""
+
 
 def staleness(versions: Versions | None, step: int) -> int:
     """Return ``max(0, trainer step - step stamped on the oldest token)``, in train steps; 0 where none is stamped."""
@@ -58,20 +65,10 @@ def drop_stale(
         "sample/experiences": float(len(kept)),
     }
     if kept:
-        metrics |= _spread([ages[number] for number in kept])
+        fresh = [ages[number] for number in kept]
+        metrics["sample/staleness/mean"] = sum(fresh) / len(fresh)
+        metrics["sample/staleness/max"] = float(max(fresh))
     return batch.select(kept) if stale else batch, metrics
-
-
-def _spread(ages: Sequence[int]) -> dict[str, float]:
-    return {"sample/staleness/mean": sum(ages) / len(ages), "sample/staleness/max": float(max(ages))}
-
-
-log = structlog.get_logger(__name__)
-
-MAX_STARTS = 2
-"""Unfinished starts on one batch; the next start skips it."""
-MAX_STARTS_REPAIRED = 1
-"""The same for one that goes along with another: what kills may be either, and the other gets a start without it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from trinity_mq.messages.base import BatchId
@@ -82,14 +81,6 @@ class History:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def __enter__(self) -> History:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Sources of train batches: the Source protocol, and the stream of processed batches."""
+"""The source of train batches: the stream of processed batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -44,19 +44,6 @@ class TrainBatch:
     repaired: list[TrainBatch] = field(default_factory=list)
     """Earlier batches that were progress as failed, and that operators could process since: to be trained on with this
     one, so that a step more does not make other batches older."""
-
-
-class Source(Protocol):
-    """Train batches in order; its state is part of the checkpoint and opaque to the trainer."""
-
-    async def next(self) -> TrainBatch:
-        """Return the next batch, and what belongs to its train step, once all of it is there."""
-
-    def state(self) -> dict[str, Any]:
-        """Return what :meth:`restore` needs to go on behind the batches consumed so far."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state` was taken."""
 
 
 class StreamSource:

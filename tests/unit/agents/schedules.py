@@ -285,7 +285,7 @@ class Schedule(Simulation):
         for batch, manifest in manifests.items():
             self.check_batch(batch, manifest, *processed[batch], failed)
         # one started at the very end, in place of a drained one, may be told to end before it has a generation
-        generation = max(trainer.generation for trainer in self.trainers)
+        generation = max(trainer.loop.generation for trainer in self.trainers)
         history = lineage(self.folder / "history", generation, BATCHES)
         assert [entry["batch"] for entry in history] == list(range(1, BATCHES + 1))
         for entry in history:

@@ -686,7 +686,7 @@ def test_a_whole_run_leaves_no_blob_behind(tmp_path: Path) -> None:
 
     async def look() -> None:
         nonlocal most
-        while not sim.trainers or not sim.trainer.finished:
+        while not sim.trainers or not sim.trainer.loop.finished:
             most = max(most, len(chunks(tmp_path)))
             await asyncio.sleep(0.5)
 
@@ -702,7 +702,7 @@ def test_chunks_stay_until_the_oldest_kept_checkpoint_is_behind_them(tmp_path: P
 
     async def look() -> None:
         for progress in (1, 2, 3):
-            await until(lambda n=progress: bool(sim.trainers) and sim.trainer._saved_progress >= n)  # type: ignore[misc]
+            await until(lambda n=progress: bool(sim.trainers) and sim.trainer.loop._saved_progress >= n)  # type: ignore[misc]
             await asyncio.sleep(0)
             oldest = min(int(path.name[-6:]) for path in (tmp_path / "checkpoints").glob("progress-*"))
             consumed = [one.ticket for one in sim.published(BatchReady)][:oldest]

@@ -31,7 +31,7 @@ def test_every_interval_and_offset_ends_with_the_expected_commits(tmp_path: Path
     assert [step for _, step in sim.engine.served] == expected_commits(9, interval)
     assert sim.learners[0].steps == list(range(1, 10))
     assert max(age for _, age in sim.values("sample/staleness/max")) <= interval - 1 + offset
-    assert sim.trainer.gate.aborts == 0
+    assert sim.trainer.loop.gate.aborts == 0
 
 
 def test_evaluations_are_of_the_right_versions_and_the_final_one_is_done_once(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_empty_batches_do_not_stop_the_run(tmp_path: Path) -> None:
         spoil=lambda task_slice: "empty" if task_slice.lane == "train" else None,
     )
     run_virtually(sim.run(), limit=1000)
-    assert sim.trainer.progress == 6
-    assert sim.trainer.step == 0
+    assert sim.trainer.loop.progress == 6
+    assert sim.trainer.loop.step == 0
     assert len(sim.engine.served) == 1  # nothing changed: commits without a transfer
 
 
@@ -72,7 +72,7 @@ def test_every_second_batch_parked(tmp_path: Path) -> None:
         spoil=lambda each: "failed" if each.lane == "train" and int(each.batch) % 2 == 0 else None,
     )
     run_virtually(sim.run(), limit=1000)
-    assert (sim.trainer.progress, sim.trainer.step) == (6, 3)
+    assert (sim.trainer.loop.progress, sim.trainer.loop.step) == (6, 3)
 
 
 @pytest.mark.parametrize("step_seconds", [0.01, 30.0])
@@ -114,7 +114,7 @@ def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, after
     sim = Simulation(tmp_path, ("trainer.save_interval=2", "synchronizer.sync_timeout=5"), batches=5, step_seconds=0.3)
 
     run_virtually(sim.run(trainer=killed_once(sim, after)), limit=3000)
-    trainer = sim.trainer
+    trainer = sim.trainer.loop
     assert trainer.progress == 5
     history = lineage(tmp_path / "history", trainer.generation, 5)
     tickets = [entry["ticket"] for entry in history]

@@ -25,7 +25,7 @@ def styled(folder: Path, style: str, *overrides: str, **fields: Any) -> Simulati
 
 def check_whole(sim: Simulation, batches: int) -> None:
     """All was consumed and trained on, nothing too old, and the final weights evaluated once."""
-    assert sim.trainer.progress == batches
+    assert sim.trainer.loop.progress == batches
     assert sim.learners[-1].steps[-1:] == [batches]
     bound = sim.config.synchronizer.effective_max_staleness
     assert max(age for _, age in sim.values("sample/staleness/max")) <= bound
@@ -85,7 +85,7 @@ def test_a_trainer_that_is_away_is_not_waited_for_by_the_requests_clock(tmp_path
 
     async def late() -> None:
         first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await until(lambda: sim.trainer.progress == 2)
+        await until(lambda: sim.trainer.loop.progress == 2)
         await killed(first)
         await asyncio.sleep(600)
         await sim.make_trainer().run()
@@ -110,7 +110,7 @@ def test_empty_batches_do_not_stop_the_run(tmp_path: Path, style: str) -> None:
         spoil=lambda task_slice: "empty" if task_slice.lane == "train" else None,
     )
     run_virtually(sim.run(), limit=1000)
-    assert (sim.trainer.progress, sim.trainer.step) == (6, 0)
+    assert (sim.trainer.loop.progress, sim.trainer.loop.step) == (6, 0)
     assert len(sim.engine.served) == 1, "nothing changed: commits without a transfer"
 
 
@@ -122,7 +122,7 @@ def test_every_second_batch_parked(tmp_path: Path, style: str) -> None:
         spoil=lambda each: "failed" if each.lane == "train" and int(each.batch) % 2 == 0 else None,
     )
     run_virtually(sim.run(), limit=1000)
-    assert (sim.trainer.progress, sim.trainer.step) == (6, 3)
+    assert (sim.trainer.loop.progress, sim.trainer.loop.step) == (6, 3)
 
 
 @pytest.mark.parametrize("step_seconds", [0.01, 30.0])
@@ -178,7 +178,7 @@ def test_trainer_killed_between_any_two_events_and_resumed(tmp_path: Path, style
     sim = styled(tmp_path, style, "trainer.save_interval=2", "synchronizer.sync_timeout=5", batches=5, step_seconds=0.3)
 
     run_virtually(sim.run(trainer=killed_once(sim, after)), limit=3000)
-    history = lineage(tmp_path / "history", sim.trainer.generation, 5)
+    history = lineage(tmp_path / "history", sim.trainer.loop.generation, 5)
     uids = [uid for entry in history for uid in entry["uids"]]
     assert len({entry["ticket"] for entry in history}) == 5
     assert len(set(uids)) == len(uids) == 20
@@ -234,7 +234,7 @@ def test_requeue_puts_its_task_at_the_head_of_the_next_batch_once(tmp_path: Path
     assert [batch for batch, number in tasks_done(sim) if number in {8, 9}] == [5, 5, 6, 6]
     assert [number for batch, number in tasks_done(sim) if batch == 7] == [10, 11], "the others only wait"
     assert told[6].outcome == "trained"
-    assert sim.trainer.progress == 8
+    assert sim.trainer.loop.progress == 8
 
 
 def test_a_requeued_task_that_is_too_old_again_is_dropped_for_good(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_requeued_task_that_is_too_old_again_is_dropped_for_good(tmp_path: Pat
     sim.runner = runner  # type: ignore[method-assign]
     run_virtually(sim.run(), limit=1000)
     assert [number for _, number in tasks_done(sim)].count(8) == 2
-    assert sim.trainer.progress == 9
+    assert sim.trainer.loop.progress == 9
 
 
 def test_requeued_tasks_survive_the_explorers_death(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_requeued_tasks_survive_the_explorers_death(tmp_path: Path) -> None:
     counts = [number for _, number in tasks_done(sim)]
     assert counts.count(8) >= 2
     assert counts.count(9) >= 2
-    assert sim.trainer.progress == 8
+    assert sim.trainer.loop.progress == 8
     uids = [uid for entry in lineage(tmp_path / "history", 1, 8) for uid in entry["uids"]]
     assert len(uids) == len(set(uids)), "nothing is trained on twice"
 
@@ -291,7 +291,7 @@ def test_a_run_may_go_back_to_batch_order_after_a_restart(tmp_path: Path, monkey
     async def trainer() -> None:
         first = sim.make_trainer()
         task = asyncio.get_running_loop().create_task(first.run())
-        await until(lambda: sim.trainer.progress == 3)  # 1, 3, 4
+        await until(lambda: sim.trainer.loop.progress == 3)  # 1, 3, 4
         first.drain()
         await task
         fixed = sim.config.synchronizer.model_copy(update={"sync_style": "fixed", "sync_interval": 1})

@@ -9,8 +9,8 @@ import pytest
 
 from trinity_mq.config import load_config
 from trinity_mq.config.agents import OverRolloutConfig
-from trinity_mq.dispatch.cut_off import pass_time, required_tasks, seconds_left
 from trinity_mq.dispatch.tickets import Ticket, new_ticket
+from trinity_mq.dispatch.timeouts import pass_time, required_tasks, seconds_left
 from trinity_mq.messages import TaskBody, TaskResult
 
 

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.scheduler.test_scheduler import Stage, by_number, play, tasks
-from trinity_mq.scheduler.completed_tasks import CompletedTask
+from trinity_mq.scheduler.scheduled_tickets import CompletedTask
 from trinity_mq.scheduling import Scheduler
 
 Logs = list[Any]

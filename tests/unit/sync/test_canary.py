@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trinity_agents.trainer.agent import CANARY
+from trinity_agents.trainer.loop import CANARY
 from trinity_mq.config import ModelConfig, TinyModelConfig
 from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.models.engines.torch.generator import TextGenerator

@@ -27,7 +27,7 @@ SHORT = ("explorer.stall_timeout=60", "explorer.batch_timeout=60", "explorer.max
 
 def check_history(sim: Simulation, batches: int) -> None:
     """Every batch decided once, in order, no experience twice, no manifest ever changed."""
-    trainer = sim.trainer
+    trainer = sim.trainer.loop
     assert trainer.progress == batches
     history = lineage(sim.folder / "history", trainer.generation, batches)
     assert [entry["batch"] for entry in history] == list(range(1, batches + 1))
@@ -215,8 +215,8 @@ def test_a_run_ends_with_others_standing_by(tmp_path: Path, ids: tuple[str, str]
         limit=300,
     )
     assert sim.evaluated_steps() == [0, 2]
-    assert sim.trainers[0].progress == 2
-    assert sim.trainers[1].generation == 0
+    assert sim.trainers[0].loop.progress == 2
+    assert sim.trainers[1].loop.generation == 0
 
 
 def test_an_explorer_whose_lock_was_taken_writes_no_state(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_closed_batch_that_nobody_processes_is_published_again_then_given_up(t
         operators=0,
     )
     run_virtually(sim.run(), limit=1000)
-    assert (sim.trainer.progress, sim.trainer.step) == (3, 0)
+    assert (sim.trainer.loop.progress, sim.trainer.loop.step) == (3, 0)
     closed = collections.Counter(manifest.ticket for manifest in sim.published(BatchClosed))
     assert sorted(closed.values()) == [3, 3, 3]
     check_history(sim, 3)
@@ -368,7 +368,7 @@ def test_waiting_for_submissions_is_no_stall(tmp_path: Path) -> None:
         await sim.submit(1)
 
     run_virtually(sim.run(beside=late), limit=30_000)
-    assert sim.trainer.progress == 1
+    assert sim.trainer.loop.progress == 1
 
 
 def test_a_slow_run_that_moves_is_no_stall(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ def test_unfinished_tasks_are_given_back_once(tmp_path: Path) -> None:
     ]
     assert [batch for batch, n in given if n == 1] == [1, 2], "a second time, not a third"
     assert sorted({n for _, n in given}) == list(range(7))
-    assert sim.trainer.progress == 4
+    assert sim.trainer.loop.progress == 4
 
 
 def test_a_task_all_of_whose_tries_failed_is_given_back_once_too(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_a_task_all_of_whose_tries_failed_is_given_back_once_too(tmp_path: Path)
         if task_slice.lane == "train"
     ]
     assert [batch for batch, n in given if n == 0] == [1, 2]
-    assert sim.trainer.progress == 4
+    assert sim.trainer.loop.progress == 4
 
 
 def test_over_rollout_closes_batches_without_their_slowest_tasks(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_over_rollout_closes_batches_without_their_slowest_tasks(tmp_path: Path)
     run_virtually(sim.run(), limit=200)
     manifests = {manifest.ticket: manifest for manifest in sim.published(BatchClosed)}
     assert [manifest.outcomes for manifest in manifests.values()] == [{"finished": 1, "cancelled": 1}] * 4
-    assert sim.trainer.progress == 4
+    assert sim.trainer.loop.progress == 4
     check_history(sim, 4)
 
 
@@ -561,7 +561,7 @@ def test_a_run_that_has_finished_ends_again_at_once(tmp_path: Path) -> None:
     again = Simulation(tmp_path, batches=2, broker=sim.broker, engine=sim.engine)
     run_virtually(again.run(), limit=1000)
     assert again.evaluated_steps() == []
-    assert again.trainer.progress == 2
+    assert again.trainer.loop.progress == 2
 
 
 # -- the engine
@@ -611,14 +611,16 @@ def test_an_engine_that_dies_during_a_sync(tmp_path: Path, at: float, step: int)
     sim = Simulation(tmp_path, ("synchronizer.sync_timeout=5",), batches=3, engine=engine)
 
     async def scene() -> None:
-        await until(lambda: bool(sim.trainers) and sim.trainer.step == step and sim.trainer.gate.phase == "entering")
+        await until(
+            lambda: bool(sim.trainers) and sim.trainer.loop.step == step and sim.trainer.loop.gate.phase == "entering"
+        )
         await asyncio.sleep(at)
         await engine.die(2.0)
 
     run_virtually(sim.run(beside=scene), limit=1000)
     check_history(sim, 3)
     assert engine.served == sorted(engine.served)
-    assert sim.trainer.gate.aborts >= 1
+    assert sim.trainer.loop.gate.aborts >= 1
     assert sim.evaluated_steps() == [0, 2, 3]
 
 
@@ -635,7 +637,7 @@ def test_weights_lost_in_the_middle_of_a_try_show_after_it(tmp_path: Path) -> No
     engine.pause = refuses  # type: ignore[method-assign]
     run_virtually(sim.run(), limit=1000)
     check_history(sim, 3)
-    assert sim.trainer.gate.aborts == 1
+    assert sim.trainer.loop.gate.aborts == 1
 
 
 def _tickets(explorer: Explorer) -> list[Any]:

@@ -173,7 +173,7 @@ def test_a_queue_that_was_deleted_is_not_brought_back_by_a_reconnect(tmp_path: P
 
     run_virtually(sim.run(beside=scene), limit=500)
     assert seen == []
-    assert sim.trainer.progress == 1
+    assert sim.trainer.loop.progress == 1
 
 
 # -- restart

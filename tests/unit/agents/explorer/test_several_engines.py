@@ -99,10 +99,10 @@ def test_one_dies_and_the_others_go_on_until_it_is_back(tmp_path: Path, victim: 
         others = [other for other in sim.all if other is not engine]
         then = len(others[0].served)
         await until(lambda: all(len(other.served) >= then + 4 for other in others))
-        seen.append(("progress", sim.trainer.progress))
+        seen.append(("progress", sim.trainer.loop.progress))
         comes_back(engine)
         await until(lambda: engine.snapshot.version is not None)
-        seen.append(("back", sim.trainer.progress))
+        seen.append(("back", sim.trainer.loop.progress))
 
     async def beside() -> None:
         async with asyncio.TaskGroup() as group:
@@ -111,7 +111,7 @@ def test_one_dies_and_the_others_go_on_until_it_is_back(tmp_path: Path, victim: 
 
     sim.runner = _asks_any(sim)  # type: ignore[method-assign]
     run_virtually(sim.run(beside=beside), limit=2000)
-    assert sim.trainer.progress == 12
+    assert sim.trainer.loop.progress == 12
     assert dict(seen)["back"] < 12, "not only at the end"
     assert [engine.served[-1] for engine in sim.all] == [(1, 12)] * 4
     aborts = [event for event in sim.published(SyncEvent) if event.verb == "abort"]
@@ -146,7 +146,7 @@ def test_without_an_engine_of_its_own_the_explorer_uses_those_of_others(tmp_path
             group.create_task(violence())
 
     run_virtually(sim.run(beside=beside), limit=2000)
-    assert sim.trainer.progress == 6
+    assert sim.trainer.loop.progress == 6
     assert sim.remote[0].served[-1] == (1, 6)
     assert sim.state().finished
 
@@ -201,7 +201,7 @@ def test_a_host_leaves_when_it_is_drained_and_the_run_goes_on(tmp_path: Path) ->
         await running
 
     run_virtually(sim.run(beside=beside), limit=1000)
-    assert sim.trainer.progress == 6
+    assert sim.trainer.loop.progress == 6
     assert sim.engine.served[-1] == sim.second.served[-1] == (1, 6)
     assert len(sim.remote[0].served) < 6
 
@@ -242,9 +242,9 @@ def test_an_engine_that_keeps_its_old_weights_is_quarantined_in_that_round_and_c
     assert others[-1].members == [sim.second.snapshot.id], "and it has got it alone, once it used what it took"
     assert sim.second.served == sorted(set(sim.second.served))
     assert sim.second.served[-1] == (1, 12)
-    assert sim.trainer.gate.aborts == 1
-    assert sim.trainer.gate.metrics()["sync/canary_failures"] == 2.0
-    assert sim.trainer.gate.metrics()["sync/quarantined"] == 0.0
+    assert sim.trainer.loop.gate.aborts == 1
+    assert sim.trainer.loop.gate.metrics()["sync/canary_failures"] == 2.0
+    assert sim.trainer.loop.gate.metrics()["sync/quarantined"] == 0.0
 
 
 def test_a_commit_that_one_engine_has_missed_is_in_the_trainers_beat(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_commit_that_one_engine_has_missed_is_in_the_trainers_beat(tmp_path: P
     run_virtually(sim.run(beside=beside), limit=1000)
     assert missed
     assert sim.engine.served == [(1, step) for step in range(7)], "once each, and nothing was sent again"
-    assert sim.trainer.gate.metrics()["sync/pulls"] == 0.0
+    assert sim.trainer.loop.gate.metrics()["sync/pulls"] == 0.0
 
 
 class Deaf:

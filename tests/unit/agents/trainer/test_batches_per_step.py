@@ -33,7 +33,7 @@ def test_two_batches_make_a_step_and_the_last_takes_what_is_left(
     sim = Simulation(tmp_path, (TWO, *settings), batches=batches)
     run_virtually(sim.run(), limit=1000)
     steps = -(-batches // 2)
-    assert sim.trainer.progress == batches
+    assert sim.trainer.loop.progress == batches
     assert sim.learners[-1].steps == list(range(1, steps + 1))
     assert sim.engine.served[-1] == (1, steps), "the final weights are served"
     assert [(one.progress, one.step) for one in sim.published(Progress)] == [
@@ -54,7 +54,7 @@ def test_a_trainer_killed_in_between_takes_the_same_batches_together_again(
     sim = Simulation(tmp_path, overrides, batches=5, step_seconds=0.3)
 
     run_virtually(sim.run(trainer=killed_once(sim, after)), limit=3000)
-    history = lineage(tmp_path / "history", sim.trainer.generation, 5)
+    history = lineage(tmp_path / "history", sim.trainer.loop.generation, 5)
     assert [entry["progress"] for entry in history] == [1, 2, 3, 4, 5]
     assert [entry["step"] for entry in history] == [1, 1, 2, 2, 3]
     uids = [uid for entry in history for uid in entry["uids"]]

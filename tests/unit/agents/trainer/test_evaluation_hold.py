@@ -26,9 +26,9 @@ def seconds_held(
         trainer.peers.receive(
             Heartbeat(role="explorer", id="e", seq=1, incarnation="i", lease=lease, state="working", detail=detail)
         )
-        trainer.gate.machine.join("engine", (1, 0) if served else None, now())
+        trainer.loop.gate.machine.join("engine", (1, 0) if served else None, now())
         began = now()
-        await trainer.evaluation_ended()
+        await trainer.loop.evaluation_ended()
         return now() - began
 
     found = run_virtually(main(), limit=1000)
@@ -62,8 +62,8 @@ def test_each_evaluation_of_a_run_is_served_by_one_version_and_delays_the_next_s
 
     async def watch() -> None:
         await until(lambda: bool(sim.trainers))
-        keeper = sim.trainer.gate
-        while not sim.trainer.finished:
+        keeper = sim.trainer.loop.gate
+        while not sim.trainer.loop.finished:
             await keeper.changed.until(lambda: not keeper.idle)
             begun.append(sim.explorer.exploration.evaluations.running if sim.explorer.exploration else None)
             await keeper.changed.until(lambda: keeper.idle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from trinity_agents.trainer.history import History, HistoryError, lineage
 
 
 def write(folder: Path, generation: int, resumed_from: tuple[int, int] | None, progress: range) -> None:
-    with History(folder, generation, resumed_from) as history:
+    with closing(History(folder, generation, resumed_from)) as history:
         for one in progress:
             history.record(
                 progress=one,
@@ -81,7 +82,7 @@ def test_damage_elsewhere_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numbers", [[1, 3], [1, 2, 2], [2, 1]])
 def test_a_gap_or_a_repeat_is_an_error(tmp_path: Path, numbers: list[int]) -> None:
-    with History(tmp_path, 1, None) as history:
+    with closing(History(tmp_path, 1, None)) as history:
         for number in numbers:
             history.record(progress=number, step=0, batch=1, ticket="t", op="o", outcome="empty", uids=[])
     with pytest.raises(HistoryError, match="each once, in order"):
@@ -124,7 +125,7 @@ def test_a_repaired_batch_is_another_line_of_the_same_progress(tmp_path: Path) -
             repaired=repaired,
         )
 
-    with History(tmp_path, 1, None) as history:
+    with closing(History(tmp_path, 1, None)) as history:
         line(history, 1, 1)
         line(history, 2, 2)
         line(history, 2, 1, repaired=True)

@@ -54,7 +54,7 @@ def a_run(folder: Path, *overrides: str, batches: int = BATCHES) -> Simulation:
 
 async def replayed(sim: Simulation, after: int = BROKEN) -> None:
     """Repair the operator and give the batch back once so many batches are progress."""
-    await until(lambda: bool(sim.trainers) and sim.trainer.progress >= after)
+    await until(lambda: bool(sim.trainers) and sim.trainer.loop.progress >= after)
     Choosy.repaired = True
     bus = await sim.client()
     given, trouble, _ = await republish_batches(bus, sim.topology, {str(BROKEN)})
@@ -63,7 +63,7 @@ async def replayed(sim: Simulation, after: int = BROKEN) -> None:
 
 
 def history(sim: Simulation, batches: int = BATCHES) -> list[dict[str, Any]]:
-    return lineage(sim.folder / "history", sim.trainer.generation, batches)
+    return lineage(sim.folder / "history", sim.trainer.loop.generation, batches)
 
 
 def repaired_lines(sim: Simulation, batches: int = BATCHES) -> list[dict[str, Any]]:
@@ -89,7 +89,7 @@ def test_fresh_enough_it_is_trained_on_once_and_costs_no_step(tmp_path: Path, af
     assert line["progress"] > after
     assert set(trained_uids(sim).values()) == {1}
     assert len(trained_uids(sim)) == 4 * BATCHES
-    assert sim.trainer.step == sum(len(learner.steps) for learner in sim.learners) == BATCHES - 1
+    assert sim.trainer.loop.step == sum(len(learner.steps) for learner in sim.learners) == BATCHES - 1
     assert sim.values("sample/repaired_batches") == [(line["progress"], 1.0)]
     assert dict(sim.values("sample/experiences"))[line["progress"]] == 8.0
     assert dict(sim.values("sample/staleness/max"))[line["progress"]] >= after - BROKEN
@@ -172,7 +172,7 @@ def test_one_that_kills_the_trainer_is_given_up_and_the_batch_it_came_with_is_no
     assert letter["batch"] == BROKEN
     assert "did not survive 1 start on" in str(letter["dead-reason"])
     assert len(trained_uids(sim)) == 4 * (BATCHES - 1)
-    assert sim.trainer.step == BATCHES - 1
+    assert sim.trainer.loop.step == BATCHES - 1
 
 
 def test_with_no_batch_after_it_it_is_said_that_it_was_not_used(tmp_path: Path, logs: list[Any]) -> None:

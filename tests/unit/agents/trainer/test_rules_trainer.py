@@ -30,12 +30,12 @@ def test_whatever_became_of_a_batch_it_is_one_unit_of_progress_and_recorded(tmp_
         for batch, state in enumerate(("failed", "gone", "empty"), start=1):
             ready: Any = BatchReady(batch=batch, ticket=f"t{batch}", op="o", state=state, reason=f"why {batch}")  # type: ignore[arg-type]
             await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
-        await until(lambda: trainer.progress == 3)
+        await until(lambda: trainer.loop.progress == 3)
         trainer.drain()
         await task
 
     run_virtually(scene(), limit=300)
-    assert (sim.trainer.progress, sim.trainer.step, sim.learners[0].steps) == (3, 0, [])
+    assert (sim.trainer.loop.progress, sim.trainer.loop.step, sim.learners[0].steps) == (3, 0, [])
     told = sim.published(Progress)
     assert [(one.progress, one.ticket, one.outcome) for one in told] == [
         (1, "t1", "failed"),
@@ -62,7 +62,7 @@ def test_the_first_set_decides_and_a_second_one_of_its_ticket_is_no_further_batc
         for batch, ticket, op, state in ((1, "a", "1", "failed"), (1, "a", "2", "empty"), (2, "b", "3", "empty")):
             ready = BatchReady(batch=batch, ticket=ticket, op=op, state=state)  # type: ignore[arg-type]
             await client.publish(sim.topology.exchange("ready"), str(batch), envelope(ready))
-        await until(lambda: trainer.progress == 2)
+        await until(lambda: trainer.loop.progress == 2)
         await asyncio.sleep(5.0)
         trainer.drain()
         await task
@@ -77,7 +77,7 @@ def test_resumed_it_gives_the_checkpoints_weights_out_before_it_reads_on(tmp_pat
 
     async def trainer() -> None:
         first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await until(lambda: any((tmp_path / "checkpoints").glob("*2/state.json")) or sim.trainer.progress == 3)
+        await until(lambda: any((tmp_path / "checkpoints").glob("*2/state.json")) or sim.trainer.loop.progress == 3)
         await killed(first)
         await sim.make_trainer().run()
 
@@ -105,7 +105,7 @@ def test_a_trainer_that_lost_its_lock_stops_acting(tmp_path: Path) -> None:
     async def trainers() -> None:
         loop = asyncio.get_running_loop()
         first = loop.create_task(sim.make_trainer("trainer-0").run())
-        await until(lambda: sim.trainers[0].progress == 2)
+        await until(lambda: sim.trainers[0].loop.progress == 2)
         sim.broker.drop(sim.trainers[0].bus, delay=30.0)  # type: ignore[arg-type]
         second = loop.create_task(sim.make_trainer("trainer-1").run())
         dropped = loop.time()
@@ -136,7 +136,7 @@ def test_a_trainer_without_the_lock_reads_and_says_nothing(tmp_path: Path) -> No
             group.create_task(sim.make_trainer("trainer-1").run())
 
     run_virtually(sim.run(trainer=both), limit=300)
-    assert [trainer.progress for trainer in sim.trainers] == [3, 0]
+    assert [trainer.loop.progress for trainer in sim.trainers] == [3, 0]
     assert [act for act in sim.acts if act.who == "trainer-1" and act.what == "publish"] == []
     assert sim.learners[1].steps == []
 
@@ -221,7 +221,7 @@ def test_a_trainers_beat_carries_generation_committed_version_epoch_and_phase(tm
 
     run_virtually(sim.run(beside=scene), limit=300)
     (level,) = told
-    assert (level.generation, level.committed, level.epoch) == (1, (1, 1), sim.trainer.gate.machine.epoch)
+    assert (level.generation, level.committed, level.epoch) == (1, (1, 1), sim.trainer.loop.gate.machine.epoch)
     assert level.phase in {"idle", "applying"}
 
 

@@ -88,7 +88,7 @@ def test_a_skipped_batch_is_skipped_again_after_a_restart_from_before_it(tmp_pat
             with pytest.raises(ExceptionGroup):
                 await sim.make_trainer(learner=Deadly(number, tried)).run()
         third = asyncio.get_running_loop().create_task(sim.make_trainer(learner=Deadly(set(), tried)).run())
-        await until(lambda: sim.trainer.progress == 3)
+        await until(lambda: sim.trainer.loop.progress == 3)
         await killed(third)
         await sim.make_trainer(learner=Deadly(set(), tried)).run()
 
@@ -113,7 +113,7 @@ def test_batches_from_too_old_weights_are_dropped_whole_and_are_progress(tmp_pat
     told = sim.published(Progress)
     assert [one.outcome for one in told] == ["trained", "trained", "dropped", "dropped", "dropped"]
     assert [one.dropped for one in told] == [0, 0, 4, 4, 4]
-    assert sim.trainer.step == 2
+    assert sim.trainer.loop.step == 2
     assert dict(sim.values("sample/dropped_stale_groups"))[3] == 2.0
     assert dict(sim.values("sample/skipped_step"))[3] == 1.0
 
@@ -145,7 +145,7 @@ def test_a_body_that_does_not_decode_on_the_stream_is_parked_and_nothing_stops(t
             await bus.publish(sim.topology.exchange(name), "x", mail)
 
     run_virtually(sim.run(beside=intruder), limit=1000)
-    assert sim.trainer.progress == 3
+    assert sim.trainer.loop.progress == 3
     assert {letter["dead-queue"] for letter in sim.dead_letters()} == {"tmq.sim.ready", "tmq.sim.results"}
 
 
@@ -233,15 +233,15 @@ def test_a_trainer_that_waits_touches_nothing_of_the_other_and_takes_over(tmp_pa
         await until(lambda: any((tmp_path / "checkpoints").glob(".partial-*/weights")))
         second = loop.create_task(sim.make_trainer("trainer-1").run())
         await until(lambda: _checkpoints(tmp_path) == [1])
-        assert sim.trainer.generation == 0
+        assert sim.trainer.loop.generation == 0
         assert sim.trainer.state == "idle"
         await asyncio.sleep(3.0)
         await killed(first)
         await second
 
     run_virtually(sim.run(trainer=trainers), limit=1000)
-    assert sim.trainer.progress == 3
-    assert sim.trainer.generation == 2
+    assert sim.trainer.loop.progress == 3
+    assert sim.trainer.loop.generation == 2
 
 
 def test_a_trainer_whose_lock_was_taken_saves_nothing(tmp_path: Path) -> None:
@@ -251,11 +251,11 @@ def test_a_trainer_whose_lock_was_taken_saves_nothing(tmp_path: Path) -> None:
         loop = asyncio.get_running_loop()
         first = sim.make_trainer("trainer-0")
         task = loop.create_task(first.run())
-        await until(lambda: first.progress == 2)
+        await until(lambda: first.loop.progress == 2)
         sim.broker.drop(first.bus, delay=60.0)  # type: ignore[arg-type]
         other = loop.create_task(sim.make_trainer("trainer-1").run())
         with pytest.raises(RestartMe):
-            await first._save()
+            await first.loop._save()
         assert _checkpoints(tmp_path) == []
         with pytest.raises(ExceptionGroup) as caught:
             await task
@@ -275,14 +275,14 @@ def test_a_trainer_that_gets_its_lock_back_after_another_had_it_saves_nothing(tm
         loop = asyncio.get_running_loop()
         first = sim.make_trainer("trainer-0")
         task = loop.create_task(first.run())
-        await until(lambda: first.progress == 2)
+        await until(lambda: first.loop.progress == 2)
         sim.broker.drop(first.bus, delay=10.0)  # type: ignore[arg-type]
         other = loop.create_task(sim.make_trainer("trainer-1").run())
-        await until(lambda: sim.trainer.progress == 3)
+        await until(lambda: sim.trainer.loop.progress == 3)
         await killed(other)
         await until(lambda: first.bus.usable)
         with pytest.raises(RestartMe, match="another trainer has gone on"):
-            await first._save()
+            await first.loop._save()
         await killed(task)
         raise _Over
 
@@ -343,7 +343,7 @@ def test_a_drained_trainer_calls_its_try_off(tmp_path: Path) -> None:
         loop = asyncio.get_running_loop()
         explorer = loop.create_task(sim.make_explorer().run())
         trainer = loop.create_task(sim.make_trainer().run())
-        await until(lambda: sim.trainer.gate.phase == "preparing")
+        await until(lambda: sim.trainer.loop.gate.phase == "preparing")
         await asyncio.sleep(1.0)
         drained = loop.time()
         sim.trainer.drain()
@@ -388,7 +388,7 @@ def test_a_member_that_fails_costs_its_try_only(tmp_path: Path, kind: str, at: i
     engine = TroubledEngine(Trouble(at, kind))
     sim = Simulation(tmp_path, ("synchronizer.sync_timeout=5",), batches=4, engine=engine)
     run_virtually(sim.run(), limit=200)
-    assert sim.trainer.gate.aborts == 1
+    assert sim.trainer.loop.gate.aborts == 1
     assert engine.served == [(1, step) for step in range(5)]
     aborts = [event.reason for event in sim.published(SyncEvent) if event.verb == "abort"]
     assert len(aborts) == 1
@@ -412,7 +412,7 @@ def test_an_engine_that_always_fails_the_canary_makes_no_busy_loop(tmp_path: Pat
             await killed(task)
 
     run_virtually(scene(), limit=1000)
-    assert 5 <= sim.trainer.gate.aborts <= 20
+    assert 5 <= sim.trainer.loop.gate.aborts <= 20
     assert sim.engine.served == []
 
 
@@ -423,14 +423,14 @@ def test_a_restarted_trainer_and_a_member_of_its_predecessors_try_understand_eac
 
     async def killed_in_its_first_try() -> None:
         first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await until(lambda: sim.trainer.gate.phase == "entering")
+        await until(lambda: sim.trainer.loop.gate.phase == "entering")
         await asyncio.sleep(2.0)
         sim.broker.drop(sim.trainer.bus, delay=None)  # type: ignore[arg-type]  # no last words
         await killed(first)
         await sim.make_trainer().run()
 
     run_virtually(sim.run(trainer=killed_in_its_first_try), limit=1000)
-    assert sim.trainer.gate.aborts == 0
+    assert sim.trainer.loop.gate.aborts == 0
     assert engine.served == [(2, 0), (2, 1), (2, 2)]
 
 
@@ -441,7 +441,7 @@ def test_a_finished_trainer_stays_and_serves_an_engine_that_comes_back_empty(tmp
     async def scene() -> None:
         await until(lambda: any(label == 2 for label in sim.explorer.exploration.state.due) if _up(sim) else False)
         await asyncio.sleep(1.0)
-        assert sim.trainer.finished
+        assert sim.trainer.loop.finished
         sim.engine.snapshot = replace(sim.engine.snapshot, alive=False, version=None)
         sim.engine.on_change()
         await asyncio.sleep(3.0)
@@ -466,10 +466,10 @@ def test_killed_during_its_end(tmp_path: Path, after: float) -> None:
             await sim.make_trainer().run()
 
     run_virtually(sim.run(trainer=killed_at_the_end), limit=1000)
-    assert sim.trainer.progress == 2
+    assert sim.trainer.loop.progress == 2
     assert sim.evaluated_steps() == [0, 2]
     assert _checkpoints(tmp_path)[-1] == 2
-    assert len(lineage(tmp_path / "history", sim.trainer.generation, 2)) == 2
+    assert len(lineage(tmp_path / "history", sim.trainer.loop.generation, 2)) == 2
 
 
 def _up(sim: Simulation) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from trinity_agents.trainer.chunk_blobs import ChunkBlobs
 from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.transport.batch_blobs import ChunkBlobs
 from trinity_mq.transport.blobs import BlobStore
 
 

@@ -1,0 +1,328 @@
+"""The train loop: trains on processed batches, syncs the weights where due, and saves checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import structlog
+
+from trinity_agents.trainer.batch_result import BatchResult, skipped_batch_dead_letter, train_on
+from trinity_agents.trainer.history import History
+from trinity_agents.trainer.source import StreamSource, TrainBatch
+from trinity_mq.dispatch.pacing import Boundary, sync_due
+from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
+from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
+from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.sync.channels.base import Channel
+from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
+from trinity_mq.training.checkpoint import CheckpointStore, StepAttempts, TrainerState, publish_final
+from trinity_mq.training.learner import MODEL_FOLDER, Learner
+from trinity_mq.transport.batch_blobs import ChunkBlobs
+from trinity_mq.transport.blobs import open_store
+
+log = structlog.get_logger(__name__)
+
+CANARY = tuple(2 + n * n % 6 for n in range(24))
+"""Token ids of the canary prompt; any fixed ones do, and every vocabulary has these. More of them show smaller changes:
+see :mod:`trinity_mq.sync.gate.canary`."""
+
+
+class TrainLoop:
+    """Steps the optimizer: in batch order under style fixed, else in the order in which batches are ready.
+
+    Args:
+        agent: The trainer, whose lock, bus, heartbeats and peers are used.
+        learner: Steps and holds the weights.
+        channel: Carries weights to the engines.
+        folder: The run's folder.
+        fingerprint: Of the model's structure, which engines must share.
+    """
+
+    store: CheckpointStore
+    """The checkpoints; opened, and cleared of what a dead trainer left half done, once the lock is ours."""
+    _attempts: StepAttempts
+    _history: History | None = None
+
+    def __init__(
+        self, agent: Agent, learner: Learner, channel: Channel, *, folder: Path, fingerprint: str | None = None
+    ) -> None:
+        self.agent, self.config, self.folder, self.learner = agent, agent.config, folder, learner
+        self.generation = self.step = self.progress = 0
+        self.finished = False
+        config = agent.config
+        blobs = open_store(config.broker, agent.topology.run)
+        self._in_batch_order = config.synchronizer.sync_style == "fixed"
+        self.source = StreamSource(
+            agent.bus,
+            agent.topology,
+            agent.id,
+            blobs,
+            in_batch_order=self._in_batch_order,
+            batches_per_step=config.trainer.batches_per_step,
+        )
+        self.source.changed = agent.woken
+        self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
+        self._saved_progress = self._first_step = 0
+        self._answered = 0
+        """The last batch for which the explorer asked for our newest weights and for which they were committed."""
+        self._in_hand: list[str] = []
+        self.gate = CoordinatorDriver(
+            name=agent.id,
+            config=config.synchronizer,
+            dtype=config.model.dtype,
+            weights=learner,
+            channel=channel,
+            canary=CANARY[: config.model.max_model_len],
+            publish=self._publish_sync,
+            may_begin=self.evaluation_ended,
+            fingerprint=fingerprint,
+        )
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The version of the weights the learner holds."""
+        return (self.generation, self.step)
+
+    def detail(self) -> TrainerStatus:
+        """Return the counters that pace the others."""
+        machine = self.gate.machine
+        return TrainerStatus(
+            generation=self.generation,
+            step=self.step,
+            progress=self.progress,
+            committed=machine.committed,
+            committed_progress=machine.committed_progress,
+            answered=self._answered,
+            epoch=machine.epoch,
+            phase=self.gate.phase,
+            members=sorted(machine.members),
+            in_hand=[*self.source.waiting, *self._in_hand],
+            sync=self.gate.report(),
+            finished=self.finished,
+        )
+
+    async def restore(self) -> None:
+        """Go on from the latest checkpoint, in a generation of its own."""
+        self.agent.set_state("starting", "the model")
+        folder = self.folder / "checkpoints"
+        self.store = CheckpointStore(folder, self.config.trainer.max_checkpoints_to_keep)
+        self._attempts = StepAttempts(folder)
+        checkpoint = self.store.latest()
+        self.generation = self.store.next_generation()
+        await self.learner.open(checkpoint.path if checkpoint else None)
+        resumed: tuple[int, int] | None = None
+        if checkpoint:
+            state = checkpoint.state
+            self.step, self.progress = state.step, state.progress
+            self.source.restore(state.source)
+            resumed = (state.generation, state.progress)
+            found = {"generation": self.generation, "step": self.step, "progress": self.progress}
+            log.info("resumed", checkpoint=checkpoint.path.name, **found)
+        self._saved_progress, self._first_step = self.progress, self.step
+        self._history = History(self.folder / "history", self.generation, resumed)
+
+    async def close(self) -> None:
+        """Close the learner and the history."""
+        await self.learner.close()
+        if self._history is not None:
+            self._history.close()
+
+    async def follow_gate(self) -> None:
+        """Let each change of the gate wake this loop and show in a heartbeat."""
+        while True:
+            await self.gate.changed.wait()
+            self.agent.woken.notify()
+            self.agent.heartbeat_soon()
+
+    async def run(self) -> None:
+        """Train until the run is over or the agent is asked to drain."""
+        agent = self.agent
+        while not (agent.draining.is_set() or self.is_run_over):
+            if self.gate.someone_is_behind or self._sync_is_due():
+                await self._sync()
+            elif self._is_at_end:
+                if not self.finished:
+                    await self._finish()
+                else:
+                    agent.set_state("idle", "the explorer to end the run")
+                    await agent.woken.wait()
+            elif self.source.available():
+                await self._consume()
+            else:
+                agent.set_state("idle", f"batch {self.progress + 1}" if self._in_batch_order else "the next batch")
+                await agent.woken.wait()
+        if self.is_run_over and (unused := self.source.unused):
+            log.warning("repaired_batches_unused", batches=unused, reason="no batch came after them")
+            agent.report(self.progress, {"sample/unused_repaired_batches": float(len(unused))})
+        await self._save()
+
+    @property
+    def is_run_over(self) -> bool:
+        """The explorer has done the last evaluation."""
+        return any(explorer.finished for explorer in self.agent.peers.statuses("explorer", ExplorerStatus))
+
+    @property
+    def _is_at_end(self) -> bool:
+        return self.source.ended is not None and self.progress >= self.source.ended
+
+    @property
+    def _wanted(self) -> int:
+        """The last batch for which the explorer asks for our newest weights."""
+        return self.agent.peers.explorer.wants
+
+    def _sync_is_due(self) -> bool:
+        machine = self.gate.machine
+        boundary = Boundary(
+            progress=self.progress,
+            version=self.version,
+            committed=machine.committed,
+            committed_progress=machine.committed_progress,
+            wanted=self._wanted,
+            answered=self._answered,
+            first_step=self._first_step,
+            at_end=self._is_at_end,
+        )
+        return sync_due(boundary, self.config.synchronizer)
+
+    async def _sync(self) -> None:
+        machine, wanted = self.gate.machine, self._wanted
+        if machine.committed == self.version and not self.gate.someone_is_behind:
+            await self.gate.confirm_unchanged(self.progress)
+            self._answered = max(self._answered, wanted)
+            self.agent.heartbeat_soon()
+            return
+        self.agent.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
+        started = asyncio.get_running_loop().time()
+        syncing = self.gate.sync(self.version, self.progress)
+        if await self.agent.woken.unless(lambda: self.agent.draining.is_set() or self.is_run_over, syncing):
+            spent = asyncio.get_running_loop().time() - started
+            self._answered = max(self._answered, wanted)
+            self.agent.report(self.progress, {"time/sync_weight": spent, **self.gate.metrics()})
+        await self.gate.settled()
+        self.agent.heartbeat_soon()
+
+    @property
+    def _evaluation_is_pinned(self) -> bool:
+        """The explorer evaluates a version that an engine still serves."""
+        evaluating = self.agent.peers.explorer.evaluating is not None
+        serving = any(member.version is not None for member in self.gate.machine.members.values())
+        return self._in_batch_order and evaluating and serving
+
+    async def evaluation_ended(self) -> None:
+        """Return once no evaluation is pinned to the present version, at the latest after ``explorer.eval_timeout``."""
+        loop = asyncio.get_running_loop()
+        agent, deadline = self.agent, loop.time() + self.config.explorer.eval_timeout
+        state, waits_for = agent.state, agent.waits_for
+        while self._evaluation_is_pinned and (left := deadline - loop.time()) > 0:
+            agent.set_state("holding", "the evaluation of the present version")
+            await agent.woken.wait(min(left, HEARTBEAT_INTERVAL))  # the end of a dead explorer's lease wakes nobody
+        agent.set_state(state, waits_for)
+
+    async def _consume(self) -> None:
+        agent, loop = self.agent, asyncio.get_running_loop()
+        agent.set_state("working", None)
+        batch = await self.source.next()
+        batches = [batch, *batch.co_batched]
+        self._in_hand = [one.ticket for one in batches]
+        started = loop.time()
+        result = await train_on(
+            batch,
+            self.step,
+            learner=self.learner,
+            attempts=self._attempts,
+            max_staleness=self.config.synchronizer.effective_max_staleness,
+        )
+        self.step += result.stepped
+        first, self.progress = self.progress + 1, self.progress + len(batches)
+        results = zip(batches, [result, *result.co_batched], strict=True)
+        ended = [(one, end, self._progress_of(n, one, end)) for n, (one, end) in enumerate(results, first)]
+        results = zip(batch.repaired, result.repaired, strict=True)
+        repaired = [(one, end, self._progress_of(self.progress, one, end)) for one, end in results]
+        for _, end, event in (*ended, *repaired):
+            if end.kills:
+                letter = skipped_batch_dead_letter(event, agent.id, agent.topology)
+                await agent.bus.publish(agent.topology.exchange("dead"), "ready", letter)
+        self.source.consumed()
+        self._in_hand = []
+        for one, _, event in ended:
+            self._record(one, event)
+        for one, _, event in repaired:
+            self._record(one, event, repaired=True)
+            log.info("repaired_batch", batch=one.batch, outcome=event.outcome, reason=event.reason)
+        for _, _, event in ended:
+            await agent.publish("results", "progress", event, message_id=f"progress-{self.generation}-{event.progress}")
+        metrics = result.counts | result.metrics
+        metrics["time/batch"] = loop.time() - started
+        counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
+        # the gate's once more: how long engines took to serve again is known only now
+        agent.report(self.progress, counters | metrics | self.gate.metrics())
+        agent.heartbeat_soon()
+        due = self.progress - self._saved_progress >= self.config.trainer.save_interval
+        if due or self.source.bytes_since_save > self.config.broker.ready_max_bytes / 4:
+            await self._save()
+
+    def _record(self, batch: TrainBatch, event: Progress, *, repaired: bool = False) -> None:
+        assert self._history is not None
+        self._history.record(
+            progress=event.progress,
+            step=event.step,
+            batch=batch.batch,
+            ticket=batch.ticket,
+            op=batch.op,
+            outcome=event.outcome,
+            uids=batch.experiences.ids("uid") if event.outcome == "trained" else [],
+            repaired=repaired,
+        )
+
+    def _progress_of(self, progress: int, batch: TrainBatch, result: BatchResult) -> Progress:
+        return Progress(
+            progress=progress,
+            generation=self.generation,
+            step=self.step,
+            batch=batch.batch,
+            ticket=batch.ticket,
+            outcome=result.outcome,
+            dropped=result.dropped,
+            stale_tasks=result.stale_tasks,
+            reason=result.reason,
+        )
+
+    # -- saving and the end
+
+    async def _save(self) -> None:
+        if self.progress == self._saved_progress and self.store.latest() is not None:
+            return
+        state = TrainerState(
+            generation=self.generation,
+            step=self.step,
+            progress=self.progress,
+            source=self.source.state(),
+        )
+        started = asyncio.get_running_loop().time()
+        await self.agent.ensure_lock()
+        if (self.folder / "history" / f"{self.generation + 1}.jsonl").exists():
+            raise RestartMe(
+                "another trainer has gone on with this run and is gone again; this one starts anew from there"
+            )
+        await self.store.save(self.learner.save, state)
+        self._saved_progress, self.source.bytes_since_save = self.progress, 0
+        await self._blobs.saved(state.source["consumed"])
+        self.agent.report(self.progress, {"time/save_checkpoint": asyncio.get_running_loop().time() - started})
+
+    async def _finish(self) -> None:
+        """All batches are consumed and the engines hold the final weights: save them for good."""
+        self.agent.set_state("working", "the final model to be written")
+        await self._save()
+        checkpoint = self.store.latest()
+        if checkpoint is None:
+            raise FatalError("the final checkpoint cannot be found again")
+        model = checkpoint.path / MODEL_FOLDER
+        if model.exists():
+            await asyncio.to_thread(publish_final, model, self.folder / "final")
+        await self._blobs.saved(checkpoint.state.source["consumed"], last=True)
+        self.finished = True
+        self.agent.heartbeat_soon()
+
+    async def _publish_sync(self, event: SyncEvent) -> None:
+        await self.agent.publish("sync", f"weights.{event.verb}", event)
