@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from trinity_mq.experience import Experience
 from trinity_mq.models import InferenceModel
@@ -73,19 +74,19 @@ class RunGroup:
 
     async def finish(self) -> None:
         """Do the runs and retry what fails. What a workflow raises is not raised here: the results has it."""
-        while True:
-            try:
-                await self._attempt()
-            except Exception as error:
-                if self._attempts > self.job.limits.retries or not _curable(error):
-                    reason = describe(error)
-                    log.info(
-                        "runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=reason
-                    )
-                    return
-            else:
-                return
-            await asyncio.sleep(random.uniform(0.0, _longest_pause(self._attempts - 1)))
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(self.job.limits.retries + 1),
+            wait=wait_random_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE),
+            retry=retry_if_exception(_curable),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        try:
+            await retrying(self._attempt)
+        except Exception as error:
+            log.info(
+                "runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=describe(error)
+            )
 
     async def _attempt(self) -> None:
         """Try all that is missing, then raise the first failure."""
@@ -103,18 +104,14 @@ class RunGroup:
 
     async def _block(self, block: Sequence[int]) -> None:
         """Have consecutive runs done by one instance of the workflow; waiting for an engine is no attempt."""
-        for tries in itertools.count(1):
-            try:
-                experiences, seconds = await self._go(block)
-                break
-            except Exception as error:
-                if (trouble := engine_trouble(error)) is None:
-                    raise
-            self.engine_trouble = str(trouble)
-            if isinstance(trouble, EngineNotReady):
-                await asyncio.sleep(trouble.retry_after * random.uniform(1.0, 1.5))
-            else:
-                await asyncio.sleep(_longest_pause(tries) * random.uniform(0.5, 1.0))
+        serving = AsyncRetrying(
+            wait=self._pause,
+            retry=retry_if_exception(lambda error: engine_trouble(error) is not None),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
+        done: tuple[list[Experience], float] = await serving(self._go, block)
+        experiences, seconds = done
         by_run = self._by_run(block, experiences)
         for run, listed in by_run.items():
             self.job.results.finished(self.job.task, run, listed, seconds)
@@ -170,6 +167,16 @@ class RunGroup:
             )
         return by_run
 
+    def _pause(self, state: RetryCallState) -> float:
+        """Return the jittered seconds until an engine is asked again."""
+        error = state.outcome and state.outcome.exception()
+        trouble = error and engine_trouble(error)
+        self.engine_trouble = str(trouble)
+        if isinstance(trouble, EngineNotReady):
+            return trouble.retry_after * random.uniform(1.0, 1.5)
+        longest: float = FIRST_PAUSE * 2 ** min(state.attempt_number, 10)
+        return min(LONGEST_PAUSE, longest) * random.uniform(0.5, 1.0)
+
 
 def engine_trouble(error: BaseException) -> BaseException | None:
     """Return what says that no engine serves at present, ``error`` or a cause of it; None if that is not the reason."""
@@ -195,11 +202,6 @@ def lost_engine(error: BaseException, asked: InferenceModel) -> InferenceModel |
             return cause.lost
         cause = cause.__cause__
     return None
-
-
-def _longest_pause(number: int) -> float:
-    """Return the upper bound in seconds of the pause that follows ``number`` others."""
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(number, 10))
 
 
 def consecutive(runs: Sequence[int]) -> list[list[int]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -84,7 +86,9 @@ class ChildServer:
                 pipe = self._pipe or self._start()
                 try:
                     pipe.send_bytes(request)
-                    return self._receive(pipe, max_answer)
+                    return pipe.recv_bytes(max_answer)
+                except BlockingIOError:
+                    raise self._silent() from None
                 except (EOFError, OSError):
                     raise ChildEndedError(self._end()) from None
             except BaseException:  # the answer to an interrupted request must not reach the next one
@@ -99,6 +103,10 @@ class ChildServer:
     def _start(self) -> Connection:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._pipe, theirs = Pipe()
+        limit = struct.pack("ll", int(self._silence), int(self._silence % 1 * 1e6))
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as ours:  # the options are the pipe's too
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs:
             self._child = subprocess.Popen(
                 self._command,
@@ -108,16 +116,15 @@ class ChildServer:
                 env=environment,
             )
         try:
-            self._receive(self._pipe, len(_READY))
+            self._pipe.recv_bytes(len(_READY))
+        except BlockingIOError:
+            raise self._silent() from None
         except (EOFError, OSError):
             raise ChildNotStartedError(f"the child process ended with code {self._end()} before it was ready") from None
         return self._pipe
 
-    def _receive(self, pipe: Connection, max_bytes: int) -> bytes:
-        """Return the next frame; EOFError or OSError: the child has ended, or says too much."""
-        if not pipe.poll(self._silence):
-            raise ChildSilentError(f"no answer in {self._silence:g} s: the machine has no time for it")
-        return pipe.recv_bytes(max_bytes)
+    def _silent(self) -> ChildSilentError:
+        return ChildSilentError(f"no answer in {self._silence:g} s: the machine has no time for it")
 
     def _end(self) -> int:
         """Kill the child; return its exit code."""
