@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from trinity_mq.bus.base import Consumer, Delivery, Envelope, LockHeld
-from trinity_mq.bus.rabbit import reconnect as _rabbit_keeper
 from trinity_mq.bus.rabbit.bus import RabbitBus
+from trinity_mq.bus.rabbit.connection import BrokerConnection
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode
@@ -204,13 +204,13 @@ async def test_while_the_locks_may_be_anothers_nothing_is_published(
     """Without the connection that consumes it is not known whose the locks are."""
     await bus.declare(topology.dead)
     lock = await bus.lock("explorer")
-    opened, opens = _rabbit_keeper.BrokerConnection.open, asyncio.Event()
+    opened, opens = BrokerConnection.open, asyncio.Event()
 
     async def later(*what: Any) -> Any:
         await opens.wait()
         return await opened(*what)
 
-    monkeypatch.setattr(_rabbit_keeper.BrokerConnection, "open", later)
+    monkeypatch.setattr(BrokerConnection, "open", later)
     suspended = asyncio.Event()
     bus.on_change(suspended.set)
     await close(broker_node, topology, "consumes")

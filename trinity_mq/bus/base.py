@@ -1,17 +1,26 @@
-"""Interface of the message bus, implemented by RabbitBus and MemoryBus."""
+"""Interface of the message bus and what its two implementations, RabbitBus and MemoryBus, have in common."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Literal, Self
 
-from trinity_mq.bus.topology import Queue
+from trinity_mq.bus.topology import Queue, Topology
+
+if TYPE_CHECKING:
+    from trinity_mq.config.bus import BrokerConfig  # pydantic takes longer to import than all of this
 
 HeaderValue = str | int | float | bool
+Answer = Literal["ack", "reject", "requeue"]
+
+BLOCKED = "the broker blocks publishers: memory or disk alarm (free some, or see `rabbitmqctl status`)"
+CLOSED = "the bus is closed"
+NOT_CONNECTED = "not connected yet: connect() comes first"
 
 
 class BusError(Exception):
@@ -91,34 +100,49 @@ class Incoming:
 
 
 class Delivery(Incoming, ABC):
-    """A received message that is ours until acknowledged, rejected or given back."""
+    """A received message that is ours until acknowledged, rejected or given back. On a stream the answers do nothing.
 
-    @abstractmethod
+    Each answer raises StaleDelivery when the delivery's channel is gone or it was answered before: a second answer
+    would close the channel.
+    """
+
+    _answered = False
+
     async def ack(self) -> None:
-        """Done with it. Raises StaleDelivery when its channel is gone."""
+        """Done with it."""
+        await self._answer_once("ack")
 
-    @abstractmethod
     async def reject(self) -> None:
-        """The body cannot be used: the broker moves it to the queue's dead-letter exchange. Raises StaleDelivery."""
+        """The body cannot be used: the broker moves it to the queue's dead-letter exchange."""
+        await self._answer_once("reject")
+
+    async def requeue(self) -> None:
+        """Give it back for another consumer."""
+        await self._answer_once("requeue")
+
+    async def _answer_once(self, answer: Answer) -> None:
+        if self.offset is not None:
+            return
+        if self._answered:
+            raise StaleDelivery(f"delivery {self.message_id} of {self.queue} was already answered")
+        self._answered = True
+        await self._settle(answer)
 
     @abstractmethod
-    async def requeue(self) -> None:
-        """Give it back for another consumer. Raises StaleDelivery."""
+    async def _settle(self, answer: Answer) -> None:
+        """Pass the answer to the broker."""
 
 
 class Consumer(ABC):
     """Deliveries of one queue, in order, over reconnects.
 
     Iterating waits for the next delivery. It ends when :meth:`close` was called, raises QueueGone when the queue was
-    deleted, and
-    StreamCut when a stream no longer holds the offset asked for. After a reconnect what was unacknowledged comes again,
-    as new deliveries;
-    a stream goes on behind the last one handed over (stream deliveries are acknowledged on hand-over; ``ack`` on them
-    does nothing).
+    deleted, and StreamCut when a stream no longer holds the offset asked for. After a reconnect what was unacknowledged
+    comes again, as new deliveries; a stream goes on behind the last one handed over (its deliveries are acknowledged on
+    hand-over).
     """
 
     def __aiter__(self) -> AsyncIterator[Delivery]:
-        """Return itself."""
         return self
 
     @abstractmethod
@@ -139,25 +163,119 @@ class Consumer(ABC):
         """Stop consuming; what is unacknowledged goes back to the queue."""
 
     async def __aenter__(self) -> Self:
-        """Return itself."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
         await self.close()
+
+
+class Lock:
+    """An exclusive right, a queue on the consuming connection, that lasts as long as the connection.
+
+    It is retaken on reconnect, before anything else.
+    """
+
+    def __init__(self, queue: str, release: Callable[[Lock], Awaitable[None]]) -> None:
+        self.queue = queue
+        self.held = True
+        """Held now. False while disconnected."""
+        self._release = release
+        self._lost = asyncio.Event()
+
+    async def wait_lost(self) -> None:
+        """Return when another took it while we were disconnected: the holder must stop acting."""
+        await self._lost.wait()
+
+    async def release(self) -> None:
+        """Give it up."""
+        await self._release(self)
+        self.held = False
+
+    def reconnected(self, *, retaken: bool) -> None:
+        """Record whether it was retaken or is lost to another connection."""
+        self.held = retaken
+        if not retaken:
+            self._lost.set()
+
+
+class Health:
+    """Health of a bus: the reason why it is not usable, and the callbacks for changes."""
+
+    def __init__(self) -> None:
+        self.trouble: str | None = NOT_CONNECTED
+        self.closed = False
+        self._usable_or_closed = asyncio.Event()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def set(self, trouble: str | None) -> None:
+        """Set the reason, None for usable; callbacks are called only when that changes between some and none."""
+        if self.closed:
+            return
+        changed = (trouble is None) != (self.trouble is None)
+        self.trouble = trouble
+        if not changed:
+            return
+        if trouble is None:
+            self._usable_or_closed.set()
+        else:
+            self._usable_or_closed.clear()
+        for callback in self._callbacks:
+            callback()
+
+    def close(self) -> None:
+        """Mark the bus closed and wake the tasks that wait for it."""
+        self.set(CLOSED)
+        self.closed = True
+        self._usable_or_closed.set()
+
+    async def wait_usable(self) -> None:
+        """Return once usable. Raises BusUnavailable once closed."""
+        await self._usable_or_closed.wait()
+        if self.closed:
+            raise BusUnavailable(CLOSED)
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on each change."""
+        self._callbacks.append(callback)
 
 
 class Bus(ABC):
     """One agent's access to the broker.
 
     All names come from :mod:`trinity_mq.bus.topology`. Operations wait through a lost connection up to their timeout;
-    the agent's own
-    declarations, bindings, consumers and locks are rebuilt by one reconnect routine.
+    the agent's own declarations, bindings, consumers and locks are rebuilt by one reconnect routine.
+
+    Args:
+        topology: Names of the run.
+        config: Sizes and timeouts.
     """
 
-    max_message_bytes: int
+    def __init__(self, topology: Topology, config: BrokerConfig) -> None:
+        self.max_message_bytes = config.max_message_bytes
+        self._topology, self._config = topology, config
+        self._exchanges = frozenset(topology.exchanges)
+        self._health = Health()
+        self._locks: dict[str, Lock] = {}
+
+    @property
+    def usable(self) -> bool:
+        """Connected, and the broker does not block publishers (memory or disk alarm)."""
+        return self._health.trouble is None
+
+    @property
+    def trouble(self) -> str | None:
+        """Reason why the bus is not usable, None while it is."""
+        return self._health.trouble
+
+    async def wait_usable(self) -> None:
+        """Return once usable. Raises BusUnavailable once closed."""
+        await self._health.wait_usable()
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` whenever :attr:`usable` changes."""
+        self._health.on_change(callback)
 
     @abstractmethod
     async def connect(self) -> None:
@@ -166,24 +284,6 @@ class Bus(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Close everything; exclusive queues and locks of this bus are gone afterwards."""
-
-    @property
-    @abstractmethod
-    def usable(self) -> bool:
-        """Connected, and the broker does not block publishers (memory or disk alarm)."""
-
-    @property
-    @abstractmethod
-    def trouble(self) -> str | None:
-        """Reason why the bus is not usable, None while it is."""
-
-    @abstractmethod
-    async def wait_usable(self) -> None:
-        """Return once usable."""
-
-    @abstractmethod
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` whenever :attr:`usable` changes."""
 
     @abstractmethod
     async def declare(self, *queues: Queue) -> None:
@@ -203,51 +303,47 @@ class Bus(ABC):
     async def depth(self, name: str) -> int | None:
         """Messages ready in a queue, None when there is no such queue. Never creates it."""
 
-    @abstractmethod
     async def publish(
         self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
     ) -> bool:
         """Publish persistently and wait for the broker's confirm.
 
-        Returns True when at least one queue took it, False when it came back as unroutable.
-
-        A lost or negative confirm is repeated under the same ``message_id`` until ``timeout`` (default: the bus's
-        publish timeout). Exchange
+        Returns True when at least one queue took it, False when it came back as unroutable. A lost or negative confirm
+        is repeated under the same ``message_id`` until ``timeout`` (default: the bus's publish timeout). Exchange
         ``""`` publishes to the queue named by ``routing_key``.
 
         Raises:
             MessageTooLarge: The body is over ``max_message_bytes``.
+            ValueError: The exchange is not one of the run's.
             BusUnavailable: Not confirmed in time.
         """
+        what = f"{envelope.kind} {envelope.message_id}"
+        if len(envelope.body) > self.max_message_bytes:  # would close the channel under every other publish on it
+            raise MessageTooLarge(
+                f"{what}: body of {len(envelope.body)} bytes is over broker.max_message_bytes "
+                f"({self.max_message_bytes}): split it, or raise the limit (RabbitMQ 4 takes 16 MiB)"
+            )
+        if exchange and exchange not in self._exchanges:
+            raise ValueError(f"exchange {exchange!r} is none of this run's: {', '.join(sorted(self._exchanges))}")
+        seconds = self._config.publish_timeout if timeout is None else timeout
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._publish(exchange, routing_key, envelope)
+        except TimeoutError:
+            raise BusUnavailable(f"{what} was not confirmed in {seconds:g} s: {self.trouble or 'no reply'}") from None
+
+    @abstractmethod
+    async def _publish(self, exchange: str, routing_key: str, envelope: Envelope) -> bool:
+        """Publish until confirmed; return whether a queue took it."""
 
     @abstractmethod
     async def consume(self, queue: Queue, *, prefetch: int = 0, offset: int | None = None) -> Consumer:
         """Start consuming. ``prefetch`` 0 means unlimited (streams: a sensible window).
 
         ``offset`` is for streams only: the first position wanted, 0 for the beginning, None for "what is published from
-        now on". The queue
-        is declared first if ``queue.redeclare``; else QueueGone is raised when it does not exist.
+        now on". The queue is declared first if ``queue.redeclare``; else QueueGone is raised when it does not exist.
         """
 
     @abstractmethod
     async def lock(self, name: str) -> Lock:
-        """Take an exclusive lock (a queue on the consuming connection). Raises LockHeld."""
-
-
-class Lock(ABC):
-    """An exclusive right that lasts as long as the consuming connection. It is retaken on reconnect, before anything
-    else.
-    """
-
-    @property
-    @abstractmethod
-    def held(self) -> bool:
-        """Held now. False while disconnected."""
-
-    @abstractmethod
-    async def wait_lost(self) -> None:
-        """Return when another took it while we were disconnected: the holder must stop acting."""
-
-    @abstractmethod
-    async def release(self) -> None:
-        """Give it up."""
+        """Take an exclusive lock, named as for :meth:`Topology.lock`. Raises LockHeld."""

@@ -15,6 +15,8 @@ BROKER_DELIVERY_LIMIT = 1_000_000
 BATCH_QUEUE_EXPIRES_MS = 7 * 24 * 3600 * 1000
 STREAM_SEGMENT_BYTES = 64 * 1024 * 1024
 
+EXCHANGES = ("tasks", "experiences", "batches", "results", "ready", "sync", "control", "telemetry", "dead")
+
 RUN_NAME = re.compile(r"[a-z0-9-]{1,40}")
 
 QueueKind = Literal["quorum", "stream", "exclusive"]
@@ -46,23 +48,18 @@ class Queue:
     @property
     def arguments(self) -> Mapping[str, str | int | bool]:
         """The declaration's ``x-`` arguments."""
-        found: dict[str, str | int | bool] = {}
         if self.kind == "exclusive":
-            return found
-        found["x-queue-type"] = self.kind
-        if self.kind == "quorum":
-            found["x-delivery-limit"] = BROKER_DELIVERY_LIMIT
-        if self.kind == "stream":
-            found["x-stream-max-segment-size-bytes"] = STREAM_SEGMENT_BYTES
-        if self.dead_letter_exchange:
-            found["x-dead-letter-exchange"] = self.dead_letter_exchange
-        if self.single_active_consumer:
-            found["x-single-active-consumer"] = True
-        if self.expires_ms is not None:
-            found["x-expires"] = self.expires_ms
-        if self.max_length_bytes is not None:
-            found["x-max-length-bytes"] = self.max_length_bytes
-        return found
+            return {}
+        found = {
+            "x-queue-type": self.kind,
+            "x-delivery-limit": BROKER_DELIVERY_LIMIT if self.kind == "quorum" else None,
+            "x-stream-max-segment-size-bytes": STREAM_SEGMENT_BYTES if self.kind == "stream" else None,
+            "x-dead-letter-exchange": self.dead_letter_exchange,
+            "x-single-active-consumer": self.single_active_consumer or None,
+            "x-expires": self.expires_ms,
+            "x-max-length-bytes": self.max_length_bytes,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def batch_key(batch: BatchId) -> str:
@@ -104,16 +101,13 @@ class Topology:
         object.__setattr__(self, "prefix", f"tmq.{self.run}.")
 
     def exchange(self, name: str) -> str:
-        """Return the broker name of an exchange: tasks, experiences, batches, results, ready, sync, control, telemetry,
-        dead.
-        """
+        """Return the broker name of one of :data:`EXCHANGES`."""
         return self.prefix + name
 
     @property
     def exchanges(self) -> tuple[str, ...]:
         """All exchanges, each a durable topic exchange."""
-        names = ("tasks", "experiences", "batches", "results", "ready", "sync", "control", "telemetry", "dead")
-        return tuple(self.exchange(name) for name in names)
+        return tuple(self.exchange(name) for name in EXCHANGES)
 
     def _work(self, name: str, exchange: str, *patterns: str) -> Queue:
         return Queue(
@@ -142,25 +136,19 @@ class Topology:
         """Manifests, the operators' work queue."""
         return self._work("closed", "batches", "closed")
 
+    def _stream(self, name: str, max_bytes: int) -> Queue:
+        bindings = (Binding(self.exchange(name), "#"),)
+        return Queue(name=self.prefix + name, kind="stream", bindings=bindings, max_length_bytes=max_bytes)
+
     @property
     def results(self) -> Queue:
         """Stream of task results, the trainer's progress and the explorer's marks."""
-        return Queue(
-            name=self.prefix + "results",
-            kind="stream",
-            bindings=(Binding(self.exchange("results"), "#"),),
-            max_length_bytes=self.results_max_bytes,
-        )
+        return self._stream("results", self.results_max_bytes)
 
     @property
     def ready(self) -> Queue:
         """Stream of processed batches."""
-        return Queue(
-            name=self.prefix + "ready",
-            kind="stream",
-            bindings=(Binding(self.exchange("ready"), "#"),),
-            max_length_bytes=self.ready_max_bytes,
-        )
+        return self._stream("ready", self.ready_max_bytes)
 
     @property
     def dead(self) -> Queue:
@@ -170,15 +158,7 @@ class Topology:
     @property
     def durable(self) -> tuple[Queue, ...]:
         """The queues that exist for the whole run."""
-        return (
-            self.submitted,
-            self.tasks_train,
-            self.tasks_eval,
-            self.closed,
-            self.results,
-            self.ready,
-            self.dead,
-        )
+        return (self.submitted, self.tasks_train, self.tasks_eval, self.closed, self.results, self.ready, self.dead)
 
     def batch_queue(self, batch: BatchId, ticket: str) -> Queue:
         """The experiences of one ticket."""
@@ -207,5 +187,5 @@ class Topology:
         )
 
     def lock(self, name: str) -> str:
-        """The exclusive queue that makes one scheduling explorer, one trainer a run."""
-        return f"{self.prefix}lock.{name}"
+        """The exclusive queue that makes one scheduling explorer, one trainer a run. Its full name is left as it is."""
+        return name if name.startswith(self.prefix) else f"{self.prefix}lock.{name}"

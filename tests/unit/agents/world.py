@@ -119,7 +119,7 @@ class World:
     def held_back(self, queue: str, deliveries: int) -> None:
         """Let what waits in a queue look as if it had come back so often."""
         work: Any = self.broker.queues[self.topology.prefix + queue]
-        work._ready = type(work._ready)(replace(each, returns=deliveries) for each in work._ready)
+        work._ready = type(work._ready)(replace(each, deliveries_before=deliveries) for each in work._ready)
 
     def emptied(self, queue: str) -> None:
         """Let what waits in a queue be lost."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trinity_mq.bus.base import BusUnavailable
-from trinity_mq.bus.rabbit import reconnect as _rabbit_keeper
+from trinity_mq.bus.rabbit import bus as rabbit_bus
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.rabbit.connection import BrokerConnectError
 from trinity_mq.bus.topology import Topology
@@ -34,11 +34,10 @@ def test_a_cancellation_that_meets_the_end_of_an_attempt_ends_the_routine(
 
     async def closed_while_it_connects() -> None:
         bus = RabbitBus("amqp://nobody@127.0.0.1:1/", Topology("r"), config=BrokerConfig(), name="test")
-        keeper = bus._keeper
-        monkeypatch.setattr(_rabbit_keeper, "open_connection", open_connection)
-        monkeypatch.setattr(keeper, "_renew_consuming", lambda _old: keeper._open("consumes", print))
-        keeper._routine = asyncio.create_task(keeper._keep())
-        keeper.repair_soon()
+        monkeypatch.setattr(rabbit_bus, "open_connection", open_connection)
+        monkeypatch.setattr(bus, "_renew_consuming", lambda _old: bus._open("consumes", print))
+        bus._routine = asyncio.create_task(bus._keep())
+        bus._broken.set()
         await connecting.wait()
         await bus.close()
         with pytest.raises(BusUnavailable):

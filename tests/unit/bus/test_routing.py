@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_mq.bus.memory.broker import topic_matches
+from trinity_mq.bus.memory.bus import topic_matches
 
 WORDS = st.lists(st.sampled_from(["a", "b", "train", "3%2Ex"]), max_size=5)
 PATTERNS = st.lists(st.sampled_from(["a", "b", "train", "3%2Ex", "*", "#"]), max_size=5)

@@ -3,84 +3,159 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
-from tenacity import wait_fixed
-
-from trinity_mq.bus.base import Bus, BusUnavailable, Consumer, Envelope, Lock, LockHeld, QueueGone
-from trinity_mq.bus.checks import BLOCKED, CLOSED, NOT_CONNECTED, Health, check_outgoing, lock_queue
-from trinity_mq.bus.memory.broker import MemoryBroker, check_owner
-from trinity_mq.bus.memory.consumer import MemoryConsumer
-from trinity_mq.bus.memory.queues import Stored
-from trinity_mq.bus.retry import retrying
+from trinity_mq.bus.base import (
+    BLOCKED,
+    CLOSED,
+    NOT_CONNECTED,
+    Bus,
+    BusRefused,
+    BusUnavailable,
+    Consumer,
+    Envelope,
+    Lock,
+    LockHeld,
+    QueueGone,
+)
+from trinity_mq.bus.memory.queues import MemoryConsumer, MemoryQueue, Stored, StreamQueue, WorkQueue
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
-
-__all__ = ["MemoryBroker", "MemoryBus"]
 
 REPEAT_PAUSE = 0.1
 """Seconds until a publish whose confirm was lost is repeated."""
 
 
-class _ConfirmLostError(Exception):
-    """Stored, but the publisher does not know."""
+class MemoryBroker:
+    """In-memory broker of one test, shared by its buses, and the faults that the test may ask of it."""
+
+    def __init__(self) -> None:
+        self.queues: dict[str, MemoryQueue] = {}
+        self.blocked = False
+        self._bindings: dict[str, set[tuple[str, str]]] = defaultdict(set)  # exchange to (pattern, queue)
+        self._clients: list[MemoryBus] = []
+        self._confirms_to_lose = 0
+
+    def drop(self, bus: MemoryBus, *, delay: float | None = 0.5) -> None:
+        """Cut the connection of ``bus``. It returns after ``delay`` seconds, or with :meth:`restore` if None."""
+        bus.disconnect("connection lost")
+        if delay is not None:
+            bus.reconnect_in(delay)
+
+    def restore(self, bus: MemoryBus) -> None:
+        """Let ``bus`` connect again now."""
+        bus.reconnect()
+
+    def block(self) -> None:
+        """Raise an alarm: publishers wait."""
+        self._alarm(True)
+
+    def unblock(self) -> None:
+        """End the alarm."""
+        self._alarm(False)
+
+    def lose_confirm_once(self) -> None:
+        """Store the next message but lose its confirm, so that its publisher repeats it."""
+        self._confirms_to_lose += 1
+
+    def loses_confirm(self) -> bool:
+        """Return whether the publish under way is to lose its confirm."""
+        if not self._confirms_to_lose:
+            return False
+        self._confirms_to_lose -= 1
+        return True
+
+    def enter(self, client: MemoryBus) -> None:
+        """Note a connection."""
+        self._clients.append(client)
+
+    def leave(self, client: MemoryBus) -> None:
+        """Forget a connection; its exclusive queues go with it."""
+        self._clients.remove(client)
+        for name in [name for name, queue in self.queues.items() if queue.owner is client]:
+            self.delete(name)
+
+    def declare(self, queue: Queue, client: MemoryBus) -> MemoryQueue:
+        """Return the queue, made if it is missing, with its bindings; raises BusRefused for another's exclusive one."""
+        found = self.queues.get(queue.name)
+        if found is None:
+            owner = client if queue.kind == "exclusive" else None
+            found = StreamQueue(queue, owner) if queue.kind == "stream" else WorkQueue(queue, owner)
+            self.queues[queue.name] = found
+        check_owner(found, client)
+        for binding in queue.bindings:
+            self._bindings[binding.exchange].add((binding.pattern, queue.name))
+        return found
+
+    def unbind(self, queue: Queue) -> None:
+        """Remove the bindings of a queue."""
+        for binding in queue.bindings:
+            self._bindings[binding.exchange].discard((binding.pattern, queue.name))
+
+    def delete(self, name: str) -> None:
+        """Remove a queue with its bindings and consumers."""
+        for bound in self._bindings.values():
+            bound.difference_update({entry for entry in bound if entry[1] == name})
+        queue = self.queues.pop(name, None)
+        if queue is not None:
+            queue.delete()
+
+    def route(self, message: Stored) -> bool:
+        """Store a message in every queue that a binding leads to; return whether there is one."""
+        if message.exchange:
+            bound = self._bindings[message.exchange]
+            names = {name for pattern, name in bound if topic_matches(pattern, message.routing_key)}
+        else:
+            names = {message.routing_key} & self.queues.keys()
+        for name in sorted(names):
+            self.queues[name].put(message)
+        return bool(names)
+
+    def dead_letter(self, queue: Queue, message: Stored) -> None:
+        """Pass a rejected message on under its own routing key with the reason; drop it where no exchange is set."""
+        if queue.dead_letter_exchange is None:
+            return
+        reason = {
+            "x-first-death-queue": queue.name,
+            "x-first-death-reason": "rejected",
+            "x-first-death-exchange": message.exchange,
+        }
+        headers = {**message.headers, **reason}
+        self.route(replace(message, exchange=queue.dead_letter_exchange, headers=headers, deliveries_before=0))
+
+    def _alarm(self, blocked: bool) -> None:
+        self.blocked = blocked
+        for client in self._clients:
+            client.refresh()
 
 
 class MemoryBus(Bus):
-    """One agent's access to a :class:`MemoryBroker`.
-
-    Args:
-        broker: The state that all buses of a test share.
-        topology: Names of the run.
-        config: Sizes and timeouts, as for RabbitMQ.
-    """
+    """One agent's access to a :class:`MemoryBroker`."""
 
     def __init__(self, broker: MemoryBroker, topology: Topology, *, config: BrokerConfig) -> None:
-        self.max_message_bytes = config.max_message_bytes
-        self._broker, self._topology, self._config = broker, topology, config
-        self._exchanges = frozenset(topology.exchanges)
-        self._health = Health()
+        super().__init__(topology, config)
+        self._broker = broker
         self._connected = asyncio.Event()
         self._down: str | None = NOT_CONNECTED
         self._closed = False
         self._return: asyncio.TimerHandle | None = None
         self._declared: dict[str, Queue] = {}
         self._consumers: list[MemoryConsumer] = []
-        self._locks: dict[str, _MemoryLock] = {}
 
     async def connect(self) -> None:
         """Connect; a broker in memory never refuses."""
         self.reconnect()
 
     async def close(self) -> None:
-        """Close everything."""
         for consumer in tuple(self._consumers):
             await consumer.close()
         self._closed = True
         self.disconnect(CLOSED)
         self._health.close()
 
-    @property
-    def usable(self) -> bool:
-        """Connected and not blocked."""
-        return self._health.usable
-
-    @property
-    def trouble(self) -> str | None:
-        """Why it is not usable."""
-        return self._health.trouble
-
-    async def wait_usable(self) -> None:
-        """Return once usable."""
-        await self._health.wait_usable()
-
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when :attr:`usable` changes."""
-        self._health.on_change(callback)
-
     async def declare(self, *queues: Queue) -> None:
-        """Declare queues and bindings."""
         await self._connection()
         for queue in queues:
             self._broker.declare(queue, self)
@@ -88,87 +163,73 @@ class MemoryBus(Bus):
                 self._declared[queue.name] = queue
 
     async def unbind(self, queue: Queue) -> None:
-        """Remove the queue's bindings."""
         await self._connection()
-        self._broker.unbind(queue.name, queue.bindings)
+        self._broker.unbind(queue)
         if queue.name in self._declared:
             self._declared[queue.name] = replace(queue, bindings=())
 
     async def delete(self, name: str) -> None:
-        """Delete a queue."""
         await self._connection()
         self._declared.pop(name, None)
         self._broker.delete(name)
 
     async def depth(self, name: str) -> int | None:
-        """Return the number of ready messages."""
         await self._connection()
         queue = self._broker.queues.get(name)
         return None if queue is None else queue.depth
 
-    async def publish(
-        self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
-    ) -> bool:
-        """Publish and wait for the confirm."""
-        check_outgoing(self._exchanges, exchange, envelope, self.max_message_bytes)
-        seconds = self._config.publish_timeout if timeout is None else timeout
+    async def _publish(self, exchange: str, routing_key: str, envelope: Envelope) -> bool:
         message = Stored(
             body=envelope.body,
             exchange=exchange,
             routing_key=routing_key,
+            queue="",
             message_id=envelope.message_id,
             content_type=envelope.content_type,
             headers={**envelope.headers, "kind": envelope.kind},
             correlation_id=envelope.correlation_id,
             reply_to=envelope.reply_to,
         )
-        try:
-            async with asyncio.timeout(seconds):
-                try:
-                    return await self._publish_once(message)
-                except _ConfirmLostError:
-                    again = retrying(_ConfirmLostError, wait=wait_fixed(REPEAT_PAUSE))
-                    await asyncio.sleep(REPEAT_PAUSE)
-                    return await again(self._publish_once, message)
-        except TimeoutError:
-            what = f"{envelope.kind} {envelope.message_id}"
-            raise BusUnavailable(f"{what} was not confirmed in {seconds:g} s: {self.trouble or 'no reply'}") from None
+        while True:
+            await asyncio.sleep(0)  # a confirm takes a round trip: callers must not count on less
+            await self.wait_usable()
+            routed = self._broker.route(message)
+            if not self._broker.loses_confirm():
+                return routed
+            await asyncio.sleep(REPEAT_PAUSE)
 
     async def consume(self, queue: Queue, *, prefetch: int = 0, offset: int | None = None) -> Consumer:
-        """Start consuming."""
         await self._connection()
         if queue.redeclare:
             await self.declare(queue)
         elif queue.name not in self._broker.queues:
             raise QueueGone(f"queue {queue.name} does not exist")
-        check_owner(self._broker.queues[queue.name], self)
-        consumer = MemoryConsumer(self._broker, queue, prefetch, offset, self._forget)
+        found = self._broker.queues[queue.name]
+        check_owner(found, self)
+        consumer = MemoryConsumer(queue, prefetch, offset, self._broker.dead_letter, self._forget)
         self._consumers.append(consumer)
-        consumer.attach()
+        consumer.attach(found)
         return consumer
 
     async def lock(self, name: str) -> Lock:
-        """Take an exclusive lock."""
         await self._connection()
-        queue = Queue(name=lock_queue(self._topology, name), kind="exclusive")
-        if queue.name in self._broker.queues:
-            raise LockHeld(f"{queue.name} is held")
-        self._broker.declare(queue, self)
-        lock = self._locks[queue.name] = _MemoryLock(self, queue)
+        queue = self._topology.lock(name)
+        if not self._take(queue):
+            raise LockHeld(f"{queue} is held")
+        lock = self._locks[queue] = Lock(queue, self._release)
         return lock
 
-    def retake(self, queue: Queue) -> bool:
-        """Take a lock's queue again, unless another has it."""
-        if queue.name in self._broker.queues:
+    def _take(self, lock: str) -> bool:
+        """Declare the queue of a lock, unless there is one."""
+        if lock in self._broker.queues:
             return False
-        self._broker.declare(queue, self)
+        self._broker.declare(Queue(name=lock, kind="exclusive"), self)
         return True
 
-    def release(self, queue: Queue, held: bool) -> None:
-        """Give a lock up."""
-        self._locks.pop(queue.name, None)
-        if held:
-            self._broker.delete(queue.name)
+    async def _release(self, lock: Lock) -> None:
+        self._locks.pop(lock.queue, None)
+        if lock.held:
+            self._broker.delete(lock.queue)
 
     def disconnect(self, reason: str) -> None:
         """Lose the connection: deliveries return, exclusive queues and locks go."""
@@ -177,7 +238,7 @@ class MemoryBus(Bus):
         if self._connected.is_set():
             self._connected.clear()
             for lock in self._locks.values():
-                lock.suspend()
+                lock.held = False
             for consumer in self._consumers:
                 consumer.detach()
             self._broker.leave(self)
@@ -196,13 +257,14 @@ class MemoryBus(Bus):
         self._connected.set()
         self._down = None
         for name, lock in tuple(self._locks.items()):
-            if not lock.resume():
+            lock.reconnected(retaken=self._take(name))
+            if not lock.held:
                 del self._locks[name]
         for queue in self._declared.values():
             self._broker.declare(queue, self)
         for consumer in self._consumers:
             if not consumer.over:
-                consumer.attach()
+                consumer.attach(self._broker.queues.get(consumer.queue.name))
         self.refresh()
 
     def refresh(self) -> None:
@@ -228,44 +290,26 @@ class MemoryBus(Bus):
         except TimeoutError:
             raise BusUnavailable(f"not connected in {self._config.connect_timeout:g} s: {self.trouble}") from None
 
-    async def _publish_once(self, message: Stored) -> bool:
-        await asyncio.sleep(0)  # a confirm takes a round trip: callers must not count on less
-        await self._health.wait_usable()
-        routed = self._broker.route(message)
-        if self._broker.loses_confirm():
-            raise _ConfirmLostError
-        return routed
+
+def check_owner(queue: MemoryQueue, client: MemoryBus) -> None:
+    """Refuse the use of another's exclusive queue."""
+    if queue.owner is not None and queue.owner is not client:
+        raise BusRefused(f"queue {queue.declared.name} is exclusive to another connection")
 
 
-class _MemoryLock(Lock):
-    """An exclusive queue and what became of it."""
+def topic_matches(pattern: str, key: str) -> bool:
+    """Return whether a routing key fits an AMQP binding pattern: ``*`` is one word, ``#`` any number of words.
 
-    def __init__(self, bus: MemoryBus, queue: Queue) -> None:
-        self._bus, self._queue = bus, queue
-        self._held = True
-        self._lost = asyncio.Event()
+    >>> topic_matches("train.#", "train"), topic_matches("*.a", "x.y.a")
+    (True, False)
+    """
+    return _match(pattern.split(".") if pattern else [], key.split(".") if key else [])
 
-    @property
-    def held(self) -> bool:
-        """Held now."""
-        return self._held
 
-    async def wait_lost(self) -> None:
-        """Return when another took it."""
-        await self._lost.wait()
-
-    async def release(self) -> None:
-        """Give it up."""
-        self._bus.release(self._queue, self._held)
-        self._held = False
-
-    def suspend(self) -> None:
-        """Disconnected."""
-        self._held = False
-
-    def resume(self) -> bool:
-        """Connected again: retake it, or it is lost."""
-        self._held = self._bus.retake(self._queue)
-        if not self._held:
-            self._lost.set()
-        return self._held
+def _match(pattern: Sequence[str], key: Sequence[str]) -> bool:
+    if not pattern:
+        return not key
+    first, rest = pattern[0], pattern[1:]
+    if first == "#":
+        return any(_match(rest, key[skipped:]) for skipped in range(len(key) + 1))
+    return bool(key) and first in {"*", key[0]} and _match(rest, key[1:])

@@ -1,69 +1,65 @@
-"""Queues of the in-memory broker: work queues that deliver until answered, streams that are read by offset."""
+"""Queues of the in-memory broker and their consumers: work queues deliver until answered, streams by offset."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from trinity_mq.bus.base import Answer, Delivery, Incoming, QueueGone, StaleDelivery, StreamCut
+from trinity_mq.bus.buffered_consumer import BufferedConsumer
 from trinity_mq.bus.topology import Queue
 
 
 @dataclass(slots=True, kw_only=True)
-class Stored:
+class Stored(Incoming):
     """A message in a queue."""
 
-    body: bytes
-    exchange: str
-    routing_key: str
-    message_id: str
-    content_type: str
-    headers: Mapping[str, object]
-    correlation_id: str | None
-    reply_to: str | None
     order: int = 0
     """Place in its queue, by which what comes back is put where it was."""
-    returns: int = 0
-    offset: int | None = None
-
-
-class Reader(Protocol):
-    """Interface of a consumer towards a queue."""
-
-    @property
-    def room(self) -> bool:
-        """May another message be sent to it?"""
-
-    def receive(self, message: Stored) -> None:
-        """Take a message."""
-
-    def queue_deleted(self) -> None:
-        """The queue is gone."""
-
-    def cut(self, kept: int) -> None:
-        """The stream no longer holds what comes next; ``kept`` is the first offset that it holds."""
 
 
 class MemoryQueue(ABC):
     """Base class of work queues and streams."""
 
-    def __init__(self, declared: Queue, owner: object | None) -> None:
+    def __init__(self, declared: Queue, owner: object | None = None) -> None:
         self.declared, self.owner = declared, owner
+        self._consumers: list[MemoryConsumer] = []
 
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Messages ready."""
+        """Messages ready; of a stream those kept."""
 
     @abstractmethod
     def put(self, message: Stored) -> None:
-        """Store a message."""
+        """Store a message and deliver."""
 
     @abstractmethod
+    def dispatch(self) -> None:
+        """Deliver while there is a message and a consumer with room."""
+
+    @abstractmethod
+    def take_back(self, messages: Iterable[Stored]) -> None:
+        """Requeue what was not acknowledged, where it was, one return more each. Delivers nothing by itself."""
+
+    def attach(self, consumer: MemoryConsumer) -> None:
+        """Add a consumer and deliver to it."""
+        self._consumers.append(consumer)
+        self.dispatch()
+
+    def detach(self, consumer: MemoryConsumer) -> None:
+        """Remove a consumer, which gives back what it holds."""
+        if consumer in self._consumers:
+            self._consumers.remove(consumer)
+
     def delete(self) -> None:
-        """Tell the consumers."""
+        """End the consumers."""
+        consumers, self._consumers = self._consumers, []
+        for consumer in consumers:
+            consumer.queue_deleted()
 
 
 class WorkQueue(MemoryQueue):
@@ -72,12 +68,10 @@ class WorkQueue(MemoryQueue):
     def __init__(self, declared: Queue, owner: object | None = None) -> None:
         super().__init__(declared, owner)
         self._ready: deque[Stored] = deque()
-        self._readers: list[Reader] = []
         self._last_order = 0
 
     @property
     def depth(self) -> int:
-        """Messages neither delivered nor waiting for an answer."""
         return len(self._ready)
 
     @property
@@ -86,51 +80,28 @@ class WorkQueue(MemoryQueue):
         return list(self._ready)
 
     def put(self, message: Stored) -> None:
-        """Append and deliver."""
         self._last_order += 1
-        self._ready.append(replace(message, order=self._last_order))
+        self._ready.append(replace(message, queue=self.declared.name, order=self._last_order))
         self.dispatch()
 
     def take_back(self, messages: Iterable[Stored]) -> None:
-        """Requeue what was not acknowledged, where it was, one return more each. Delivers nothing by itself."""
         for message in messages:
             if self.declared.kind == "quorum":
-                message.returns += 1
+                message.deliveries_before += 1
             self._ready.append(message)
         self._ready = deque(sorted(self._ready, key=lambda message: message.order))
 
-    def attach(self, reader: Reader) -> None:
-        """Add a consumer and deliver to it."""
-        self._readers.append(reader)
-        self.dispatch()
-
-    def detach(self, reader: Reader) -> None:
-        """Remove a consumer; the caller gives back what it held."""
-        self._readers.remove(reader)
-
     def dispatch(self) -> None:
-        """Deliver while there is a message and a consumer with room: in turn, or to the single active one."""
+        """Deliver to the consumers in turn, or to the single active one."""
+        single = self.declared.single_active_consumer
         while self._ready:
-            candidates = self._readers[:1] if self.declared.single_active_consumer else self._readers
-            reader = next((reader for reader in candidates if reader.room), None)
-            if reader is None:
+            consumer = next((each for each in self._consumers[: 1 if single else None] if each.has_room), None)
+            if consumer is None:
                 return
-            if not self.declared.single_active_consumer:
-                self._readers.remove(reader)
-                self._readers.append(reader)
-            reader.receive(self._ready.popleft())
-
-    def delete(self) -> None:
-        """Drop the messages, tell the consumers."""
-        self._ready.clear()
-        for reader in tuple(self._readers):
-            reader.queue_deleted()
-
-
-@dataclass(slots=True)
-class _Position:
-    reader: Reader
-    next: int
+            if not single:
+                self._consumers.remove(consumer)
+                self._consumers.append(consumer)
+            consumer.receive(self._ready.popleft())
 
 
 class StreamQueue(MemoryQueue):
@@ -141,11 +112,9 @@ class StreamQueue(MemoryQueue):
         self._first = 0
         self._messages: deque[Stored] = deque()
         self._bytes = 0
-        self._positions: list[_Position] = []
 
     @property
     def depth(self) -> int:
-        """Messages kept."""
         return len(self._messages)
 
     @property
@@ -156,33 +125,140 @@ class StreamQueue(MemoryQueue):
     def put(self, message: Stored) -> None:
         """Append, cut what retention does not keep, deliver."""
         limit = self.declared.max_length_bytes
-        self._messages.append(replace(message, offset=self.end))
+        self._messages.append(replace(message, queue=self.declared.name, offset=self.end))
         self._bytes += len(message.body)
         while limit is not None and self._bytes > limit and len(self._messages) > 1:
             self._bytes -= len(self._messages.popleft().body)
             self._first += 1
         self.dispatch()
 
-    def attach(self, reader: Reader, offset: int) -> None:
-        """Deliver from ``offset`` on; beyond the end it waits."""
-        self._positions.append(_Position(reader, offset))
-        self.dispatch()
-
-    def detach(self, reader: Reader) -> None:
-        """Remove a consumer."""
-        self._positions = [position for position in self._positions if position.reader is not reader]
+    def take_back(self, messages: Iterable[Stored]) -> None:
+        """Do nothing: a stream keeps what it delivers."""
 
     def dispatch(self) -> None:
-        """Deliver to each consumer what it has room for."""
-        for position in tuple(self._positions):
-            if position.next < self._first:
-                position.reader.cut(self._first)
-                continue
-            while position.next < self.end and position.reader.room:
-                position.next += 1
-                position.reader.receive(self._messages[position.next - 1 - self._first])
+        """Deliver to each consumer what it has room for; one that waits beyond the end waits on."""
+        for consumer in tuple(self._consumers):
+            if consumer.position < self._first:
+                consumer.cut(self._first)
+            while consumer.position < self.end and consumer.has_room:
+                consumer.position += 1
+                consumer.receive(self._messages[consumer.position - 1 - self._first])
 
-    def delete(self) -> None:
-        """Tell the consumers."""
-        for position in tuple(self._positions):
-            position.reader.queue_deleted()
+
+class MemoryConsumer(BufferedConsumer[Stored]):
+    """Attached to one queue, and attached again after each reconnect.
+
+    Args:
+        queue: See :class:`BufferedConsumer`, as for ``prefetch`` and ``offset``.
+        dead_letter: Passes a rejected message on.
+        on_close: Called when it is closed.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        prefetch: int,
+        offset: int | None,
+        dead_letter: Callable[[Queue, Stored], None],
+        on_close: Callable[[MemoryConsumer], None],
+    ) -> None:
+        super().__init__(queue, prefetch, offset)
+        self._dead_letter, self._on_close = dead_letter, on_close
+        self._attached: MemoryQueue | None = None
+        self._unanswered: dict[int, Stored] = {}
+        self.position = 0
+        """Offset of the next message that the stream delivers to the buffer."""
+        self.session = 0
+        """Rises with each attachment: answers from an earlier one are void."""
+
+    @property
+    def has_room(self) -> bool:
+        """Another message may be delivered to it."""
+        under_way = len(self._arrived) if self._stream else len(self._unanswered)
+        return self._attached is not None and (not self._prefetch or under_way < self._prefetch)
+
+    def attach(self, queue: MemoryQueue | None) -> None:
+        """Start, or go on, consuming. A queue that does not exist ends the consumer."""
+        self.session += 1
+        self._attached = queue
+        if queue is None:
+            self._end(QueueGone(f"queue {self.queue.name} does not exist"))
+            return
+        if isinstance(queue, StreamQueue):
+            self._next = self.position = queue.end if self._next is None else self._next
+        queue.attach(self)
+
+    def detach(self) -> None:
+        """Stop; what is unanswered goes back to the queue, one return more each."""
+        queue, self._attached = self._attached, None
+        self._arrived.clear()
+        self.session += 1
+        if queue is not None:
+            queue.detach(self)
+            queue.take_back(self._unanswered.values())
+            self._unanswered.clear()
+            queue.dispatch()
+
+    def receive(self, message: Stored) -> None:
+        """Take a message from the queue."""
+        if not self._stream:
+            self._unanswered[message.order] = message
+        self._put(message)
+
+    def queue_deleted(self) -> None:
+        """End: the queue is gone, and what was delivered with it."""
+        self._unanswered.clear()
+        self._attached = None
+        self.detach()
+        self._end(QueueGone(f"queue {self.queue.name} was deleted"))
+
+    def cut(self, kept: int) -> None:
+        """End: retention has cut what comes next; ``kept`` is the first offset that the stream holds."""
+        asked = self._next or 0
+        self.detach()
+        self._end(StreamCut(self.queue.name, asked, kept))
+
+    def settle(self, delivery: MemoryDelivery, answer: Answer) -> None:
+        """Perform the answer to a delivery."""
+        queue = self._attached
+        if delivery.session != self.session or queue is None:
+            raise StaleDelivery(f"delivery {delivery.message_id} of {self.queue.name} is void: its consumer is gone")
+        message = self._unanswered.pop(delivery.order)
+        if answer == "requeue":
+            queue.take_back([message])
+        elif answer == "reject":
+            self._dead_letter(self.queue, message)
+        queue.dispatch()
+
+    def _hand_over(self, item: Stored) -> Delivery:
+        delivery = MemoryDelivery(self, item)
+        if item.offset is not None and self._attached is not None:
+            self._next = item.offset + 1
+            self._attached.dispatch()
+        return delivery
+
+    async def stop(self) -> None:
+        if self._attached is not None:
+            self._attached.detach(self)
+            self._attached.dispatch()
+        self._finish()
+
+    async def close(self) -> None:
+        self.detach()
+        self._end(None)
+        self._on_close(self)
+
+
+class MemoryDelivery(Delivery):
+    """A message handed over."""
+
+    def __init__(self, consumer: MemoryConsumer, message: Stored) -> None:
+        stored: dict[str, Any] = {each.name: getattr(message, each.name) for each in fields(Incoming)}
+        counted = {"x-delivery-count": message.deliveries_before or None, "x-stream-offset": message.offset}
+        shown = {name: value for name, value in counted.items() if value is not None}
+        super().__init__(**stored | {"headers": {**message.headers, **shown}})
+        self._consumer = consumer
+        self.session, self.order = consumer.session, message.order
+
+    async def _settle(self, answer: Answer) -> None:
+        self._consumer.settle(self, answer)

@@ -1,17 +1,17 @@
-"""Declarations and locks on the consuming connection, which are made again after a reconnect."""
+"""Declarations on the consuming connection, which are made again after a reconnect."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import structlog
 from aiormq.channel import Channel
 
-from trinity_mq.bus.base import BusRefused, Lock, QueueGone
+from trinity_mq.bus.base import BusRefused, QueueGone
 from trinity_mq.bus.rabbit.connection import (
     BrokerConnectError,
     BrokerConnection,
@@ -64,8 +64,7 @@ class Admin:
     async def _each_exchange(self, *, passive: bool) -> None:
         async with self._opened() as channel:
             for exchange in self._topology.exchanges:
-                with amqp_errors():
-                    await channel.exchange_declare(exchange, exchange_type="topic", durable=True, passive=passive)
+                await channel.exchange_declare(exchange, exchange_type="topic", durable=True, passive=passive)
 
     async def make_queues(self) -> None:
         """Make again the queues and bindings of this bus."""
@@ -85,30 +84,26 @@ class Admin:
         with contextlib.suppress(QueueGone):
             async with self._opened() as channel:
                 for binding in queue.bindings:
-                    with amqp_errors():
-                        await channel.queue_unbind(queue.name, binding.exchange, binding.pattern)
+                    await channel.queue_unbind(queue.name, binding.exchange, binding.pattern)
 
     async def delete(self, name: str) -> None:
         """Delete a queue, also from memory."""
         self._declared.pop(name, None)
         with contextlib.suppress(QueueGone):
             async with self._opened() as channel:
-                with amqp_errors():
-                    await channel.queue_delete(name)
+                await channel.queue_delete(name)
 
     async def depth(self, name: str) -> int | None:
         """Return the number of ready messages, None for no such queue."""
         with contextlib.suppress(QueueGone):
             async with self._opened() as channel:
-                with amqp_errors():
-                    return (await channel.queue_declare(name, passive=True)).message_count or 0
+                return (await channel.queue_declare(name, passive=True)).message_count or 0
         return None
 
     async def own(self, name: str) -> None:
         """Declare an exclusive queue. Raises Locked when another connection has it."""
         async with self._opened() as channel:
-            with amqp_errors():
-                await channel.queue_declare(name, exclusive=True)
+            await channel.queue_declare(name, exclusive=True)
 
     async def own_again(self, name: str) -> None:
         """Declare an exclusive queue that our old connection may still seem to hold. Raises Locked if another does."""
@@ -125,15 +120,13 @@ class Admin:
             return
         async with self._opened() as channel:
             for binding in queue.bindings:
-                with amqp_errors():
-                    await channel.queue_bind(queue.name, binding.exchange, binding.pattern)
+                await channel.queue_bind(queue.name, binding.exchange, binding.pattern)
 
     async def _make_durable(self, queue: Queue) -> bool:
         """Return whether its bindings are ours to make: not those of a queue that only another user may declare."""
         try:
             async with self._opened() as channel:
-                with amqp_errors():
-                    await channel.queue_declare(queue.name, durable=True, arguments=dict(queue.arguments))
+                await channel.queue_declare(queue.name, durable=True, arguments=dict(queue.arguments))
         except InequivalentError as error:
             if queue.name not in self._warned:
                 self._warned.add(queue.name)
@@ -153,46 +146,8 @@ class Admin:
                 raise BrokerConnectError("not connected")
             if self._channel is None or self._channel.is_closed:
                 self._channel = await self._link.channel()
-            yield self._channel
-
-
-class RabbitLock(Lock):
-    """Exclusive queue as a lock, held while the connection lives."""
-
-    def __init__(self, queue: str, release: Callable[[RabbitLock], Awaitable[None]]) -> None:
-        self.queue = queue
-        self._release = release
-        self._held = True
-        self._lost = asyncio.Event()
-
-    @property
-    def held(self) -> bool:
-        """Held now."""
-        return self._held
-
-    async def wait_lost(self) -> None:
-        """Return when another took it."""
-        await self._lost.wait()
-
-    async def release(self) -> None:
-        """Give it up."""
-        await self._release(self)
-        self._held = False
-
-    def suspend(self) -> None:
-        """Mark the lock as not held: the connection is lost."""
-        self._held = False
-
-    async def retake(self, admin: Admin) -> bool:
-        """Take it on a new connection, waiting for what our old one may still hold; False when another has it."""
-        try:
-            await admin.own_again(self.queue)
-        except Locked as error:
-            log.error("lock lost to another connection", lock=self.queue, broker=str(error))
-            self._lost.set()
-            return False
-        self._held = True
-        return True
+            with amqp_errors():
+                yield self._channel
 
 
 def _not_there(what: str, refused: BusRefused) -> BusRefused:

@@ -1,19 +1,44 @@
-"""Bus implementation on RabbitMQ."""
+"""Bus implementation on RabbitMQ, and the routine that rebuilds everything after a connection is lost."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-from trinity_mq.bus.addresses import Addresses
-from trinity_mq.bus.base import Bus, BusRefused, BusUnavailable, Consumer, Envelope, Lock, LockHeld, QueueGone
-from trinity_mq.bus.checks import check_outgoing, lock_queue
-from trinity_mq.bus.rabbit.admin import RabbitLock
-from trinity_mq.bus.rabbit.connection import Locked
+import structlog
+from tenacity import RetryCallState
+
+from trinity_mq.bus.addresses import Addresses, address
+from trinity_mq.bus.base import (
+    BLOCKED,
+    CLOSED,
+    NOT_CONNECTED,
+    Bus,
+    BusError,
+    BusRefused,
+    BusUnavailable,
+    Consumer,
+    Envelope,
+    Lock,
+    LockHeld,
+    QueueGone,
+)
+from trinity_mq.bus.rabbit.admin import Admin
+from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, Locked, OwnQueueLost, open_connection
 from trinity_mq.bus.rabbit.consumer import RabbitConsumer
-from trinity_mq.bus.rabbit.reconnect import Reconnector
+from trinity_mq.bus.rabbit.publisher import Publisher
+from trinity_mq.bus.retry import retrying
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.config.bus import BrokerConfig
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+GHOST_HEARTBEATS = 4
+"""Heartbeats after which the broker has closed a dead connection and freed its exclusive queues."""
+
+log = structlog.get_logger(__name__)
 
 
 class RabbitBus(Bus):
@@ -25,91 +50,95 @@ class RabbitBus(Bus):
     Args:
         url: ``amqp://user:password@host:port/vhost``, several with commas between, or where to find them; TLS as
             ``config`` says.
-        topology: Names of the run; its exchanges are declared on connect.
+        topology: Names of the run; its exchanges are declared with every new connection.
         config: Sizes and timeouts.
         name: Shown by the broker for the connections.
     """
 
     def __init__(self, url: str | Addresses, topology: Topology, *, config: BrokerConfig, name: str) -> None:
-        self.max_message_bytes = config.max_message_bytes
-        self._topology, self._config = topology, config
-        self._exchanges = frozenset(topology.exchanges)
-        addresses = Addresses(url, password_file=config.password_file, tls=config.tls) if isinstance(url, str) else url
-        self._keeper = Reconnector(addresses, topology, config, name)
-
-    async def connect(self) -> None:
-        """Open the connections."""
-        await self._keeper.start()
-
-    async def close(self) -> None:
-        """Close everything."""
-        await self._keeper.stop()
-
-    @property
-    def usable(self) -> bool:
-        """Connected and not blocked."""
-        return self._keeper.health.usable
-
-    @property
-    def trouble(self) -> str | None:
-        """Why it is not usable."""
-        return self._keeper.health.trouble
+        super().__init__(topology, config)
+        if isinstance(url, str):
+            url = Addresses(url, password_file=config.password_file, tls=config.tls)
+        self._addresses = url
+        self._name = name
+        self._shown = "its address"  # read with the first connect
+        self._admin = Admin(topology, GHOST_HEARTBEATS * config.heartbeat)
+        self._publisher = Publisher(self._set_blocked)
+        self._consumers: set[RabbitConsumer] = set()
+        self._consuming: BrokerConnection | None = None
+        self._publishing: BrokerConnection | None = None
+        self._down: str | None = NOT_CONNECTED
+        self._blocked = False
+        self._closed = False
+        self._rebuilt = asyncio.Event()  # the consuming connection stands with its queues, or the bus is closed
+        self._broken = asyncio.Event()
+        self._routine: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
 
     @property
     def broker_version(self) -> str | None:
         """Version that the broker reports, None when not connected."""
-        return self._keeper.version
+        return self._consuming.version if self._consuming is not None else None
 
-    async def wait_usable(self) -> None:
-        """Return once usable. Raises BusUnavailable once closed."""
-        await self._keeper.health.wait_usable()
+    async def connect(self) -> None:
+        seconds = self._config.connect_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await retrying(BrokerConnectError, before_sleep=self._note_failure)(self._repair)
+        except BaseException as error:
+            await self._drop_links()
+            if isinstance(error, TimeoutError):
+                raise BusUnavailable(
+                    f"no RabbitMQ at {self._shown} within {seconds:g} s ({self._down}): "
+                    "is it running, and are host and port in broker.url or TRINITY_MQ_BROKER_URL right?"
+                ) from None
+            raise
+        self._routine = asyncio.create_task(self._keep(), name=f"{self._name}: reconnect")
 
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when :attr:`usable` changes."""
-        self._keeper.health.on_change(callback)
+    async def close(self) -> None:
+        """Close everything; waiting tasks get BusUnavailable."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._routine is not None:
+            await _end(self._routine)
+        async with asyncio.TaskGroup() as group:  # each waits for its reply, behind which its last answers are safe
+            for consumer in tuple(self._consumers):
+                group.create_task(consumer.close())
+        self._publisher.close()
+        self._health.close()
+        self._rebuilt.set()
+        await self._drop_links()
+        self._suspend_locks()
 
     async def declare(self, *queues: Queue) -> None:
-        """Declare queues and bindings."""
         for queue in queues:
-            await self._keeper.administer(self._keeper.admin.declare, queue)
+            await self._administer(self._admin.declare, queue)
 
     async def unbind(self, queue: Queue) -> None:
-        """Remove the queue's bindings."""
-        await self._keeper.administer(self._keeper.admin.unbind, queue)
+        await self._administer(self._admin.unbind, queue)
 
     async def delete(self, name: str) -> None:
-        """Delete a queue."""
-        await self._keeper.administer(self._keeper.admin.delete, name)
+        await self._administer(self._admin.delete, name)
 
     async def depth(self, name: str) -> int | None:
         """Return the number of ready messages (of a stream, what the broker gives: 0 on 3.10)."""
-        return await self._keeper.administer(self._keeper.admin.depth, name)
+        return await self._administer(self._admin.depth, name)
 
-    async def publish(
-        self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
-    ) -> bool:
-        """Publish and wait for the confirm."""
-        check_outgoing(self._exchanges, exchange, envelope, self.max_message_bytes)
-        seconds = self._config.publish_timeout if timeout is None else timeout
-        try:
-            async with asyncio.timeout(seconds):
-                await self._keeper.stands()
-                return await self._keeper.publisher.publish(exchange, routing_key, envelope)
-        except TimeoutError:
-            what = f"{envelope.kind} {envelope.message_id}"
-            raise BusUnavailable(f"{what} was not confirmed in {seconds:g} s: {self.trouble or 'no reply'}") from None
+    async def _publish(self, exchange: str, routing_key: str, envelope: Envelope) -> bool:
+        if not self._rebuilt.is_set():
+            await self._rebuilt.wait()  # without that connection our locks may be another's, and we must not act
+        return await self._publisher.publish(exchange, routing_key, envelope)
 
     async def consume(self, queue: Queue, *, prefetch: int = 0, offset: int | None = None) -> Consumer:
-        """Start consuming."""
         if queue.redeclare:
             await self.declare(queue)
         elif await self.depth(queue.name) is None:
             raise QueueGone(f"queue {queue.name} does not exist")
-        keeper = self._keeper
-        consumer = RabbitConsumer(queue, prefetch, offset, keeper.repair_soon, keeper.consumers.discard)
-        keeper.consumers.add(consumer)
+        consumer = RabbitConsumer(queue, prefetch, offset, self._broken.set, self._consumers.discard)
+        self._consumers.add(consumer)
         try:
-            await keeper.administer(keeper.attach, consumer)
+            await self._administer(self._attach, consumer)
             if isinstance(consumer.error, QueueGone | BusRefused):
                 raise consumer.error
         except BaseException:
@@ -118,20 +147,178 @@ class RabbitBus(Bus):
         return consumer
 
     async def lock(self, name: str) -> Lock:
-        """Take an exclusive lock, named as for :meth:`Topology.lock` or by its full queue name."""
-        queue, keeper = lock_queue(self._topology, name), self._keeper
-        if queue in keeper.locks:
+        queue = self._topology.lock(name)
+        if queue in self._locks:
             raise LockHeld(f"{queue} is held by this bus already")
         try:
-            await keeper.administer(keeper.admin.own, queue)
+            await self._administer(self._admin.own, queue)
         except Locked as error:
             raise LockHeld(f"{queue} is held by another connection") from error
-        lock = keeper.locks[queue] = RabbitLock(queue, self._release)
-        if not keeper.consuming:
-            lock.suspend()  # lost this very moment: the reconnect routine retakes it
+        lock = self._locks[queue] = Lock(queue, self._release)
+        # lost this very moment: the reconnect routine retakes it
+        lock.held = self._rebuilt.is_set() and not self._closed
         return lock
 
-    async def _release(self, lock: RabbitLock) -> None:
-        self._keeper.locks.pop(lock.queue, None)
+    async def _release(self, lock: Lock) -> None:
+        self._locks.pop(lock.queue, None)
         if lock.held:
             await self.delete(lock.queue)
+
+    async def _administer(self, work: Callable[[A], Awaitable[T]], argument: A) -> T:
+        """Do something on the consuming connection, again if that is lost meanwhile.
+
+        Raises:
+            BusUnavailable: Not done within the connect timeout.
+        """
+
+        async def once() -> T:
+            await self._rebuilt.wait()
+            if self._closed:
+                raise BusUnavailable(CLOSED)
+            return await work(argument)
+
+        seconds = self._config.connect_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                return await retrying(BrokerConnectError)(once)
+        except TimeoutError:
+            why = self.trouble or "no reply"
+            raise BusUnavailable(f"the broker did not answer in {seconds:g} s: {why}") from None
+
+    # -- the reconnect routine
+
+    async def _keep(self) -> None:
+        # not for ever: wait_for of Python 3.11, which the client connects with, loses a cancellation that comes in the
+        # moment in which the attempt ends
+        while not self._closed:
+            await self._broken.wait()
+            self._broken.clear()
+            await retrying(Exception, before_sleep=self._note_failure)(self._repair)
+
+    async def _repair(self) -> None:
+        """Open what is closed, and make again what belonged to it: locks, then queues, consumers, publishing last."""
+        if self._closed:
+            return
+        before = self._consuming
+        if self._consuming is None or not self._consuming.alive:
+            self._consuming = await self._renew_consuming(self._consuming)
+            self._rebuilt.set()
+        for consumer in tuple(self._consumers):
+            await self._attach(consumer)
+        if self._consuming is not before:
+            await self._retake_locks()  # see _attach
+        if self._publishing is None or not self._publishing.alive:
+            self._publishing = await self._renew_publishing(self._publishing)
+        if not self._publisher.ready:
+            await self._admin.make_exchanges()  # a missing one closes the channel
+            await self._publisher.open(self._publishing, lambda: self._lost("the publishing channel was closed"))
+        if not (self._consuming.alive and self._publishing.alive and self._publisher.ready):
+            raise BrokerConnectError("lost again while it was being made")
+        if self._down not in {None, NOT_CONNECTED}:
+            log.info("connected to the broker again", broker=self._shown, bus=self._name)
+        self._down = None
+        self._refresh()
+
+    async def _attach(self, consumer: RabbitConsumer) -> None:
+        """Let a consumer begin on the consuming connection. Raises BrokerConnectError."""
+        link = self._consuming
+        if link is None:
+            raise BrokerConnectError("not connected")
+        try:
+            await consumer.attach(link)
+        except OwnQueueLost:
+            # When a cluster has noticed that a node is dead it deletes, by name, the exclusive queues that were there:
+            # also what took their place meanwhile.
+            await self._retake_locks()
+            await self._admin.declare(consumer.queue)
+            await consumer.attach(link)
+
+    async def _retake_locks(self) -> None:
+        """Take the locks on a new connection, waiting for what our old one may still hold."""
+        for lock in tuple(self._locks.values()):
+            try:
+                await self._admin.own_again(lock.queue)
+            except Locked as error:
+                log.error("lock lost to another connection", lock=lock.queue, broker=str(error))
+                lock.reconnected(retaken=False)
+                del self._locks[lock.queue]
+            else:
+                lock.reconnected(retaken=True)
+
+    def _suspend_locks(self) -> None:
+        for lock in self._locks.values():
+            lock.held = False
+
+    async def _renew_consuming(self, old: BrokerConnection | None) -> BrokerConnection:
+        if old is not None:
+            await old.close()
+        link = await self._open("consumes", self._lost_consuming)
+        try:
+            self._admin.use(link)
+            await self._retake_locks()
+            await self._admin.make_exchanges()
+            await self._admin.make_queues()
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def _renew_publishing(self, old: BrokerConnection | None) -> BrokerConnection:
+        if self._watcher is not None:
+            await _end(self._watcher)
+        if old is not None:
+            await old.close()
+        link = await self._open("publishes", self._lost)
+        self._watcher = asyncio.create_task(self._publisher.watch(link), name=f"{self._name}: watch for alarms")
+        return link
+
+    async def _open(self, use: str, on_lost: Callable[[str], None]) -> BrokerConnection:
+        if self._closed:
+            raise BrokerConnectError(CLOSED)
+        urls = await asyncio.to_thread(self._addresses.read)
+        self._shown = address(",".join(urls))
+        return await open_connection(urls, self._addresses.tls, f"{self._name} {use}", self._config.heartbeat, on_lost)
+
+    def _lost_consuming(self, reason: str) -> None:
+        if not self._closed:
+            self._rebuilt.clear()
+        self._suspend_locks()
+        self._lost(reason)
+
+    def _lost(self, reason: str) -> None:
+        if self._closed:
+            return
+        self._note(f"connection to the broker at {self._shown} lost: {reason}", None)
+        self._broken.set()
+
+    def _note_failure(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        unexpected = None if isinstance(error, BrokerConnectError | BusError) else error
+        self._note(f"no connection to the broker at {self._shown}: {error}", unexpected)
+
+    def _note(self, reason: str, unexpected: BaseException | None) -> None:
+        if reason != self._down:
+            log.warning(reason, bus=self._name, exc_info=unexpected)
+        self._down = reason
+        self._refresh()
+
+    def _set_blocked(self, blocked: bool) -> None:
+        self._blocked = blocked
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._health.set(self._down or (BLOCKED if self._blocked else None))
+
+    async def _drop_links(self) -> None:
+        if self._watcher is not None:
+            await _end(self._watcher)
+        for link in (self._publishing, self._consuming):
+            if link is not None:
+                await link.close()
+        self._publishing = self._consuming = None
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancel a task of ours and wait for its end."""
+    task.cancel()
+    await asyncio.wait([task])

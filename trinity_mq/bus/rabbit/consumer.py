@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
-from trinity_mq.bus.base import BusRefused, Delivery, QueueGone, StaleDelivery, StreamCut
-from trinity_mq.bus.checks import STREAM_WINDOW, AnsweredOnce, BufferedConsumer
-from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, Locked, OwnQueueLost, amqp_errors
+from trinity_mq.bus.base import Answer, BusRefused, Delivery, QueueGone, StaleDelivery, StreamCut
+from trinity_mq.bus.buffered_consumer import BufferedConsumer
+from trinity_mq.bus.rabbit.connection import (
+    CLOSE_TIMEOUT,
+    BrokerConnectError,
+    BrokerConnection,
+    Locked,
+    OwnQueueLost,
+    amqp_errors,
+)
 from trinity_mq.bus.topology import Queue
 
 SEGMENT_ENTRIES = 1
 """A new segment of a stream begins with an entry of the broker's own, which takes one offset and is never delivered."""
 CLOCK_MARGIN = datetime.timedelta(seconds=5)
-CLOSE_TIMEOUT = 5.0
 STREAM_IDLE = 10.0
 """Seconds without a delivery after which a stream is consumed anew from its next offset: a cluster that lost the
 stream's leader may never serve a reader again that came while its replicas were restarted (seen on 3.10.8)."""
@@ -35,9 +41,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
     """Consumer of one queue, attached again after each reconnect.
 
     Args:
-        queue: What to consume from.
-        prefetch: Unanswered deliveries at most, 0 for any number (a stream: its window).
-        offset: First position of a stream, None for what is published from now on.
+        queue: See :class:`BufferedConsumer`, as for ``prefetch`` and ``offset``.
         on_lost: Called when it needs :meth:`attach` again.
         on_close: Called when it is closed.
     """
@@ -50,13 +54,9 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         on_lost: Callable[[], None],
         on_close: Callable[[RabbitConsumer], None],
     ) -> None:
-        super().__init__()
-        self.queue = queue
+        super().__init__(queue, prefetch, offset)
         self._on_lost, self._on_close = on_lost, on_close
-        self._stream = queue.kind == "stream"
-        self._prefetch = prefetch or (STREAM_WINDOW if self._stream else 0)
-        self._next = offset
-        self._asked: int | None = None
+        self._requested: int | None = None
         self._began: datetime.datetime | None = None
         self._channel: Channel | None = None
         self._tag = ""
@@ -101,7 +101,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         arguments: dict[str, Any] = {}
         if self._stream:
             arguments["x-stream-offset"] = self._stream_offset()
-            self._asked = self._next
+            self._requested = self._next
         channel.on_consumer_cancel_callbacks.add(lambda cancel: self._cancel(channel))
         channel.closing.add_done_callback(lambda closing: self._lost(channel))
         self._arrived.clear()
@@ -150,9 +150,9 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             return
         if self._next is None:
             self._next = offset
-        asked, self._asked = self._asked, None
-        if asked is not None and offset > asked + SEGMENT_ENTRIES:
-            self._end(StreamCut(self.queue.name, asked, offset))
+        requested, self._requested = self._requested, None
+        if requested is not None and offset > requested + SEGMENT_ENTRIES:
+            self._end(StreamCut(self.queue.name, requested, offset))
         else:
             self._put(_Arrived(channel, message, offset))
 
@@ -187,7 +187,6 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
                 await channel.basic_ack(tag, multiple=True, wait=False)
 
     async def stop(self) -> None:
-        """Take no new deliveries; what has arrived stays ours to take and to answer."""
         async with self._attaching:
             channel = self._channel
             if channel is not None and not self.over:
@@ -196,7 +195,6 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._finish()
 
     async def close(self) -> None:
-        """Stop consuming."""
         channel, self._channel = self._channel, None
         if self._idle is not None:
             self._idle.cancel()
@@ -213,7 +211,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             await _close(self._cancelled.pop())
 
 
-class RabbitDelivery(AnsweredOnce):
+class RabbitDelivery(Delivery):
     """Delivered message; its answer goes to the channel that delivered it."""
 
     def __init__(self, queue: str, arrived: _Arrived) -> None:
@@ -236,32 +234,15 @@ class RabbitDelivery(AnsweredOnce):
         )
         self._channel, self._tag = arrived.channel, message.delivery_tag or 0
 
-    async def ack(self) -> None:
-        """Acknowledge, for this delivery alone: another answer of the channel may still be to be written."""
-        if self.offset is None:
-            self._answer()
-            with self._stale_if_lost():
-                await self._channel.basic_ack(self._tag, wait=False)
-
-    async def reject(self) -> None:
-        """Hand it to the dead-letter exchange."""
-        if self.offset is None:
-            self._answer()
-            with self._stale_if_lost():
-                await self._channel.basic_reject(self._tag, requeue=False, wait=False)
-
-    async def requeue(self) -> None:
-        """Give it back for another consumer."""
-        if self.offset is None:
-            self._answer()
-            with self._stale_if_lost():
-                await self._channel.basic_nack(self._tag, requeue=True, wait=False)
-
-    @contextlib.contextmanager
-    def _stale_if_lost(self) -> Iterator[None]:
+    async def _settle(self, answer: Answer) -> None:
         try:
             with amqp_errors():
-                yield
+                if answer == "ack":  # of this delivery alone: another answer of the channel may still be to be written
+                    await self._channel.basic_ack(self._tag, wait=False)
+                elif answer == "reject":
+                    await self._channel.basic_reject(self._tag, requeue=False, wait=False)
+                else:
+                    await self._channel.basic_nack(self._tag, requeue=True, wait=False)
         except BrokerConnectError as error:
             raise StaleDelivery(f"delivery {self.message_id} of {self.queue} is void: {error}") from error
 

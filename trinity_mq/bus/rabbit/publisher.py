@@ -10,8 +10,7 @@ from aiormq import spec
 from aiormq.channel import Channel
 from aiormq.exceptions import ChannelAccessRefused, DeliveryError, PublishError
 
-from trinity_mq.bus.base import BusUnavailable, Envelope
-from trinity_mq.bus.checks import CLOSED
+from trinity_mq.bus.base import CLOSED, BusUnavailable, Envelope
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, amqp_errors
 from trinity_mq.bus.retry import retrying
 

@@ -42,7 +42,7 @@ def test_nothing_is_delivered_that_is_not_started() -> None:
         assert len(runner._executor._workflows.ran) == 2
         assert world.count("tasks.train") == 3
         await kill(task)
-        assert sorted(each.returns for each in world.stored("tasks.train")) == [0, 0, 0, 1, 1]
+        assert sorted(each.deliveries_before for each in world.stored("tasks.train")) == [0, 0, 0, 1, 1]
 
     run_virtually(main())
 

@@ -1,0 +1,73 @@
+"""A consumer whose deliveries wait in a buffer until they are handed over, the base of RabbitBus's and MemoryBus's."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections import deque
+from typing import Generic, TypeVar
+
+from trinity_mq.bus.base import BusError, Consumer, Delivery
+from trinity_mq.bus.topology import Queue
+
+STREAM_WINDOW = 32
+"""Deliveries of a stream under way at once: enough to stream, at most 32 bodies of ``max_message_bytes`` in memory."""
+
+Item = TypeVar("Item")
+
+
+class BufferedConsumer(Consumer, Generic[Item]):
+    """Consumer of one queue.
+
+    Args:
+        queue: What to consume from.
+        prefetch: Unanswered deliveries at most, 0 for any number (a stream: its window).
+        offset: First position of a stream, None for what is published from now on.
+    """
+
+    def __init__(self, queue: Queue, prefetch: int, offset: int | None) -> None:
+        self.queue = queue
+        self.over = False
+        """Stopped, closed, or ended by an error: nothing new arrives."""
+        self.error: BusError | None = None
+        """Error that ended the consumer, None while it runs or after :meth:`close`."""
+        self._stream = queue.kind == "stream"
+        self._prefetch = prefetch or (STREAM_WINDOW if self._stream else 0)
+        self._next = offset
+        """Offset of a stream's next delivery, None until that is known."""
+        self._arrived: deque[Item] = deque()
+        self._changed = asyncio.Event()
+
+    @abstractmethod
+    def _hand_over(self, item: Item) -> Delivery:
+        """Make the delivery of an item that leaves the buffer."""
+
+    def _put(self, item: Item) -> None:
+        self._arrived.append(item)
+        self._changed.set()
+
+    def _finish(self) -> None:
+        """Nothing arrives any more; what has arrived may still be taken."""
+        self.over = True
+        self._changed.set()
+
+    def _end(self, error: BusError | None) -> None:
+        if not self.over:
+            self.over, self.error = True, error
+        self._arrived.clear()
+        self._changed.set()
+
+    def get_nowait(self) -> Delivery | None:
+        return self._hand_over(self._arrived.popleft()) if self._arrived else None
+
+    async def __anext__(self) -> Delivery:
+        while True:
+            delivery = self.get_nowait()
+            if delivery is not None:
+                return delivery
+            if self.error is not None:
+                raise self.error.with_traceback(None)
+            if self.over:
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
