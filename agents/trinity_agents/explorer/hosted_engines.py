@@ -12,8 +12,8 @@ from trinity_mq.models.engine_selection import known_model
 from trinity_mq.models.inference import ModelRole
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.sync.gate.member import Key
 from trinity_mq.sync.gate.member_driver import COORDINATOR_VERBS, MemberDriver
+from trinity_mq.sync.gate.records import Key
 
 if TYPE_CHECKING:
     from trinity_mq.models import EngineHost

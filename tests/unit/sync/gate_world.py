@@ -27,8 +27,8 @@ from tests.unit.sync.gate_parts import (
 from trinity_mq.messages import SyncEvent, Version
 from trinity_mq.sync.gate.catch_up import CatchUpFetches
 from trinity_mq.sync.gate.coordinator import Coordinator
-from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
-from trinity_mq.sync.gate.records import AbandonCollective, Committed, Phase, Phases, Send, StartCollective
+from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Resume, Stage
+from trinity_mq.sync.gate.records import AbandonCollective, Committed, Phase, Phases, StartCollective
 
 NEVER = float("inf")
 LONG_AFTER = 100.0
@@ -183,8 +183,8 @@ class World:
         elif event.verb == "applied":
             self._trainer_does(t.applied(event, None if event.canary["good"] else "differs", 0.0))
         else:
-            heard = {"ready": t.ready, "failed": t.failed}[event.verb]
-            self._trainer_does(heard(event, 0.0))
+            receive = {"ready": t.ready, "failed": t.failed}[event.verb]
+            self._trainer_does(receive(event, 0.0))
 
     def _do_deadline(self) -> None:
         self.spend("breaks")
@@ -294,13 +294,13 @@ class World:
 
     def _trainer_does(self, commands: list[Any]) -> None:
         for command in commands:
-            if isinstance(command, Send):
-                self._say(command.event)
+            if isinstance(command, SyncEvent):
+                self._say(command)
             elif isinstance(command, StartCollective):
                 key = (command.version, command.epoch, command.attempt)
                 self.collective = (command.epoch, command.attempt, command.version, command.members, False)
-                heard = {event[1] for event in self.network if event[0] == "ready" and event[3:6] == key}
-                rule(heard == set(command.members), f"go without ready of all: {heard}, {command.members}")
+                received = {event[1] for event in self.network if event[0] == "ready" and event[3:6] == key}
+                rule(received == set(command.members), f"go without ready of all: {received}, {command.members}")
             elif isinstance(command, AbandonCollective):
                 self.collective = self.group = None
             elif isinstance(command, Committed) and not command.pulled:
@@ -308,15 +308,15 @@ class World:
                 rule(command.version > last, f"{command.version} is committed after {last}")
                 self.committed += (command.version,)
                 self.step += 1
-        told = {(n, m.version, *m.given) for n, m in self.trainer.members.items() if m.version and m.given != (0, 0)}
-        self.beats |= told
+        members = self.trainer.members.items()
+        self.beats |= {(n, m.version, *m.given) for n, m in members if m.version and m.given != (0, 0)}
 
     def _host_does(self, name: str, commands: list[Any]) -> None:
         host = self.hosts[name]
         engine = host.engine
         for command in commands:
-            if isinstance(command, Reply):
-                self._say(command.event)
+            if isinstance(command, SyncEvent):
+                self._say(command)
             elif isinstance(command, Pause):
                 engine.paused, host.work = True, ("pause", command.key)
             elif isinstance(command, Receive):

@@ -14,10 +14,9 @@ from trinity_mq.sync.gate.coordinator import (
     Coordinator,
     Failed,
     Phase,
-    Send,
     StartCollective,
 )
-from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
+from trinity_mq.sync.gate.member import Commit, Member, Pause, Receive, Rejoin, Resume, Stage
 
 KEY = ((1, 1), 1, 1)
 PREPARE = SyncEvent(verb="prepare", sender="t", manifest=[("w", "float32", [2])], canary={"tokens": [2, 3]})
@@ -44,7 +43,7 @@ def from_member(verb: str, machine: Coordinator, sender: str, **more: Any) -> Sy
 
 
 def sent(commands: list[Any]) -> list[str]:
-    return [command.event.verb for command in commands if isinstance(command, Send)]
+    return [command.verb for command in commands if isinstance(command, SyncEvent)]
 
 
 def through_go(machine: Coordinator, version: tuple[int, int] = (1, 1)) -> None:
@@ -134,8 +133,8 @@ def test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary() -> None:
     machine.collective_done(machine.epoch, machine.attempt, 3.5)
     assert machine.due_catch_ups(4.0) == ("b",)
     (sent_,) = machine.pull("b", PREPARE, 4.0)
-    assert isinstance(sent_, Send)
-    pull = sent_.event
+    assert isinstance(sent_, SyncEvent)
+    pull = sent_
     assert (pull.pull, pull.members, pull.version) == (True, ["b"], (1, 1))
     answer = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=pull.attempt)
     commands = machine.applied(answer, "logprobs differ by 3.0", 5.0)
@@ -143,8 +142,8 @@ def test_one_in_quarantine_fetches_alone_and_is_freed_by_its_canary() -> None:
     assert machine.due_catch_ups(5.5) == (), "not at once again"
     assert machine.due_catch_ups(7.0) == ("b",)
     (sent_,) = machine.pull("b", PREPARE, 7.0)
-    assert isinstance(sent_, Send)
-    answer = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.event.attempt)
+    assert isinstance(sent_, SyncEvent)
+    answer = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.attempt)
     commands = machine.applied(answer, None, 8.0)
     assert sent(commands) == ["commit"]
     assert commands[1] == Committed((1, 1), 1, ("b",), pulled=True)
@@ -173,12 +172,12 @@ def test_a_pull_goes_on_beside_a_try_and_a_newer_version_ends_it() -> None:
     machine.start((1, 2), 2, PREPARE, 4.0)
     machine.join("b", None, 4.5)
     (sent_,) = machine.pull("b", PREPARE, 5.0)
-    assert isinstance(sent_, Send)
+    assert isinstance(sent_, SyncEvent)
     machine.ready(from_member("ready", machine, "a"), 5.5)
     machine.collective_done(machine.epoch, machine.attempt, 6.0)
     machine.applied(from_member("applied", machine, "a"), None, 6.0)
     assert machine.committed == (1, 2)
-    late = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.event.attempt)
+    late = SyncEvent(verb="applied", sender="b", version=(1, 1), epoch=0, attempt=sent_.attempt)
     assert machine.applied(late, None, 6.5) == [], "nobody is given an older version than the others hold"
     assert machine.due_catch_ups(6.5) == ("b",)
 
@@ -248,13 +247,13 @@ def test_member_goes_through_to_the_new_version() -> None:
     member = Member("m", version=(1, 0))
     assert member.prepare(prepare(), 0.0) == [Pause(KEY, 10.0)]
     (reply,) = member.paused(KEY)
-    assert isinstance(reply, Reply)
-    assert reply.event.verb == "ready"
+    assert isinstance(reply, SyncEvent)
+    assert reply.verb == "ready"
     (receive,) = member.go(prepare().model_copy(update={"verb": "go"}), 1.0)
     assert isinstance(receive, Receive)
     (reply,) = member.received(KEY, {"logprobs": [0.0]})
-    assert isinstance(reply, Reply)
-    assert reply.event.verb == "applied"
+    assert isinstance(reply, SyncEvent)
+    assert reply.verb == "applied"
     assert member.commit(prepare().model_copy(update={"verb": "commit"})) == [Commit((1, 1), 1)]
     assert (member.version, member.stage) == ((1, 1), Stage.IDLE)
 
@@ -296,8 +295,8 @@ def test_member_pulls_without_go_and_what_it_holds_already_not_at_all() -> None:
     (receive,) = member.paused(key, 0.25)
     assert isinstance(receive, Receive)
     (reply,) = member.received(key, {}, {"apply": 0.5})
-    assert isinstance(reply, Reply)
-    assert (reply.event.verb, reply.event.detail) == ("applied", {"apply": 0.5})
+    assert isinstance(reply, SyncEvent)
+    assert (reply.verb, reply.detail) == ("applied", {"apply": 0.5})
     assert member.commit(pull.model_copy(update={"verb": "commit"})) == [Commit((1, 1), 1)]
     assert member.prepare(pull, 1.0) == [Rejoin()], "the trainer has not heard of it"
 
@@ -327,8 +326,8 @@ def test_member_failure_without_touching_keeps_the_old_version() -> None:
     member.paused(KEY)
     member.go(prepare(), 0.0)
     reply, after, rejoin = member.broke(KEY, "the barrier did not fill", touched=False)
-    assert isinstance(reply, Reply)
-    assert reply.event.verb == "failed"
+    assert isinstance(reply, SyncEvent)
+    assert reply.verb == "failed"
     assert (after, rejoin) == (Resume(), Rejoin())
     assert member.version == (1, 0)
 
@@ -353,9 +352,9 @@ def test_under_losses_repeats_and_deaths_versions_only_rise_and_the_gate_always_
     def of_coordinator(commands: list[Any]) -> None:
         nonlocal collective
         for command in commands:
-            if isinstance(command, Send):
+            if isinstance(command, SyncEvent):
                 for name in members:
-                    post(name, command.event)
+                    post(name, command)
             elif isinstance(command, StartCollective):
                 collective = command
             elif isinstance(command, AbandonCollective):
@@ -367,8 +366,8 @@ def test_under_losses_repeats_and_deaths_versions_only_rise_and_the_gate_always_
     def of_member(name: str, commands: list[Any]) -> None:
         member = members[name]
         for command in commands:
-            if isinstance(command, Reply):
-                post("t", command.event)
+            if isinstance(command, SyncEvent):
+                post("t", command)
             elif isinstance(command, Pause):
                 of_member(name, member.paused(command.key))
             elif isinstance(command, Receive):

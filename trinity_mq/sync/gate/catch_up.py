@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trinity_mq.messages import SyncEvent
+from trinity_mq.sync.gate.records import key_of
 
 FIRST_PAUSE = 1.0
 """Seconds until a failed fetch is tried again, doubled with each failure in a row."""
@@ -48,15 +49,7 @@ class CatchUpFetches:
     def of(self, event: SyncEvent) -> CatchUp | None:
         """Return the fetch that an answer belongs to."""
         pull = self.under_way.get(event.sender)
-        if pull is None:
-            return None
-        prepare = pull.prepare
-        same = (event.version, event.epoch, event.attempt) == (prepare.version, prepare.epoch, prepare.attempt)
-        return pull if same else None
-
-    def done(self, member: str) -> None:
-        """The member holds what it fetched."""
-        self.forget(member)
+        return pull if pull is not None and key_of(event) == key_of(pull.prepare) else None
 
     def broke(self, member: str, now: float) -> None:
         """Note that a fetch has failed: another may begin after a pause."""
@@ -70,7 +63,7 @@ class CatchUpFetches:
             self.under_way.pop(member, None)
 
     def forget(self, member: str) -> None:
-        """The member has gone, is another process now, or is well."""
+        """The member has gone, is another process now, or holds what it fetched."""
         for known in (self.under_way, self._failures, self._not_before):
             known.pop(member, None)
 
@@ -78,20 +71,13 @@ class CatchUpFetches:
         """Time has passed: returns the prepares to repeat."""
         for member in [name for name, pull in self.under_way.items() if pull.deadline <= now]:
             self.broke(member, now)
-        again = []
-        for pull in self.under_way.values():
-            if pull.resend <= now:
-                pull.resend = now + self.resend_interval
-                again.append(pull.prepare)
-        return again
+        due = [pull for pull in self.under_way.values() if pull.resend <= now]
+        for pull in due:
+            pull.resend = now + self.resend_interval
+        return [pull.prepare for pull in due]
 
     def next_deadline(self, now: float) -> float:
         """Return when :meth:`tick` or :meth:`may_begin` will say something new."""
         times = [min(pull.deadline, pull.resend) for pull in self.under_way.values()]
         times += [time for member, time in self._not_before.items() if member not in self.under_way and time > now]
         return min(times, default=float("inf"))
-
-
-def following(prepare: SyncEvent, verb: str, **more: object) -> SyncEvent:
-    """Return what follows on a prepare: commit or abort."""
-    return prepare.model_copy(update={"verb": verb, "manifest": [], "canary": {}, "rendezvous": {}, **more})

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trinity_mq.messages import SyncEvent, Version
-from trinity_mq.sync.gate.catch_up import CatchUpFetches, following
+from trinity_mq.sync.gate.catch_up import CatchUpFetches
 from trinity_mq.sync.gate.records import (
     AbandonCollective,
     Command,
@@ -22,8 +22,8 @@ from trinity_mq.sync.gate.records import (
     Member,
     Phase,
     Phases,
-    Send,
     StartCollective,
+    key_of,
 )
 
 COMMIT_TRAVEL = 3.0
@@ -37,8 +37,7 @@ class Coordinator:
     """One trainer's gate.
 
     Feed it with the methods below, each given the current time in seconds of one monotonic clock; perform the commands
-    returned, in order.
-    Call :meth:`tick` at :meth:`next_deadline`.
+    returned, in order. Call :meth:`tick` at :meth:`next_deadline`.
     """
 
     name: str
@@ -73,20 +72,12 @@ class Coordinator:
     _resend: float = 0.0
 
     def __post_init__(self) -> None:
-        """Create the table of catch-up fetches with our times."""
         self._catch_ups = CatchUpFetches(2 * self.timeout, RESEND_INTERVAL)
 
     # -- members
 
     def join(
-        self,
-        member: str,
-        version: Version | None,
-        now: float,
-        *,
-        lease: float | None = None,
-        fingerprint: str | None = None,
-        life: str = "",
+        self, member: str, version: Version | None, now: float, *, lease: float | None = None, life: str = ""
     ) -> list[Command]:
         """A member says that it lives and what it holds."""
         known = self.members.get(member)
@@ -95,7 +86,7 @@ class Coordinator:
             version = self.committed  # said before our commit reached it
         if (version is None or reborn) and self.phase is Phase.IDLE and member in self._grouped:
             self._grouped = ()  # perhaps another process by now, which has never been in this group
-        entry = self.members[member] = Member(now + (lease or self.lease), version, fingerprint, life)
+        entry = self.members[member] = Member(now + (lease or self.lease), version, life)
         if known is not None and not reborn:
             entry.quarantined, entry.given = known.quarantined, known.given
         if not reborn:
@@ -119,10 +110,8 @@ class Coordinator:
 
     def stale_members(self) -> tuple[str, ...]:
         """Members that do not hold the committed version."""
-        known = self.members.items()
-        return tuple(
-            sorted(name for name, member in known if member.version is None or member.version != self.committed)
-        )
+        members = sorted(self.members.items())
+        return tuple(name for name, one in members if one.version is None or one.version != self.committed)
 
     def quarantined(self) -> tuple[str, ...]:
         """Members whose canary has shown other weights than they were given."""
@@ -163,7 +152,7 @@ class Coordinator:
             "members": [member],
             "pull": True,
         }
-        return [Send(self._catch_ups.begin(member, prepare.model_copy(update=stamp), now))]
+        return [self._catch_ups.begin(member, prepare.model_copy(update=stamp), now)]
 
     def _caught_up(self, event: SyncEvent, canary_error: str | None, now: float) -> list[Command]:
         pull, member, committed = self._catch_ups.of(event), self.members.get(event.sender), self.committed
@@ -173,18 +162,18 @@ class Coordinator:
             self.canary_failures += 1
             member.quarantined = True
             return self._catch_up_failed(event, f"failed the canary: {canary_error}", now)
-        self._catch_ups.done(event.sender)
+        self._catch_ups.forget(event.sender)
         self.pulled += 1
         member.hold(committed, (0, event.attempt))
-        commit = following(pull.prepare, "commit", progress=self.committed_progress)
-        return [Send(commit), Committed(committed, self.committed_progress, (event.sender,), pulled=True)]
+        commit = _following(pull.prepare, "commit", progress=self.committed_progress)
+        return [commit, Committed(committed, self.committed_progress, (event.sender,), pulled=True)]
 
     def _catch_up_failed(self, event: SyncEvent, reason: str, now: float) -> list[Command]:
         pull = self._catch_ups.of(event)
         if pull is None:
             return []
         self._catch_ups.broke(event.sender, now)
-        return [Send(following(pull.prepare, "abort", reason=f"{event.sender} {reason}"))]
+        return [_following(pull.prepare, "abort", reason=f"{event.sender} {reason}")]
 
     # -- a version
 
@@ -214,7 +203,7 @@ class Coordinator:
         self.phases = Phases(started=now, held=held)
         self._deadline, self._resend = now + self.timeout, now + RESEND_INTERVAL
         self._prepare = prepare.model_copy(update=self._stamp("prepare") | {"members": list(self._taking_part)})
-        return [Send(self._prepare)]
+        return [self._prepare]
 
     def unchanged(self, progress: int) -> list[Command]:
         """Nothing changed since the last commit: commit the new progress without a transfer."""
@@ -236,10 +225,7 @@ class Coordinator:
         self.phase = Phase.ENTERING
         self.phases.ready = now
         self._deadline, self._resend = now + self.timeout, now + RESEND_INTERVAL
-        return [
-            Send(self._go()),
-            StartCollective(self._version, self.epoch, self.attempt, self._taking_part, self.timeout),
-        ]
+        return [self._go(), StartCollective(self._version, self.epoch, self.attempt, self._taking_part)]
 
     def collective_done(self, epoch: int, attempt: int, now: float) -> list[Command]:
         """Our side of the broadcast is through."""
@@ -293,7 +279,7 @@ class Coordinator:
     def tick(self, now: float) -> list[Command]:
         """Time has passed."""
         gone = [name for name, member in self.members.items() if member.lease_ends <= now]
-        again: list[Command] = [Send(event) for event in self._catch_ups.tick(now)]
+        again: list[Command] = [*self._catch_ups.tick(now)]
         lost = [name for name in gone if self.phase is not Phase.IDLE and name in self._taking_part]
         for name in gone:
             if name not in lost:
@@ -309,7 +295,7 @@ class Coordinator:
             return [*again, *self._fail(reason, missing)]
         if now >= self._resend and self.phase in {Phase.PREPARING, Phase.ENTERING} and self._prepare is not None:
             self._resend = now + RESEND_INTERVAL
-            again.append(Send(self._prepare if self.phase is Phase.PREPARING else self._go()))
+            again.append(self._prepare if self.phase is Phase.PREPARING else self._go())
         return again
 
     def next_deadline(self, now: float) -> float:
@@ -336,12 +322,11 @@ class Coordinator:
 
     def _go(self) -> SyncEvent:
         assert self._prepare is not None
-        return following(self._prepare, "go")
+        return _following(self._prepare, "go")
 
     def _is_ours(self, event: SyncEvent) -> bool:
         # the version tells an answer to another life of this trainer apart: its generation rises with each start
-        ours = (self._version, self.epoch, self.attempt)
-        return (event.version, event.epoch, event.attempt) == ours and event.sender in self._taking_part
+        return key_of(event) == (self._version, self.epoch, self.attempt) and event.sender in self._taking_part
 
     def _is_reborn(self, event: SyncEvent) -> bool:
         known = self.members.get(event.sender)
@@ -361,7 +346,7 @@ class Coordinator:
         for name in self._taking_part:
             if name in self.members:
                 self.members[name].hold(self._version, (self.epoch, self.attempt))
-            self._catch_ups.done(name)
+            self._catch_ups.forget(name)
         self._catch_ups.supersede()
         self.phase = Phase.IDLE
         self.phases.committed = now
@@ -370,18 +355,9 @@ class Coordinator:
             Committed(self._version, self._progress, self._taking_part),
         ]
 
-    def _commit_event(self, version: Version, progress: int) -> Send:
-        return Send(
-            SyncEvent(
-                verb="commit",
-                sender=self.name,
-                version=version,
-                progress=progress,
-                epoch=self.epoch,
-                attempt=self.attempt,
-                members=list(self._taking_part),
-            )
-        )
+    def _commit_event(self, version: Version, progress: int) -> SyncEvent:
+        assert self._prepare is not None
+        return _following(self._prepare, "commit", version=version, progress=progress, seconds=None)
 
     def _fail(self, reason: str, lost: tuple[str, ...]) -> list[Command]:
         started = self.phase in {Phase.ENTERING, Phase.APPLYING}
@@ -390,8 +366,10 @@ class Coordinator:
         for name in lost:
             self.members.pop(name, None)
         assert self._prepare is not None  # no try without one
-        abort = following(self._prepare, "abort", reason=reason)
-        commands: list[Command] = [Send(abort)]
-        if started:
-            commands.append(AbandonCollective(self.epoch))
-        return [*commands, Failed(self._version, reason, lost)]
+        abort = _following(self._prepare, "abort", reason=reason)
+        return [abort, *([AbandonCollective()] if started else []), Failed(self._version, reason, lost)]
+
+
+def _following(prepare: SyncEvent, verb: str, **more: object) -> SyncEvent:
+    """Return what follows on a prepare: go, commit or abort."""
+    return prepare.model_copy(update={"verb": verb, "manifest": [], "canary": {}, "rendezvous": {}, **more})

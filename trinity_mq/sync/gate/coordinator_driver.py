@@ -26,7 +26,6 @@ from trinity_mq.sync.gate.records import (
     Failed,
     Phase,
     Phases,
-    Send,
     StartCollective,
 )
 
@@ -257,16 +256,7 @@ class CoordinatorDriver:
             if self._fingerprint and fingerprint and fingerprint != self._fingerprint:
                 log.error("fingerprint_differs", member=message.sender, theirs=fingerprint, ours=self._fingerprint)
                 return
-            self._enqueue(
-                machine.join(
-                    message.sender,
-                    message.version,
-                    now,
-                    lease=message.seconds,
-                    fingerprint=fingerprint,
-                    life=message.life,
-                )
-            )
+            self._enqueue(machine.join(message.sender, message.version, now, lease=message.seconds, life=message.life))
             self._last.resumed(message)
         elif message.verb == "leave":
             self._enqueue(machine.leave(message.sender, now, life=message.life))
@@ -290,8 +280,8 @@ class CoordinatorDriver:
     async def _perform(self, group: asyncio.TaskGroup) -> None:
         while True:
             command = await self._commands.get()
-            if isinstance(command, Send):
-                await self._publish(command.event)
+            if isinstance(command, SyncEvent):
+                await self._publish(command)
             elif isinstance(command, StartCollective):
                 group.create_task(self._collective(command), name="collective")
             elif isinstance(command, AbandonCollective):

@@ -12,7 +12,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_mq.messages import SyncEvent, Version
+from trinity_mq.messages import SyncEvent, SyncVerb, Version
+from trinity_mq.sync.gate.records import Key, key_of
 
 
 class Stage(enum.Enum):
@@ -23,17 +24,6 @@ class Stage(enum.Enum):
     READY = "ready"
     RECEIVING = "receiving"
     APPLIED = "applied"
-
-
-Key = tuple[Version | None, int, int]
-"""Version, epoch and attempt: a restarted trainer counts epochs and attempts anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Publish this event to the coordinator."""
-
-    event: SyncEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +63,8 @@ class Rejoin:
     """
 
 
-Command = Reply | Pause | Receive | Commit | Resume | Rejoin
+Command = SyncEvent | Pause | Receive | Commit | Resume | Rejoin
+"""An event is to be published to the coordinator."""
 
 
 @dataclass(slots=True)
@@ -96,7 +87,7 @@ class Member:
     @property
     def key(self) -> Key | None:
         """The try under way."""
-        return _key_of(self._prepare) if self._prepare else None
+        return key_of(self._prepare) if self._prepare else None
 
     def prepare(self, event: SyncEvent, now: float) -> list[Command]:
         """The coordinator offers a version."""
@@ -105,7 +96,7 @@ class Member:
         if self._prepare is not None and self._same_try(event):
             if self.stage is Stage.READY:
                 self._extend(event, now)
-                return [Reply(self._ready())]
+                return [self._ready()]
             return []
         if event.pull and event.version is not None and event.version == self.version:
             return [Rejoin()]
@@ -116,7 +107,7 @@ class Member:
         commands = self._give_up() if self._prepare is not None else []
         self._prepare, self._touched, self.stage = event, False, Stage.PAUSING
         self._extend(event, now)
-        return [*commands, Pause(_key_of(event), event.seconds or 60.0)]
+        return [*commands, Pause(key_of(event), event.seconds or 60.0)]
 
     def paused(self, key: Key, seconds: float = 0.0) -> list[Command]:
         """The engine stands still; that took ``seconds``."""
@@ -127,7 +118,7 @@ class Member:
             self.stage = Stage.RECEIVING
             return [Receive(key, self._prepare, self._prepare.seconds or 60.0)]
         self.stage = Stage.READY
-        return [Reply(self._ready())]
+        return [self._ready()]
 
     def go(self, event: SyncEvent, now: float) -> list[Command]:
         """Everybody is ready."""
@@ -135,8 +126,7 @@ class Member:
             return []
         self.stage = Stage.RECEIVING
         self._extend(event, now)
-        assert self.key is not None
-        return [Receive(self.key, self._prepare, event.seconds or 60.0)]
+        return [Receive(key_of(event), self._prepare, event.seconds or 60.0)]
 
     def received(self, key: Key, canary: dict[str, Any], seconds: dict[str, float] | None = None) -> list[Command]:
         """The engine holds the new weights; ``seconds`` says how long it took to ``receive`` and to ``apply`` them."""
@@ -144,7 +134,7 @@ class Member:
             return []
         self._touched = True
         self.stage = Stage.APPLIED
-        return [Reply(self._answer("applied").model_copy(update={"canary": canary, "detail": seconds or {}}))]
+        return [self._answer("applied", canary=canary, detail=seconds or {})]
 
     def broke(self, key: Key, reason: str, *, touched: bool) -> list[Command]:
         """Pausing or receiving failed."""
@@ -153,29 +143,20 @@ class Member:
         self._touched = self._touched or touched
         if not touched and self.stage is Stage.RECEIVING:
             self.stage = Stage.READY
-        answer = self._answer("failed").model_copy(update={"reason": reason})
+        answer = self._answer("failed", reason=reason)
         after = self._give_up()
         # the coordinator has left us out until we join
-        return [Reply(answer), *after, *([] if Rejoin() in after else [Rejoin()])]
+        return [answer, *after, *([] if Rejoin() in after else [Rejoin()])]
 
     def commit(self, event: SyncEvent) -> list[Command]:
         """The version exists. For those not in this try it only moves the progress."""
-        if event.version is None:
+        if self.stage is not Stage.APPLIED or event.version is None or not self._same_try(event):
             return []
-        if (
-            self.stage is Stage.APPLIED
-            and self._prepare is not None
-            and event.version == self._prepare.version
-            and self._same_try(event)
-        ):
-            return self._committed(event.version, event.progress or 0)
-        return []
+        return self._committed(event.version, event.progress or 0)
 
     def abort(self, event: SyncEvent) -> list[Command]:
         """The try is over."""
-        if self._prepare is None or not self._same_try(event):
-            return []
-        return self._give_up()
+        return self._give_up() if self._same_try(event) else []
 
     def tick(self, now: float, given: Key | None) -> list[Command]:
         """Time has passed; ``given`` is the version last committed at this member, and the try that did it, as the
@@ -192,36 +173,30 @@ class Member:
     def lost_engine(self) -> list[Command]:
         """The engine died; its successor holds nothing, and is in no group. Nobody is to wait for us until it is up."""
         self.version, self._touched = None, False
-        leave = Reply(SyncEvent(verb="leave", sender=self.name, life=self.life, reason="the engine died"))
+        leave = SyncEvent(verb="leave", sender=self.name, life=self.life, reason="the engine died")
         if self._prepare is None:
             return [leave]
-        answer = self._answer("failed").model_copy(update={"reason": "the engine died"})
+        answer = self._answer("failed", reason="the engine died")
         self._clear()
-        return [Reply(answer), leave]
+        return [answer, leave]
 
     # -- inside
 
     def _same_try(self, event: SyncEvent) -> bool:
-        return self._prepare is not None and _try_of(event) == _try_of(self._prepare)
+        return self._prepare is not None and event.sender == self._prepare.sender and key_of(event) == self.key
 
     def _ready(self) -> SyncEvent:
-        return self._answer("ready").model_copy(update={"detail": {"pause": self._pause_seconds}})
+        return self._answer("ready", detail={"pause": self._pause_seconds})
 
     def _extend(self, event: SyncEvent, now: float) -> None:
         # longer than the coordinator's own deadline, so that it decides first
         self.lease_ends = now + (3 if event.pull else 2) * (event.seconds or 60.0)
 
-    def _answer(self, verb: str) -> SyncEvent:
+    def _answer(self, verb: SyncVerb, **more: Any) -> SyncEvent:
         assert self._prepare is not None
-        return SyncEvent.model_validate(
-            {
-                "verb": verb,
-                "sender": self.name,
-                "life": self.life,
-                "version": self._prepare.version,
-                "epoch": self._prepare.epoch,
-                "attempt": self._prepare.attempt,
-            }
+        version, epoch, attempt = key_of(self._prepare)
+        return SyncEvent(
+            verb=verb, sender=self.name, life=self.life, version=version, epoch=epoch, attempt=attempt, **more
         )
 
     def _committed(self, version: Version, progress: int) -> list[Command]:
@@ -241,12 +216,3 @@ class Member:
 
     def _clear(self) -> None:
         self._prepare, self._touched, self.stage, self.lease_ends = None, False, Stage.IDLE, float("inf")
-
-
-def _key_of(event: SyncEvent) -> Key:
-    return (event.version, event.epoch, event.attempt)
-
-
-def _try_of(event: SyncEvent) -> tuple[object, ...]:
-    # with the version: a restarted trainer counts epochs and attempts anew under the same name
-    return (event.sender, event.version, event.epoch, event.attempt)

@@ -13,7 +13,8 @@ from trinity_mq.bus import Consumer, Delivery
 from trinity_mq.messages import Message, SyncEvent, Version
 from trinity_mq.models.engines.host.admin_client import ReceiveFailed
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.sync.gate.member import Command, Commit, Key, Member, Pause, Receive, Rejoin, Reply, Resume, Stage
+from trinity_mq.sync.gate.member import Command, Commit, Member, Pause, Receive, Rejoin, Resume, Stage
+from trinity_mq.sync.gate.records import Key
 
 log = structlog.get_logger(__name__)
 
@@ -133,8 +134,8 @@ class MemberDriver:
     async def _perform(self, group: asyncio.TaskGroup) -> None:
         while True:
             command = await self._commands.get()
-            if isinstance(command, Reply):
-                await self._publish(command.event)
+            if isinstance(command, SyncEvent):
+                await self._publish(command)
             elif isinstance(command, Pause):
                 group.create_task(self._pause(command), name="pause")
             elif isinstance(command, Receive):

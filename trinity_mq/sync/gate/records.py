@@ -1,4 +1,4 @@
-"""Records of the coordinator: members and phase of a try, durations of a sync, commands to the driver."""
+"""Records of the gate: the key of a try; the coordinator's members, phases, durations and commands to its driver."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 
 from trinity_mq.messages import SyncEvent, Version
 
+Key = tuple[Version | None, int, int]
+"""Version, epoch and attempt of a try: a restarted trainer counts epochs and attempts anew."""
+
 PHASES = ("wait", "pause", "transfer", "apply", "resume")
 """``wait``: for an open evaluation, then from prepare until all are ready, their pausing left out.
 ``pause``: the slowest engine's way to a standstill. ``transfer``: from go until our side of the broadcast is through.
 ``apply``: from there until the last member has the weights in place and has answered the canary. ``resume``: the
 slowest engine's way from commit to serving."""
+
+
+def key_of(event: SyncEvent) -> Key:
+    """Return the key of the try that an event belongs to."""
+    return (event.version, event.epoch, event.attempt)
 
 
 @dataclass(slots=True)
@@ -75,7 +83,6 @@ class Member:
     lease_ends: float
     version: Version | None
     """Version that it reports; None when it holds nothing that can be trusted."""
-    fingerprint: str | None = None
     life: str = ""
     """Id of its engine's process."""
     quarantined: bool = False
@@ -90,13 +97,6 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """Publish this event to the members."""
-
-    event: SyncEvent
-
-
-@dataclass(frozen=True, slots=True)
 class StartCollective:
     """Meet the members at the barrier and broadcast; report with :meth:`Coordinator.collective_done` or
     ``collective_failed``.
@@ -106,14 +106,11 @@ class StartCollective:
     epoch: int
     attempt: int
     members: tuple[str, ...]
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class AbandonCollective:
     """Stop waiting for the collective; its group must not be used again."""
-
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,4 +133,5 @@ class Failed:
     lost: tuple[str, ...]
 
 
-Command = Send | StartCollective | AbandonCollective | Committed | Failed
+Command = SyncEvent | StartCollective | AbandonCollective | Committed | Failed
+"""An event is to be published to the members."""
