@@ -7,8 +7,9 @@ import asyncio
 import pytest
 import torch
 
-from trinity_mq.sync.channels.buckets import ManifestEntry
-from trinity_mq.sync.channels.collective.broadcast import CollectiveError, Receiver, Sender
+from trinity_mq.sync.channels.base import ChannelError, ManifestEntry
+from trinity_mq.sync.channels.buckets import SpareBuffers
+from trinity_mq.sync.channels.collective.broadcast import Receiver, Sender
 
 MANIFEST: list[ManifestEntry] = [("a", "float32", [3]), ("b", "float32", [2, 2])]
 TENSORS = [("a", torch.arange(3.0)), ("b", torch.full((2, 2), 0.5))]
@@ -36,8 +37,8 @@ async def test_nccl_without_a_gpu_is_an_error_that_says_so_on_both_sides() -> No
     spec = await spec_of(sender)
     assert spec["backend"] == "nccl"
     results = await asyncio.gather(
-        Receiver().receive(spec), sender.broadcast(TENSORS, MANIFEST, 1, 1, 2), return_exceptions=True
+        Receiver().receive(spec, SpareBuffers()), sender.broadcast(TENSORS, MANIFEST, 1, 1, 2), return_exceptions=True
     )
     for error in results:
-        assert isinstance(error, CollectiveError)
+        assert isinstance(error, ChannelError)
         assert "has no GPU" in str(error)

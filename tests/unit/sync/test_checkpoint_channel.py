@@ -133,7 +133,7 @@ async def test_files_of_other_weights_are_refused(tmp_path: Path) -> None:
 
 
 async def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
-    from trinity_mq.sync.channels.memory.host_copy import digest
+    from trinity_mq.sync.channels.buckets import digest
 
     body = json.dumps({"shards": [{"name": "../secret.safetensors", "xxh3_128": ""}]}).encode()
     (tmp_path / MANIFEST_FILE).write_bytes(body)

@@ -10,20 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from trinity_mq.sync.channels.base import ChannelError
 from trinity_mq.sync.channels.buckets import fill, plan, split
-from trinity_mq.sync.channels.collective.broadcast import CollectiveError, Sender
+from trinity_mq.sync.channels.collective.broadcast import Sender
 
 CHILD = """
 import asyncio, json, sys
-from trinity_mq.sync.channels.collective.broadcast import Receiver, CollectiveError
+from trinity_mq.sync.channels.base import ChannelError
+from trinity_mq.sync.channels.buckets import SpareBuffers
+from trinity_mq.sync.channels.collective.broadcast import Receiver
 async def main():
     receiver = Receiver()
     for line in sys.stdin:
         try:
-            tensors = await receiver.receive(json.loads(line))
+            tensors, _ = await receiver.receive(json.loads(line), SpareBuffers())
             found = {name: [str(t.dtype), list(t.shape), t.double().sum().item()] for name, t in tensors.items()}
             print(json.dumps(found), flush=True)
-        except CollectiveError as error:
+        except ChannelError as error:
             print(json.dumps({"error": str(error)}), flush=True)
 asyncio.run(main())
 """
@@ -81,8 +84,8 @@ async def test_broadcast_keeps_its_group_and_a_dead_peer_costs_one_deadline() ->
     sender.seconds = 2.0
     loop = asyncio.get_running_loop()
     started = loop.time()
-    with pytest.raises(CollectiveError):
+    with pytest.raises(ChannelError):
         await sender.broadcast(TENSORS, MANIFEST, 2, 3, 2)
     assert loop.time() - started < 4.0
-    with pytest.raises(CollectiveError, match="no rendezvous"):
+    with pytest.raises(ChannelError, match="no rendezvous"):
         await sender.broadcast(TENSORS, MANIFEST, 2, 4, 2)

@@ -94,7 +94,8 @@ class Gate:
                 for member in self.members:
                     feed: asyncio.Queue[SyncEvent] = asyncio.Queue()
                     self.wire.to_members.append(feed)
-                    tasks.append(group.create_task(member.run(feed, each)))  # type: ignore[arg-type]
+                    tasks.append(group.create_task(each(feed, member.receive_event)))
+                    tasks.append(group.create_task(member.run()))
                 result = await act()
                 for task in tasks:
                     task.cancel()
@@ -174,7 +175,7 @@ def test_a_try_given_up_lets_the_members_go_at_once() -> None:
         return now() - started
 
     assert gate.play(act) < 0.5
-    assert gate.keeper.idle
+    assert gate.keeper.phase == "idle"
 
 
 def test_a_member_is_idle_only_when_its_engine_has_heard_of_the_end() -> None:

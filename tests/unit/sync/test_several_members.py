@@ -195,7 +195,7 @@ def test_the_phases_of_the_last_committed_sync_say_where_its_time_went() -> None
         slower = gate.keeper.changed.until(lambda: gate.keeper.phases.get("resume", 0.0) > 100.0)
         await slower  # the other engine said at once that it serves
         next_try = asyncio.ensure_future(gate.keeper.sync((1, 2), 2))
-        await gate.keeper.changed.until(lambda: not gate.keeper.idle)
+        await gate.keeper.changed.until(lambda: gate.keeper.phase != "idle")
         found = gate.keeper.phases
         await next_try
         return found

@@ -175,7 +175,8 @@ def _load(config: Config, weights: Path | None) -> tuple[Policy, TokenTexts]:
 
 async def _send_weights(config: Config, host: EngineHost, policy: Policy) -> None:
     """Send the weights as a trainer does, to the one member."""
-    from trinity_mq.sync.channels.collective.broadcast import CollectiveError, Sender
+    from trinity_mq.sync.channels.base import ChannelError
+    from trinity_mq.sync.channels.collective.broadcast import Sender
 
     sync = config.synchronizer
     sender = Sender("127.0.0.1", sync.bucket_bytes, sync.sync_timeout)
@@ -197,7 +198,7 @@ async def _send_weights(config: Config, host: EngineHost, policy: Policy) -> Non
             group.create_task(host.receive(spec, sync.sync_timeout + 5.0))
         await host.commit(VERSION, 0)
     except ExceptionGroup as failed:
-        if failed.split((CollectiveError, EngineError))[1] is not None:
+        if failed.split((ChannelError, EngineError))[1] is not None:
             raise
         reasons = "; ".join(str(error) for error in failed.exceptions)
         raise CommandError(f"the engine did not take the weights: {reasons}\n{tail(host.output)}") from failed

@@ -42,7 +42,7 @@ class Channel(Protocol):
         """
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
-        """Do our part once ``world - 1`` members wait: the collective; nothing where members fetch by themselves.
+        """Do our part once ``world - 1`` members wait: the collective. Nothing where members fetch by themselves.
 
         Raises:
             ChannelError: It failed; the next try needs a new epoch.

@@ -1,15 +1,17 @@
-"""Many tensors as few flat buckets of a set size: one transfer a bucket instead of one a tensor."""
+"""Many tensors as few flat buckets of a set size: one transfer a bucket instead of one a tensor; spare buffers."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 
 from trinity_mq.sync.channels.base import ChannelError, ManifestEntry
@@ -33,6 +35,35 @@ class Bucket:
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
         """Return a flat tensor for it, not filled."""
         return torch.empty(self.num_elements, dtype=self.dtype, device=device)
+
+
+class SpareBuffers:
+    """Flat host buffers that nobody uses any more, to be filled again by the next version: fresh memory costs several
+    times the copying into it. Threads may take and put at the same time.
+    """
+
+    def __init__(self, flats: Iterable[Tensor] = ()) -> None:
+        self._free: defaultdict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)
+        self.put(*flats)
+
+    def take(self, bucket: Bucket, device: torch.device | str = "cpu") -> Tensor:
+        """Return a buffer for ``bucket``, not filled; on a device always a new one, since torch keeps spare ones."""
+        if torch.device(device).type == "cpu":
+            try:
+                return self._free[bucket.dtype, bucket.num_elements].pop()
+            except IndexError:
+                pass
+        return bucket.empty(device)
+
+    def put(self, *flats: Tensor) -> None:
+        """Give buffers back that nothing reads or writes any more."""
+        for flat in flats:
+            if flat.device.type == "cpu":
+                self._free[flat.dtype, flat.numel()].append(flat)
+
+    def clear(self) -> None:
+        """Let the memory go."""
+        self._free.clear()
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -132,6 +163,11 @@ def split(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 def raw(flat: Tensor) -> memoryview:
     """Return the bytes of a flat CPU tensor, not copied."""
     return flat.view(torch.uint8).numpy().data
+
+
+def digest(data: memoryview | bytes) -> str:
+    """Return the checksum (XXH3, 128 bits) that goes with weights on their way."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:

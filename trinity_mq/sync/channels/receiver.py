@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from trinity_mq.sync.channels.base import ChannelError, in_daemon_thread
-from trinity_mq.sync.channels.buffers import SpareBuffers
+from trinity_mq.sync.channels.buckets import SpareBuffers
 from trinity_mq.sync.channels.checkpoint import fetch as checkpoint_fetch
 from trinity_mq.sync.channels.collective import broadcast as collective
 from trinity_mq.sync.channels.memory import fetch as memory_fetch
@@ -36,7 +36,7 @@ class Receiver:
         # ours again only when all has arrived: what was given up may write into its buffers later
         spare, self._spare = self._spare, SpareBuffers()
         if method == "collective":
-            tensors, flats = await self._collective.receive_into(spare, spec)
+            tensors, flats = await self._collective.receive(spec, spare)
         else:
             seconds, name = float(spec["seconds"]) + 1.0, f"receive by {method}"
             tensors, flats = await in_daemon_thread(lambda: _fetch(method, spec, spare), seconds, name)

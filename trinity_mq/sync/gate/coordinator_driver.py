@@ -16,7 +16,7 @@ from trinity_mq.bus import Consumer, Delivery
 from trinity_mq.config import SyncConfig
 from trinity_mq.messages import GateStatus, MemberStatus, Message, SyncEvent, Version
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.sync.channels.base import CatchUpSource, Channel, ChannelError
+from trinity_mq.sync.channels.base import CatchUpSource, Channel, ChannelError, Manifest
 from trinity_mq.sync.gate.canary import Canary
 from trinity_mq.sync.gate.coordinator import Coordinator
 from trinity_mq.sync.gate.records import (
@@ -193,13 +193,7 @@ class CoordinatorDriver:
         loop = asyncio.get_running_loop()
         self._own_canary = await self._weights.canary_logprobs(self._canary)
         tensors, manifest = await self._weights.weights(), await self._weights.manifest()
-        prepare = SyncEvent(
-            verb="prepare",
-            sender=self.machine.name,
-            manifest=manifest,
-            rendezvous=await self._channel.offer(version, tensors, manifest),
-            canary={"tokens": self._canary},
-        )
+        prepare = self._prepare(await self._channel.offer(version, tensors, manifest), manifest)
         if not self.has_members:
             return None
         self._outcome, self._travelling = loop.create_future(), (tensors, manifest)
@@ -237,6 +231,11 @@ class CoordinatorDriver:
         await self.settled()
 
     # -- inside
+
+    def _prepare(self, rendezvous: dict[str, Any], manifest: Manifest) -> SyncEvent:
+        canary = {"tokens": self._canary}
+        name = self.machine.name
+        return SyncEvent(verb="prepare", sender=name, manifest=manifest, rendezvous=rendezvous, canary=canary)
 
     def _enqueue(self, commands: list[Command]) -> None:
         if self.machine.phases.committed is not None:
@@ -326,15 +325,8 @@ class CoordinatorDriver:
                 continue
             version, rendezvous, manifest = found
             for name in self._to_repair(loop.time()):
-                prepare = SyncEvent(
-                    verb="prepare",
-                    sender=self.machine.name,
-                    manifest=manifest,
-                    rendezvous=rendezvous,
-                    canary={"tokens": self._canary},
-                )
                 log.info("member_catches_up", member=name, version=version)
-                self._enqueue(self.machine.pull(name, prepare, loop.time()))
+                self._enqueue(self.machine.pull(name, self._prepare(rendezvous, manifest), loop.time()))
 
     def _to_repair(self, now: float) -> tuple[str, ...]:
         """Return who is to fetch now. In a sync that is who came after it began, and only while a try runs: all others
@@ -352,8 +344,3 @@ class CoordinatorDriver:
     def phases(self) -> dict[str, float]:
         """Milliseconds of the last sync that was committed, see :data:`trinity_mq.sync.gate.records.PHASES`."""
         return self._last.milliseconds()
-
-    @property
-    def idle(self) -> bool:
-        """No try is under way."""
-        return self.machine.phase is Phase.IDLE

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import structlog
 
-from trinity_mq.bus import Consumer, Delivery
+from trinity_mq.bus import Delivery
 from trinity_mq.messages import Message, SyncEvent, Version
 from trinity_mq.models.engines.host.admin_client import ReceiveFailed
 from trinity_mq.runtime.notify import Notifier
@@ -89,13 +90,9 @@ class MemberDriver:
         self.engine_ready = False
         self._enqueue(self.machine.lost_engine())
 
-    async def run(
-        self, feed: Consumer | None = None, each: Callable[..., Coroutine[Any, Any, None]] | None = None
-    ) -> None:
-        """Serve the gate until cancelled. Without ``feed``, events are passed in through :meth:`receive_event`."""
+    async def run(self) -> None:
+        """Serve the gate until cancelled; events are passed in through :meth:`receive_event`."""
         async with asyncio.TaskGroup() as group:
-            if feed is not None and each is not None:
-                group.create_task(each(feed, self.receive_event), name="sync-events")
             group.create_task(self._perform(group), name="sync-commands")
             group.create_task(self._keep_joined(), name="sync-joins")
             group.create_task(self._tick(), name="sync-clock")
@@ -191,10 +188,9 @@ class MemberDriver:
         }
         try:
             answer = dict(await self._engine.receive(spec, command.seconds + 5.0))
-        except ReceiveFailed as error:
-            self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=error.touched))
         except Exception as error:
-            self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=False))
+            touched = isinstance(error, ReceiveFailed) and error.touched
+            self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=touched))
         else:
             seconds = answer.pop("seconds", None)
             self._enqueue(self.machine.received(command.key, answer, seconds))
@@ -204,11 +200,9 @@ class MemberDriver:
             self._join_now.clear()
             if self.engine_ready:
                 await self._publish(self._joining())
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.lease / 3):
                     await self._join_now.wait()
-            except TimeoutError:
-                continue
 
     def _joining(self) -> SyncEvent:
         detail: dict[str, Any] = {"fingerprint": self.fingerprint} if self.fingerprint else {}

@@ -15,8 +15,7 @@ from trinity_mq.sync.channels.base import (
     Tensors,
     in_daemon_thread,
 )
-from trinity_mq.sync.channels.buckets import ahead, packed, plan
-from trinity_mq.sync.channels.buffers import SpareBuffers
+from trinity_mq.sync.channels.buckets import SpareBuffers, ahead, packed, plan
 from trinity_mq.sync.channels.checkpoint.files import WeightFiles
 
 log = structlog.get_logger(__name__)
@@ -39,7 +38,7 @@ class CheckpointChannel:
         self._committed: CatchUpSource | None = None
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Write the files, unless they are there, and say where they are; see :class:`Channel`."""
+        """Write the files, unless they are there, and say where they are."""
         if self._offered is None or self._offered[0] != version:
             self._offered = None
             buckets = plan(manifest, self._bucket_bytes)
@@ -60,7 +59,7 @@ class CheckpointChannel:
         return self._offered[1]
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
-        """Nothing to do: members read by themselves."""
+        """Nothing to do: members fetch by themselves."""
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
         """Keep the files of ``version`` and of those before it as configured."""
@@ -74,7 +73,6 @@ class CheckpointChannel:
             log.warning("old_weights_not_removed", root=self._root, reason=str(error))
 
     async def catch_up_source(self) -> CatchUpSource | None:
-        """Return where the committed files are, None before the first commit of this process."""
         return self._committed
 
     def abandon(self) -> None:

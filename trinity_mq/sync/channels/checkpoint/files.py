@@ -23,8 +23,7 @@ from trinity_mq.experience.codec.tail import DTYPES
 from trinity_mq.messages import Version
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.sync.channels.base import label
-from trinity_mq.sync.channels.buckets import Bucket, raw
-from trinity_mq.sync.channels.memory.host_copy import digest
+from trinity_mq.sync.channels.buckets import Bucket, count, digest, raw
 
 log = structlog.get_logger(__name__)
 
@@ -149,9 +148,7 @@ def _shard(bucket: Bucket, flat: Tensor) -> Iterator[bytes | memoryview]:
     header: dict[str, Any] = {}
     at = 0
     for name, _, shape in bucket.entries:
-        size = bucket.dtype.itemsize
-        for extent in shape:
-            size *= extent
+        size = count(shape) * bucket.dtype.itemsize
         header[name] = {"dtype": _NAMES[bucket.dtype], "shape": shape, "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trinity_mq.sync.channels.base import ChannelError, Manifest, Tensors, in_daemon_thread
-from trinity_mq.sync.channels.buckets import Bucket, ahead, entries_of, packed, plan, split
-from trinity_mq.sync.channels.buffers import SpareBuffers
+from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, ahead, entries_of, packed, plan, split
 
-T = TypeVar("T")
 Backend = Literal["gloo", "nccl"]
 ROOM_ON_DEVICE = 1.25
 """Free device memory over the size of the weights from which on tensors received by NCCL stay on the device until all
 have arrived; with less they go to the host, bucket by bucket."""
-
-
-class CollectiveError(ChannelError):
-    """The barrier did not fill, a peer died, or time ran out."""
 
 
 class Group:
@@ -51,7 +45,7 @@ class Group:
         if self._backend == "gloo":
             return torch.device("cpu")
         if not (dist.is_nccl_available() and torch.cuda.is_available()):
-            raise CollectiveError(
+            raise ChannelError(
                 "synchronizer.backend is nccl, and this process has no GPU or a torch without NCCL; trainer and "
                 "engines need a GPU each, else use gloo"
             )
@@ -133,13 +127,13 @@ class Sender:
             world: Members and ourselves.
 
         Raises:
-            CollectiveError: It failed; the group is gone and the next use needs a new epoch.
+            ChannelError: It failed; the group is gone and the next use needs a new epoch.
         """
         await self._meet(lambda group: flats, epoch, attempt, world)
 
     async def _meet(self, flats: Callable[[Group], Iterable[Tensor]], epoch: int, attempt: int, world: int) -> None:
         if self._store is None:
-            raise CollectiveError("no rendezvous is open")
+            raise ChannelError("no rendezvous is open")
         if self._group is None or self._group.epoch != epoch:
             self._group = Group(self._store, epoch, 0, world, self.seconds, self.backend)
         group = self._group
@@ -150,7 +144,7 @@ class Sender:
                 group.broadcast(flat)
 
         try:
-            await _in_thread(work, self.seconds + 1.0, "broadcast")
+            await in_daemon_thread(work, self.seconds + 1.0, "broadcast")
         except BaseException:
             self.abandon()
             raise
@@ -170,20 +164,17 @@ class Receiver:
         self._group: Group | None = None
         self._address: tuple[object, ...] = ()
 
-    async def receive(self, spec: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the broadcast tensors by name, on the CPU or, by NCCL, where there is room.
+    async def receive(self, spec: dict[str, Any], spare: SpareBuffers) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return the broadcast tensors by name, on the CPU or, by NCCL, where there is room, and the buffers, taken
+        from ``spare``, that they are views of.
 
         ``spec``: host, port, nonce, bucket_bytes, backend, epoch, attempt, rank, world, seconds, manifest.
 
         Raises:
-            CollectiveError: Nothing was received; nothing of the model was touched.
+            ChannelError: The barrier did not fill, a peer died, or time ran out; nothing of the model was touched.
         """
-        return (await self.receive_into(SpareBuffers(), spec))[0]
-
-    async def receive_into(self, spare: SpareBuffers, spec: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return the tensors and the buffers, taken from ``spare``, that they are views of; see :meth:`receive`."""
         work = self._prepared(spec, spare)
-        group, tensors, flats = await _in_thread(work, float(spec["seconds"]) + 1.0, "receive")
+        group, tensors, flats = await in_daemon_thread(work, float(spec["seconds"]) + 1.0, "receive")
         self._keep(group, spec)
         return tensors, flats
 
@@ -237,12 +228,3 @@ def _stays(buckets: list[Bucket], device: torch.device) -> bool:
 def _address(spec: dict[str, Any]) -> tuple[object, ...]:
     # with the nonce: a trainer that was restarted may have the port, and the epoch, of the one before
     return spec["host"], spec["port"], spec.get("nonce")
-
-
-async def _in_thread(work: Callable[[], T], seconds: float, name: str) -> T:
-    try:
-        return await in_daemon_thread(work, seconds, name)
-    except CollectiveError:
-        raise
-    except ChannelError as error:
-        raise CollectiveError(str(error)) from error

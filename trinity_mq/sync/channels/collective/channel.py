@@ -36,7 +36,7 @@ class CollectiveChannel:
         self._copy: HostCopy | None = None
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Make ready what members pull, and say where to meet; see :class:`Channel`."""
+        """Make ready what members pull, and say where to meet."""
         if isinstance(self._pulls, MemoryChannel):
             self._copy = await self._pulls.stage(version, tensors, manifest, digests=False)
         else:
@@ -53,21 +53,17 @@ class CollectiveChannel:
             await self._sender.broadcast(tensors, manifest, epoch, attempt, world)
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
-        """Keep what was sent for those who pull."""
         await self._pulls.committed(version, tensors, manifest)
 
     async def catch_up_source(self) -> CatchUpSource | None:
-        """Return where one member alone gets the committed version."""
         return await self._pulls.catch_up_source()
 
     def abandon(self) -> None:
-        """Never use group, rendezvous and copy again."""
         self._sender.abandon()
         self._copy = None
         self._pulls.abandon()
 
     async def close(self) -> None:
-        """End for good."""
         self._sender.abandon()
         self._copy = None
         await self._pulls.close()

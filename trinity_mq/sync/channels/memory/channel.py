@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_mq.messages import Version
 from trinity_mq.sync.channels.base import STAGING_TRIES, CatchUpSource, Manifest, Tensors, in_daemon_thread, label
-from trinity_mq.sync.channels.buffers import SpareBuffers
+from trinity_mq.sync.channels.buckets import SpareBuffers
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
 from trinity_mq.sync.channels.memory.server import WeightServer
 
@@ -22,7 +22,7 @@ class MemoryChannel:
         self._offered: HostCopy | None = None
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-        """Copy the weights, unless they are copied, and say where they are; see :class:`Channel`."""
+        """Copy the weights, unless they are copied, and say where they are."""
         return await self._where(await self.stage(version, tensors, manifest, digests=True))
 
     async def stage(self, version: Version, tensors: Tensors, manifest: Manifest, *, digests: bool) -> HostCopy:
@@ -48,7 +48,6 @@ class MemoryChannel:
             self._replace(self._offered, None)
 
     async def catch_up_source(self) -> CatchUpSource | None:
-        """Return where the committed copy is, None before the first."""
         copy = self._committed
         return None if copy is None else (copy.version, await self._where(copy), copy.manifest)
 

@@ -14,8 +14,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 from torch import Tensor
 
 from trinity_mq.sync.channels.base import ChannelError
-from trinity_mq.sync.channels.buckets import entries_of, plan, raw, split
-from trinity_mq.sync.channels.buffers import SpareBuffers
+from trinity_mq.sync.channels.buckets import SpareBuffers, entries_of, plan, raw, split
 
 T = TypeVar("T")
 TRIES = 3

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import xxhash
 from torch import Tensor
 
 from trinity_mq.messages import Version
 from trinity_mq.sync.channels.base import Manifest
-from trinity_mq.sync.channels.buckets import Bucket, packed, plan, raw
-from trinity_mq.sync.channels.buffers import SpareBuffers
+from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, digest, packed, plan, raw
 
 
 @dataclass(slots=True)
@@ -57,8 +55,3 @@ class HostCopy:
         if len(known) != len(flats):
             self._digests = known = [digest(raw(flat)) for flat in flats]
         return known
-
-
-def digest(data: memoryview | bytes) -> str:
-    """Return the checksum (XXH3, 128 bits) that goes with weights on their way."""
-    return xxhash.xxh3_128_hexdigest(data)
