@@ -18,24 +18,25 @@ class BatchedPublish(Generic[Key, Item, Answer]):
     Args:
         call: Processes some items of one key and returns an answer for each, or an exception to raise for it. An
             exception of its own is raised for each item.
-        most: Weight of the items that go together, at most; one goes whatever it weighs.
-        weight: Of an item.
-        linger: Says how many seconds to wait for company before a call.
+        max_batch_size: Total size of the items of one call, at most; a single item may be larger.
+        size_of: Returns the size of an item.
+        linger_seconds: Returns the seconds to wait for further items before a call.
     """
 
     def __init__(
         self,
         call: Callable[[Key, list[Item]], Awaitable[Sequence[Answer | Exception]]],
         *,
-        most: int,
-        weight: Callable[[Item], int] = lambda item: 1,
-        linger: Callable[[], float] = lambda: 0.0,
+        max_batch_size: int,
+        size_of: Callable[[Item], int] = lambda item: 1,
+        linger_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._call, self._most, self._weight, self._linger = call, most, weight, linger
+        self._call, self._max_batch_size = call, max_batch_size
+        self._size_of, self._linger_seconds = size_of, linger_seconds
         self._waiting: dict[Key, deque[tuple[Item, asyncio.Future[Answer]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ask(self, key: Key, item: Item) -> Answer:
+    async def publish(self, key: Key, item: Item) -> Answer:
         """Process ``item`` in a batch and return its answer. A cancelled caller does not learn what became of it."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if key in self._waiting:
@@ -60,7 +61,7 @@ class BatchedPublish(Generic[Key, Item, Answer]):
         group: list[tuple[Item, asyncio.Future[Answer]]] = []
         try:
             while waiting:
-                if (seconds := self._linger()) > 0.0:
+                if (seconds := self._linger_seconds()) > 0.0:
                     await asyncio.sleep(seconds)
                 group = self._next(waiting)
                 answered: list[tuple[tuple[Item, asyncio.Future[Answer]], Answer | Exception]]
@@ -83,7 +84,7 @@ class BatchedPublish(Generic[Key, Item, Answer]):
 
     def _next(self, waiting: deque[tuple[Item, asyncio.Future[Answer]]]) -> list[tuple[Item, asyncio.Future[Answer]]]:
         group = [waiting.popleft()]
-        total = self._weight(group[0][0])
-        while waiting and (total := total + self._weight(waiting[0][0])) <= self._most:
+        total = self._size_of(group[0][0])
+        while waiting and (total := total + self._size_of(waiting[0][0])) <= self._max_batch_size:
             group.append(waiting.popleft())
         return group

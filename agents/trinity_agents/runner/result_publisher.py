@@ -81,9 +81,12 @@ class ResultPublisher:
         self._in_flight_count = in_flight_count
         self._runner, self._woken, self._abandoned = runner, woken, abandoned
         self._shared_parts = BatchedPublish(
-            self._publish_shared_part, most=SHARED, weight=lambda member: member.size, linger=self._pause
+            self._publish_shared_part,
+            max_batch_size=SHARED,
+            size_of=lambda member: member.size,
+            linger_seconds=self._pause,
         )
-        self._results = BatchedPublish(self._publish_results, most=MOST_RESULTS, linger=self._pause)
+        self._results = BatchedPublish(self._publish_results, max_batch_size=MOST_RESULTS, linger_seconds=self._pause)
 
     def result(
         self,
@@ -153,7 +156,7 @@ class ResultPublisher:
         Raises:
             RestartMe: There is no stream of results.
         """
-        if not await self._results.ask(batch_key(in_flight.task_slice.batch), result):
+        if not await self._results.publish(batch_key(in_flight.task_slice.batch), result):
             raise RestartMe(f"{self._topology.results.name} does not exist any more; a start declares it again")
 
     async def close(self) -> None:
