@@ -34,7 +34,7 @@ import torch
 
 import bare_amqp
 from trinity_mq.bus import Bus, Topology, create_bus
-from trinity_mq.bus.connect import URL_VARIABLE
+from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import decode, encode
 from trinity_mq.local_broker.node import PrivateNode

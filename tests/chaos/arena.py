@@ -22,7 +22,7 @@ from tests.chaos.victims import NOTES_VARIABLE, POINT_VARIABLE, SEED_VARIABLE, S
 from trinity_agents.trainer.agent import Trainer
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Bus, Topology, create_bus
-from trinity_mq.bus.connect import URL_VARIABLE
+from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.config import load_config
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.messages import BatchReady, Mark, decode_any

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tests.chaos.sync_victims import ENGINE_POINTS_VARIABLE
 from tests.chaos.victims import NOTES_VARIABLE, POINT_VARIABLE
 from trinity_mq.bus import Bus, Topology, create_bus
-from trinity_mq.bus.connect import URL_VARIABLE
+from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.config import load_config
 from trinity_mq.messages import Heartbeat, SyncEvent, decode_any
 from trinity_mq.models import ensure_model_folder

@@ -21,7 +21,7 @@ from tests.broker_fixtures import _clean
 from tests.contract.scripted_workflow import Scripted
 from trinity_agents.runner.agent import Runner
 from trinity_mq.bus import Bus, Topology
-from trinity_mq.bus.connect import URL_VARIABLE
+from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.config import Config, load_config

@@ -1,5 +1,6 @@
 """The message bus: names as data, one protocol, RabbitMQ behind it (or memory, in tests)."""
 
+from trinity_mq.bus.addresses import AddressError, broker_url
 from trinity_mq.bus.base import (
     Bus,
     BusError,
@@ -17,8 +18,8 @@ from trinity_mq.bus.base import (
     StaleDelivery,
     StreamCut,
 )
-from trinity_mq.bus.connect import AddressError, broker_url, create_bus
-from trinity_mq.bus.topology import Binding, Queue, Topology, batch_from_key, batch_key
+from trinity_mq.bus.connect import create_bus
+from trinity_mq.bus.topology import Binding, Queue, Topology, batch_key
 
 __all__ = [
     "AddressError",
@@ -40,7 +41,6 @@ __all__ = [
     "StaleDelivery",
     "StreamCut",
     "Topology",
-    "batch_from_key",
     "batch_key",
     "broker_url",
     "create_bus",

@@ -86,6 +86,18 @@ class Addresses:
         return self.url is None
 
 
+def broker_url(config: BrokerConfig) -> str | None:
+    """Return the broker's address: the configured one, else the environment's, None where neither is given.
+
+    Several URLs have commas between. A URL from a file is what is in it now; a password from a file is not in it.
+
+    Raises:
+        AddressError: The file that holds it cannot be read.
+    """
+    addresses = Addresses.of(config)
+    return None if addresses is None else addresses.text()
+
+
 def each(text: str) -> tuple[str, ...]:
     """Return the URLs in ``text``, with commas or spaces between.
 
@@ -103,7 +115,8 @@ def in_turn(urls: tuple[str, ...]) -> tuple[str, ...]:
 
 def address(url: str) -> str:
     """Return ``host:port`` of a broker's URL, of each where they are several."""
-    return " or ".join(_address(one) for one in each(url))
+    parts = [urlsplit(one) for one in each(url)]
+    return " or ".join(f"{one.hostname}:{one.port or (5671 if one.scheme == 'amqps' else 5672)}" for one in parts)
 
 
 def check_url(url: str) -> None:
@@ -131,7 +144,7 @@ def _check(url: str) -> None:
         raise _malformed("an @ stands behind its host")  # what looks like host and port may be part of a password
     if wrong_keys := sorted(_OF_THE_CLIENT & {key for key, _ in parse_qsl(parts.query, keep_blank_values=True)}):
         raise AddressError(
-            f"broker.url of {_address(url)} sets {', '.join(wrong_keys)}: TLS is set in broker.tls (ca_file, "
+            f"broker.url of {address(url)} sets {', '.join(wrong_keys)}: TLS is set in broker.tls (ca_file, "
             "cert_file, key_file, server_name, verify); remove what follows the ?"
         )
 
@@ -147,11 +160,6 @@ def _shown_scheme(url: str) -> str:
     if not scheme:
         return "nothing"
     return repr(scheme) if "://" in url else "no amqp://"  # what stands before a lone colon may be anything
-
-
-def _address(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.hostname}:{parts.port or (5671 if parts.scheme == 'amqps' else 5672)}"
 
 
 def _content(path: str | None, what: str) -> str:

@@ -189,7 +189,6 @@ class Lock:
         await self._lost.wait()
 
     async def release(self) -> None:
-        """Give it up."""
         await self._release(self)
         self.held = False
 
@@ -198,47 +197,6 @@ class Lock:
         self.held = retaken
         if not retaken:
             self._lost.set()
-
-
-class Health:
-    """Health of a bus: the reason why it is not usable, and the callbacks for changes."""
-
-    def __init__(self) -> None:
-        self.trouble: str | None = NOT_CONNECTED
-        self.closed = False
-        self._usable_or_closed = asyncio.Event()
-        self._callbacks: list[Callable[[], None]] = []
-
-    def set(self, trouble: str | None) -> None:
-        """Set the reason, None for usable; callbacks are called only when that changes between some and none."""
-        if self.closed:
-            return
-        changed = (trouble is None) != (self.trouble is None)
-        self.trouble = trouble
-        if not changed:
-            return
-        if trouble is None:
-            self._usable_or_closed.set()
-        else:
-            self._usable_or_closed.clear()
-        for callback in self._callbacks:
-            callback()
-
-    def close(self) -> None:
-        """Mark the bus closed and wake the tasks that wait for it."""
-        self.set(CLOSED)
-        self.closed = True
-        self._usable_or_closed.set()
-
-    async def wait_usable(self) -> None:
-        """Return once usable. Raises BusUnavailable once closed."""
-        await self._usable_or_closed.wait()
-        if self.closed:
-            raise BusUnavailable(CLOSED)
-
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on each change."""
-        self._callbacks.append(callback)
 
 
 class Bus(ABC):
@@ -256,26 +214,41 @@ class Bus(ABC):
         self.max_message_bytes = config.max_message_bytes
         self._topology, self._config = topology, config
         self._exchanges = frozenset(topology.exchanges)
-        self._health = Health()
         self._locks: dict[str, Lock] = {}
+        self.trouble: str | None = NOT_CONNECTED
+        """Reason why the bus is not usable, None while it is."""
+        self._down: str | None = NOT_CONNECTED
+        """Reason why there is no connection."""
+        self._blocked = self._closed = False
+        self._usable_or_closed = asyncio.Event()
+        self._callbacks: list[Callable[[], None]] = []
 
     @property
     def usable(self) -> bool:
         """Connected, and the broker does not block publishers (memory or disk alarm)."""
-        return self._health.trouble is None
-
-    @property
-    def trouble(self) -> str | None:
-        """Reason why the bus is not usable, None while it is."""
-        return self._health.trouble
+        return self.trouble is None
 
     async def wait_usable(self) -> None:
         """Return once usable. Raises BusUnavailable once closed."""
-        await self._health.wait_usable()
+        await self._usable_or_closed.wait()
+        if self._closed:
+            raise BusUnavailable(CLOSED)
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever :attr:`usable` changes."""
-        self._health.on_change(callback)
+        self._callbacks.append(callback)
+
+    def _refresh(self) -> None:
+        """Work out what the trouble is, if any, from ``_down``, ``_blocked`` and ``_closed``."""
+        was_usable = self.usable
+        self.trouble = CLOSED if self._closed else self._down or (BLOCKED if self._blocked else None)
+        if self.usable or self._closed:
+            self._usable_or_closed.set()
+        else:
+            self._usable_or_closed.clear()
+        if self.usable != was_usable:
+            for callback in self._callbacks:
+                callback()
 
     @abstractmethod
     async def connect(self) -> None:

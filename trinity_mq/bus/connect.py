@@ -4,43 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trinity_mq.bus.addresses import (
-    FORM,
-    PASSWORD_FILE_VARIABLE,
-    URL_FILE_VARIABLE,
-    URL_VARIABLE,
-    AddressError,
-    Addresses,
-    check_url,
-)
+from trinity_mq.bus.addresses import FORM, URL_FILE_VARIABLE, URL_VARIABLE, AddressError, Addresses
 from trinity_mq.bus.base import Bus
 from trinity_mq.bus.topology import Topology
 
 if TYPE_CHECKING:
     from trinity_mq.config.bus import BrokerConfig  # pydantic takes longer to import than everything else here
-
-__all__ = [
-    "PASSWORD_FILE_VARIABLE",
-    "URL_FILE_VARIABLE",
-    "URL_VARIABLE",
-    "AddressError",
-    "Addresses",
-    "broker_url",
-    "check_url",
-    "create_bus",
-]
-
-
-def broker_url(config: BrokerConfig) -> str | None:
-    """Return the broker's address: the configured one, else the environment's, None where neither is given.
-
-    Several URLs have commas between. A URL from a file is what is in it now; a password from a file is not in it.
-
-    Raises:
-        AddressError: The file that holds it cannot be read.
-    """
-    addresses = Addresses.of(config)
-    return None if addresses is None else addresses.text()
 
 
 def create_bus(config: BrokerConfig, topology: Topology, name: str) -> Bus:

@@ -74,12 +74,6 @@ def batch_key(batch: BatchId) -> str:
     )
 
 
-def batch_from_key(key: str) -> BatchId:
-    """Return the batch id of a routing-key form; the inverse of :func:`batch_key`."""
-    text = "/".join(urllib.parse.unquote(word) for word in key.split("."))
-    return int(text) if re.fullmatch(r"-?\d+", text) else text
-
-
 @dataclass(frozen=True, slots=True)
 class Topology:
     """All names of one run.

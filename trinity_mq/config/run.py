@@ -25,6 +25,11 @@ from trinity_mq.config.sync import SyncConfig
 CONSUMER_TIMEOUT = 1800.0
 """Seconds for which a consumer may hold a delivery: RabbitMQ's default."""
 
+TRUNCATING = frozenset(
+    ["top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
+)
+"""Sampling parameters under which the logprobs are not those of the sampled distribution."""
+
 
 class Config(Section):
     """One run."""
@@ -65,7 +70,6 @@ class Config(Section):
 
     @property
     def path(self) -> Path:
-        """The run folder."""
         return Path(self.run_dir or f"runs/{self.name}")
 
     @model_validator(mode="after")
@@ -105,23 +109,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sampling(self) -> Config:
-        truncating = {
-            "top_k",
-            "top_p",
-            "min_p",
-            "frequency_penalty",
-            "presence_penalty",
-            "repetition_penalty",
-            "logit_bias",
-        }
-        used = sorted(truncating & set(self.buffer.taskset.rollout_args))
+        used = sorted(TRUNCATING & set(self.buffer.taskset.rollout_args))
         if self.explorer.rollout_model.top_p < 1:
             used.append("explorer.rollout_model.top_p")
         if used and not self.algorithm.allow_truncated_sampling:
             raise ValueError(
                 f"training rollouts use {', '.join(used)}: their logprobs are then not those of the sampled "
-                "distribution. Remove it, or set "
-                "algorithm.allow_truncated_sampling=true if that is what you want"
+                "distribution. Remove it, or set algorithm.allow_truncated_sampling=true if that is what you want"
             )
         return self
 
@@ -148,10 +142,9 @@ class Config(Section):
         if held > self.broker.ready_max_bytes:
             raise ValueError(
                 f"trainer.save_interval {self.trainer.save_interval} + explorer.max_open_batches "
-                f"{self.explorer.max_open_batches} batches may "
-                f"be {held / 2**20:.0f} MiB, over broker.ready_max_bytes {self.broker.ready_max_bytes / 2**20:.0f} "
-                "MiB: a restarted trainer "
-                "would not find them all. Save more often or keep more"
+                f"{self.explorer.max_open_batches} batches may be {held / 2**20:.0f} MiB, over broker.ready_max_bytes "
+                f"{self.broker.ready_max_bytes / 2**20:.0f} MiB: a restarted trainer would not find them all. "
+                "Save more often or keep more"
             )
         return self
 

@@ -46,7 +46,7 @@ def eval_metrics(ticket: Ticket, name: str, *, detailed: bool = False) -> dict[s
         detailed: ``monitor.detailed_stats``.
     """
     prefix, results = f"eval/{name}", _results(ticket)
-    tasks = aggregate_eval_runs(list(_runs_by_task(results).values()))
+    tasks = [aggregate_eval_runs(runs) for runs in _runs_by_task(results).values()]
     metrics = aggregate_eval_tasks(tasks, prefix, detailed=detailed) | _counts(results, prefix)
     total = sum(task_slice.repeat_times for task_slice in ticket.slices)
     metrics[f"{prefix}/failed_runs"] = total - metrics[f"{prefix}/finished_runs"]

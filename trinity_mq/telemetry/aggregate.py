@@ -7,7 +7,7 @@ part of the name, and the mean is taken. Values that are no numbers are left out
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -21,6 +21,11 @@ def _sum(values: Sequence[float]) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return _sum(values) / len(values)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.sqrt(_mean([(value - mean) * (value - mean) for value in values]))
 
 
 HOWS: Mapping[str, Callable[[Sequence[float]], float]] = {
@@ -57,31 +62,22 @@ def aggregate_tasks(tasks: Sequence[Mapping[str, Any]], prefix: str) -> dict[str
     return found
 
 
-def aggregate_eval_runs(tasks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, float]]:
-    """Return the metrics of each evaluation task from those of its n runs, all tasks in one go.
+def aggregate_eval_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of an evaluation task from those of its n runs.
 
     ``<key>/mean@n`` and ``<key>/std@n`` (of the population); for n > 1 also ``best@k`` and ``worst@k`` for k = 2, 4, 8
     ... below n, and n: the expected greatest and least of k runs drawn with replacement, the exact value of what a
     bootstrap estimates. Durations (``time/...``) are plain means. n counts the runs that have the key.
     """
-    found: list[dict[str, float]] = [{} for _ in tasks]
-    tables: dict[tuple[str, int], tuple[list[int], list[list[float]]]] = {}
-    for task, runs in enumerate(tasks):
-        for key, values in _columns(runs).items():
-            name, _ = _how(key)
-            if name.startswith(_DURATION):
-                found[task][name] = _mean(values)
-                continue
-            whose, rows = tables.setdefault((name, len(values)), ([], []))
-            whose.append(task)
-            rows.append(values)
-    for (name, n), (whose, rows) in tables.items():
-        columns = dict(zip((f"{name}/mean@{n}", f"{name}/std@{n}"), _mean_and_deviation(rows), strict=True))
+    found: dict[str, float] = {}
+    for key, values in _columns(runs).items():
+        name, n = _how(key)[0], len(values)
+        if name.startswith(_DURATION):
+            found[name] = _mean(values)
+            continue
+        found |= {f"{name}/mean@{n}": _mean(values), f"{name}/std@{n}": _deviation(values)}
         for k in best_of_sizes(n):
-            columns[f"{name}/best@{k}"], columns[f"{name}/worst@{k}"] = best_and_worst(rows, k)
-        for column, values in columns.items():
-            for task, value in zip(whose, values, strict=True):
-                found[task][column] = value
+            found[f"{name}/best@{k}"], found[f"{name}/worst@{k}"] = best_and_worst(values, k)
     return found
 
 
@@ -94,32 +90,20 @@ def best_of_sizes(n: int) -> list[int]:
     return [2**power for power in range(1, n.bit_length()) if 2**power < n] + [n] if n > 1 else []
 
 
-def best_and_worst(rows: Sequence[Sequence[float]], k: int) -> tuple[list[float], list[float]]:
-    """Return for each row the expected greatest and the expected least of k values drawn from it with replacement.
+def best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
+    """Return the expected greatest and the expected least of ``k`` (at least 1) values drawn with replacement.
 
     The i-th least of n values is the greatest of the k drawn with probability ``(i/n)**k - ((i-1)/n)**k``: all k are
     among the i least, and not all among the i-1 least (order statistics of the empirical distribution, Efron 1979).
-
-    Args:
-        rows: Values, each row of the same length n.
-        k: Draws, at least 1.
     """
-    import numpy as np  # a fifteenth of a second, which only evaluations need
+    rising, n = sorted(values), len(values)
+    weights = [(i / n) ** k - ((i - 1) / n) ** k for i in range(1, n + 1)]
 
-    rising = np.sort(np.asarray(rows, dtype=np.float64), axis=1)
-    weights = np.diff((np.arange(rising.shape[1] + 1) / rising.shape[1]) ** k)
-    with np.errstate(all="ignore"):  # a workflow may report infinities; a weight of 0 must not make nan of one
-        best, worst = (np.where(weights > 0, each * weights, 0.0).sum(axis=1) for each in (rising, rising[:, ::-1]))
-    return best.tolist(), worst.tolist()
+    def expected(ordered: Iterable[float]) -> float:
+        # a workflow may report infinities; a weight of 0 must not make nan of one
+        return _sum([weight * value for weight, value in zip(weights, ordered, strict=True) if weight > 0])
 
-
-def _mean_and_deviation(rows: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    """Return the mean and the standard deviation (of the population) of each row; the rows are equally long."""
-    import numpy as np
-
-    table = np.asarray(rows, dtype=np.float64)
-    with np.errstate(all="ignore"):  # what a workflow reports may be infinite, and then so are these, or nan
-        return table.mean(axis=1).tolist(), table.std(axis=1).tolist()
+    return expected(rising), expected(reversed(rising))
 
 
 def aggregate_eval_tasks(
@@ -134,13 +118,12 @@ def aggregate_eval_tasks(
     """
     found: dict[str, float] = {}
     for key, values in _columns(tasks).items():
-        mean = _mean(values)
         if not detailed:
-            found[f"{prefix}/{key}"] = mean
+            found[f"{prefix}/{key}"] = _mean(values)
             continue
         for each in ("mean", "max", "min"):
             found[f"{prefix}/{key}/{each}"] = float(HOWS[each](values))
-        found[f"{prefix}/{key}/std"] = math.sqrt(_mean([(value - mean) * (value - mean) for value in values]))
+        found[f"{prefix}/{key}/std"] = _deviation(values)
     return found
 
 

@@ -44,32 +44,29 @@ def test_tasks_to_batch() -> None:
 
 def test_eval_runs_have_mean_deviation_best_and_worst() -> None:
     """The reference system estimates the same by 1000 resamples: 0.77, 0.246, 0.94 and 0.056."""
-    assert aggregate_eval_runs([[{"acc": 1}, {"acc": 0}, {"acc": 1}, {"acc": 0}]]) == [
-        {
-            "acc/mean@4": 0.5,
-            "acc/std@4": 0.5,
-            "acc/best@2": 0.75,
-            "acc/worst@2": 0.25,
-            "acc/best@4": 0.9375,
-            "acc/worst@4": 0.0625,
-        }
-    ]
+    assert aggregate_eval_runs([{"acc": 1}, {"acc": 0}, {"acc": 1}, {"acc": 0}]) == {
+        "acc/mean@4": 0.5,
+        "acc/std@4": 0.5,
+        "acc/best@2": 0.75,
+        "acc/worst@2": 0.25,
+        "acc/best@4": 0.9375,
+        "acc/worst@4": 0.0625,
+    }
 
 
 def test_durations_of_an_evaluation_are_plain_means() -> None:
     runs = [{"time/run_execution": 2.0, "time/other:sum": 1.0, "timely": 1.0}, {"time/run_execution": 3.0}]
-    assert aggregate_eval_runs([runs]) == [
-        {"time/run_execution": 2.5, "time/other": 1.0, "timely/mean@1": 1.0, "timely/std@1": 0.0}
-    ]
+    durations = {"time/run_execution": 2.5, "time/other": 1.0}
+    assert aggregate_eval_runs(runs) == durations | {"timely/mean@1": 1.0, "timely/std@1": 0.0}
 
 
 def test_eval_of_one_run_has_no_best_of() -> None:
-    assert aggregate_eval_runs([[{"accuracy": 1.0}]]) == [{"accuracy/mean@1": 1.0, "accuracy/std@1": 0.0}]
+    assert aggregate_eval_runs([{"accuracy": 1.0}]) == {"accuracy/mean@1": 1.0, "accuracy/std@1": 0.0}
 
 
 @pytest.mark.parametrize(("n", "wanted"), [(2, {2}), (3, {2, 3}), (8, {2, 4, 8}), (9, {2, 4, 8, 9})])
 def test_eval_sizes(n: int, wanted: set[int]) -> None:
-    (found,) = aggregate_eval_runs([[{"a": float(i)} for i in range(n)]])
+    found = aggregate_eval_runs([{"a": float(i)} for i in range(n)])
     assert {int(key.rpartition("@")[2]) for key in found if "best@" in key} == wanted
     assert all(0 <= found[f"a/worst@{k}"] < found[f"a/mean@{n}"] < found[f"a/best@{k}"] <= n - 1 for k in wanted)
 
@@ -78,7 +75,7 @@ def test_eval_sizes(n: int, wanted: set[int]) -> None:
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=5), st.integers(1, 4))
 def test_best_and_worst_of_k_are_the_means_over_all_draws(values: list[float], k: int) -> None:
     draws = list(itertools.product(values, repeat=k))
-    (best,), (worst,) = best_and_worst([values], k)
+    best, worst = best_and_worst(values, k)
     assert best == pytest.approx(statistics.fmean(map(max, draws)), abs=1e-9)
     assert worst == pytest.approx(statistics.fmean(map(min, draws)), abs=1e-9)
 
@@ -86,21 +83,21 @@ def test_best_and_worst_of_k_are_the_means_over_all_draws(values: list[float], k
 def test_a_bootstrap_estimates_best_and_worst() -> None:
     values = [random.Random(5).random() for _ in range(12)]
     rows = np.asarray(values)[np.random.default_rng(0).integers(0, 12, size=(200_000, 8))]
-    (best,), (worst,) = best_and_worst([values], 8)
+    best, worst = best_and_worst(values, 8)
     assert (best, worst) == pytest.approx((rows.max(axis=1).mean(), rows.min(axis=1).mean()), abs=2e-3)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=20), min_size=1, max_size=6))
 def test_many_tasks_at_once_are_each_as_if_aggregated_alone(tasks: list[list[float]]) -> None:
-    found = aggregate_eval_runs([[{"a": value, "b": -value} for value in values] for values in tasks])
+    found = [aggregate_eval_runs([{"a": value, "b": -value} for value in values]) for values in tasks]
     for values, metrics in zip(tasks, found, strict=True):
         n = len(values)
         assert metrics[f"a/mean@{n}"] == pytest.approx(statistics.fmean(values), abs=1e-9)
         assert metrics[f"a/std@{n}"] == pytest.approx(statistics.pstdev(values), abs=1e-9)
         assert metrics.keys() == {f"{key}/{what}" for key in "ab" for what in names(n)}
         for k in best_of_sizes(n):
-            (best,), (worst,) = best_and_worst([values], k)
+            best, worst = best_and_worst(values, k)
             assert (metrics[f"a/best@{k}"], metrics[f"a/worst@{k}"]) == pytest.approx((best, worst), abs=1e-9)
             assert (metrics[f"b/best@{k}"], metrics[f"b/worst@{k}"]) == pytest.approx((-worst, -best), abs=1e-9)
 
@@ -110,13 +107,13 @@ def names(n: int) -> list[str]:
 
 
 def test_a_key_that_only_some_runs_have_counts_those_runs() -> None:
-    first, second = aggregate_eval_runs([[{"a": 1, "b": 1}, {"a": 3}], [{"a": 5}], []])[:2]
+    first, second = aggregate_eval_runs([{"a": 1, "b": 1}, {"a": 3}]), aggregate_eval_runs([{"a": 5}])
     assert (first["a/mean@2"], first["b/mean@1"], second["a/mean@1"]) == (2.0, 1.0, 5.0)
 
 
 def test_a_value_that_is_not_finite_spoils_its_own_metric_only() -> None:
     runs = [{"a": 1.0, "b": float("inf")}, {"a": 2.0, "b": 0.0}]
-    (found,) = aggregate_eval_runs([runs])
+    found = aggregate_eval_runs(runs)
     assert found["a/mean@2"] == 1.5
     assert found["b/best@2"] == float("inf")
     assert math.isfinite(found["a/best@2"])
@@ -128,7 +125,7 @@ def test_no_number_ends_who_aggregates_it(value: float) -> None:
     task = aggregate_runs(runs)
     assert all(isinstance(found, float) for found in task.values())
     assert aggregate_tasks([task, task], "x").keys() == {"x/a/mean", "x/a/max", "x/a/min", "x/b/sum", "x/c/max"}
-    tasks = aggregate_eval_runs([runs, runs])
+    tasks = [aggregate_eval_runs(runs)] * 2
     assert "a/best@2" in tasks[0]
     assert aggregate_eval_tasks(tasks, "x", detailed=True).keys() >= {"x/a/best@2/std"}
 
@@ -137,9 +134,8 @@ def test_a_large_evaluation_takes_milliseconds() -> None:
     """About 25 ms for 256 tasks x 8 runs x 5 keys."""
     generator = random.Random(1)
     tasks = [[{key: generator.random() for key in "abcde"} for _ in range(8)] for _ in range(256)]
-    aggregate_eval_runs(tasks[:1])
     started = time.perf_counter()
-    aggregate_eval_runs(tasks)
+    [aggregate_eval_runs(runs) for runs in tasks]
     assert time.perf_counter() - started < 1.0
 
 
@@ -157,5 +153,4 @@ def test_eval_tasks_to_evaluation() -> None:
 
 def test_nothing_gives_nothing() -> None:
     assert aggregate_runs([]) == aggregate_tasks([], "x") == aggregate_eval_tasks([], "x") == {}
-    assert aggregate_eval_runs([]) == []
-    assert aggregate_eval_runs([[], [{}]]) == [{}, {}]
+    assert aggregate_eval_runs([]) == aggregate_eval_runs([{}]) == {}

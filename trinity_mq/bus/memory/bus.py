@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trinity_mq.bus.base import (
-    BLOCKED,
     CLOSED,
-    NOT_CONNECTED,
     Bus,
     BusRefused,
     BusUnavailable,
@@ -53,7 +51,6 @@ class MemoryBroker:
         self._alarm(True)
 
     def unblock(self) -> None:
-        """End the alarm."""
         self._alarm(False)
 
     def lose_confirm_once(self) -> None:
@@ -61,14 +58,12 @@ class MemoryBroker:
         self._confirms_to_lose += 1
 
     def loses_confirm(self) -> bool:
-        """Return whether the publish under way is to lose its confirm."""
         if not self._confirms_to_lose:
             return False
         self._confirms_to_lose -= 1
         return True
 
     def enter(self, client: MemoryBus) -> None:
-        """Note a connection."""
         self._clients.append(client)
 
     def leave(self, client: MemoryBus) -> None:
@@ -90,7 +85,6 @@ class MemoryBroker:
         return found
 
     def unbind(self, queue: Queue) -> None:
-        """Remove the bindings of a queue."""
         for binding in queue.bindings:
             self._bindings[binding.exchange].discard((binding.pattern, queue.name))
 
@@ -138,14 +132,11 @@ class MemoryBus(Bus):
         super().__init__(topology, config)
         self._broker = broker
         self._connected = asyncio.Event()
-        self._down: str | None = NOT_CONNECTED
-        self._closed = False
         self._return: asyncio.TimerHandle | None = None
         self._declared: dict[str, Queue] = {}
         self._consumers: list[MemoryConsumer] = []
 
     async def connect(self) -> None:
-        """Connect; a broker in memory never refuses."""
         self.reconnect()
 
     async def close(self) -> None:
@@ -153,7 +144,6 @@ class MemoryBus(Bus):
             await consumer.close()
         self._closed = True
         self.disconnect(CLOSED)
-        self._health.close()
 
     async def declare(self, *queues: Queue) -> None:
         await self._connection()
@@ -245,7 +235,6 @@ class MemoryBus(Bus):
         self.refresh()
 
     def reconnect_in(self, seconds: float) -> None:
-        """Reconnect after a while."""
         self._return = asyncio.get_running_loop().call_later(seconds, self.reconnect)
 
     def reconnect(self) -> None:
@@ -268,8 +257,9 @@ class MemoryBus(Bus):
         self.refresh()
 
     def refresh(self) -> None:
-        """Work out what the trouble is, if any."""
-        self._health.set(self._down or (BLOCKED if self._broker.blocked else None))
+        """Follow the broker's alarm and the connection."""
+        self._blocked = self._broker.blocked
+        self._refresh()
 
     def _forget(self, consumer: MemoryConsumer) -> None:
         if consumer in self._consumers:

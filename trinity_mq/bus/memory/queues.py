@@ -46,7 +46,6 @@ class MemoryQueue(ABC):
         """Requeue what was not acknowledged, where it was, one return more each. Delivers nothing by itself."""
 
     def attach(self, consumer: MemoryConsumer) -> None:
-        """Add a consumer and deliver to it."""
         self._consumers.append(consumer)
         self.dispatch()
 
@@ -178,7 +177,6 @@ class MemoryConsumer(BufferedConsumer[Stored]):
         return self._attached is not None and (not self._prefetch or under_way < self._prefetch)
 
     def attach(self, queue: MemoryQueue | None) -> None:
-        """Start, or go on, consuming. A queue that does not exist ends the consumer."""
         self.session += 1
         self._attached = queue
         if queue is None:
@@ -200,7 +198,6 @@ class MemoryConsumer(BufferedConsumer[Stored]):
             queue.dispatch()
 
     def receive(self, message: Stored) -> None:
-        """Take a message from the queue."""
         if not self._stream:
             self._unanswered[message.order] = message
         self._put(message)
@@ -219,7 +216,6 @@ class MemoryConsumer(BufferedConsumer[Stored]):
         self._end(StreamCut(self.queue.name, asked, kept))
 
     def settle(self, delivery: MemoryDelivery, answer: Answer) -> None:
-        """Perform the answer to a delivery."""
         queue = self._attached
         if delivery.session != self.session or queue is None:
             raise StaleDelivery(f"delivery {delivery.message_id} of {self.queue.name} is void: its consumer is gone")

@@ -42,7 +42,6 @@ class Admin:
         self._one_at_a_time = asyncio.Lock()  # one failure would fail the others on the channel
 
     def use(self, link: BrokerConnection) -> None:
-        """Use this connection from now on."""
         self._link, self._channel = link, None
 
     async def make_exchanges(self) -> None:
@@ -67,7 +66,6 @@ class Admin:
                 await channel.exchange_declare(exchange, exchange_type="topic", durable=True, passive=passive)
 
     async def make_queues(self) -> None:
-        """Make again the queues and bindings of this bus."""
         for queue in tuple(self._declared.values()):
             await self._make(queue)
 
@@ -94,7 +92,6 @@ class Admin:
                 await channel.queue_delete(name)
 
     async def depth(self, name: str) -> int | None:
-        """Return the number of ready messages, None for no such queue."""
         with contextlib.suppress(QueueGone):
             async with self._opened() as channel:
                 return (await channel.queue_declare(name, passive=True)).message_count or 0

@@ -11,7 +11,6 @@ from tenacity import RetryCallState
 
 from trinity_mq.bus.addresses import Addresses, address
 from trinity_mq.bus.base import (
-    BLOCKED,
     CLOSED,
     NOT_CONNECTED,
     Bus,
@@ -67,9 +66,6 @@ class RabbitBus(Bus):
         self._consumers: set[RabbitConsumer] = set()
         self._consuming: BrokerConnection | None = None
         self._publishing: BrokerConnection | None = None
-        self._down: str | None = NOT_CONNECTED
-        self._blocked = False
-        self._closed = False
         self._rebuilt = asyncio.Event()  # the consuming connection stands with its queues, or the bus is closed
         self._broken = asyncio.Event()
         self._routine: asyncio.Task[None] | None = None
@@ -106,7 +102,7 @@ class RabbitBus(Bus):
             for consumer in tuple(self._consumers):
                 group.create_task(consumer.close())
         self._publisher.close()
-        self._health.close()
+        self._refresh()
         self._rebuilt.set()
         await self._drop_links()
         self._suspend_locks()
@@ -305,9 +301,6 @@ class RabbitBus(Bus):
     def _set_blocked(self, blocked: bool) -> None:
         self._blocked = blocked
         self._refresh()
-
-    def _refresh(self) -> None:
-        self._health.set(self._down or (BLOCKED if self._blocked else None))
 
     async def _drop_links(self) -> None:
         if self._watcher is not None:

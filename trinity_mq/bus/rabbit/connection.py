@@ -99,19 +99,13 @@ class _FirstBytesReader(asyncio.StreamReader):
     first = b""
 
     def feed_data(self, data: Iterable[SupportsIndex]) -> None:
-        """Buffer received bytes."""
         if not self.first:
             self.first = bytes(data)[:8]
         super().feed_data(data)
 
 
 class _SocketFactory(TransportFactory):
-    """Opens the client's sockets with our TLS context and server name, which the client has no arguments for.
-
-    Args:
-        context: TLS context for ``amqps``, None without TLS.
-        server_name: Name that the certificate must be for, None for the host of the URL.
-    """
+    """Opens the client's sockets with our TLS context, and a server name other than the URL's host where one is set."""
 
     def __init__(self, context: ssl.SSLContext | None, server_name: str | None) -> None:
         self._context, self._server_name = context, server_name
@@ -119,15 +113,9 @@ class _SocketFactory(TransportFactory):
 
     @property
     def first(self) -> bytes:
-        """First bytes that the server sent, at most 8."""
         return self._reader.first if self._reader is not None else b""
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect.
-
-        Raises:
-            AMQPConnectionError: The server does not answer, or its certificate is not accepted.
-        """
         host, port, loop = url.host or "localhost", url.port or 5672, asyncio.get_running_loop()
         reader = self._reader = _FirstBytesReader()
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -197,12 +185,10 @@ class BrokerConnection:
 
     @property
     def alive(self) -> bool:
-        """Still open."""
         return not self._connection.is_closed
 
     @property
     def version(self) -> str:
-        """Version that the broker reports."""
         return str(self.server_properties.get("version", "unknown"))
 
     @property

@@ -46,7 +46,6 @@ class Publisher:
 
     @property
     def ready(self) -> bool:
-        """There is an open channel."""
         return self._channel is not None and not self._channel.is_closed
 
     async def open(self, link: BrokerConnection, on_lost: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from trinity_mq.bus import Bus, Topology, create_bus
-from trinity_mq.bus.connect import URL_FILE_VARIABLE, URL_VARIABLE, Addresses, broker_url
+from trinity_mq.bus.addresses import URL_FILE_VARIABLE, URL_VARIABLE, Addresses, broker_url
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import BrokerConfig, Config, load_config

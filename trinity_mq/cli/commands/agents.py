@@ -9,7 +9,7 @@ import re
 import socket
 from typing import cast
 
-from trinity_mq.bus.connect import URL_VARIABLE, Addresses
+from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
 from trinity_mq.cli.arguments import add_config
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import load_config

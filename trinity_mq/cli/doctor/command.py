@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from trinity_mq.bus import AddressError, BusRefused
-from trinity_mq.bus.connect import Addresses
+from trinity_mq.bus.addresses import Addresses
 from trinity_mq.bus.rabbit.connection import BrokerConnectError
 from trinity_mq.bus.tls import tls_context
 from trinity_mq.cli.arguments import add_broker

@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from trinity_mq.bus.connect import Addresses
+from trinity_mq.bus.addresses import Addresses
 from trinity_mq.cli.arguments import add_config
 from trinity_mq.cli.commands.timeline import write_timeline
 from trinity_mq.cli.commands.validate import check_tasksets

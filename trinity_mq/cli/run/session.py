@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.bus.connect import URL_VARIABLE, Addresses
+from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
 from trinity_mq.bus.retry import retrying
 from trinity_mq.cli.broker.connection import connected
 from trinity_mq.cli.broker.own import own_broker

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from trinity_mq.messages import Version
+from trinity_mq.runtime.threads import in_thread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,35 +67,15 @@ async def in_daemon_thread(work: Callable[[], T], seconds: float, name: str) -> 
     Raises:
         ChannelError: Time ran out, or the work failed.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            known = isinstance(error, ChannelError)
-            future.set_exception(error if known else ChannelError(f"{type(error).__name__}: {error}"))
-        else:
-            future.set_result(result)  # type: ignore[arg-type]  # None only when T is None
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:
-            failure = error
-        try:
-            loop.call_soon_threadsafe(settle, result, failure)
-        except RuntimeError:
-            return  # abandoned, and the loop has closed since
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    limit = asyncio.timeout(seconds)
     try:
-        async with asyncio.timeout(seconds):
-            return await future
-    except TimeoutError:
-        raise ChannelError(f"{name} did not end within {seconds:g} s") from None
+        async with limit:
+            return await in_thread(work, name)
+    except ChannelError:
+        raise
+    except Exception as error:
+        reason = f"{name} did not end within {seconds:g} s" if limit.expired() else f"{type(error).__name__}: {error}"
+        raise ChannelError(reason) from error
 
 
 def label(version: Version) -> str:

@@ -29,11 +29,9 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the flat tensor."""
         return self.num_elements * self.dtype.itemsize
 
     def empty(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return a flat tensor for it, not filled."""
         return torch.empty(self.num_elements, dtype=self.dtype, device=device)
 
 
@@ -62,7 +60,6 @@ class SpareBuffers:
                 self._free[flat.dtype, flat.numel()].append(flat)
 
     def clear(self) -> None:
-        """Let the memory go."""
         self._free.clear()
 
 
@@ -79,7 +76,6 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def count(shape: Sequence[int]) -> int:
-    """Return the number of elements of a shape."""
     return int(torch.Size(shape).numel())
 
 

@@ -69,5 +69,4 @@ _RECEIVER = Receiver()
 
 
 async def receive_weights(spec: dict[str, Any]) -> dict[str, Tensor]:
-    """Receive in this process's one receiver; see :meth:`Receiver.receive`."""
     return await _RECEIVER.receive(spec)

@@ -84,5 +84,4 @@ def share(moved: Sequence[float], wanted: Sequence[float], unsteady: float) -> f
 
 
 def differences(now: Sequence[float], before: Sequence[float]) -> list[float]:
-    """Return what each has changed by."""
     return [a - b for a, b in zip(now, before, strict=True)]

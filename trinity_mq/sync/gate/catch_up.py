@@ -43,7 +43,6 @@ class CatchUpFetches:
         return prepare
 
     def may_begin(self, member: str, now: float) -> bool:
-        """Return whether a member's next fetch may begin."""
         return member not in self.under_way and self._not_before.get(member, now) <= now
 
     def of(self, event: SyncEvent) -> CatchUp | None:

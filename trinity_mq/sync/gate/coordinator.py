@@ -299,7 +299,6 @@ class Coordinator:
         return again
 
     def next_deadline(self, now: float) -> float:
-        """Return when :meth:`tick` is due."""
         leases = min((member.lease_ends for member in self.members.values()), default=float("inf"))
         leases = min(leases, self._catch_ups.next_deadline(now))
         if self.phase is Phase.IDLE:

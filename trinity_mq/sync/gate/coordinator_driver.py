@@ -66,7 +66,6 @@ class CoordinatorDriver:
         fingerprint: str | None = None,
     ) -> None:
         """``may_begin`` returns once no open evaluation needs the committed version; awaited before each try."""
-        self.config = config
         self.machine = Coordinator(name=name, timeout=config.sync_timeout, lease=config.member_lease)
         self.changed = Notifier()
         """Notified when membership, phase or committed version may have changed."""
@@ -93,7 +92,6 @@ class CoordinatorDriver:
 
     @property
     def phase(self) -> str:
-        """The phase of the try under way."""
         return self.machine.phase.value
 
     @property

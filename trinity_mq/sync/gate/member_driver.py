@@ -70,7 +70,6 @@ class MemberDriver:
 
     @property
     def version(self) -> Version | None:
-        """Version that the engine serves."""
         return self.machine.version
 
     @property
@@ -86,7 +85,6 @@ class MemberDriver:
         self._join_now.set()
 
     def engine_down(self) -> None:
-        """The engine died."""
         self.engine_ready = False
         self._enqueue(self.machine.lost_engine())
 
@@ -98,7 +96,6 @@ class MemberDriver:
             group.create_task(self._tick(), name="sync-clock")
 
     async def leave(self) -> None:
-        """Announce that this member leaves."""
         await self._publish(SyncEvent(verb="leave", sender=self.machine.name, life=self.machine.life))
 
     # -- inside
@@ -110,7 +107,6 @@ class MemberDriver:
         self.changed.notify()
 
     async def receive_event(self, message: Message, delivery: Delivery) -> None:
-        """Process an event of the gate."""
         if not isinstance(message, SyncEvent):
             return
         now = asyncio.get_running_loop().time()

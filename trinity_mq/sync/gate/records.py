@@ -36,11 +36,9 @@ class Phases:
     _resumes: dict[str, float] = field(default_factory=dict)
 
     def paused(self, ready: SyncEvent) -> None:
-        """Record the seconds a member took to pause."""
         self._pauses[ready.sender] = _seconds(ready, "pause")
 
     def resumed(self, join: SyncEvent) -> None:
-        """Record the seconds a member took to serve again."""
         if join.detail.get("resume") is not None:
             self._resumes[join.sender] = _seconds(join, "resume")
 

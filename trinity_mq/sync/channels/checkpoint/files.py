@@ -87,21 +87,17 @@ class WeightFiles:
 
         What is no version, and what tries that failed have left, goes too.
         """
-        newest = self._version_of(current.rpartition("/")[2])
-        before: dict[Version, str] = {}
-        gone: list[str] = []
+        newest = self._version_of(current)
         self._fs.invalidate_cache()
-        for path in self._folders():
-            name = path.rpartition("/")[2]
-            version = self._version_of(name)
-            if version is None or name == current.rpartition("/")[2]:
-                continue
-            if newest is not None and version < newest and self._fs.exists(f"{path}/{MANIFEST}"):
-                gone += [before[version]] if version in before else []
-                before[version] = path
-            else:
-                gone.append(path)
-        gone += [before[version] for version in sorted(before, reverse=True)[keep - 1 :]]
+        others = [path for path in self._folders() if path.rpartition("/")[2] != current.rpartition("/")[2]]
+        found = [(version, path) for path in others if (version := self._version_of(path)) is not None]
+        before = {
+            version: path
+            for version, path in found
+            if newest is not None and version < newest and self._fs.exists(f"{path}/{MANIFEST}")
+        }
+        kept = {before[version] for version in sorted(before, reverse=True)[: keep - 1]}
+        gone = [path for _, path in found if path not in kept]
         for path in gone:
             try:
                 self._fs.rm(path, recursive=True)
@@ -109,8 +105,8 @@ class WeightFiles:
                 log.warning("old_weights_not_removed", path=path, reason=str(error))
 
     @staticmethod
-    def _version_of(name: str) -> Version | None:
-        match = _FOLDER.fullmatch(name)
+    def _version_of(path: str) -> Version | None:
+        match = _FOLDER.fullmatch(path.rpartition("/")[2])
         return (int(match[1]), int(match[2])) if match else None
 
     def _folders(self) -> list[str]:

@@ -173,48 +173,45 @@ class Receiver:
         Raises:
             ChannelError: The barrier did not fill, a peer died, or time ran out; nothing of the model was touched.
         """
-        work = self._prepared(spec, spare)
-        group, tensors, flats = await in_daemon_thread(work, float(spec["seconds"]) + 1.0, "receive")
-        self._keep(group, spec)
+        kept, seconds = self._take_group(spec), float(spec["seconds"]) + 1.0
+        group, tensors, flats = await in_daemon_thread(lambda: _received(kept, spec, spare), seconds, "receive")
+        self._group = group
         return tensors, flats
 
     def receive_blocking(self, spec: dict[str, Any]) -> dict[str, Tensor]:
         """Receive in this thread, for a process that has no event loop; see :meth:`receive`. Raises what torch does."""
-        group, tensors, _ = self._prepared(spec, SpareBuffers())()
-        self._keep(group, spec)
+        self._group, tensors, _ = _received(self._take_group(spec), spec, SpareBuffers())
         return tensors
 
-    def _prepared(
-        self, spec: dict[str, Any], spare: SpareBuffers
-    ) -> Callable[[], tuple[Group, dict[str, Tensor], list[Tensor]]]:
-        seconds = float(spec["seconds"])
-        address = _address(spec)
-        manifest = entries_of(spec["manifest"])
-        kept = self._group if self._group and self._address == address and self._group.epoch == spec["epoch"] else None
-        self._group = None  # until this one is through
+    def _take_group(self, spec: dict[str, Any]) -> Group | None:
+        """Return the group of the last transfer if this one is to use it; it is ours again when that is through."""
+        # with the nonce: a trainer that was restarted may have the port, and the epoch, of the one before
+        address = (spec["host"], spec["port"], spec.get("nonce"))
+        known, self._group = self._group, None
+        is_same = self._address == address and known is not None and known.epoch == spec["epoch"]
+        self._address = address
+        return known if is_same else None
 
-        def work() -> tuple[Group, dict[str, Tensor], list[Tensor]]:
-            group = kept
-            if group is None:
-                store = TCPStore(str(spec["host"]), int(spec["port"]), None, False, timedelta(seconds=seconds))
-                backend = spec.get("backend", "gloo")
-                group = Group(store, int(spec["epoch"]), int(spec["rank"]), int(spec["world"]), seconds, backend)
-            group.barrier(int(spec["attempt"]))
-            buckets = plan(manifest, int(spec["bucket_bytes"]))
-            stays = _stays(buckets, group.device)
-            tensors: dict[str, Tensor] = {}
-            flats: list[Tensor] = []
-            for bucket in buckets:
-                flat = spare.take(bucket, group.device)
-                group.broadcast(flat)
-                flats.append(flat if stays else spare.take(bucket).copy_(flat))
-                tensors.update(split(bucket, flats[-1]))
-            return group, tensors, flats
 
-        return work
-
-    def _keep(self, group: Group, spec: dict[str, Any]) -> None:
-        self._group, self._address = group, _address(spec)
+def _received(
+    group: Group | None, spec: dict[str, Any], spare: SpareBuffers
+) -> tuple[Group, dict[str, Tensor], list[Tensor]]:
+    if group is None:
+        limit = timedelta(seconds=float(spec["seconds"]))
+        store = TCPStore(str(spec["host"]), int(spec["port"]), None, False, limit)
+        rank, world, backend = int(spec["rank"]), int(spec["world"]), spec.get("backend", "gloo")
+        group = Group(store, int(spec["epoch"]), rank, world, float(spec["seconds"]), backend)
+    group.barrier(int(spec["attempt"]))
+    buckets = plan(entries_of(spec["manifest"]), int(spec["bucket_bytes"]))
+    stays = _stays(buckets, group.device)
+    tensors: dict[str, Tensor] = {}
+    flats: list[Tensor] = []
+    for bucket in buckets:
+        flat = spare.take(bucket, group.device)
+        group.broadcast(flat)
+        flats.append(flat if stays else spare.take(bucket).copy_(flat))
+        tensors.update(split(bucket, flats[-1]))
+    return group, tensors, flats
 
 
 def _stays(buckets: list[Bucket], device: torch.device) -> bool:
@@ -223,8 +220,3 @@ def _stays(buckets: list[Bucket], device: torch.device) -> bool:
         return True
     free, _ = torch.cuda.mem_get_info(device)
     return ROOM_ON_DEVICE * sum(bucket.num_bytes for bucket in buckets) < free
-
-
-def _address(spec: dict[str, Any]) -> tuple[object, ...]:
-    # with the nonce: a trainer that was restarted may have the port, and the epoch, of the one before
-    return spec["host"], spec["port"], spec.get("nonce")

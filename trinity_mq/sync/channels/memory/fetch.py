@@ -71,7 +71,6 @@ class _Reader:
         self._connection.close()
 
     def checksums(self) -> list[str]:
-        """Return the checksum of each bucket."""
 
         def read() -> list[str]:
             found: list[str] = json.loads(self._ask("").read())["xxh3_128"]
@@ -80,7 +79,6 @@ class _Reader:
         return self._patiently(read, "the checksums")
 
     def bucket(self, number: int, flat: Tensor, digest: str) -> None:
-        """Read a bucket into ``flat``."""
         self._patiently(lambda: self._read(number, raw(flat), digest), f"bucket {number}")
 
     def _patiently(self, read: Callable[[], T], what: str) -> T:

@@ -74,7 +74,6 @@ class WeightServer:
         return f"http://{host}:{self._port}/weights"
 
     async def close(self) -> None:
-        """Serve no more."""
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
