@@ -62,9 +62,11 @@ def permissions(run: str, role: Role, *, replies: bool = False) -> Permissions:
     )
 
 
-def rabbitmqctl_lines(user: str, vhost: str, wanted: Permissions) -> list[str]:
+def rabbitmqctl_lines(user: str, vhost: str, granted: Permissions) -> list[str]:
     """Return the commands that give a user these permissions, and take away others that it had on these exchanges."""
     on = ["-p", vhost, user]
-    lines = [["rabbitmqctl", "set_permissions", *on, wanted.configure, wanted.write, wanted.read]]
-    lines += [["rabbitmqctl", "set_topic_permissions", *on, one.exchange, one.write, one.read] for one in wanted.topics]
+    lines = [["rabbitmqctl", "set_permissions", *on, granted.configure, granted.write, granted.read]]
+    lines += [
+        ["rabbitmqctl", "set_topic_permissions", *on, one.exchange, one.write, one.read] for one in granted.topics
+    ]
     return [shlex.join(line) for line in lines]

@@ -58,21 +58,21 @@ def _context(config: TlsConfig | None) -> ssl.SSLContext:
 
 
 def _load_own(context: ssl.SSLContext, config: TlsConfig, cert_file: str) -> None:
-    asked = False
+    password_used = False
 
     def password() -> bytes:
-        nonlocal asked
-        asked = True
+        nonlocal password_used
+        password_used = True
         return _key_password(config.key_password_file)
 
     try:
         context.load_cert_chain(cert_file, config.key_file, password)
     except (OSError, ValueError) as error:
         files = cert_file if config.key_file is None else f"{cert_file} and {config.key_file}"
-        wanted = "a certificate and its key"
-        if asked:
-            wanted += f"; is the key's password in broker.tls.key_password_file or {KEY_PASSWORD_VARIABLE} right?"
-        raise AddressError(_unusable("broker.tls.cert_file and key_file", files, error, wanted)) from None
+        expected = "a certificate and its key"
+        if password_used:
+            expected += f"; is the key's password in broker.tls.key_password_file or {KEY_PASSWORD_VARIABLE} right?"
+        raise AddressError(_unusable("broker.tls.cert_file and key_file", files, error, expected)) from None
 
 
 def _key_password(path: str | None) -> bytes:
@@ -91,9 +91,9 @@ def _key_password(path: str | None) -> bytes:
     return found
 
 
-def _unusable(setting: str, files: str, error: Exception, wanted: str) -> str:
+def _unusable(setting: str, files: str, error: Exception, expected: str) -> str:
     reason = (getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error) or "unusable").strip()
-    return f"{setting}: {files}: {reason.replace('_', ' ').lower()}; wanted PEM with {wanted}"
+    return f"{setting}: {files}: {reason.replace('_', ' ').lower()}; wanted PEM with {expected}"
 
 
 def tls_problem(error: BaseException | None, where: str, server: str, config: TlsConfig | None) -> str | None:

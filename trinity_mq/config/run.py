@@ -128,10 +128,10 @@ class Config(Section):
                 "remove it. Only evaluation tasksets may name an auxiliary model"
             )
         for taskset in self.buffer.eval_tasksets:
-            asked = taskset.rollout_args.get("model")
-            if asked is not None and asked not in names:
+            name = taskset.rollout_args.get("model")
+            if name is not None and name not in names:
                 raise ValueError(
-                    f"eval taskset {taskset.name!r}: rollout_args.model is {asked!r}, wanted one of "
+                    f"eval taskset {taskset.name!r}: rollout_args.model is {name!r}, wanted one of "
                     f"explorer.auxiliary_models: {', '.join(names) or 'there are none'}"
                 )
         return self

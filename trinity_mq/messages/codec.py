@@ -117,13 +117,13 @@ def _message(fields: dict[str, Any], cls: type[M]) -> M:
 
 
 def _fields(body: bytes, content_type: str | None) -> dict[str, Any]:
-    wanted, read = ("JSON", _from_json) if content_type == JSON_CONTENT_TYPE else ("msgpack", _from_msgpack)
+    format_name, read = ("JSON", _from_json) if content_type == JSON_CONTENT_TYPE else ("msgpack", _from_msgpack)
     try:
         fields = read(body)
     except DecodeError:
         raise
     except (ValueError, msgpack.UnpackException, RecursionError, TypeError) as error:
-        raise DecodeError(f"body of {len(body)} bytes is not {wanted}: {error or type(error).__name__}") from error
+        raise DecodeError(f"body of {len(body)} bytes is not {format_name}: {error or type(error).__name__}") from error
     if not isinstance(fields, dict):
         raise DecodeError(f"body is a {type(fields).__name__}, wanted a map with named fields")
     return fields

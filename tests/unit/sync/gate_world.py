@@ -66,7 +66,7 @@ class World:
         roster = tuple((n, m.version, m.life, m.quarantined, m.given) for n, m in sorted(t.members.items()))
         pulls = tuple((n, said(pull.prepare)) for n, pull in sorted(t._catch_ups.under_way.items()))
         trainer = (
-            *(t.phase, t.epoch, t.attempt, t._tries, t.committed, t._version, t._taking_part, t._grouped, t._done),
+            *(t.phase, t.epoch, t.attempt, t._tries, t.committed, t._version, t._taking_part, t._grouped),
             *(frozenset(t._ready), frozenset(t._applied), t._committed_at > 0, roster, pulls),
         )
         left = tuple(vars(self.left).values())

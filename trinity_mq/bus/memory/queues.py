@@ -211,9 +211,9 @@ class MemoryConsumer(BufferedConsumer[Stored]):
 
     def cut(self, kept: int) -> None:
         """End: retention has cut what comes next; ``kept`` is the first offset that the stream holds."""
-        asked = self._next or 0
+        requested = self._next or 0
         self.detach()
-        self._end(StreamCut(self.queue.name, asked, kept))
+        self._end(StreamCut(self.queue.name, requested, kept))
 
     def settle(self, delivery: MemoryDelivery, answer: Answer) -> None:
         queue = self._attached

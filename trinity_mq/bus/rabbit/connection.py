@@ -275,21 +275,19 @@ def _reason(closing: asyncio.Future[object]) -> str:
     return str(error) or "connection lost" if error is not None else "connection closed"
 
 
-def _user(url: str) -> str:
-    return unquote(urlsplit(url).username or "guest")
-
-
 def _refused_login(url: str) -> str:
+    user = unquote(urlsplit(url).username or "guest")
     return (
-        f"the broker at {address(url)} refuses user {_user(url)!r}: wrong user name or password; "
+        f"the broker at {address(url)} refuses user {user!r}: wrong user name or password; "
         "set them in broker.url or TRINITY_MQ_BROKER_URL (amqp://user:password@host:port/vhost)"
     )
 
 
 def _refused_vhost(url: str) -> str:
-    vhost = unquote(urlsplit(url).path[1:]) or "/"
+    parts = urlsplit(url)
+    vhost, user = unquote(parts.path[1:]) or "/", unquote(parts.username or "guest")
     return (
         f"the broker at {address(url)} does not open virtual host {vhost!r} (the last part of broker.url) to user "
-        f"{_user(url)!r}: it does not exist, or the user has no permission on it; see `rabbitmqctl list_vhosts` and "
+        f"{user!r}: it does not exist, or the user has no permission on it; see `rabbitmqctl list_vhosts` and "
         "`rabbitmqctl list_permissions`"
     )

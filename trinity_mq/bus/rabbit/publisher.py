@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from aiormq import spec
 from aiormq.channel import Channel
@@ -87,14 +86,15 @@ class Publisher:
             try:
                 return await self._once(exchange, routing_key, envelope, PATIENCE)
             except BrokerConnectError:
-                patience = itertools.chain((2 * PATIENCE, 4 * PATIENCE), itertools.repeat(6 * PATIENCE))
-                return await retrying(BrokerConnectError)(self._again, exchange, routing_key, envelope, patience)
+                patience = iter([2 * PATIENCE, 4 * PATIENCE])
+
+                async def again() -> bool:
+                    return await self._once(exchange, routing_key, envelope, next(patience, 6 * PATIENCE))
+
+                return await retrying(BrokerConnectError)(again)
         finally:
             del self._same_id[envelope.message_id]
             done.set_result(None)
-
-    async def _again(self, exchange: str, routing_key: str, envelope: Envelope, patience: Iterator[float]) -> bool:
-        return await self._once(exchange, routing_key, envelope, next(patience))
 
     async def _once(self, exchange: str, routing_key: str, envelope: Envelope, patience: float) -> bool:
         channel = await self._usable_channel()

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
 from trinity_mq.messages import Version
 from trinity_mq.runtime.threads import in_thread
 
@@ -21,6 +23,8 @@ Tensors = list[tuple[str, "Tensor"]]
 CatchUpSource = tuple[Version, dict[str, Any], Manifest]
 """Version on offer, its location (the rendezvous of ``prepare``), and its manifest."""
 
+FETCH_TRIES = 3
+"""Tries of one file or bucket."""
 STAGING_TRIES = 10
 """Staging weights, while the engines serve, may take so many times the limit of a phase: a disk may be slow."""
 
@@ -76,6 +80,16 @@ async def in_daemon_thread(work: Callable[[], T], seconds: float, name: str) -> 
     except Exception as error:
         reason = f"{name} did not end within {seconds:g} s" if limit.expired() else f"{type(error).__name__}: {error}"
         raise ChannelError(reason) from error
+
+
+def fetch_tries(*errors: type[Exception]) -> Retrying:
+    """Return the retry of one file or bucket, which a network may show late or lose; raises the last of ``errors``."""
+    return Retrying(
+        retry=retry_if_exception_type(errors),
+        wait=wait_random_exponential(multiplier=0.1, max=2.0),
+        stop=stop_after_attempt(FETCH_TRIES),
+        reraise=True,
+    )
 
 
 def label(version: Version) -> str:

@@ -90,16 +90,12 @@ def plan(manifest: Iterable[ManifestEntry], bucket_bytes: int) -> list[Bucket]:
     entries: list[ManifestEntry] = []
     size = 0
     for entry in manifest:
-        elements = count(entry[2])
-        num_bytes = elements * dtype_of(entry[1]).itemsize
-        if entries and (entries[0][1] != entry[1] or (size + elements) * dtype_of(entry[1]).itemsize > bucket_bytes):
+        dtype, elements = dtype_of(entry[1]), count(entry[2])
+        if entries and (entries[0][1] != entry[1] or (size + elements) * dtype.itemsize > bucket_bytes):
             buckets.append(Bucket(dtype_of(entries[0][1]), tuple(entries), size))
             entries, size = [], 0
         entries.append(entry)
         size += elements
-        if num_bytes > bucket_bytes:
-            buckets.append(Bucket(dtype_of(entry[1]), tuple(entries), size))
-            entries, size = [], 0
     if entries:
         buckets.append(Bucket(dtype_of(entries[0][1]), tuple(entries), size))
     return buckets

@@ -74,13 +74,13 @@ class Canary:
         return None
 
 
-def share(moved: Sequence[float], wanted: Sequence[float], unsteady: float) -> float | None:
-    """Return which share of the change ``wanted`` there is in ``moved``; None where it is too small to say."""
-    square = math.fsum(b * b for b in wanted)
+def share(moved: Sequence[float], expected: Sequence[float], unsteady: float) -> float | None:
+    """Return which share of the change ``expected`` there is in ``moved``; None where it is too small to say."""
+    square = math.fsum(b * b for b in expected)
     # the root mean square of b at least 8 d / sqrt(k), both sides times sqrt(k)
-    if not wanted or math.sqrt(square) < 8 * unsteady:
+    if not expected or math.sqrt(square) < 8 * unsteady:
         return None
-    return math.fsum(a * b for a, b in zip(moved, wanted, strict=True)) / square
+    return math.fsum(a * b for a, b in zip(moved, expected, strict=True)) / square
 
 
 def differences(now: Sequence[float], before: Sequence[float]) -> list[float]:

@@ -66,7 +66,6 @@ class Coordinator:
     _grouped: tuple[str, ...] = ()
     _ready: set[str] = field(default_factory=set)
     _applied: set[str] = field(default_factory=set)
-    _done: bool = False
     _committed_at: float = float("-inf")
     _deadline: float = 0.0
     _resend: float = 0.0
@@ -198,7 +197,6 @@ class Coordinator:
         self._version, self._progress = version, progress
         self._ready.clear()
         self._applied.clear()
-        self._done = False
         self.phase = Phase.PREPARING
         self.phases = Phases(started=now, held=held)
         self._deadline, self._resend = now + self.timeout, now + RESEND_INTERVAL
@@ -231,7 +229,6 @@ class Coordinator:
         """Our side of the broadcast is through."""
         if self.phase is not Phase.ENTERING or (epoch, attempt) != (self.epoch, self.attempt):
             return []
-        self._done = True
         self.phase = Phase.APPLYING
         self.phases.transferred = now
         self._deadline = now + self.timeout
@@ -339,7 +336,7 @@ class Coordinator:
         return tuple(name for name in self._taking_part if name not in answered)
 
     def _try_commit(self, now: float) -> list[Command]:
-        if not self._done or self._applied != set(self._taking_part):
+        if self.phase is not Phase.APPLYING or self._applied != set(self._taking_part):
             return []
         self.committed, self.committed_progress, self._committed_at = self._version, self._progress, now
         for name in self._taking_part:

@@ -161,11 +161,11 @@ class CoordinatorDriver:
             for failures in itertools.count(1):
                 while not self.has_members:
                     await self.changed.wait()
-                asked = loop.time()
+                held_since = loop.time()
                 if self._may_begin is not None:
                     await self._may_begin()
                 try:
-                    outcome = await self._try(version, progress, loop.time() - asked)
+                    outcome = await self._try(version, progress, loop.time() - held_since)
                 except ChannelError as error:
                     outcome = Failed(version, str(error), ())
                 if outcome is None:

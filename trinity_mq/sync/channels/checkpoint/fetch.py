@@ -8,15 +8,12 @@ import re
 import time
 from typing import Any
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 from torch import Tensor
 
-from trinity_mq.sync.channels.base import ChannelError
+from trinity_mq.sync.channels.base import ChannelError, fetch_tries
 from trinity_mq.sync.channels.buckets import entries_of
 from trinity_mq.sync.channels.checkpoint.files import MANIFEST, checked, is_local
 
-TRIES = 3
-"""Tries per file: a network file system may show a new one late."""
 _SHARD = re.compile(r"shard-\d+\.safetensors")
 
 
@@ -35,12 +32,7 @@ def fetch(spec: dict[str, Any]) -> dict[str, Tensor]:
         filesystem, folder = url_to_fs(spec["path"])
     except (ImportError, ValueError) as error:
         raise ChannelError(f"no library opens {spec['path']!r} in the engine: {error}") from error
-    tries = Retrying(
-        retry=retry_if_exception_type((OSError, ValueError)),
-        wait=wait_random_exponential(multiplier=0.1, max=2.0),
-        stop=stop_after_attempt(TRIES),
-        reraise=True,
-    )
+    tries = fetch_tries(OSError, ValueError)
     tensors: dict[str, Tensor] = {}
     name = MANIFEST
     try:
@@ -55,9 +47,9 @@ def fetch(spec: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _manifest(filesystem: Any, path: str, wanted: str) -> list[dict[str, Any]]:
+def _manifest(filesystem: Any, path: str, expected: str) -> list[dict[str, Any]]:
     body = filesystem.cat_file(path)
-    checked(body, wanted, MANIFEST)
+    checked(body, expected, MANIFEST)
     shards: list[dict[str, Any]] = json.loads(body)["shards"]
     for shard in shards:
         if not _SHARD.fullmatch(shard["name"]):
@@ -85,10 +77,10 @@ def _shard(filesystem: Any, path: str, shard: dict[str, Any]) -> dict[str, Tenso
 
 
 def _compare(tensors: dict[str, Tensor], spec: dict[str, Any]) -> None:
-    wanted = {name: (dtype, shape) for name, dtype, shape in entries_of(spec["manifest"])}
+    expected = {name: (dtype, shape) for name, dtype, shape in entries_of(spec["manifest"])}
     found = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in tensors.items()}
-    if wanted != found:
-        first = next(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if expected != found:
+        first = next(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise ChannelError(
-            f"{spec['path']}: {first!r} is {found.get(first)}, the manifest of the sync says {wanted.get(first)}"
+            f"{spec['path']}: {first!r} is {found.get(first)}, the manifest of the sync says {expected.get(first)}"
         )

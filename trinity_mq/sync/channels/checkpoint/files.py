@@ -28,7 +28,7 @@ from trinity_mq.sync.channels.buckets import Bucket, count, digest, raw
 log = structlog.get_logger(__name__)
 
 MANIFEST = "manifest.json"
-PIECE = 2**22
+CHUNK_BYTES = 2**22
 """Bytes written, and summed up while they are in the cache, at once."""
 _FOLDER = re.compile(r"(\d+)\.(\d+)-[0-9a-f]{8}")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -151,8 +151,8 @@ def _shard(bucket: Bucket, flat: Tensor) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)  # the format wants tensors to begin at a multiple of eight
     yield len(text).to_bytes(8, "little") + text
     body = raw(flat)
-    for start in range(0, len(body), PIECE):
-        yield body[start : start + PIECE]
+    for start in range(0, len(body), CHUNK_BYTES):
+        yield body[start : start + CHUNK_BYTES]
 
 
 def _sync_folder(path: str) -> None:
@@ -163,7 +163,7 @@ def _sync_folder(path: str) -> None:
         os.close(descriptor)
 
 
-def checked(body: bytes | memoryview, wanted: str, name: str) -> None:
-    """Raise ValueError unless ``wanted`` is the checksum of ``body``."""
-    if (seen := digest(body)) != wanted:
-        raise ValueError(f"{name} has checksum {seen}, wanted {wanted}")
+def checked(body: bytes | memoryview, expected: str, name: str) -> None:
+    """Raise ValueError unless ``expected`` is the checksum of ``body``."""
+    if (seen := digest(body)) != expected:
+        raise ValueError(f"{name} has checksum {seen}, wanted {expected}")

@@ -10,23 +10,23 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import xxhash
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 from torch import Tensor
 
-from trinity_mq.sync.channels.base import ChannelError
+from trinity_mq.sync.channels.base import FETCH_TRIES, ChannelError, fetch_tries
 from trinity_mq.sync.channels.buckets import SpareBuffers, entries_of, plan, raw, split
 
 T = TypeVar("T")
-TRIES = 3
-"""Tries per bucket."""
 SILENCE = 10.0
 """Seconds without a byte after which a connection is given up."""
-PIECE = 2**20
+CHUNK_BYTES = 2**20
 """Bytes read, and summed up while they are in the cache, at once."""
 
 
 class _Damaged(Exception):
     """Received bytes differ from the sent ones."""
+
+
+CONNECTION_ERRORS = (OSError, http.client.HTTPException, _Damaged)
 
 
 def fetch(spec: dict[str, Any], spare: SpareBuffers) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -90,17 +90,11 @@ class _Reader:
                 self._connection.close()
                 raise
 
-        tries = Retrying(
-            retry=retry_if_exception_type((OSError, http.client.HTTPException, _Damaged)),
-            wait=wait_random_exponential(multiplier=0.1, max=2.0),
-            stop=stop_after_attempt(TRIES),
-            reraise=True,
-        )
         try:
-            return tries(once)
-        except (OSError, http.client.HTTPException, _Damaged) as error:
+            return fetch_tries(*CONNECTION_ERRORS)(once)
+        except CONNECTION_ERRORS as error:
             raise ChannelError(
-                f"{what} of {self._url} did not arrive in {TRIES} tries: {type(error).__name__}: {error}"
+                f"{what} of {self._url} did not arrive in {FETCH_TRIES} tries: {type(error).__name__}: {error}"
             ) from error
 
     def _ask(self, path: str) -> http.client.HTTPResponse:
@@ -116,7 +110,7 @@ class _Reader:
             raise ChannelError(f"bucket {number} has {answer.length} bytes, the manifest of the sync says {len(into)}")
         seen, at = xxhash.xxh3_128(), 0
         while at < len(into):
-            read = answer.readinto(into[at : at + PIECE])
+            read = answer.readinto(into[at : at + CHUNK_BYTES])
             if read == 0:
                 raise _Damaged(f"the connection ended after {at} of {len(into)} bytes")
             seen.update(into[at : at + read])

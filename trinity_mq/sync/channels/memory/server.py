@@ -19,7 +19,7 @@ from trinity_mq.sync.channels.memory.host_copy import HostCopy
 
 log = structlog.get_logger(__name__)
 
-PIECE = 2**20
+CHUNK_BYTES = 2**20
 """Bytes handed to the socket at once; between two of them the event loop does other things."""
 CLOSE_SECONDS = 1.0
 
@@ -109,8 +109,8 @@ class WeightServer:
         try:
             async with asyncio.timeout(self._seconds):
                 await response.prepare(request)
-                for start in range(0, len(body), PIECE):
-                    await response.write(body[start : start + PIECE])
+                for start in range(0, len(body), CHUNK_BYTES):
+                    await response.write(body[start : start + CHUNK_BYTES])
                 await response.write_eof()
         except TimeoutError:
             # the answer has begun: only a cut connection tells its reader that no more comes
