@@ -140,7 +140,7 @@ class ResultPublisher:
                 result = self.result(in_flight, end, outcome=outcome, parts=1)
                 member = Member(task_slice, in_flight.attempt, experiences, size, outcome.version_min)
                 ticket = (task_slice.batch, task_slice.ticket)
-                taken = await self._taken(in_flight, functools.partial(self._shared_parts.ask, ticket, member))
+                taken = await self._taken(in_flight, functools.partial(self._shared_parts.publish, ticket, member))
             else:
                 contents = await self._contents(in_flight, experiences, size)
                 result = self.result(in_flight, end, outcome=outcome, parts=len(contents))
