@@ -49,7 +49,7 @@ class ServiceManager:
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._warned = False
 
-    def tell(self, *lines: str) -> bool:
+    def send(self, *lines: str) -> bool:
         """Send assignments such as ``READY=1``; return False if the manager accepts none at the moment."""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
@@ -104,7 +104,7 @@ class LifeSigns:
         self._manager, self._health = manager, health
         watchdog = manager.watchdog if manager is not None else None
         self.interval = min(INTERVAL, watchdog / 2) if watchdog else INTERVAL
-        self._said: set[str] = set()
+        self._sent: set[str] = set()
         self._status = ""
         self._drains_since: float | None = None
 
@@ -136,8 +136,8 @@ class LifeSigns:
         finally:
             if self._health is not None:
                 self._health.remove()
-            if self._manager is not None and "STOPPING=1" not in self._said:
-                self._manager.tell("STOPPING=1")
+            if self._manager is not None and "STOPPING=1" not in self._sent:
+                self._manager.send("STOPPING=1")
 
     async def report(self, agent: Agent) -> None:
         """Report until cancelled: at each interval, and at once when ``agent`` is ready or begins to drain."""
@@ -145,24 +145,24 @@ class LifeSigns:
             return
         async with asyncio.TaskGroup() as group:
             for event in (agent.serving, agent.draining):
-                group.create_task(self._tell_at(event, agent))
+                group.create_task(self._report_at(event, agent))
             while True:
-                self._tell(agent)
+                self._report(agent)
                 await asyncio.sleep(self.interval)  # late when the loop is blocked, as intended
 
-    async def _tell_at(self, event: asyncio.Event, agent: Agent) -> None:
+    async def _report_at(self, event: asyncio.Event, agent: Agent) -> None:
         await event.wait()
-        self._tell(agent)
+        self._report(agent)
 
-    def _tell(self, agent: Agent) -> None:
+    def _report(self, agent: Agent) -> None:
         if self._health is not None:
             self._health.write(agent)
         if self._manager is not None:
-            self._tell_manager(self._manager, agent)
+            self._report_to_manager(self._manager, agent)
 
-    def _tell_manager(self, manager: ServiceManager, agent: Agent) -> None:
+    def _report_to_manager(self, manager: ServiceManager, agent: Agent) -> None:
         serving, draining = agent.serving.is_set(), agent.draining.is_set()
-        edges = {line for line, now in (("READY=1", serving), ("STOPPING=1", draining)) if now} - self._said
+        edges = {line for line, now in (("READY=1", serving), ("STOPPING=1", draining)) if now} - self._sent
         status = status_of(agent)
         lines = sorted(edges)
         if status != self._status:
@@ -171,8 +171,8 @@ class LifeSigns:
             lines.append("WATCHDOG=1")
         if self._is_excused(serving, draining):
             lines.append(f"EXTEND_TIMEOUT_USEC={int((EXTENSION + self.interval) * 1e6)}")
-        if lines and manager.tell(*lines):
-            self._said |= edges
+        if lines and manager.send(*lines):
+            self._sent |= edges
             self._status = status
 
     def _is_excused(self, serving: bool, draining: bool) -> bool:

@@ -186,7 +186,7 @@ class Supervisor:
                     break
             else:
                 child.phase = "stopped"
-                self._tell(child, "stopped")
+                self._emit(child, "stopped")
         finally:
             child.ended.set()
         if child.phase == "failed":
@@ -211,10 +211,10 @@ class Supervisor:
                 )
         except OSError as error:
             child.phase, child.code = "failed", EXIT_NOT_STARTED
-            self._tell(child, "failed", code=EXIT_NOT_STARTED, reason=f"{spec.argv[0]} cannot be started: {error}")
+            self._emit(child, "failed", code=EXIT_NOT_STARTED, reason=f"{spec.argv[0]} cannot be started: {error}")
             return None
         child.phase, child.replacing = "running", False
-        self._tell(child, "started")
+        self._emit(child, "started")
         if child.stopping:  # since it was being started, when there was nothing to stop yet
             await self._stop(child)
         code = await child.process.wait()
@@ -226,16 +226,16 @@ class Supervisor:
             child.phase = "stopped"
             asked = code == 0 or (code == 128 + signal.SIGTERM and not child.forced)
             child.code = 0 if asked else code
-            self._tell(child, "killed" if child.forced else "stopped", code=code)
+            self._emit(child, "killed" if child.forced else "stopped", code=code)
             return False
         if child.replacing or code == EXIT_RECYCLE:
-            self._tell(child, "killed" if child.forced else "stopped", code=code)
+            self._emit(child, "killed" if child.forced else "stopped", code=code)
             return True
         if code == 0:
             child.phase = "finished"
-            self._tell(child, "finished", code=0)
+            self._emit(child, "finished", code=0)
             return False
-        self._tell(child, "died", code=code)
+        self._emit(child, "died", code=code)
         if code == EXIT_FATAL:
             return self._fail(child, code, "starting it again does not help")
         now = asyncio.get_running_loop().time()
@@ -251,18 +251,18 @@ class Supervisor:
 
     def _fail(self, child: _Child, code: int, reason: str) -> bool:
         child.phase, child.code = "failed", code
-        self._tell(child, "failed", code=code, reason=reason)
+        self._emit(child, "failed", code=code, reason=reason)
         return False
 
     async def _wait_before_restart(self, child: _Child, count: int) -> None:
         delay = self._backoff(count)
         child.phase = "waiting"
-        self._tell(child, "restarting", delay=delay, restarts=count)
+        self._emit(child, "restarting", delay=delay, restarts=count)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(delay):
                 await child.woken.wait()
 
-    def _tell(self, child: _Child, what: What, *, code: int | None = None, reason: str = "", **numbers: float) -> None:
+    def _emit(self, child: _Child, what: What, *, code: int | None = None, reason: str = "", **numbers: float) -> None:
         self._on_event(
             ProcessEvent(
                 name=child.spec.name,

@@ -82,7 +82,7 @@ class Noting(ServiceManager):
         self.told: list[tuple[float, tuple[str, ...]]] = []
         self.deaf = False
 
-    def tell(self, *lines: str) -> bool:
+    def send(self, *lines: str) -> bool:
         if not self.deaf:
             self.told.append((asyncio.get_running_loop().time(), lines))
         return not self.deaf
@@ -177,29 +177,29 @@ def test_an_address_of_a_kind_we_do_not_know_is_said_and_left(logs: list[Any]) -
 
 
 def test_paths_and_abstract_names(ears: Ears, tmp_path: Path) -> None:
-    assert ServiceManager(str(tmp_path / "notify")).tell("READY=1", "STATUS=up")
+    assert ServiceManager(str(tmp_path / "notify")).send("READY=1", "STATUS=up")
     assert ears.heard() == [["READY=1", "STATUS=up"]]
     name = f"tmq-test-{os.getpid()}"
     abstract = Ears(f"\0{name}")
-    assert ServiceManager(f"@{name}").tell("WATCHDOG=1")
+    assert ServiceManager(f"@{name}").send("WATCHDOG=1")
     assert abstract.heard() == [["WATCHDOG=1"]]
     abstract.socket.close()
 
 
 def test_a_manager_that_is_gone_costs_one_line_of_log(tmp_path: Path, logs: list[Any]) -> None:
     manager = ServiceManager(str(tmp_path / "gone"))
-    assert not manager.tell("READY=1")
-    assert not manager.tell("READY=1")
+    assert not manager.send("READY=1")
+    assert not manager.send("READY=1")
     assert [entry["event"] for entry in logs] == ["service_manager_not_told"]
 
 
 def test_a_full_socket_does_not_block(tmp_path: Path, ears: Ears) -> None:
     manager = ServiceManager(str(tmp_path / "notify"))
-    told = [manager.tell("WATCHDOG=1") for _ in range(10_000)]
+    told = [manager.send("WATCHDOG=1") for _ in range(10_000)]
     assert told[0]
     assert not told[-1]
     ears.heard()
-    assert manager.tell("WATCHDOG=1")
+    assert manager.send("WATCHDOG=1")
 
 
 # -- what an agent's life sounds like

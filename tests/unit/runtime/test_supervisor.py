@@ -15,12 +15,12 @@ from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor,
 
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
 GENTLE = """
-import signal, sys
+import os, signal, sys
 def leave(signum, frame):
     print("draining", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
-print("up", flush=True)
+print("up", os.getpid(), flush=True)
 signal.pause()
 """
 STUBBORN = """
@@ -122,7 +122,7 @@ async def test_what_is_killed_is_started_again(
         second = await watcher.see("a", "started", times=2)
         assert died.code == 128 + signal.SIGKILL
         assert second.pid != first.pid
-        await printed(tmp_path / "a.out", "up")
+        await printed(tmp_path / "a.out", f"up {second.pid}")  # the first may have come so far too
         await supervisor.drain()
     assert running.result() == 0
     assert watcher.of("a") == ["started", "died", "restarting", "started", "stopped"]
@@ -230,7 +230,7 @@ async def test_drain_ends_a_wait_for_a_restart(make: Callable[..., Supervisor], 
 async def test_who_does_not_drain_in_time_is_killed_and_told(
     make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
 ) -> None:
-    supervisor = make(spec("deaf", STUBBORN), spec("gentle", GENTLE), grace=0.2)
+    supervisor = make(spec("deaf", STUBBORN), spec("gentle", GENTLE), grace=2.0)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         running = group.create_task(supervisor.run())
         await printed(tmp_path / "deaf.out", "up")

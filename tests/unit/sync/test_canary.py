@@ -12,7 +12,7 @@ from trinity_mq.config import ModelConfig, TinyModelConfig
 from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.models.model_folder import ensure_model_folder
-from trinity_mq.sync.gate.canary import Canary, share
+from trinity_mq.sync.gate.canary import Canary, arrived_share
 from trinity_mq.training.policy import Policy
 
 
@@ -74,11 +74,11 @@ def test_an_engine_that_keeps_its_weights_is_found_as_soon_as_the_change_is_more
 
 def test_a_share_is_one_for_the_new_weights_and_nothing_for_the_old() -> None:
     wanted = [0.1, -0.2, 0.3]
-    assert share(wanted, wanted, 0.001) == pytest.approx(1.0)
-    assert share([0.0] * 3, wanted, 0.001) == 0.0
-    assert share([0.05, -0.1, 0.15], wanted, 0.001) == pytest.approx(0.5)
-    assert share([0.0] * 3, wanted, 0.05) is None, "too small to say: |b| is 0.37, 8 d is 0.4"
-    assert share([], [], 0.001) is None
+    assert arrived_share(wanted, wanted, 0.001) == pytest.approx(1.0)
+    assert arrived_share([0.0] * 3, wanted, 0.001) == 0.0
+    assert arrived_share([0.05, -0.1, 0.15], wanted, 0.001) == pytest.approx(0.5)
+    assert arrived_share([0.0] * 3, wanted, 0.05) is None, "too small to say: |b| is 0.37, 8 d is 0.4"
+    assert arrived_share([], [], 0.001) is None
 
 
 def test_small_changes_add_up() -> None:

@@ -65,7 +65,8 @@ class Canary:
         if known != life or len(ours_before) != len(ours):
             self._sound[member] = (life, list(theirs), list(ours))
             return None
-        arrived = share(differences(theirs, theirs_before), differences(ours, ours_before), self._limits.unsteady)
+        moved, expected = differences(theirs, theirs_before), differences(ours, ours_before)
+        arrived = arrived_share(moved, expected, self._limits.unsteady)
         if arrived is None:
             return None
         if not arrived >= HALF:
@@ -74,7 +75,7 @@ class Canary:
         return None
 
 
-def share(moved: Sequence[float], expected: Sequence[float], unsteady: float) -> float | None:
+def arrived_share(moved: Sequence[float], expected: Sequence[float], unsteady: float) -> float | None:
     """Return which share of the change ``expected`` there is in ``moved``; None where it is too small to say."""
     square = math.fsum(b * b for b in expected)
     # the root mean square of b at least 8 d / sqrt(k), both sides times sqrt(k)

@@ -101,7 +101,7 @@ class _Reader:
         self._connection.request("GET", f"{self._path}{path}", headers=self._headers)
         answer = self._connection.getresponse()
         if answer.status != 200:
-            raise ChannelError(f"{self._url}{path}: {answer.status}, {_said(answer.read())}")
+            raise ChannelError(f"{self._url}{path}: {answer.status}, {_excerpt(answer.read())}")
         return answer
 
     def _read(self, number: int, into: memoryview, digest: str) -> None:
@@ -125,7 +125,7 @@ class _Reader:
             raise ChannelError(f"{self._url}: not all weights arrived in time")
 
 
-def _said(body: bytes) -> str:
+def _excerpt(body: bytes) -> str:
     """Return the message of an error's body."""
     try:
         return str(json.loads(body)["error"]["message"])
