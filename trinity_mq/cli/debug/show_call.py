@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trinity_mq.cli.inspect.show_experience import line, rule, said
+from trinity_mq.cli.inspect.show_experience import line, role_and_text, rule
 from trinity_mq.cli.inspect.token_texts import TokenTexts
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _asked(request: Any) -> Iterator[tuple[str, str]]:
         return
     messages = request.get("messages")
     for message in messages if isinstance(messages, list) else ():
-        yield said(message) if isinstance(message, dict) else ("?", repr(message))
+        yield role_and_text(message) if isinstance(message, dict) else ("?", repr(message))
     for name in ("prompt", "tokens", "tools"):
         if request.get(name):
             yield name, request[name] if isinstance(request[name], str) else json.dumps(request[name])

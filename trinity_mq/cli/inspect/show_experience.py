@@ -62,7 +62,7 @@ def line(console: Console, name: str, value: str, style: str = "") -> None:
 def show(console: Console, experience: Experience, texts: TokenTexts, title: str = "experience") -> None:
     """Print an experience."""
     rule(console, f"{title} {_place(experience)}", "cyan")
-    for name, value in (*_facts(experience), *_said(experience)):
+    for name, value in (*_facts(experience), *_conversation(experience)):
         line(console, name, value)
     ids = experience.tokens.tolist()
     prompt = ids[: experience.prompt_length]
@@ -107,21 +107,21 @@ def _facts(experience: Experience) -> Iterator[tuple[str, str]]:
         yield "info", f"{name} = {_plain(value)!r}"
 
 
-def _said(experience: Experience) -> Iterator[tuple[str, str]]:
+def _conversation(experience: Experience) -> Iterator[tuple[str, str]]:
     if experience.messages:
         for message in experience.messages:
-            yield said(message)
+            yield role_and_text(message)
     elif experience.prompt_text is not None:
         yield "asked", experience.prompt_text
     if experience.response_text is not None and not experience.messages:
         yield "answered", experience.response_text
     for name in ("chosen", "rejected"):
         for message in getattr(experience, f"{name}_messages") or ():
-            role, text = said(message)
+            role, text = role_and_text(message)
             yield f"{name}", f"{role}: {text}"
 
 
-def said(message: Mapping[str, Any]) -> tuple[str, str]:
+def role_and_text(message: Mapping[str, Any]) -> tuple[str, str]:
     """Return role and text of a chat message; what is no text, such as a tool call, as JSON."""
     content = message.get("content")
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=repr)
