@@ -268,7 +268,11 @@ class TestFreshMachine:
         clone.has("debootstrap", f"sleep 300 & echo $! >{started}.part; mv {started}.part {started}; wait")
         settings = {"PATH": f"{clone.bin}:{os.environ['PATH']}", "TRINITY_MQ_FRESH_FOLDER": str(tmp_path / "fresh")}
         (clone.bin / "id").unlink()
-        script = await asyncio.create_subprocess_exec(ROOT / "scripts/fresh-machine", env=os.environ | settings)
+        # a shell cannot trap what was ignored when it began, and under nohup or behind an & these are
+        by_default = ("env", "--default-signal=INT,HUP,TERM")
+        script = await asyncio.create_subprocess_exec(
+            *by_default, ROOT / "scripts/fresh-machine", env=os.environ | settings
+        )
         await until(started.exists, 30)
         inside = [one for one in psutil.Process(script.pid).children(recursive=True) if one.name() == "sleep"]
         assert len(inside) == 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from trinity_agents.simulation import Simulation, until
 from trinity_mq.messages import Heartbeat, SyncEvent
+from trinity_mq.sync.gate.records import Phase
 from trinity_mq.testing.virtual_time import run_virtually
 
 LEASE, EVAL_TIMEOUT = 15.0, 90.0
@@ -64,14 +66,14 @@ def test_each_evaluation_of_a_run_is_served_by_one_version_and_delays_the_next_s
         await until(lambda: bool(sim.trainers))
         keeper = sim.trainer.loop.gate
         while not sim.trainer.loop.finished:
-            await keeper.changed.until(lambda: not keeper.idle)
+            await keeper.changed.until(lambda: keeper.machine.phase is not Phase.IDLE)
             begun.append(sim.explorer.exploration.evaluations.running if sim.explorer.exploration else None)
-            await keeper.changed.until(lambda: keeper.idle)
+            await keeper.changed.until(lambda: keeper.machine.phase is Phase.IDLE)
 
     async def beside() -> None:
-        watching = asyncio.create_task(watch())
-        await asyncio.sleep(150.0)
-        watching.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(150.0):
+                await watch()
 
     run_virtually(sim.run(beside=beside), limit=2000)
     lows, highs = (dict(sim.values(f"eval/held/version/{end}")) for end in ("min", "max"))
