@@ -1,4 +1,4 @@
-"""What a wrapped model keeps between calls: recorded answers until a workflow takes them, and the sequence of seeds."""
+"""Keeps the recorded answers of a wrapped model until a workflow takes them, and the sequence of its seeds."""
 
 from __future__ import annotations
 
