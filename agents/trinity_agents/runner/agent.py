@@ -318,7 +318,7 @@ class Runner(Agent):
         self._counts["poisoned"] += 1
         await self._publisher.report(in_flight, self._publisher.result(in_flight, "poisoned", message=reason))
         self._remember(in_flight)
-        history = "\n".join(self._crashes.pop(in_flight))
+        history = "\n".join(self._crashes.of(in_flight))
         in_flight.delivery.headers = {**in_flight.delivery.headers, "dead-history": history}
         await dead_letter(self.bus, self.topology, in_flight.delivery, reason, self.id)
         await acknowledge(in_flight.delivery)

@@ -98,12 +98,12 @@ class CrashHistory:
         while len(self._crashes) > MAX_CRASHED_SLICES:
             del self._crashes[next(iter(self._crashes))]
 
-    def pop(self, in_flight: InFlightSlice) -> list[str]:
-        """Forget the crashes of a slice and return them, a line for each; the first line counts those elsewhere."""
-        lines, deliveries = self._crashes.pop(in_flight.key, []), in_flight.delivery.deliveries_before
+    def of(self, in_flight: InFlightSlice) -> list[str]:
+        """Return the crashes of a slice, a line for each; the first line counts those elsewhere."""
+        lines, deliveries = self._crashes.get(in_flight.key, []), in_flight.delivery.deliveries_before
         elsewhere = deliveries - sum(not line.startswith(f"delivery {deliveries + 1}:") for line in lines)
         if elsewhere <= 0:
-            return lines
+            return list(lines)
         unknown = (
             f"{elsewhere} earlier deliveries ended without a reason known here: the runner died, was cut off or is "
             "another one (its log says slice_comes_again)"
