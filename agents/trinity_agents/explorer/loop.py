@@ -51,6 +51,8 @@ class ExplorerLoop:
         eval_sets: Mapping[str, Sequence[TaskBody]],
     ) -> None:
         self.agent, self.state, self._file = agent, state, file
+        self._trainer_moved = (0, 0, 0)
+        """Generation, progress and step that the trainer reported last."""
         config, woken = agent.config, agent.woken
         self.config = config
         if state.consecutive_empty >= config.explorer.max_consecutive_empty:
@@ -258,10 +260,15 @@ class ExplorerLoop:
                 )
 
     def _movement(self) -> tuple[int, ...]:
-        """Return counts that change with each progress of the run; restarts, versions and repeats are none."""
-        state = self.state
+        """Return counts that change with each progress of the run, the trainer's included: after a restart it trains on
+        what came after its checkpoint again, and nothing else moves meanwhile. Commits and late results are none.
+        """
+        state, trainer = self.state, self.agent.peers.trainer
+        if trainer.generation:  # without a living trainer the counts stay as they were
+            self._trainer_moved = (trainer.generation, trainer.progress or 0, trainer.step)
         outcomes = sum(ticket.decided for ticket in state.tickets.values())
-        return (state.opened, state.closed, len(state.following.tickets), len(state.evaluated), outcomes)
+        counts = (state.opened, state.closed, len(state.following.tickets), len(state.evaluated), outcomes)
+        return (*counts, *self._trainer_moved)
 
     async def _keep_queues(self) -> None:
         while True:

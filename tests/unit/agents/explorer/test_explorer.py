@@ -665,3 +665,18 @@ def _has(error: BaseException, kind: type[BaseException]) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(_has(one, kind) for one in error.exceptions)
     return isinstance(error, kind)
+
+
+def test_a_trainer_that_recomputes_steps_after_a_kill_is_no_stall(tmp_path: Path) -> None:
+    """Between its checkpoint and where it was killed only the trainer's own counters move."""
+    sim = Simulation(tmp_path, SHORT, batches=12, step_seconds=10.0)
+
+    async def killed_late() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await until(lambda: sim.trainer.loop.progress == 10)
+        await killed(first)
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=killed_late), limit=10_000)
+    assert [len(learner.steps) for learner in sim.learners] == [10, 12], "100 s of steps were done again"
+    assert sim.state().finished
