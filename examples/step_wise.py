@@ -6,6 +6,7 @@ from trinity_mq.workflows import StepWiseRewardWorkflow
 
 class LargestFirst(StepWiseRewardWorkflow):
     max_step_num = 2
+    stop_on_truncation = False  # max_tokens cuts each answer after its one digit
 
     def step(self, step_num: int) -> bool:
         if step_num == 0:

@@ -79,4 +79,4 @@ def _stamp(task: Task, run: int, experience: Experience) -> None:
         experience.index = index
     oldest = experience.version_min
     if oldest is not None:
-        experience.info["model_version"] = oldest[1]
+        experience.info = {**(experience.info or {}), "model_version": oldest[1]}

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.workflows.dual import DualWorkflow, call
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -24,10 +25,14 @@ class RecordedWorkflow(DualWorkflow, ABC):
     """A workflow of steps whose experiences are the model calls that were recorded during it.
 
     A step whose prompt is too long for the model ends the run, which keeps what there is: nothing would be different
-    in another try. The recorded experience of such a prompt is masked.
+    in another try. The recorded experience of such a prompt is masked. A step in which an answer was cut at a limit is
+    rewarded and is the last one, unless :attr:`stop_on_truncation` is False.
     """
 
     needs_history = True
+    stop_on_truncation: ClassVar[bool] = True
+    """A step with an answer that is ``response_truncated`` ends the run. Set it to False where short answers are meant
+    to be cut, such as those of calls with ``max_tokens=1``."""
 
     client: Any
     """The rollout model's OpenAI client, whose calls are recorded: existing agents need no change. None if unwanted."""
@@ -61,7 +66,7 @@ class RecordedWorkflow(DualWorkflow, ABC):
         return goes_on
 
     async def recorded_step(self, step_num: int) -> tuple[list[Experience], bool, bool]:
-        """Run one step; return what it recorded, whether to go on, and whether its prompt was too long."""
+        """Run one step; return what it recorded, whether another may follow, and whether its prompt was too long."""
         goes_on = too_long = False
         try:
             goes_on = await self.take_step(step_num)
@@ -72,7 +77,8 @@ class RecordedWorkflow(DualWorkflow, ABC):
         experiences = self.model.extract_experience_from_history()
         for experience in experiences:
             experience.eid.step = step_num
-        return experiences, goes_on, too_long
+        truncated = any(experience.truncate_status == RESPONSE_TRUNCATED for experience in experiences)
+        return experiences, goes_on and not (truncated and self.stop_on_truncation), too_long
 
 
 def prompt_too_long(error: BaseException) -> bool:
@@ -115,14 +121,14 @@ class RewardedAtTheEnd(RecordedWorkflow):
             steps = step + 1
             if not goes_on:
                 break
-        reward = await self.final_reward(experiences) if experiences else 0.0
+        reward = await self.final_reward(experiences)
         for experience in experiences:
             experience.reward = reward
-            experience.metrics["actual_env_steps"] = steps
+            experience.metrics = {**(experience.metrics or {}), "actual_env_steps": steps}
         return experiences
 
     async def final_reward(self, exps: list[Experience]) -> float:
-        """Return what the whole run, which made ``exps``, is worth."""
+        """Return what the whole run is worth; ``exps`` is empty if no step asked the model."""
         reward: float = await call(self.is_async, self, "reward", exps)
         return reward
 

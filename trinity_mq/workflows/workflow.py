@@ -27,6 +27,10 @@ PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 """Types whose values cannot be changed: a copy of a record may share them."""
 
 
+_OLDER_NAMES = {"resettable": "can_reset", "repeatable": "can_repeat", "asynchronous": "is_async"}
+"""Properties that a workflow may override in place of the flag."""
+
+
 class TaskError(ValueError):
     """A task cannot be used as it is; the message says what is missing or wrong."""
 
@@ -167,6 +171,17 @@ class Workflow:
         self.repeat_times = 1
         self.run_id_base = 0
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Set the flags of a class that overrides the properties by their older names."""
+        super().__init_subclass__(**keywords)
+        for older, flag in _OLDER_NAMES.items():
+            for base in cls.__mro__[: cls.__mro__.index(Workflow)]:
+                if older in vars(base) and (base is cls or not issubclass(base, Workflow)):
+                    setattr(cls, flag, _flag(cls, older, vars(base)[older]))
+                    break
+                if flag in vars(base):
+                    break
+
     @functools.cached_property
     def auxiliary_models(self) -> list[Any]:
         """OpenAI clients of the auxiliary models, asynchronous ones if the workflow is."""
@@ -176,17 +191,17 @@ class Workflow:
 
     @property
     def resettable(self) -> bool:
-        """``can_reset``, by its older name."""
+        """``can_reset``, by its older name; a class may override it instead."""
         return self.can_reset
 
     @property
     def repeatable(self) -> bool:
-        """``can_repeat``, by its older name."""
+        """``can_repeat``, by its older name; a class may override it instead."""
         return self.can_repeat
 
     @property
     def asynchronous(self) -> bool:
-        """``is_async``, by its older name."""
+        """``is_async``, by its older name; a class may override it instead."""
         return self.is_async
 
     def reset(self, task: Task) -> None:
@@ -269,6 +284,19 @@ def load_workflow(name: str) -> type[Workflow]:
     if not (inspect.isclass(found) and issubclass(found, Workflow)):
         raise UnknownNameError(f"workflow {name!r} is {found!r}, wanted a subclass of trinity_mq.workflows.Workflow")
     return found
+
+
+def _flag(kind: type[Workflow], name: str, value: Any) -> bool:
+    """Return what the property ``name`` says of a class, which is asked before an instance is made."""
+    if isinstance(value, property):
+        try:
+            value = value.__get__(object.__new__(kind))
+        except AttributeError as error:
+            raise TypeError(
+                f"{kind.__qualname__}.{name} depends on the instance ({error}), but runs are planned before there is "
+                f"one; set {_OLDER_NAMES[name]} = True or False in the class instead"
+            ) from error
+    return bool(value)
 
 
 def _copied(record: dict[str, Any]) -> dict[str, Any]:

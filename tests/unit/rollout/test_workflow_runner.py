@@ -169,6 +169,22 @@ async def test_a_repeatable_workflow_makes_one_request_and_all_is_stamped(runner
     assert outcome.metrics[0] == {"accuracy": 1.0, "reward": 1.0, "response_tokens:sum": 2.0}
 
 
+class Bare(AsyncSimpleWorkflow):
+    """Leaves its experiences without info and metrics."""
+
+    async def run_async(self):
+        experiences = await super().run_async()
+        for experience in experiences:
+            experience.info = experience.metrics = None
+        return experiences
+
+
+async def test_experiences_without_info_and_metrics_are_stamped_too(runner, engine):
+    outcome = await runner.run_slice(task_slice("Bare", runs=1), lambda: engine.model)
+    assert outcome.message is None
+    assert outcome.experiences[0].info == {"model_version": 3}
+
+
 async def test_other_workflows_run_all_at_once_each_by_itself(runner, engine):
     together = asyncio.Barrier(4)
 

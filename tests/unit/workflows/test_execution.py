@@ -6,7 +6,15 @@ import pytest
 
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.threads import in_thread
-from trinity_mq.workflows import AsyncMultiTurnWorkflow, MultiTurnWorkflow, RunFailedError, Task, Workflow, execute
+from trinity_mq.workflows import (
+    AsyncMultiTurnWorkflow,
+    MultiTurnWorkflow,
+    RunFailedError,
+    SimpleWorkflow,
+    Task,
+    Workflow,
+    execute,
+)
 
 
 def experience():
@@ -145,6 +153,67 @@ def test_older_names_of_the_flags():
     assert (made.repeatable, made.resettable, made.asynchronous) == (True, False, False)
     with pytest.raises(NotImplementedError, match="can_reset"):
         made.reset(Task())
+
+
+class Says:
+    """Overrides the properties as older code does, in a class that is no workflow."""
+
+    @property
+    def repeatable(self):
+        return True
+
+
+class SaysOtherwise(Workflow):
+    resettable = True
+
+    @property
+    def asynchronous(self):
+        return not super().asynchronous
+
+
+def test_overridden_older_names_set_the_flags():
+    class Both(Says, SaysOtherwise):
+        pass
+
+    class Later(Both):
+        can_repeat = False
+
+    class NotRepeated(SimpleWorkflow):
+        @property
+        def repeatable(self):
+            return False
+
+    def flags(kind):
+        return kind.can_reset, kind.can_repeat, kind.is_async
+
+    assert flags(SaysOtherwise) == (True, False, True)
+    assert flags(Both) == (True, True, True)
+    assert flags(Later) == (True, False, True)
+    assert flags(NotRepeated) == (True, False, False)
+    assert flags(SimpleWorkflow) == (True, True, False)
+
+
+def test_a_flag_that_depends_on_the_instance_is_refused():
+    with pytest.raises(TypeError, match=r"Sometimes\.repeatable depends on the instance.*set can_repeat = True"):
+
+        class Sometimes(Workflow):
+            @property
+            def repeatable(self):
+                return self.task.repeat_times > 1
+
+
+async def test_an_overridden_property_decides_how_runs_are_done(stub_model):
+    class Older(Workflow):
+        @property
+        def asynchronous(self):
+            return True
+
+        async def run_async(self):
+            return await self.model.chat_async([])
+
+    model = stub_model(["a"])
+    (one,) = await execute(lambda: Older(task=Task(), model=model), Older)
+    assert one.response_text == "a"
 
 
 class Converts:

@@ -84,6 +84,7 @@ class Asks:
     """Three questions, each with what was answered before."""
 
     max_step_num = 3
+    stop_on_truncation = False
 
     def __init__(self, **given):
         super().__init__(**given)

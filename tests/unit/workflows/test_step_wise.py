@@ -80,6 +80,56 @@ async def test_the_limit_of_steps_ends_a_run(kind, stub_model):
     assert [exp.eid.step for exp in experiences] == [0, 1, 2, 2, 3, 4]
 
 
+@PROPAGATION
+async def test_a_step_may_leave_its_experiences_without_metrics(kind, stub_model):
+    class Bare(kind):
+        async def take_step(self, step_num):
+            goes_on = await super().take_step(step_num)
+            for experience in self.model.extract_experience_from_history(clear_history=False):
+                experience.metrics = None
+            return goes_on
+
+    experiences = await run(Bare, stub_model(["a", "stop"], enable_history=True))
+    assert [exp.metrics for exp in experiences] == [{"actual_env_steps": 2}] * 2
+
+
+@PROPAGATION
+async def test_a_run_without_steps_is_rewarded_too(kind, stub_model):
+    rewarded = []
+
+    class NoSteps(kind):
+        max_step_num = 0
+
+        def reward(self, exps):
+            rewarded.append(exps)
+            return 0.0
+
+        async def reward_async(self, exps):
+            return self.reward(exps)
+
+    with pytest.raises(RunFailedError, match="returned no experience"):
+        await run(NoSteps, stub_model([], enable_history=True))
+    assert rewarded == [[]]
+
+
+@ALL
+async def test_a_truncated_answer_makes_its_step_the_last(kind, stub_model):
+    answers = ["a", ("b", "response_truncated"), "c"]
+    experiences = await run(kind, stub_model(answers, enable_history=True))
+    assert [exp.response_text for exp in experiences] == ["a", "b"]
+    assert all(exp.reward is not None for exp in experiences)
+
+
+@ALL
+async def test_truncated_answers_may_be_meant(kind, stub_model):
+    class Short(kind):
+        stop_on_truncation = False
+
+    answers = [("a", "response_truncated"), "stop"]
+    experiences = await run(Short, stub_model(answers, enable_history=True))
+    assert [exp.response_text for exp in experiences] == ["a", "stop"]
+
+
 @ALL
 async def test_no_steps_is_a_failed_run_with_a_reason(kind, stub_model):
     class NoSteps(kind):

@@ -90,6 +90,7 @@ class GameWorkflow(RewardedAtTheEnd):
     else ``partial_credit`` times its progress.
     """
 
+    stop_on_truncation = False  # a move is read from as much of an answer as there is
     arguments_kind: ClassVar[type[GameArguments]] = GameArguments
 
     def __init__(
