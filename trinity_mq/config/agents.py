@@ -93,7 +93,8 @@ class ExplorerConfig(Section):
     eval_timeout: float = Field(default=1800.0, gt=0)
     """Seconds for an evaluation."""
     operator_deadline: float = Field(default=60.0, gt=0)
-    """Seconds without progress and without an operator at work until a manifest is published again."""
+    """Seconds for which an operator is idle though a closed batch waits, until its manifest is published again; without
+    an operator, or while all are at work, batches wait."""
     batch_tries: int = Field(default=3, ge=1)
     """Publishes of one manifest before the batch is reported as failed."""
     max_open_batches: int = Field(default=8, ge=1)

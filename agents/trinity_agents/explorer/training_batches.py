@@ -299,13 +299,14 @@ class TrainingBatches:
         if not (moving and self._peers.alive("trainer")):
             return
         explorer = self._config.explorer
-        operators = [status.ticket for status in self._peers.statuses("operator", OperatorStatus)]
-        in_hand = {*operators, *self._peers.trainer.in_hand}
-        if operators and all(operators):
-            in_hand |= set(self._state.following.tickets)  # they wait their turn: every operator is at work
+        operators = self._peers.alive("operator")
+        at_work = [status.ticket for status in self._peers.statuses("operator", OperatorStatus) if status.ticket]
+        in_hand = {*at_work, *self._peers.trainer.in_hand}
+        if not any(beat.state == "idle" for beat in operators):
+            in_hand = set(self._state.following.tickets)  # each waits in `closed` until an operator is free
         actions = self._state.following.tick(
             seconds,
-            {one for one in in_hand if one},
+            in_hand,
             deadline=explorer.operator_deadline,
             max_tries=explorer.batch_tries,
         )
@@ -314,7 +315,8 @@ class TrainingBatches:
             if action == "publish again":
                 await self._dispatcher.announce(manifest)
             else:
-                reason = f"no operator has processed it in {explorer.batch_tries} x {explorer.operator_deadline:g} s"
+                waited = f"{explorer.batch_tries} x {explorer.operator_deadline:g} s"
+                reason = f"an operator was idle for {waited}, and none has taken it"
                 await self._publish_failure(manifest, reason)
 
     async def _publish_failure(self, manifest: BatchClosed, reason: str) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from trinity_agents.explorer.agent import Explorer
+from trinity_agents.operator.agent import Operator
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Queue
 from trinity_mq.bus.memory.bus import MemoryBus
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, SubmissionOutcome, TaskBody, TaskSlice
+from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.testing.fakes import FakeEngine
 from trinity_mq.testing.virtual_time import run_virtually
@@ -295,20 +297,61 @@ def test_an_alarm_of_60_seconds_stops_the_clocks(tmp_path: Path, at: float) -> N
     assert not any(values.get("rollout/slices/cancelled") for _, values in sim.reports)
 
 
-def test_a_closed_batch_that_nobody_processes_is_published_again_then_given_up(tmp_path: Path) -> None:
+class IdleOperator(Agent):
+    """Lives, and takes no manifest."""
+
+    role = "operator"
+
+    async def serve(self) -> None:
+        self.set_state("idle", "a closed batch")
+        await self.woken.until(lambda: self.peers.explorer.finished)
+
+
+def test_a_closed_batch_that_an_idle_operator_does_not_take_is_published_again_then_failed(tmp_path: Path) -> None:
     sim = Simulation(
         tmp_path,
         ("explorer.operator_deadline=10", "explorer.batch_tries=3", "explorer.max_consecutive_empty=100"),
         batches=3,
         operators=0,
     )
-    run_virtually(sim.run(), limit=1000)
+    idle = IdleOperator(sim.config, bus=sim.bus(), topology=sim.topology, agent_id="operator-0")
+    run_virtually(sim.run(beside=idle.run), limit=1000)
     assert (sim.trainer.loop.progress, sim.trainer.loop.step) == (3, 0)
     closed = collections.Counter(manifest.ticket for manifest in sim.published(BatchClosed))
     assert sorted(closed.values()) == [3, 3, 3]
     check_history(sim, 3)
     assert {one.state for one in sim.published(BatchReady)} == {"failed"}
     assert {one.outcome for one in sim.published(Progress)} == {"failed"}
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_closed_batches_wait_in_their_queue_while_no_operator_lives(tmp_path: Path, interval: int) -> None:
+    """A minute's operator_deadline and three tries of it, and nothing is lost in 700 seconds."""
+    sim = Simulation(tmp_path, (f"synchronizer.sync_interval={interval}",), batches=8, operators=0)
+
+    async def late() -> None:
+        await asyncio.sleep(700)
+        await sim.make_operator().run()
+
+    run_virtually(sim.run(beside=late), limit=3000)
+    assert sim.learners[0].steps == list(range(1, 9))
+    assert len(sim.published(BatchClosed)) == 8, "each manifest is published once"
+    check_history(sim, 8)
+
+
+def test_an_operator_that_takes_minutes_to_start_costs_no_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = Simulation(tmp_path, ("explorer.operator_deadline=5",), batches=2)
+    serve = Operator.serve
+
+    async def slow(self: Operator) -> None:
+        await asyncio.sleep(300)  # it lives and loads a model: its state is "starting"
+        await serve(self)
+
+    monkeypatch.setattr(Operator, "serve", slow)
+    run_virtually(sim.run(), limit=3000)
+    assert sim.learners[0].steps == [1, 2]
 
 
 def test_batches_that_queue_behind_a_slow_operator_are_not_lost(
