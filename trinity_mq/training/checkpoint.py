@@ -16,15 +16,21 @@ from uuid import uuid4
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.threads import run_to_end
 
 STATE_FILE = "trainer.json"
+COUNTER_FILE = "generation"
+_FOLDER = re.compile(r"progress-\d+")
 log = structlog.get_logger(__name__)
 
 
 class CheckpointError(FatalError):
     """A checkpoint or counter could not be written or read; the message says which, why and what to do."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The files of a checkpoint have the right sizes, but cannot be loaded; the one before it may do."""
 
 
 class TrainerState(BaseModel):
@@ -55,6 +61,50 @@ class Checkpoint:
     state: TrainerState
 
 
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that cannot be used."""
+
+    path: Path
+    reason: str
+
+
+def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
+    """Return the whole checkpoints in ``folder``, newest first, and the damaged ones, most progress first.
+
+    The newest is the newest generation's: a late save of a trainer that was cut off does not count before those of the
+    trainer that went on, however much progress it has.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    whole: list[Checkpoint] = []
+    damaged: list[Damaged] = []
+    for path in _folders(folder):
+        try:
+            content = _StateFile.model_validate_json((path / STATE_FILE).read_text(encoding="utf-8"))
+            for name, size in content.files.items():
+                if (seen := (path / name).stat().st_size) != size:
+                    raise ValueError(f"{name} has {seen} bytes, wanted {size}")
+        except ValidationError as error:
+            damaged.append(Damaged(path, f"{STATE_FILE}: {error.errors()[0]['msg']}"))
+        except (OSError, ValueError) as error:
+            damaged.append(Damaged(path, str(error)))
+        else:
+            whole.append(Checkpoint(path, content.state))
+    whole.sort(key=lambda one: (one.state.generation, one.state.progress), reverse=True)
+    return whole, damaged
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Return the folders of all checkpoints, most progress first."""
+    return sorted((path for path in folder.iterdir() if _FOLDER.fullmatch(path.name)), key=_progress_of, reverse=True)
+
+
+def _progress_of(path: Path) -> int:
+    return int(path.name.removeprefix("progress-"))
+
+
 class CheckpointStore:
     """The checkpoints ``progress-<progress>`` in one folder, which one trainer at a time writes."""
 
@@ -81,24 +131,46 @@ class CheckpointStore:
         except OSError as error:
             raise self._error("prepare the folder", error) from error
 
-    def next_generation(self) -> int:
-        """Count one start of the trainer, durably, and return its number, from 1.
+    def next_generation(self, after: int = 0) -> int:
+        """Count one start of the trainer, durably, and return its number, from 1: from now on trainers of earlier
+        generations save nothing.
+
+        Args:
+            after: A generation known from elsewhere, which the number exceeds too.
 
         Raises:
             CheckpointError: The counter cannot be read or written.
         """
-        counter = self._folder / "generation"
         try:
-            last = int(counter.read_text()) if counter.exists() else 0
-            found = max([last, *(checkpoint.state.generation for checkpoint in self._whole())]) + 1
-            _replace(counter, f"{found}\n", durable=True)
+            whole, _ = find_checkpoints(self._folder)
+            found = max([self._last_generation(), after, *(one.state.generation for one in whole)]) + 1
+            _replace(self._folder / COUNTER_FILE, f"{found}\n", durable=True)
         except (OSError, ValueError) as error:
-            raise self._error(f"count the start in {counter.name}", error) from error
+            raise self._error(f"count the start in {COUNTER_FILE}", error) from error
         return found
 
+    def _last_generation(self) -> int:
+        counter = self._folder / COUNTER_FILE
+        return int(counter.read_text()) if counter.exists() else 0
+
+    def usable(self) -> tuple[list[Checkpoint], list[Damaged]]:
+        """Return what :func:`find_checkpoints` returns; damaged ones are logged.
+
+        Raises:
+            CheckpointError: The folder cannot be read.
+        """
+        try:
+            whole, damaged = find_checkpoints(self._folder)
+        except OSError as error:
+            raise self._error("read the checkpoints", error) from error
+        for one in damaged:
+            log.warning("damaged_checkpoint_skipped", path=str(one.path), reason=one.reason)
+        return whole, damaged
+
     def latest(self) -> Checkpoint | None:
-        """Return the whole checkpoint with the most progress, None if there is none; damaged ones are logged."""
-        return next(iter(self._whole()), None)
+        """Return the newest whole checkpoint, None if there is none; damaged ones are logged."""
+        whole, _ = self.usable()
+        return whole[0] if whole else None
 
     async def save(self, write: Callable[[Path], Awaitable[None]], state: TrainerState) -> Checkpoint:
         """Make a checkpoint: it appears, synced to disk, by one rename when all of it is written.
@@ -111,15 +183,20 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: It could not be written, such as for a full disk; older checkpoints are untouched.
+            RestartMe: A trainer of a newer generation has gone on with the run.
         """
         final = self._folder / f"progress-{state.progress:06d}"
         partial = self._folder / f".partial-{final.name}-{uuid4().hex[:8]}"
         with ThreadPoolExecutor(1, "checkpoint") as pool:
             try:
+                await run_to_end(pool, lambda: self._check_generation(state))
                 await run_to_end(pool, partial.mkdir)
                 await write(partial)
                 await run_to_end(pool, lambda: self._commit(partial, final, state))
+            except RestartMe:
+                raise
             except Exception as error:
+                self._check_generation(state)  # whose start removes what an earlier one left half done
                 raise self._error(f"save {final.name}", error) from error
             finally:
                 await run_to_end(pool, lambda: shutil.rmtree(partial, ignore_errors=True))
@@ -132,12 +209,15 @@ class CheckpointStore:
         (partial / STATE_FILE).write_text(content, encoding="utf-8")
         for path in (*partial.rglob("*"), partial):
             _sync(path)
+        self._check_generation(state)
         retired = self._folder / f".retired-{final.name}"
         if final.exists():
             final.rename(retired)
         try:
+            # again: nobody puts another in the place of the one in hand, however long this thread stood still
+            self._check_generation(state)
             partial.rename(final)
-        except OSError:
+        except (OSError, RestartMe):
             if retired.exists():
                 retired.rename(final)
             raise
@@ -145,35 +225,32 @@ class CheckpointStore:
         shutil.rmtree(retired, ignore_errors=True)
         self._prune()
 
+    def _check_generation(self, state: TrainerState) -> None:
+        """Refuse to save for a trainer that another has taken over from.
+
+        Raises:
+            RestartMe: There is a newer generation.
+        """
+        if (newest := self._last_generation()) > state.generation:
+            raise RestartMe(
+                f"another trainer has gone on with this run as generation {newest}; this one, of generation "
+                f"{state.generation}, saves nothing and starts anew from there"
+            )
+
     def _prune(self) -> None:
-        """Remove what is older than the newest ``keep``; damaged ones above that stay for a look until then."""
-        kept = self._whole()[: self._keep]
-        for progress, path in self._folders():
-            if len(kept) == self._keep and progress < kept[-1].state.progress:
-                try:
-                    shutil.rmtree(path)
-                except OSError as error:
-                    log.warning("old_checkpoint_not_removed", path=str(path), reason=str(error))
-
-    def _folders(self) -> list[tuple[int, Path]]:
-        """Return ``(progress, path)`` of all checkpoints, newest first."""
-        found = ((re.fullmatch(r"progress-(\d+)", path.name), path) for path in self._folder.iterdir())
-        return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
-
-    def _whole(self) -> list[Checkpoint]:
-        """Return the undamaged checkpoints, newest first."""
-        found = []
-        for _, path in self._folders():
+        """Remove all whole checkpoints but the newest ``keep``; damaged ones with more progress than the last of these
+        stay for a look.
+        """
+        whole, damaged = find_checkpoints(self._folder)
+        if len(whole) < self._keep:
+            return
+        progress = whole[self._keep - 1].state.progress
+        old = [one.path for one in damaged if _progress_of(one.path) < progress]
+        for path in (*(one.path for one in whole[self._keep :]), *old):
             try:
-                content = _StateFile.model_validate_json((path / STATE_FILE).read_text(encoding="utf-8"))
-                for name, size in content.files.items():
-                    if (seen := (path / name).stat().st_size) != size:
-                        raise ValueError(f"{name} has {seen} bytes, wanted {size}")
-            except (OSError, ValueError, ValidationError) as error:
-                log.warning("damaged_checkpoint_skipped", path=str(path), reason=str(error))
-            else:
-                found.append(Checkpoint(path, content.state))
-        return found
+                shutil.rmtree(path)
+            except OSError as error:
+                log.warning("old_checkpoint_not_removed", path=str(path), reason=str(error))
 
     def _error(self, what: str, error: Exception) -> CheckpointError:
         try:

@@ -18,8 +18,9 @@ from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.runtime.threads import run_to_end
+from trinity_mq.training.checkpoint import DamagedCheckpointError
 from trinity_mq.training.packing import pack, split
-from trinity_mq.training.policy import LearnerError, Policy
+from trinity_mq.training.policy import LearnerError, ModelNotLoadedError, Policy
 from trinity_mq.training.update import (
     StepTotals,
     entropy_coefficient,
@@ -41,7 +42,11 @@ class Learner(Protocol):
     """Interface of the weight updates to the trainer. A cancelled call finishes its work before it returns."""
 
     async def open(self, checkpoint: Path | None) -> None:
-        """Load the first model, or all that :meth:`save` wrote to the folder ``checkpoint``."""
+        """Load the first model, or all that :meth:`save` wrote to the folder ``checkpoint``.
+
+        Raises:
+            DamagedCheckpointError: The checkpoint does not load; another one may.
+        """
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         """Do train step ``step_number`` (from 1) and return its metrics, all of them finite.
@@ -88,7 +93,8 @@ class TorchLearner:
         """Load the model, and from a checkpoint also optimizer and random state.
 
         Raises:
-            LearnerError: Nothing loadable there, or a checkpoint of another model.
+            DamagedCheckpointError: The checkpoint does not load.
+            LearnerError: Nothing loadable there, or no such device.
         """
         await self._run(lambda: self._open(checkpoint))
 
@@ -140,7 +146,12 @@ class TorchLearner:
 
     def _open(self, checkpoint: Path | None) -> None:
         folder = self._model_folder if checkpoint is None else checkpoint / MODEL_FOLDER
-        policy = Policy(self._config.model, folder, self._config.seed)
+        try:
+            policy = Policy(self._config.model, folder, self._config.seed)
+        except ModelNotLoadedError as error:
+            if checkpoint is None:
+                raise
+            raise DamagedCheckpointError(str(error)) from error
         optimizer = make_optimizer(policy.parameters, self._config.algorithm.optimizer)
         if checkpoint is not None:
             _restore(checkpoint / OPTIMIZER_FILE, policy, optimizer)
@@ -191,16 +202,15 @@ class TorchLearner:
 
 def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """Put back the optimizer and the random state in ``path``."""
-    way_out = "take another checkpoint, or start a new run from its model folder"
     try:
         state = torch.load(path, map_location=policy.device, weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         # What torch says is left to the chain: it advises to load without weights_only.
-        raise LearnerError(f"{path} is damaged or not there; {way_out}") from error
+        raise DamagedCheckpointError(f"{path} is damaged or not there") from error
     try:
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"].cpu())
         if policy.device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda_rng"]])
     except (KeyError, ValueError, RuntimeError) as error:
-        raise LearnerError(f"{path} does not fit the model beside it: {error}; {way_out}") from error
+        raise DamagedCheckpointError(f"{path} does not fit the model beside it: {error}") from error

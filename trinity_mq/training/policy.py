@@ -32,6 +32,10 @@ class LearnerError(FatalError):
     """The learner cannot do what is asked; the message says what to change."""
 
 
+class ModelNotLoadedError(LearnerError):
+    """No model could be loaded from a folder."""
+
+
 class Policy:
     """A causal language model with float32 weights.
 
@@ -43,8 +47,10 @@ class Policy:
         """Load the model in ``folder``.
 
         Raises:
-            LearnerError: No model there, or no such device.
+            ModelNotLoadedError: No model there.
+            LearnerError: No such device.
         """
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
 
         self.device = _device(config.device)
@@ -54,8 +60,8 @@ class Policy:
             model: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=config.trust_remote_code
             )
-        except (OSError, ValueError) as error:
-            raise LearnerError(
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelNotLoadedError(
                 f"no causal language model could be loaded from {folder}: {error}; it must be a Hugging Face folder "
                 "with config.json and safetensors weights"
             ) from error

@@ -1,4 +1,4 @@
-"""Record of decided tickets: one append-only file of JSON lines per generation of the trainer."""
+"""Record of decided tickets and saved checkpoints: one append-only file of JSON lines per generation of the trainer."""
 
 from __future__ import annotations
 
@@ -71,6 +71,14 @@ class History:
         entry = {"progress": progress, "step": step, "batch": batch, "ticket": ticket, "op": op, "outcome": outcome}
         self._append(entry | {"uids": list(uids)} | ({"repaired": True} if repaired else {}))
 
+    def saved(self, progress: int) -> None:
+        """Note that a checkpoint of ``progress`` was saved, so that its loss is noticed.
+
+        Raises:
+            HistoryError: It cannot be written.
+        """
+        self._append({"saved": progress})
+
     def _append(self, line: dict[str, Any]) -> None:
         try:
             self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -81,6 +89,31 @@ class History:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def last_generation(folder: Path) -> int:
+    """Return the highest generation that has a history in ``folder``, 0 where there is none."""
+    return max((int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal()), default=0)
+
+
+def last_saved(folder: Path) -> int | None:
+    """Return the progress of the checkpoint that was saved last, None if none ever was.
+
+    Raises:
+        HistoryError: A file is unreadable.
+    """
+    for generation in range(last_generation(folder), 0, -1):
+        path = folder / f"{generation}.jsonl"
+        if not path.exists() or not path.stat().st_size:
+            continue  # a start that ended before its history was there
+        header, *entries = _read(path)
+        saved = [entry["saved"] for entry in entries if "saved" in entry]
+        origin = header.get("resumed_from")
+        if saved:
+            return int(saved[-1])
+        if origin is not None:
+            return int(origin["progress"])
+    return None
 
 
 def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]]:
@@ -99,7 +132,7 @@ def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]
         header, *entries = _read(path)
         origin = header.get("resumed_from")
         start = origin["progress"] if origin else 0
-        found = [entry for entry in entries if start < entry["progress"] <= end]
+        found = [entry for entry in entries if start < entry.get("progress", start) <= end]
         has = [entry["progress"] for entry in found if not entry.get("repaired")]
         if has != list(range(start + 1, end + 1)):
             raise HistoryError(f"{path} should hold progress {start + 1} to {end}, each once, in order; it has {has}")

@@ -8,15 +8,24 @@ from pathlib import Path
 import structlog
 
 from trinity_agents.trainer.batch_result import BatchResult, skipped_batch_dead_letter, train_on
-from trinity_agents.trainer.history import History
+from trinity_agents.trainer.history import History, last_generation, last_saved
 from trinity_agents.trainer.source import StreamSource, TrainBatch
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
-from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
-from trinity_mq.training.checkpoint import CheckpointStore, StepAttempts, TrainerState, publish_final
+from trinity_mq.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    Damaged,
+    DamagedCheckpointError,
+    StepAttempts,
+    TrainerState,
+    publish_final,
+)
 from trinity_mq.training.learner import MODEL_FOLDER, Learner
 from trinity_mq.transport.batch_blobs import ChunkBlobs
 from trinity_mq.transport.blobs import open_store
@@ -105,12 +114,12 @@ class TrainLoop:
     async def restore(self) -> None:
         """Go on from the latest checkpoint, in a generation of its own."""
         self.agent.set_state("starting", "the model")
-        folder = self.folder / "checkpoints"
+        folder, histories = self.folder / "checkpoints", self.folder / "history"
         self.store = CheckpointStore(folder, self.config.trainer.max_checkpoints_to_keep)
         self._attempts = StepAttempts(folder)
-        checkpoint = self.store.latest()
-        self.generation = self.store.next_generation()
-        await self.learner.open(checkpoint.path if checkpoint else None)
+        # counted first: what an earlier generation saves after this is not chosen, and not missed either
+        self.generation = self.store.next_generation(after=last_generation(histories))
+        checkpoint = await self._load()
         resumed: tuple[int, int] | None = None
         if checkpoint:
             state = checkpoint.state
@@ -120,7 +129,37 @@ class TrainLoop:
             found = {"generation": self.generation, "step": self.step, "progress": self.progress}
             log.info("resumed", checkpoint=checkpoint.path.name, **found)
         self._saved_progress, self._first_step = self.progress, self.step
-        self._history = History(self.folder / "history", self.generation, resumed)
+        self._history = History(histories, self.generation, resumed)
+
+    async def _load(self) -> Checkpoint | None:
+        """Load the newest checkpoint that can be used into the learner, the first model where none was ever saved.
+
+        Raises:
+            CheckpointError: Checkpoints were saved, and none can be used: to train from the first step again is the
+                user's to decide.
+        """
+        whole, damaged = self.store.usable()
+        for checkpoint in whole:
+            try:
+                await self.learner.open(checkpoint.path)
+            except DamagedCheckpointError as error:
+                log.warning("damaged_checkpoint_skipped", path=str(checkpoint.path), reason=str(error))
+                damaged.append(Damaged(checkpoint.path, str(error)))
+            else:
+                if damaged:
+                    self.agent.report(checkpoint.state.progress, {"trainer/damaged_checkpoints": float(len(damaged))})
+                return checkpoint
+        folder = self.folder / "checkpoints"
+        saved = last_saved(self.folder / "history")
+        if damaged or saved is not None:
+            found = "; ".join(f"{one.path.name}: {one.reason}" for one in damaged)
+            lost = f"damaged are {found}" if found else f"none is there, although progress {saved} was saved"
+            raise CheckpointError(
+                f"no checkpoint in {folder} can be used: {lost}. Put an undamaged copy back and run the same command "
+                "again, or train from the first step again with `trinity-mq run --fresh`"
+            )
+        await self.learner.open(None)
+        return None
 
     async def close(self) -> None:
         """Close the learner and the history."""
@@ -301,11 +340,9 @@ class TrainLoop:
         )
         started = asyncio.get_running_loop().time()
         await self.agent.ensure_lock()
-        if (self.folder / "history" / f"{self.generation + 1}.jsonl").exists():
-            raise RestartMe(
-                "another trainer has gone on with this run and is gone again; this one starts anew from there"
-            )
+        assert self._history is not None
         await self.store.save(self.learner.save, state)
+        self._history.saved(self.progress)
         self._saved_progress, self.source.bytes_since_save = self.progress, 0
         await self._blobs.saved(state.source["consumed"])
         self.agent.report(self.progress, {"time/save_checkpoint": asyncio.get_running_loop().time() - started})

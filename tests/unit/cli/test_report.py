@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import os
+import json
 from pathlib import Path
 
 from trinity_mq.cli.run.report import curve, distinct, lost, make_report, newest_checkpoint
@@ -17,7 +17,7 @@ def test_report_of_a_run(tmp_path: Path) -> None:
     explorer.write(10, {"eval/held_out/accuracy/mean@1": 0.9})
     trainer.close()
     explorer.close()
-    (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+    saved = checkpoint(tmp_path, 1, 10)
     (tmp_path / "final").mkdir()
     lines = make_report("r", tmp_path).splitlines()
     assert lines[0] == "run r: 10 steps, 0 s from first to last"
@@ -25,7 +25,7 @@ def test_report_of_a_run(tmp_path: Path) -> None:
     assert lines[2].startswith("  reward      0.100 -> 1.000  ▁▁▂▃▄▅▆▇")
     assert lines[3] == "  lost        10 slices failed"
     assert lines[4] == f"  model       {tmp_path}/final  (Hugging Face folder)"
-    assert lines[5] == f"  checkpoint  {tmp_path}/checkpoints/0"
+    assert lines[5] == f"  checkpoint  {saved}"
     assert f"{tmp_path}/metrics.jsonl" in lines[6]
     assert lines[7] == f"  logs        {tmp_path}/logs"
 
@@ -45,12 +45,20 @@ def test_report_of_a_run_without_checkpoint(tmp_path: Path) -> None:
     assert "checkpoint  none yet" in text
 
 
-def test_the_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    for n, name in enumerate(("50", "100", ".150.part")):
-        (folder / name).mkdir(parents=True)
-        os.utime(folder / name, ns=(n, n))
-    assert newest_checkpoint(tmp_path) == folder / "100"
+def checkpoint(run_dir: Path, generation: int, progress: int) -> Path:
+    state = {"generation": generation, "step": progress, "progress": progress, "source": {}}
+    folder = run_dir / "checkpoints" / f"progress-{progress:06d}"
+    folder.mkdir(parents=True)
+    (folder / "trainer.json").write_text(json.dumps({"state": state, "files": {}}))
+    return folder
+
+
+def test_the_newest_checkpoint_is_the_one_that_a_trainer_goes_on_from(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 1, 90)
+    newest = checkpoint(tmp_path, 2, 50)
+    (tmp_path / "checkpoints" / "attempts.json").write_text("{}")
+    (checkpoint(tmp_path, 3, 70) / "trainer.json").write_text("cut off")
+    assert newest_checkpoint(tmp_path) == newest
     assert newest_checkpoint(tmp_path / "nowhere") is None
 
 

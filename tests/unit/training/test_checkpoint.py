@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.training.checkpoint import CheckpointError, CheckpointStore, StepAttempts, TrainerState
 
 
@@ -200,6 +201,57 @@ async def test_a_damaged_one_is_skipped_with_a_warning_and_does_not_push_out_a_w
     assert text_of(store) == "new"
 
 
+async def test_the_newest_checkpoint_is_the_newest_generations(tmp_path: Path) -> None:
+    """A late save of a trainer that was cut off has more progress than those of the one that went on."""
+    store = CheckpointStore(tmp_path, 2)
+    for generation, progress in ((1, 20), (1, 45), (2, 25), (2, 30)):
+        await store.save(writer(f"{generation}/{progress}"), state(progress, generation))
+    assert text_of(store) == "2/30"
+    assert visible(tmp_path) == ["progress-000025", "progress-000030"], "the line that goes on is what is kept"
+
+
+@pytest.mark.parametrize("progress", [2, 3])
+async def test_a_trainer_that_was_cut_off_saves_nothing(tmp_path: Path, progress: int) -> None:
+    """Progress 2 would replace a checkpoint of the trainer that went on."""
+    cut_off, other = CheckpointStore(tmp_path, 2), CheckpointStore(tmp_path, 2)
+    assert cut_off.next_generation() == 1
+    await cut_off.save(writer("old"), state(1, 1))
+
+    async def slow(folder: Path) -> None:
+        await writer("late")(folder)
+        assert other.next_generation() == 2
+        await other.save(writer("new"), state(2, 2))
+
+    for write in (slow, writer("later")):
+        with pytest.raises(RestartMe, match="another trainer has gone on with this run as generation 2"):
+            await cut_off.save(write, state(progress, 1))
+        assert visible(tmp_path) == ["generation", "progress-000001", "progress-000002"]
+        assert text_of(other) == "new"
+
+
+async def test_a_commit_that_stood_still_gives_the_newer_checkpoint_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_off, other = CheckpointStore(tmp_path, 2), CheckpointStore(tmp_path, 2)
+    assert cut_off.next_generation() == 1
+    rename = Path.rename
+
+    def after_the_other(self: Path, target: Path) -> Path:
+        if not target.name.startswith(".retired-"):
+            return rename(self, target)
+        monkeypatch.undo()
+        assert other.next_generation() == 2
+        asyncio.run(other.save(writer("new"), state(1, 2)))
+        return rename(self, target)
+
+    await cut_off.save(writer("old"), state(1, 1))
+    monkeypatch.setattr(Path, "rename", after_the_other)
+    with pytest.raises(RestartMe, match="generation 2"):
+        await cut_off.save(writer("late"), state(1, 1))
+    assert visible(tmp_path) == ["generation", "progress-000001"]
+    assert text_of(other) == "new"
+
+
 async def test_generations_rise_with_every_start_and_above_every_checkpoint(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path, 2).next_generation() == 1
     store = CheckpointStore(tmp_path, 2)
@@ -208,6 +260,7 @@ async def test_generations_rise_with_every_start_and_above_every_checkpoint(tmp_
     assert store.next_generation() == 8
     (tmp_path / "generation").unlink()
     assert store.next_generation() == 8
+    assert store.next_generation(after=11) == 12
 
 
 def test_a_counter_that_is_no_number_is_an_error(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from trinity_mq.algorithms.losses import clipped_policy_loss
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TinyModelConfig, TrainerConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.training import learner as learner_module
+from trinity_mq.training.checkpoint import DamagedCheckpointError
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.packing import pack, split
 from trinity_mq.training.policy import LearnerError, Policy
@@ -410,12 +411,23 @@ async def test_errors_say_what_to_do(folder: Path, tmp_path: Path, opened: Opene
     learner = await opened()
     await learner.save(tmp_path)
     (tmp_path / "optimizer.pt").write_bytes(b"not a file of torch")
-    with pytest.raises(LearnerError, match=r"optimizer\.pt is damaged.*another checkpoint"):
+    with pytest.raises(DamagedCheckpointError, match=r"optimizer\.pt is damaged"):
         await opened(checkpoint=tmp_path)
     torch.save(
         {"optimizer": {"state": {}, "param_groups": []}, "rng": torch.get_rng_state()}, tmp_path / "optimizer.pt"
     )
-    with pytest.raises(LearnerError, match=r"optimizer\.pt does not fit the model.*another checkpoint"):
+    with pytest.raises(DamagedCheckpointError, match=r"optimizer\.pt does not fit the model"):
+        await opened(checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 64])
+async def test_a_checkpoint_whose_weights_do_not_load_is_damaged(
+    tmp_path: Path, opened: Opener, content: bytes
+) -> None:
+    learner = await opened()
+    await learner.save(tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="no causal language model could be loaded from"):
         await opened(checkpoint=tmp_path)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from trinity_mq.cli.commands.timeline import TIMELINE_FILE
 from trinity_mq.cli.run.run_view import REWARD, duration, evaluations
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
+from trinity_mq.training.checkpoint import find_checkpoints
 
 LOST: Mapping[str, str] = {
     "rollout/slices/failed": "slices failed",
@@ -16,6 +17,7 @@ LOST: Mapping[str, str] = {
     "rollout/partial_groups": "groups too small",
     "sample/dropped_stale_groups": "groups too old",
     "sample/skipped_step": "steps skipped",
+    "trainer/damaged_checkpoints": "checkpoints damaged",
 }
 """Counters of lost samples, each with its name in reports."""
 
@@ -88,7 +90,7 @@ def _places(run_dir: Path) -> list[tuple[str, str]]:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """Return the checkpoint written last, None where there is none. Names that begin with a dot are unfinished ones."""
+    """Return the checkpoint that a trainer would go on from, None where there is none."""
     folder = run_dir / "checkpoints"
-    found = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+    whole = find_checkpoints(folder)[0] if folder.is_dir() else []
+    return whole[0].path if whole else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
@@ -21,6 +23,7 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.testing.fakes import FakeEngine, FakeLearner, FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.training.checkpoint import DamagedCheckpointError
 
 
 def outcomes(sim: Simulation) -> dict[Any, str]:
@@ -289,6 +292,86 @@ def test_a_trainer_that_gets_its_lock_back_after_another_had_it_saves_nothing(tm
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(sim.run(trainer=trainers), limit=300)
     leaf(caught.value, _Over)
+
+
+# -- which checkpoint it goes on from
+
+
+def damage(folder: Path, *progress: int) -> None:
+    for one in progress:
+        (folder / "checkpoints" / f"progress-{one:06d}" / "weights").write_text("no")
+
+
+async def killed_at(sim: Simulation, progress: int, between: Callable[[], None]) -> None:
+    """A trainer that is killed, and started again after ``between()``."""
+    first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+    await until(lambda: sim.trainer.loop.progress == progress)
+    await killed(first)
+    between()
+    await sim.make_trainer().run()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=2",), batches=6)
+    with capture_logs() as logs:
+        run_virtually(sim.run(trainer=lambda: killed_at(sim, 5, lambda: damage(tmp_path, 4))), limit=1000)
+    (said,) = (entry for entry in logs if entry["event"] == "damaged_checkpoint_skipped")
+    assert said["path"].endswith("checkpoints/progress-000004")
+    assert said["reason"] == "weights has 2 bytes, wanted 4"
+    (resumed,) = (entry for entry in logs if entry["event"] == "resumed")
+    assert resumed["checkpoint"] == "progress-000002"
+    assert sim.values("trainer/damaged_checkpoints") == [(2, 1.0)], "the report counts it"
+    assert len(lineage(tmp_path / "history", 2, 6)) == 6
+
+
+class FailsToLoad(FakeLearner):
+    """Finds one checkpoint damaged that has the right sizes."""
+
+    async def open(self, checkpoint: Path | None) -> None:
+        if checkpoint is not None and checkpoint.name == "progress-000004":
+            raise DamagedCheckpointError("optimizer.pt is damaged")
+
+
+def test_a_checkpoint_that_does_not_load_is_damaged_too(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=2",), batches=6)
+
+    async def trainer() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await until(lambda: sim.trainer.loop.progress == 5)
+        await killed(first)
+        await sim.make_trainer(learner=FailsToLoad(0.1)).run()
+
+    run_virtually(sim.run(trainer=trainer), limit=1000)
+    assert sim.learners[1].steps[0] == 3
+    assert sim.values("trainer/damaged_checkpoints") == [(2, 1.0)]
+
+
+@pytest.mark.parametrize("gone", ["damaged", "removed", "folder removed"])
+def test_without_a_usable_checkpoint_it_does_not_train_from_the_first_step_again(tmp_path: Path, gone: str) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=2",), batches=6)
+
+    def lose() -> None:
+        folder = tmp_path / "checkpoints"
+        if gone == "damaged":
+            damage(tmp_path, 2, 4)
+        for path in folder.glob("progress-*") if gone == "removed" else ():
+            shutil.rmtree(path)
+        if gone == "folder removed":
+            shutil.rmtree(folder)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(trainer=lambda: killed_at(sim, 5, lose)), limit=1000)
+    text = str(leaf(caught.value, FatalError))
+    assert "no checkpoint in" in text
+    assert ("progress-000004: weights has 2 bytes, wanted 4" if gone == "damaged" else "progress 4 was saved") in text
+    assert "--fresh" in text
+    assert sim.learners[1].steps == []
+
+
+def test_killed_before_its_first_checkpoint_it_starts_from_the_first_step(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=50",), batches=4)
+    run_virtually(sim.run(trainer=lambda: killed_at(sim, 2, lambda: None)), limit=1000)
+    assert sim.learners[1].steps == [1, 2, 3, 4]
 
 
 # -- the gate
