@@ -10,6 +10,9 @@ from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.base import Section
 
+SLICE_RESERVE_BYTES = 8 * 1024
+"""Bytes of a slice's message beside its task."""
+
 
 class TlsConfig(Section):
     """Verification of ``amqps://``. All files are PEM and read again at each connect, so they may be rotated."""
@@ -82,6 +85,11 @@ class BrokerConfig(Section):
     """Most bytes kept of the stream of results."""
     delivery_limit: int = Field(default=5, ge=1)
     """Deliveries after which a slice is poisoned or a batch failed."""
+
+    @property
+    def max_task_bytes(self) -> int:
+        """Most bytes of a task's record, or of a submitted task, that a slice has room for."""
+        return self.max_message_bytes - SLICE_RESERVE_BYTES
 
     @field_validator("url", mode="before")
     @classmethod

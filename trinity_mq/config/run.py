@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,18 @@ from trinity_mq.config.sync import SyncConfig
 CONSUMER_TIMEOUT = 1800.0
 """Seconds for which a consumer may hold a delivery: RabbitMQ's default."""
 
+MANIFEST_RESERVE_BYTES = 16 * 1024
+"""Bytes of a manifest for its metrics and names."""
+
 TRUNCATING = frozenset(
     ["top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
 )
 """Sampling parameters under which the logprobs are not those of the sampled distribution."""
+
+
+def manifest_bytes(slices: int, runs: int) -> int:
+    """Return an upper bound of the bytes that so many slices with so many runs in all take in a batch's manifest."""
+    return 96 * slices + 5 * runs
 
 
 class Config(Section):
@@ -89,6 +98,18 @@ class Config(Section):
                     f"{name} is {seconds:g} s; the broker takes a batch back after {CONSUMER_TIMEOUT:g} s, "
                     "so it must be less"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _manifest(self) -> Config:
+        tasks, runs, limit = self.buffer.batch_size, self.algorithm.repeat_times, self.broker.max_message_bytes
+        slices = tasks * math.ceil(runs / (self.explorer.max_repeat_times_per_runner or runs))
+        if (size := manifest_bytes(slices, tasks * runs) + MANIFEST_RESERVE_BYTES) > limit:
+            raise ValueError(
+                f"buffer.batch_size {tasks} makes batches of {slices} slices, whose manifest takes up to {size} bytes; "
+                f"broker.max_message_bytes is {limit}. Lower batch_size, raise explorer.max_repeat_times_per_runner, "
+                "or raise max_message_bytes (RabbitMQ 4 takes 16 MiB)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -17,11 +17,12 @@ from trinity_mq.data.synthetic import problems
 Record = Mapping[str, Any]
 
 
-def read_records(config: TasksetConfig) -> tuple[list[Record], str]:
+def read_records(config: TasksetConfig, max_bytes: int | None = None) -> tuple[list[Record], str]:
     """Return the records that ``config`` names, at most ``config.limit`` of them, and a hash over them.
 
     Raises:
-        TasksetError: The source is not there, cannot be read, or a record is not what a task can be made from.
+        TasksetError: The source is not there, cannot be read, or a record is not what a task can be made from, or is
+            larger than ``max_bytes`` in a message.
     """
     if config.storage_type == "queue":
         raise TasksetError(f"taskset {config.name!r} is fed by submitted tasks: it holds no records to read")
@@ -31,7 +32,14 @@ def read_records(config: TasksetConfig) -> tuple[list[Record], str]:
     for where, row in sources[config.storage_type](config):
         if config.limit is not None and len(rows) == config.limit:
             break
-        digest.update(_packed(config, where, row))
+        packed = _packed(config, where, row)
+        if max_bytes is not None and len(packed) > max_bytes:
+            raise TasksetError(
+                f"taskset {config.name!r}: {where}: the record takes {len(packed)} bytes in a message, and "
+                f"broker.max_message_bytes leaves {max_bytes} for one. Give large fields such as images as paths or "
+                "URLs, leave the record out, or raise the limit (RabbitMQ 4 takes 16 MiB)"
+            )
+        digest.update(packed)
         rows.append(row)
     if not rows:
         raise TasksetError(f"taskset {config.name!r}: {config.path} holds no records")

@@ -114,7 +114,12 @@ class Taskset:
 
 
 def open_taskset(
-    config: TasksetConfig, *, repeat_times: int | None = None, seed: int = 0, is_eval: bool = False
+    config: TasksetConfig,
+    *,
+    repeat_times: int | None = None,
+    seed: int = 0,
+    is_eval: bool = False,
+    max_bytes: int | None = None,
 ) -> Taskset:
     """Return the taskset that ``config`` names, at its beginning.
 
@@ -123,11 +128,12 @@ def open_taskset(
         repeat_times: Runs of each task: ``algorithm.repeat_times`` in training. None: ``config.repeat_times``.
         seed: Of the order, with the selector ``shuffle``.
         is_eval: Marks the tasks as evaluation.
+        max_bytes: Upper bound of a record in a message; None: unbounded.
 
     Raises:
         TasksetError: The records cannot be read, or none of them is there; one line that says where and why.
     """
-    rows, identity = read_records(config)
+    rows, identity = read_records(config, max_bytes)
     return Taskset(
         config,
         rows,

@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 
-from trinity_mq.bus import Bus, BusRefused, Consumer, Delivery, Topology
+from trinity_mq.bus import Bus, BusRefused, Consumer, Delivery, MessageTooLarge, Topology
 from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
@@ -31,6 +31,7 @@ from trinity_mq.dispatch.timeouts import SliceTimes
 from trinity_mq.messages import (
     BatchClosed,
     BatchId,
+    BatchReady,
     Deliver,
     Lane,
     Mark,
@@ -175,7 +176,8 @@ class Dispatcher:
         return [name for name, ticket in self.tickets.items() if ticket.is_open]
 
     async def open(self, ticket: Ticket) -> None:
-        """Save, declare and bind the batch queue, publish the slices, save that they are published.
+        """Save, declare and bind the batch queue, publish the slices, save that they are published. Tasks that do not
+        fit into messages fail.
 
         Several tickets may be opened at a time: their slices go out in the order of the calls, lane by lane.
         """
@@ -186,6 +188,8 @@ class Dispatcher:
             again = bool(ticket.opened_beat)
             if not again:
                 ticket.opened_beat = self._next_heartbeat()
+                if ticket.deliver == "pipeline":
+                    self._failed(ticket, *ticket.fail_unlisted(self.bus.max_message_bytes))
             await self._save()
             if ticket.deliver != "none":
                 await self.queues.make(ticket, again=again)
@@ -253,13 +257,24 @@ class Dispatcher:
         try:
             if not await self.bus.publish("", submission.reply_to, message):
                 log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
-        except BusRefused as error:  # missing permission: no reason for the run to end
+        except (BusRefused, MessageTooLarge) as error:  # no reason for the run to end
             log.warning("submitter_not_answered", submission=submission.submission_id, reason=str(error))
 
     async def announce(self, manifest: BatchClosed) -> None:
-        """Publish a manifest to the operators."""
+        """Publish a manifest to the operators; the batch of one that does not fit into a message fails."""
         message = envelope(manifest, message_id=f"closed-{manifest.ticket}")
-        await self.bus.publish(self.topology.exchange("batches"), "closed", message)
+        try:
+            await self.bus.publish(self.topology.exchange("batches"), "closed", message)
+        except MessageTooLarge as error:
+            log.warning("manifest_not_published", batch=manifest.batch, reason=str(error))
+            await self.fail(manifest, str(error))
+
+    async def fail(self, manifest: BatchClosed, reason: str) -> None:
+        """Publish that a closed batch failed, so that the trainer passes over it."""
+        op = uuid.uuid4().hex
+        failed = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, state="failed", reason=reason)
+        message = envelope(failed, message_id=f"tomb-{manifest.ticket}-{op}")
+        await self.bus.publish(self.topology.exchange("ready"), batch_key(manifest.batch), message)
 
     # -- publishing
 
@@ -309,7 +324,21 @@ class Dispatcher:
             **common,
         )
         message = envelope(body, message_id=f"{ticket.ticket}-{task_id}-{task_slice.run_base}")
-        await self.bus.publish(self.topology.exchange("tasks"), f"{ticket.lane}.{batch_key(ticket.batch)}", message)
+        key = f"{ticket.lane}.{batch_key(ticket.batch)}"
+        try:
+            await self.bus.publish(self.topology.exchange("tasks"), key, message)
+        except MessageTooLarge as error:
+            if not ticket.is_finished(task_slice.task_id):
+                ticket.decide_rest(task_slice.task_id, "failed", str(error))
+                self._failed(ticket, task_slice.task_id)
+
+    def _failed(self, ticket: Ticket, *tasks: int) -> None:
+        """Report tasks that failed before any runner had them."""
+        for task in tasks:
+            reason = ticket.results_of(task)[-1].message
+            log.warning("task_not_published", batch=ticket.batch, task=ticket.first_task + task, reason=reason)
+            self.on_task_done(ticket, task)
+        self.changed.notify()
 
     # -- receiving
 

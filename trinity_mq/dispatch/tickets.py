@@ -11,10 +11,26 @@ from typing import Any
 
 from pydantic import BaseModel, Field, PrivateAttr
 
-from trinity_mq.messages import Accepted, BatchClosed, BatchId, Deliver, Lane, TaskBody, TaskResult, Version, Wanted
+from trinity_mq.config.run import MANIFEST_RESERVE_BYTES, manifest_bytes
+from trinity_mq.messages import (
+    Accepted,
+    BatchClosed,
+    BatchId,
+    Deliver,
+    Lane,
+    Outcome,
+    TaskBody,
+    TaskResult,
+    Version,
+    Wanted,
+)
 
 CAN_HAVE_RUNS = {"finished", "partial", "cancelled"}
 """Outcomes whose experiences go into the batch; a cancelled slice has some if its runner was asked to keep them."""
+
+WANTED_BYTES = 600
+"""Upper bound of the bytes that a submitter who wants experiences takes in a manifest."""
+UNLISTED = "lower buffer.batch_size, raise explorer.max_repeat_times_per_runner, or raise broker.max_message_bytes"
 
 
 class SubmissionRef(BaseModel):
@@ -123,22 +139,37 @@ class Ticket(BaseModel):
         """Give every slice that has no outcome the outcome *cancelled*; return the tasks that this ended."""
         cut_off = list(self._missing)
         for task in cut_off:
-            for task_slice in self._by_task[task]:
-                if task_slice.result is None:
-                    self._decide(
-                        task_slice,
-                        TaskResult(
-                            batch=self.batch,
-                            ticket=self.ticket,
-                            task_id=self.first_task + task,
-                            run_base=task_slice.run_base,
-                            repeat_times=task_slice.repeat_times,
-                            attempt="",
-                            outcome="cancelled",
-                            message=reason,
-                        ),
-                    )
+            self.decide_rest(task, "cancelled", reason)
         return cut_off
+
+    def decide_rest(self, task: int, outcome: Outcome, reason: str) -> None:
+        """Give every slice of a task that has no outcome this one, which no runner reports."""
+        for task_slice in self._by_task[task]:
+            if task_slice.result is None:
+                result = TaskResult(
+                    batch=self.batch,
+                    ticket=self.ticket,
+                    task_id=self.first_task + task,
+                    run_base=task_slice.run_base,
+                    repeat_times=task_slice.repeat_times,
+                    attempt="",
+                    outcome=outcome,
+                    message=reason,
+                )
+                self._decide(task_slice, result)
+
+    def fail_unlisted(self, max_bytes: int) -> list[int]:
+        """Fail the tasks whose slices a manifest of ``max_bytes`` has no room for; return them."""
+        wanted = {one.task_id for one in self.submissions if one.want_experiences}
+        left, failed = max_bytes - MANIFEST_RESERVE_BYTES, []
+        for task, slices in self._by_task.items():
+            size = sum(manifest_bytes(1, one.repeat_times) for one in slices) + WANTED_BYTES * (task in wanted)
+            if size <= left:
+                left -= size
+            elif task in self._missing:
+                self.decide_rest(task, "failed", f"a manifest of {max_bytes} bytes has no room for it: {UNLISTED}")
+                failed.append(task)
+        return failed
 
     def results_of(self, task: int) -> list[TaskResult]:
         """Return the outcomes of a task's slices, in order of their runs."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import structlog
 
-from trinity_mq.bus import Bus, Consumer, Delivery, Lock, LockHeld, Topology
+from trinity_mq.bus import Bus, Consumer, Delivery, Lock, LockHeld, MessageTooLarge, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import ControlEvent, Heartbeat, Message, Metrics, Role
 from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus
@@ -236,7 +236,10 @@ class Agent(ABC):
     async def _send_metrics(self) -> None:
         while True:
             metrics = await self._unsent.get()
-            await self.publish("telemetry", f"metrics.{self.role}.{self.id}", metrics)
+            try:
+                await self.publish("telemetry", f"metrics.{self.role}.{self.id}", metrics)
+            except MessageTooLarge as error:
+                log.warning("metrics_not_sent", step=metrics.step, reason=f"{error}; the run's files have them")
 
     def _current_heartbeats(self) -> Iterable[Heartbeat]:
         now = asyncio.get_running_loop().time()

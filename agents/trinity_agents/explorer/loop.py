@@ -19,11 +19,13 @@ from trinity_mq.dispatch.tickets import SubmissionRef
 from trinity_mq.messages import (
     BatchCounters,
     ExplorerStatus,
+    Outcome,
     RunEnd,
     SubmissionOutcome,
     TaskBody,
     TaskSubmission,
     Version,
+    encode,
 )
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.deliveries import dead_letter, envelope
@@ -33,6 +35,7 @@ log = structlog.get_logger(__name__)
 
 CLOCK_TICK = 1.0
 """Seconds between two looks at the timeouts."""
+NO_MORE_BATCHES = "the run has opened its last batch"
 KEEP_QUEUES_INTERVAL = 24 * 3600.0
 """Seconds between two declarations of a batch queue, which expires after seven days without one or a reader."""
 
@@ -178,16 +181,16 @@ class ExplorerLoop:
         """Answer the submitters of tasks that no batch will take: every task ends in an outcome."""
         for one in self.state.pending:
             if one.submission is not None:
-                await self._reject(one.submission)
+                await self._refuse(one.submission, "cancelled", NO_MORE_BATCHES)
         self.state.pending.clear()
         await self.save()
 
-    async def _reject(self, submission: SubmissionRef) -> None:
-        reason = "the run has opened its last batch"
-        outcome = SubmissionOutcome(
-            submission_id=submission.submission_id, batch="", ticket="", outcome="cancelled", message=reason
+    async def _refuse(self, submission: SubmissionRef, outcome: Outcome, reason: str) -> None:
+        """Answer the submitter of a task that no batch takes."""
+        answer = SubmissionOutcome(
+            submission_id=submission.submission_id, batch="", ticket="", outcome=outcome, message=reason
         )
-        await self.dispatcher.answer(submission, outcome)
+        await self.dispatcher.answer(submission, answer)
 
     def _has_final_weights(self) -> bool:
         trainer = self.agent.peers.trainer
@@ -294,12 +297,17 @@ class ExplorerLoop:
                 agent.bus, agent.topology, delivery, "a submission needs a submission_id or a message_id", agent.id
             )
             return
+        if (size := len(encode(self.source.completed(message.task)))) > (limit := self.config.broker.max_task_bytes):
+            reason = f"the task takes {size} bytes in a message; broker.max_message_bytes leaves {limit} for it"
+            await self._refuse(ref, "failed", reason)
+            await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
+            return
         if not self.source.submit(message, ref):
             return
         if self.state.ended and not message.task.is_eval:
             await self._reject_pending()
         elif self.state.finished:
-            await self._reject(ref)
+            await self._refuse(ref, "cancelled", NO_MORE_BATCHES)
         elif message.task.is_eval:
             one = ref.model_copy(update={"task_id": 0})
             task = self.source.completed(message.task)

@@ -108,12 +108,14 @@ class TaskSource:
 
 def open_tasksets(config: Config) -> tuple[Taskset | None, dict[str, list[TaskBody]]]:
     """Return the training taskset, at its beginning, and the evaluation tasks by set."""
-    training = config.buffer.taskset
+    training, limit = config.buffer.taskset, config.broker.max_task_bytes
     taskset = None
     if training.storage_type != "queue":
-        taskset = open_taskset(training, repeat_times=config.algorithm.repeat_times, seed=config.seed)
+        taskset = open_taskset(training, repeat_times=config.algorithm.repeat_times, seed=config.seed, max_bytes=limit)
     sets = {
-        one.name: open_taskset(one, repeat_times=one.repeat_times, seed=config.seed, is_eval=True).all_tasks()
+        one.name: open_taskset(
+            one, repeat_times=one.repeat_times, seed=config.seed, is_eval=True, max_bytes=limit
+        ).all_tasks()
         for one in config.buffer.eval_tasksets
     }
     return taskset, sets

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -12,15 +11,13 @@ from trinity_agents.explorer.evaluation import Evaluations
 from trinity_agents.explorer.in_flight import PendingTask, SubmittedTask
 from trinity_agents.explorer.state import ExplorerState
 from trinity_agents.explorer.task_source import TaskSource
-from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import rollout_metrics, submission_outcome
 from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.pacing import Counters, may_open, must_ask, required_answer, required_progress
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
 from trinity_mq.dispatch.timeouts import pass_time
-from trinity_mq.messages import BatchClosed, BatchReady, OperatorStatus, Progress, TaskBody
-from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.messages import OperatorStatus, Progress, TaskBody
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
@@ -317,16 +314,7 @@ class TrainingBatches:
             else:
                 waited = f"{explorer.batch_tries} x {explorer.operator_deadline:g} s"
                 reason = f"an operator was idle for {waited}, and none has taken it"
-                await self._publish_failure(manifest, reason)
-
-    async def _publish_failure(self, manifest: BatchClosed, reason: str) -> None:
-        """Publish a failure marker, so that the trainer passes over a batch that no operator processes."""
-        op = uuid.uuid4().hex
-        failed = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, state="failed", reason=reason)
-        message = envelope(failed, message_id=f"tomb-{manifest.ticket}-{op}")
-        await self._dispatcher.bus.publish(
-            self._dispatcher.topology.exchange("ready"), batch_key(manifest.batch), message
-        )
+                await self._dispatcher.fail(manifest, reason)
 
     @property
     def _open_batches(self) -> list[Ticket]:

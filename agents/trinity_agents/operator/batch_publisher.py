@@ -23,6 +23,9 @@ from trinity_mq.transport.experience_parts import Part, chunk_message, requested
 
 log = structlog.get_logger(__name__)
 
+REASON_LIMIT = 2000
+"""Characters of a failure's reason that travel."""
+
 
 class BatchPublisher:
     """Publishes for one operator."""
@@ -63,14 +66,17 @@ class BatchPublisher:
             metrics={**manifest.metrics, **batch.metrics},
         )
 
-    async def publish_state(self, manifest: BatchClosed, *, op: str | None = None, **fields: Any) -> None:
+    async def publish_state(
+        self, manifest: BatchClosed, *, op: str | None = None, reason: str | None = None, **fields: Any
+    ) -> None:
         """Publish the BatchReady of a batch with these fields.
 
         Raises:
             RestartMe: There is no ready stream.
         """
         op = op or uuid.uuid4().hex
-        ready = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, **fields)
+        reason = reason and reason[:REASON_LIMIT]
+        ready = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, reason=reason, **fields)
         await self._to_ready(manifest, envelope(ready, message_id=f"ready-{manifest.ticket}-{op}"))
 
     async def _to_ready(self, manifest: BatchClosed, message: Envelope) -> None:

@@ -151,12 +151,18 @@ class ResultPublisher:
         return result if taken else self.result(in_flight, "late", message="its batch is closed")
 
     async def report(self, in_flight: InFlightSlice, result: TaskResult) -> None:
-        """Publish the result, confirmed.
+        """Publish the result, confirmed; one that does not fit into a message as *failed*.
 
         Raises:
             RestartMe: There is no stream of results.
         """
-        if not await self._results.publish(batch_key(in_flight.task_slice.batch), result):
+        key = batch_key(in_flight.task_slice.batch)
+        try:
+            taken = await self._results.publish(key, result)
+        except MessageTooLarge as error:
+            reason = f"{error}; or lower explorer.max_repeat_times_per_runner: the metrics of all runs travel together"
+            taken = await self._results.publish(key, self.result(in_flight, "failed", message=reason))
+        if not taken:
             raise RestartMe(f"{self._topology.results.name} does not exist any more; a start declares it again")
 
     async def close(self) -> None:
@@ -226,13 +232,23 @@ class ResultPublisher:
             return [answer for member in members for answer in await self._publish_shared_part(ticket, [member])]
         return [taken] * len(members)
 
-    async def _publish_results(self, batch: str, results: list[TaskResult]) -> list[bool]:
+    async def _publish_results(self, batch: str, results: list[TaskResult]) -> list[bool | Exception]:
+        """Publish results in one message, or in several where they are too large together."""
         if len(results) == 1:
             message = envelope(results[0], message_id=f"result-{results[0].attempt}")
         else:
             ids = f"results-{results[0].attempt}+{len(results) - 1}"
             message = envelope(TaskResults(results=results), message_id=ids, headers={"batch": results[0].batch})
-        return [await self._bus.publish(self._topology.exchange("results"), batch, message)] * len(results)
+        try:
+            return [await self._bus.publish(self._topology.exchange("results"), batch, message)] * len(results)
+        except MessageTooLarge as error:
+            if len(results) == 1:
+                return [error]
+            half = len(results) // 2
+            return [
+                *await self._publish_results(batch, results[:half]),
+                *await self._publish_results(batch, results[half:]),
+            ]
 
 
 def size_at_most(experiences: Sequence[Experience]) -> int:

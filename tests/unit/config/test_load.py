@@ -25,6 +25,7 @@ TINY = {"model": {"tiny": {}}}
         (TINY, ["algorithm.repeat_times=2", "algorithm.min_group_runs=3"], ["min_group_runs is 3"]),
         (TINY, ["explorer.max_timeout=700"], ["2100 s", "1800 s"]),
         (TINY, ["operator.timeout=1800"], ["operator.timeout is 1800 s", "must be less"]),
+        (TINY, ["buffer.batch_size=98000"], ["98000 slices", "explorer.max_repeat_times_per_runner", "8388608"]),
         (TINY, ["explorer.batch_timeout=10"], ["times must grow"]),
         (TINY, ["explorer.rollout_model.top_p=0.9"], ["top_p", "allow_truncated_sampling"]),
         (TINY, ["trainer.save_interval=100000"], ["ready_max_bytes"]),

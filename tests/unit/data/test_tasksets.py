@@ -222,3 +222,12 @@ def test_gsm8k_reads_as_it_is():
 def test_data_imports_no_torch():
     code = "import sys, trinity_mq.data; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_record_larger_than_a_message_is_refused_with_its_place_and_size(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps({"question": "1"}) + "\n" + json.dumps({"question": "2", "image": "x" * 1000}) + "\n")
+    config = file_config(path, format=FormatConfig(response_key=""))
+    assert len(open_taskset(config, max_bytes=1100)) == 2
+    with pytest.raises(TasksetError, match=rf"{path}:2: the record takes 10\d\d bytes .* leaves 900 .* paths or URLs"):
+        open_taskset(config, max_bytes=900)

@@ -53,7 +53,8 @@ def check_tasksets(config: Config) -> list[str]:
         if taskset.storage_type == "queue":
             found.append(f"taskset {taskset.name!r}: tasks submitted from outside")
         else:
-            found.append(f"taskset {taskset.name!r}: {len(open_taskset(taskset))} tasks from {taskset.path}")
+            tasks = open_taskset(taskset, max_bytes=config.broker.max_task_bytes)
+            found.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}")
     return found
 
 

@@ -343,6 +343,43 @@ def test_what_cannot_travel_fails_its_slice_and_leaves_no_part(fields: dict[str,
     assert unanswered(world) == 0
 
 
+def test_results_that_are_too_large_together_travel_in_several_messages() -> None:
+    world = World("broker.max_message_bytes=65536", "runner.concurrency=20")
+
+    async def main() -> None:
+        async def with_many_metrics(task_slice: TaskSlice) -> SliceOutcome:
+            await asyncio.sleep(1)  # all end at once
+            return an_outcome(task_slice, metrics=[{f"{n:0100}": 1.0 for n in range(100)} for _ in range(2)])
+
+        for task in range(10):
+            await send_slice(world, a_slice(task=task))
+        async with world.living(make(world, with_many_metrics)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    assert sorted((one.task_id, one.outcome) for one in results(world)) == [(task, "finished") for task in range(10)]
+    assert len(world.stored("results")) < 10, "those that fit together share a message"
+    assert unanswered(world) == 0
+
+
+def test_a_result_larger_than_a_message_is_a_failure_with_the_reason() -> None:
+    world = World("broker.max_message_bytes=65536")
+
+    async def with_too_many_metrics(task_slice: TaskSlice) -> SliceOutcome:
+        return an_outcome(task_slice, metrics=[{f"{n:0100}": 1.0 for n in range(1000)}])
+
+    async def main() -> None:
+        await send_slice(world, a_slice(runs=1))
+        async with world.living(make(world, with_too_many_metrics)):
+            await asyncio.sleep(1)
+
+    run_virtually(main())
+    (result,) = results(world)
+    assert (result.outcome, result.runs, result.parts) == ("failed", [], 0)
+    assert "broker.max_message_bytes (65536)" in str(result.message)
+    assert unanswered(world) == 0
+
+
 def test_a_message_of_any_length_and_any_characters_travels() -> None:
     world = World()
 
