@@ -1,13 +1,15 @@
-"""Atomic checkpoints of the trainer, and a count of the train steps begun but not finished per ticket."""
+"""Atomic checkpoints of the trainer, and a count of the train steps that crashed per ticket."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -273,7 +275,10 @@ def publish_final(model: Path, final: Path) -> None:
 
 
 class StepAttempts:
-    """Count of unfinished starts per ticket: a batch that kills the trainer shows by its count.
+    """Count of starts per ticket that crashed in the middle: a batch that kills the trainer shows by its count.
+
+    A start counts unless its step ends or is called off, or the process is asked to end meanwhile: a step that is then
+    cut off, by a kill after the grace too, says nothing of its batch.
 
     A file in the checkpoint folder, replaced at once but not synced: it has to survive the process, not the machine.
     """
@@ -286,6 +291,8 @@ class StepAttempts:
         """
         self._path = folder / "attempts.json"
         self._starts: dict[str, int] = {}
+        self._running: frozenset[str] = frozenset()
+        self._is_ending = False
         try:
             if self._path.exists():
                 self._starts = {str(ticket): int(n) for ticket, n in json.loads(self._path.read_text()).items()}
@@ -295,7 +302,7 @@ class StepAttempts:
             raise CheckpointError(f"cannot read {self._path}: {error}; give the trainer access to it") from error
 
     def starts(self, ticket: str) -> int:
-        """Return how many starts of ``ticket`` did not finish."""
+        """Return how many starts of ``ticket`` crashed."""
         return self._starts.get(ticket, 0)
 
     def begin(self, tickets: Iterable[str]) -> None:
@@ -304,10 +311,41 @@ class StepAttempts:
         Raises:
             CheckpointError: It cannot be written.
         """
-        self._write(self._starts | {ticket: self.starts(ticket) + 1 for ticket in tickets})
+        if not self._is_ending:
+            self._running = frozenset(tickets)
+            self._write(self._starts | {ticket: self.starts(ticket) + 1 for ticket in self._running})
+
+    @contextmanager
+    def noted(self, tickets: Collection[str]) -> Iterator[None]:
+        """Note a start of each ticket for the step in the ``with`` block.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        self.begin(tickets)
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.withdraw()
+            raise
+        finally:
+            self._running = frozenset()
+        self.finish(tickets)
+
+    def withdraw(self) -> None:
+        """Do not count the start of the step under way, nor later ones: this process was asked to end.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        self._is_ending = True
+        if self._running:
+            left = {ticket: starts - (ticket in self._running) for ticket, starts in self._starts.items()}
+            self._running = frozenset()
+            self._write({ticket: starts for ticket, starts in left.items() if starts})
 
     def finish(self, tickets: Iterable[str]) -> None:
-        """Forget the starts of tickets whose step has ended, well or with an error that did not kill.
+        """Forget the starts of tickets whose step has ended.
 
         Raises:
             CheckpointError: It cannot be written.

@@ -68,6 +68,7 @@ class Trainer(Agent):
                     loop.source.run(),
                     loop.gate.run(feed, self.each),
                     loop.follow_gate(),
+                    loop.excuse_step(),
                     self.restart_without_lock(),
                 )
         finally:

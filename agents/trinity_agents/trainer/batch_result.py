@@ -21,7 +21,7 @@ from trinity_mq.training.learner import Learner
 log = structlog.get_logger(__name__)
 
 MAX_STARTS = 2
-"""Unfinished starts on one batch; the next start skips it."""
+"""Starts on one batch that crashed; the next start skips it."""
 MAX_STARTS_REPAIRED = 1
 """The same for one that goes along with another: what kills may be either, and the other gets a start without it."""
 
@@ -131,9 +131,8 @@ async def train_on(
         kept, metrics = _fresh([parts[number] for number in usable], step, max_staleness)
         tickets = [parts[number].ticket for number in usable if parts[number].experiences]
         if tickets:
-            attempts.begin(tickets)
-            metrics |= await learner.step(kept, step + 1)
-            attempts.finish(tickets)
+            with attempts.noted(tickets):
+                metrics |= await learner.step(kept, step + 1)
     stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
     for number in usable:
         too_old: dict[str, Any] = {

@@ -174,6 +174,15 @@ class TrainLoop:
             self.agent.woken.notify()
             self.agent.heartbeat_soon()
 
+    async def excuse_step(self) -> None:
+        """Note it as soon as this process is to end, asked to or cancelled: what cuts a step off after that is no
+        crash, and does not count against its batch.
+        """
+        try:
+            await self.agent.draining.wait()
+        finally:
+            self._attempts.withdraw()
+
     async def run(self) -> None:
         """Train until the run is over or the agent is asked to drain."""
         agent = self.agent

@@ -294,6 +294,28 @@ def test_only_starts_that_did_not_finish_count(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "attempts.json").read_text()) == {}
 
 
+def test_a_start_that_is_called_off_takes_back_itself_only(tmp_path: Path) -> None:
+    StepAttempts(tmp_path).begin(["a"])  # killed here
+    attempts = StepAttempts(tmp_path)
+
+    def called_off() -> None:
+        with attempts.noted(["a", "b"]):
+            assert (StepAttempts(tmp_path).starts("a"), StepAttempts(tmp_path).starts("b")) == (2, 1)
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        called_off()
+    assert (StepAttempts(tmp_path).starts("a"), StepAttempts(tmp_path).starts("b")) == (1, 0)
+
+
+def test_a_start_that_fails_counts_also_when_the_process_ends_because_of_it(tmp_path: Path) -> None:
+    attempts = StepAttempts(tmp_path)
+    with pytest.raises(MemoryError), attempts.noted(["a"]):
+        raise MemoryError
+    attempts.withdraw()
+    assert StepAttempts(tmp_path).starts("a") == 1
+
+
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": null}'])
 def test_unreadable_attempts_count_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "attempts.json").write_text(content)

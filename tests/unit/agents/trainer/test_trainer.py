@@ -17,13 +17,13 @@ from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Bus
 from trinity_mq.bus.memory.bus import MemoryBus
-from trinity_mq.messages import BatchReady, Progress, RunEnd, SyncEvent
+from trinity_mq.messages import BatchReady, ControlEvent, Progress, RunEnd, SyncEvent
 from trinity_mq.models.engines.host.admin_client import ReceiveFailed
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.testing.fakes import FakeEngine, FakeLearner, FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.training.checkpoint import DamagedCheckpointError
+from trinity_mq.training.checkpoint import DamagedCheckpointError, StepAttempts
 
 
 def outcomes(sim: Simulation) -> dict[Any, str]:
@@ -99,6 +99,57 @@ def test_a_skipped_batch_is_skipped_again_after_a_restart_from_before_it(tmp_pat
     fourth = lineage(tmp_path / "history", 4, 4)
     assert [entry["outcome"] for entry in fourth] == ["trained", "skipped", "trained", "trained"]
     assert {letter["ticket"] for letter in sim.dead_letters()} == {fourth[1]["ticket"]}
+
+
+@pytest.mark.parametrize("cut_off_by", ["lost lock", "restart asked for"])
+def test_a_step_that_is_called_off_does_not_count_against_its_batch(tmp_path: Path, cut_off_by: str) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=1",), batches=3, step_seconds=20.0)
+
+    async def trainers() -> None:
+        for life in range(1, 4):
+            trainer = sim.make_trainer()
+            task = asyncio.get_running_loop().create_task(trainer.run())
+            await until(lambda: trainer.loop._in_hand != [])  # noqa: B023  # awaited here
+            if cut_off_by == "lost lock":
+                sim.broker.drop(trainer.bus, delay=5.0)  # type: ignore[arg-type]
+                other = await sim.client()
+                lock = await other.lock(sim.topology.lock("trainer"))
+                with pytest.raises(ExceptionGroup) as caught:
+                    await task
+                await lock.release()
+            else:
+                bus = await sim.client()
+                event = ControlEvent(verb="restart", target="trainer-0", reason=f"life {life}")
+                await bus.publish(sim.topology.exchange("control"), "restart.trainer-0", envelope(event))
+                with pytest.raises(ExceptionGroup) as caught:
+                    await task
+            leaf(caught.value, RestartMe)
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=trainers), limit=1000)
+    assert outcomes(sim) == dict.fromkeys((1, 2, 3), "trained")
+    assert sim.dead_letters() == []
+
+
+def test_a_step_that_is_cut_off_after_a_drain_was_asked_for_does_not_count(tmp_path: Path) -> None:
+    """A supervisor sends SIGKILL once its grace is over: what is on disk then is what the next trainer reads."""
+    sim = Simulation(tmp_path, batches=3, step_seconds=100.0)
+
+    async def trainer() -> None:
+        task = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await until(lambda: sim.trainer.loop._in_hand != [])
+        ticket = sim.trainer.loop._in_hand[0]
+        assert StepAttempts(tmp_path / "checkpoints").starts(ticket) == 1, "a crash in the step would count"
+        sim.trainer.drain()
+        await asyncio.sleep(1.0)
+        assert sim.trainer.loop._in_hand == [ticket], "the step goes on"
+        assert StepAttempts(tmp_path / "checkpoints").starts(ticket) == 0
+        await killed(task)
+        raise _Over
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(trainer=trainer), limit=1000)
+    leaf(caught.value, _Over)
 
 
 def test_batches_from_too_old_weights_are_dropped_whole_and_are_progress(tmp_path: Path) -> None:
