@@ -97,7 +97,7 @@ class Stage:
         return StreamSource(self.bus, self.topology, "trainer-0")
 
     async def command(self, *words: str) -> int:
-        return await asyncio.to_thread(command, [*words, "--run", self.topology.run, "--broker", self.url])
+        return await asyncio.to_thread(command, [*words, self.topology.run, "--broker", self.url])
 
 
 def pid(ready: BatchReady) -> int:

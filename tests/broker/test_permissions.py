@@ -211,9 +211,9 @@ async def test_a_whole_run_works_with_them(
     async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*few, "buffer.total_steps=500")) as going:
         await going.until_progress(1, 180.0)
         answer, told, letters, shown = await asyncio.gather(
-            command("submit", "--run", run, "--task", TASK, "--wait", "90", url=submitter),
-            command("status", "--run", run, "--seconds", "3", url=reader),
-            command("dead", "list", "--run", run, url=reader),
+            command("submit", run, "--task", TASK, "--wait", "90", url=submitter),
+            command("status", run, "--seconds", "3", url=reader),
+            command("dead", "list", run, url=reader),
             command("inspect", run, url=reader),
         )
         assert json.loads(answer.splitlines()[-1])["outcome"] == "finished"

@@ -52,7 +52,6 @@ async def test_tasks_come_back_and_rubbish_is_parked(tmp_path: Path) -> None:
                 "-m",
                 "trinity_mq.cli.main",
                 "submit",
-                "--run",
                 "outside",
                 "--broker",
                 url,

@@ -161,7 +161,7 @@ async def test_a_run_shows_none(
         assert [line for line in lines if shown(line, token)] == []
         assert leaks(tmp_path / "run", token) == []
         told = await asyncio.gather(
-            command("submit", "--run", run, "--task", "not JSON"),
+            command("submit", run, "--task", "not JSON"),
             command(
                 "submit", str(config), "--task", '{"raw_task": {"question": "3,7=", "answer": "7"}, "workflow": "none"}'
             ),

@@ -8,14 +8,19 @@ from collections.abc import Callable
 Run = Callable[[argparse.Namespace], int]
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add ``CONFIG`` and the settings that override it."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as examples/arithmetic.yaml")
+def add_target(parser: argparse.ArgumentParser, also: str = "", *, optional: bool = False) -> None:
+    """Add ``TARGET``, which names a run (``also`` something else), and the settings over those of its configuration."""
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?" if optional else None,
+        help=" ".join(["a YAML file such as examples/arithmetic.yaml, a run's folder, or a run's name", also]).strip(),
+    )
     parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
-        help="settings over those of the file, such as buffer.total_steps=10",
+        help="settings over those of the file or folder, such as buffer.total_steps=10",
     )
 
 
@@ -27,13 +32,6 @@ def add_broker(parser: argparse.ArgumentParser, *more: str) -> None:
         metavar="URL",
         help="amqp://user:password@host:port/vhost (default: the run's, else TRINITY_MQ_BROKER_URL)",
     )
-
-
-def add_run_or_config(parser: argparse.ArgumentParser) -> None:
-    """Add ``CONFIG``, ``--run`` and ``--broker``, which name a run and its broker."""
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="the run's YAML file; else give --run")
-    parser.add_argument("--run", metavar="NAME", help="the run's name, instead of CONFIG")
-    add_broker(parser)
 
 
 def add_actions(parser: argparse.ArgumentParser) -> Callable[[str, str, Run], argparse.ArgumentParser]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ COMMANDS = (
         "tell whether the agent that writes TRINITY_MQ_HEALTH_FILE is alive (for a container's health check)",
     ),
     ("submit", "commands.submit:submit", "publish a task to a run"),
+    ("list", "run.list:list_runs", "show the runs below a folder: how far each is, and whether it runs"),
     ("status", "run.status:status", "show the agents of a run and the depths of its queues"),
     (
         "timeline",
@@ -56,6 +58,8 @@ COMMANDS = (
 """Each command: its name, its module and function below ``trinity_mq.cli``, and its help. The module has
 ``add_arguments(parser)``, which also sets ``function`` where a command has actions.
 """
+SETTING = re.compile(r"[A-Za-z_][\w.]*=")
+"""The beginning of a word that sets something."""
 EXIT_USER = 2
 """An error that the user can cure."""
 EXIT_FATAL = 78
@@ -137,7 +141,12 @@ class _CommandParser(argparse.ArgumentParser):
         if function:
             self.set_defaults(function=getattr(module, function))
         module.add_arguments(self)
-        return super().parse_known_args(args, namespace)
+        known, rest = super().parse_known_args(args, namespace)
+        # argparse takes the words up to the first option only; settings may also stand behind one
+        if hasattr(known, "overrides"):
+            known.overrides += [word for word in rest if SETTING.match(word)]
+            rest = [word for word in rest if not SETTING.match(word)]
+        return known, rest
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.runtime.process import is_run_over, mark_run_over, write_atomic
 
 CONFIG_FILE = "config.yaml"
+LOCK_FILE = "lock"
 FIXED_SECTIONS = ("model", "algorithm")
 """Sections that checkpoint and learning-rate schedule depend on; a run cannot go on with others."""
 _ELSEWHERE = ("run_dir", "broker.url", "broker.url_file", "broker.password_file")
@@ -81,18 +82,22 @@ class LockedFolder:
         self._url.unlink(missing_ok=True)
 
     def known_broker(self) -> str | None:
-        """Return the noted URL, None when the broker does not run."""
+        """Return the noted URL, None when there is none."""
         try:
             return self._url.read_text().strip() or None
         except OSError:
             return None
+
+    def live_broker(self) -> str | None:
+        """Return the noted URL while a process holds the folder; one that was killed leaves it behind."""
+        return self.known_broker() if self.holder() is not None else None
 
 
 class RunFolder(LockedFolder):
     """``<run_dir>``: configuration, lock, logs, and the mark of a finished run."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config.path, "lock", "broker.url")
+        super().__init__(config.path, LOCK_FILE, "broker.url")
         self.name = config.name
         self._config = config
 

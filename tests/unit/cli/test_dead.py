@@ -40,7 +40,7 @@ def test_listing_leaves_them_where_they_are(
             await bus.publish(topology.exchange("dead"), "odd", letter)
         await bus.close()
 
-    words = ["dead", "list", "--run", unique_run, "--broker", broker_url]
+    words = ["dead", "list", unique_run, "--broker", broker_url]
     assert main(words) == 0
     assert "has no dead letters" in capsys.readouterr().out
     asyncio.run(publish())

@@ -36,7 +36,7 @@ async def bury(bus: Bus, topology: Topology, *batches: tuple[int, str]) -> None:
 def test_chosen_batches_go_back_and_the_rest_stays(
     broker_url: str, unique_run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["dead", "replay", "--run", unique_run, "--broker", broker_url]
+    words = ["dead", "replay", unique_run, "--broker", broker_url]
 
     async def before(bus: Bus, topology: Topology) -> None:
         await bus.declare(topology.dead, topology.closed, *(topology.batch_queue(n, f"t{n}") for n in (1, 2)))
@@ -74,7 +74,7 @@ def test_chosen_batches_go_back_and_the_rest_stays(
 
 
 def test_nothing_to_run_again(broker_url: str, unique_run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dead", "replay", "--run", unique_run, "--broker", broker_url]) == 0
+    assert main(["dead", "replay", unique_run, "--broker", broker_url]) == 0
     assert capsys.readouterr().out == f"run {unique_run!r} has no dead batch to run again\n"
 
 
@@ -86,7 +86,7 @@ def test_without_operators_queue_the_letter_stays(
         await bury(bus, topology, (1, "t1"))
 
     do(broker_url, unique_run, before)
-    assert main(["dead", "replay", "--run", unique_run, "--broker", broker_url]) == 2
+    assert main(["dead", "replay", unique_run, "--broker", broker_url]) == 2
     assert "does not exist: start the run" in capsys.readouterr().err
 
     async def after(bus: Bus, topology: Topology) -> None:

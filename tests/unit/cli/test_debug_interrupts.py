@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from trinity_mq.cli.run.interrupts import run_to_the_end
+from trinity_mq.cli.interrupts import run_to_the_end
 
 
 def test_what_is_done_is_returned_and_what_is_raised_is_raised() -> None:

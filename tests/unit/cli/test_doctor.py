@@ -127,7 +127,7 @@ def test_a_healthy_broker() -> None:
         ({"depths": {"tmq.x.closed": (3, 1)}}, "queues of the run", "ok", "tmq.x.closed 3), in use"),
         ({"queues": [{"name": "tmq.x.batch.1"}]}, "queues of the run", "warning", "1 queues, nobody uses them"),
         ({"queues": [{"name": "tmq.y.dead", "messages": 1}]}, "queues of the run", "ok", "none"),
-        ({"depths": {"tmq.x.dead": (3, 1)}}, "dead letters", "warning", "trinity-mq dead list --run x"),
+        ({"depths": {"tmq.x.dead": (3, 1)}}, "dead letters", "warning", "trinity-mq dead list x"),
     ],
 )
 def test_each_thing_that_can_be_wrong(changes: dict[str, Any], subject: str, verdict: str, words: str) -> None:
@@ -396,8 +396,8 @@ def test_no_broker_is_a_warning_and_an_unreachable_one_a_problem(
     for name in ("TRINITY_MQ_BROKER_URL", "TRINITY_MQ_BROKER_URL_FILE"):
         monkeypatch.delenv(name, raising=False)
     words: dict[str, Any] = {
-        "config": None,
-        "run": None,
+        "target": None,
+        "overrides": [],
         "broker": None,
         "management": None,
         "node": None,

@@ -16,7 +16,7 @@ from tests.legacy_bodies import trxp
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.cli.inspect.command import Printer, _target
+from trinity_mq.cli.inspect.command import Printer
 from trinity_mq.cli.inspect.stream import QUIET_SECONDS, Choice, ReadyReader, StreamSummary
 from trinity_mq.cli.inspect.token_texts import TokenTexts
 from trinity_mq.cli.main import main
@@ -374,24 +374,3 @@ def test_wrong_words_are_explained(body: str, capsys: pytest.CaptureFixture[str]
     assert "--limit is 0" in capsys.readouterr().err
     assert main(["inspect", body, "--tokenizer", str(tmp_path)]) == 2
     assert "tokenizer.json cannot be loaded" in capsys.readouterr().err
-
-
-def test_which_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TRINITY_MQ_BROKER_URL", raising=False)
-    with pytest.raises(CommandError, match="no broker is known for run 'gone'"):
-        _target(words(target="gone"))
-    assert _target(words(target="gone", broker="amqp://h/")).broker.url == "amqp://h/"
-    config = tmp_path / "c.yaml"
-    config.write_text("name: mine\nmodel: {tiny: {}}\nbroker: {blob_store: /b}\n")
-    with pytest.raises(CommandError, match="no broker is known for run 'mine'"):
-        _target(words(target=str(config)))
-    folder = tmp_path / "runs" / "mine"
-    (folder / "broker").mkdir(parents=True)
-    found = _target(words(target=str(config)))
-    assert (found.run, found.broker.url, found.broker.blob_store) == ("mine", None, "file:///b"), "its own is started"
-    (folder / "config.yaml").write_text(config.read_text())
-    (folder / "broker.url").write_text("amqp://lives/")
-    found = _target(words(target="mine", blob_store="/c"))
-    assert (found.broker.url, found.broker.blob_store) == ("amqp://lives/", "file:///c")
-    assert found.config is not None

@@ -80,11 +80,12 @@ def test_every_command_leads_to_a_function() -> None:
         "trainer": ["x", "a.b=c"],
         "validate": ["x"],
         "submit": ["x", "--wait", "3"],
-        "status": ["--run", "r", "--broker", "amqp://h/"],
+        "list": [],
+        "status": ["r", "--broker", "amqp://h/"],
         "dead": ["list", "x"],
         "broker": ["start", "folder"],
         "debug": ["workflow", "x"],
-        "doctor": ["--run", "r"],
+        "doctor": ["r"],
         "health": [],
         "timeline": ["r"],
         "inspect": ["r", "--last"],
@@ -96,6 +97,14 @@ def test_every_command_leads_to_a_function() -> None:
         assert callable(cli._parser().parse_args([command, *rest]).function), command
     for action in ("stop", "status", "serve"):
         assert callable(cli._parser().parse_args(["broker", action, "folder"]).function)
+
+
+def test_settings_may_stand_behind_an_option() -> None:
+    """argparse by itself refuses them there."""
+    for words in (["run", "x", "--plain", "a.b=c"], ["dead", "list", "x", "--limit", "3", "a.b=c"]):
+        assert cli._parser().parse_args(words).overrides == ["a.b=c"]
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args(["run", "x", "--plain", "word"])
 
 
 def test_only_the_module_of_the_given_command_is_imported() -> None:

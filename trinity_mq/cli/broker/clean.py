@@ -6,22 +6,21 @@ import argparse
 import asyncio
 
 from trinity_mq.bus import Bus, LockHeld, Topology
-from trinity_mq.bus.topology import RUN_NAME
-from trinity_mq.cli.broker.connection import connected, find_target
+from trinity_mq.cli.broker.connection import Target, find_target, reached
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.config import BrokerConfig, Config, load_config
+from trinity_mq.cli.interrupts import run_to_the_end
+from trinity_mq.config import Config
 from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_store
 
 
 def clean(arguments: argparse.Namespace) -> int:
     """Delete the queues and blobs of a run that nobody works on."""
-    config = None if RUN_NAME.fullmatch(arguments.target) else load_config(arguments.target)
-    found = find_target(config or arguments.target, arguments.broker, arguments.blob_store)
-    tickets = [] if config is None else _tickets(config)
-    for line in asyncio.run(_clean(found.run, found.broker, tickets)):
+    found = find_target(arguments, arguments.blob_store)
+    tickets = [] if found.config is None else _tickets(found.config)
+    for line in run_to_the_end(_clean(found, tickets)):
         print(line)
-    if config is None:
-        print("queues of batches that were open expire by themselves; to delete them now give the run's CONFIG instead")
+    if found.config is None:
+        print("queues of batches that were open expire by themselves; to delete them now give the run's YAML file")
     return 0
 
 
@@ -33,11 +32,12 @@ def _tickets(config: Config) -> list[str]:
     return [*state.tickets, *state.following.tickets]
 
 
-async def _clean(run: str, broker: BrokerConfig, tickets: list[str]) -> list[str]:
+async def _clean(found: Target, tickets: list[str]) -> list[str]:
+    run = found.run
     try:
-        store = open_store(broker, run)
+        store = open_store(found.broker, run)
         stored = await asyncio.to_thread(store.folders, PARTS) if store is not None else []
-        async with connected(run, broker, "clean") as (bus, topology):
+        async with reached(found, "clean") as (bus, topology):
             count = await _delete_queues(bus, topology, {*tickets, *stored})
             return [f"run {run!r}: {count} queues deleted", await _delete_blobs(store)]
     except LockHeld as error:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
-from trinity_mq.cli.arguments import add_actions, add_broker
+from trinity_mq.cli.arguments import add_actions, add_broker, add_target
 from trinity_mq.cli.broker.clean import clean
 from trinity_mq.cli.broker.own import own_broker
 from trinity_mq.cli.errors import CommandError
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     users.add_argument("--vhost", metavar="NAME", default="/", help="the virtual host (default: /)")
     users.add_argument("--replies", action="store_true", help="agent: may answer submitters; see deploy/permissions.md")
     cleaning = add("clean", "delete the queues and blobs of a run that is over for good", clean)
-    cleaning.add_argument("target", metavar="RUN", help="the run's name, or its YAML file")
+    add_target(cleaning)
     add_broker(cleaning)
     cleaning.add_argument(
         "--blob-store", metavar="URL", help="where its blobs are (default: broker.blob_store of the file)"
@@ -85,7 +85,7 @@ async def _serve(home: LockedFolder, ready_fd: int | None) -> int:
 def start(arguments: argparse.Namespace) -> int:
     """Start a broker in the background and print its URL, also when it runs already."""
     home = broker_folder(arguments.folder)
-    if (url := _url(home)) is None:
+    if (url := home.live_broker()) is None:
         url = _spawn(home)
     print(url)
     return 0
@@ -133,7 +133,7 @@ async def _wait_for_exit(pid: int) -> None:
 def status(arguments: argparse.Namespace) -> int:
     """Print the URL of a folder's broker; 1 when none runs."""
     home = broker_folder(arguments.folder)
-    url = _url(home)
+    url = home.live_broker()
     print(f"runs as process {home.holder()}: {url}" if url else f"no broker runs in {home.path}")
     return 0 if url else 1
 
@@ -141,11 +141,6 @@ def status(arguments: argparse.Namespace) -> int:
 def broker_folder(path: str | Path) -> LockedFolder:
     """Return a folder with a broker that outlives the command: who serves it, and its URL."""
     return LockedFolder(Path(path), "serve.lock", "serve.url", mode=0o700)
-
-
-def _url(home: LockedFolder) -> str | None:
-    """Return the broker's URL while it is served; one that was killed leaves it behind."""
-    return home.known_broker() if home.holder() is not None else None
 
 
 def show_permissions(arguments: argparse.Namespace) -> int:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.addresses import URL_FILE_VARIABLE, URL_VARIABLE, Addresses, broker_url
+from trinity_mq.cli.broker.own import own_broker
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run_folder import RunFolder
-from trinity_mq.config import BrokerConfig, Config, load_config
+from trinity_mq.cli.target import broker_of_name, find_configuration, known_runs
+from trinity_mq.config import BrokerConfig, Config
 
 COMMAND_CONNECT_TIMEOUT = 10.0
 """Seconds: a person waits for a command, no daemon."""
@@ -20,13 +23,13 @@ COMMAND_CONNECT_TIMEOUT = 10.0
 
 def known_broker(config: Config, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the broker's URL: of the configuration, else of the environment, else of the run that runs here, else
-    None. Several have commas between.
+    None. Several have commas between. A file that a killed run left behind does not count.
 
     Raises:
         AddressError: It is in a file that cannot be read.
     """
     given = Addresses.of(config.broker, environ)
-    return RunFolder(config).known_broker() if given is None else given.text()
+    return RunFolder(config).live_broker() if given is None else given.text()
 
 
 @dataclass(frozen=True)
@@ -37,48 +40,61 @@ class Target:
     broker: BrokerConfig
     """Without a URL where it is a private one that does not run now."""
     config: Config | None = None
+    """None: only the run's name is known."""
+
+    @property
+    def folder(self) -> RunFolder | None:
+        """The run's folder, None where there is none on this machine."""
+        return RunFolder(self.config) if self.config is not None and self.config.path.is_dir() else None
 
 
-def target(arguments: argparse.Namespace) -> tuple[str, BrokerConfig]:
-    """Return the run's name and its broker from ``CONFIG`` or ``--run`` and ``--broker``.
+def find_target(arguments: argparse.Namespace, blob_store: str | None = None) -> Target:
+    """Return the run that TARGET and its settings name, and its broker: that of ``--broker``, else its own.
 
     Raises:
-        CommandError: Neither names a run, or no broker is known.
+        CommandError: No broker is known, or TARGET names no run.
         ConfigError: The configuration cannot be used.
     """
-    if (arguments.config is None) == (arguments.run is None):
-        raise CommandError("give either the run's CONFIG or --run NAME, not both and not neither")
-    config = None if arguments.config is None else load_config(arguments.config)
-    found = find_target(config or arguments.run, arguments.broker)
-    return found.run, found.broker
-
-
-def find_target(
-    run: Config | str, url: str | None, blob_store: str | None = None, *, startable: bool = False
-) -> Target:
-    """Return a run and its broker.
-
-    Args:
-        run: Its configuration, else its name.
-        url: Of the broker; None: the run's, else the environment's.
-        blob_store: Its URL; None: the configuration's.
-        startable: The run's private broker need not run.
-
-    Raises:
-        CommandError: No broker is known.
-    """
-    config = None if isinstance(run, str) else run
-    name, broker = (run, BrokerConfig()) if isinstance(run, str) else (run.name, run.broker)
-    url = url or (broker_url(broker) if config is None else known_broker(config))
-    if url is None and not (startable and config is not None and RunFolder(config).broker.is_dir()):
+    config = find_configuration(arguments.target, arguments.overrides)
+    name = arguments.target if config is None else config.name
+    broker = broker_of_name(name, arguments.overrides) if config is None else config.broker
+    url = arguments.broker or (broker_url(broker) if config is None else known_broker(config))
+    if url is None and not (config is not None and RunFolder(config).broker.is_dir()):
         raise CommandError(
             f"no broker is known for run {name!r}: does it run on this machine? Else give --broker URL, or set "
-            f"{URL_VARIABLE} or {URL_FILE_VARIABLE}"
+            f"{URL_VARIABLE} or {URL_FILE_VARIABLE}{known_runs()}"
         )
     if blob_store is not None:
         broker = BrokerConfig(**{**broker.model_dump(), "blob_store": blob_store})
     timeout = min(broker.connect_timeout, COMMAND_CONNECT_TIMEOUT)
     return Target(name, broker.model_copy(update={"url": url, "url_file": None, "connect_timeout": timeout}), config)
+
+
+@asynccontextmanager
+async def reached(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topology]]:
+    """Open a bus to the run's broker. The private one of a run that does not run now is started, and stopped at the
+    end.
+
+    Raises:
+        CommandError: The run's folder is in use, or its name does not fit.
+        BusRefused, BusUnavailable: The broker does not let us in, or is not there.
+        NodeError: The private broker cannot be started.
+    """
+    if target.broker.url is not None:
+        async with connected(target.run, target.broker, who) as found:
+            yield found
+        return
+    assert target.config is not None
+    folder = RunFolder(target.config)
+    with folder.locked():
+        _note(f"starting the private broker of run {target.run!r}, which does not run now")
+        async with own_broker(folder.broker, target.config.supervisor, _note) as url:
+            async with connected(target.run, target.broker.model_copy(update={"url": url}), who) as found:
+                yield found
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @asynccontextmanager

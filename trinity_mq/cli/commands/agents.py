@@ -10,14 +10,14 @@ import socket
 from typing import cast
 
 from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
-from trinity_mq.cli.arguments import add_config
+from trinity_mq.cli.arguments import add_target
 from trinity_mq.cli.run_folder import RunFolder
-from trinity_mq.config import load_config
+from trinity_mq.cli.target import configuration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of an agent, whose role is the last word of ``parser.prog``."""
-    add_config(parser)
+    add_target(parser)
     role = parser.prog.rpartition(" ")[2]
     parser.add_argument("--id", help=f"its name among the agents of the run (default: {role}-0)")
     if role == "explorer":
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_agent(arguments: argparse.Namespace) -> int:
     """Run the agent named by the command until its work is over; return its exit code."""
-    config = load_config(arguments.config, arguments.overrides)
+    config = configuration(arguments)
     if Addresses.of(config.broker) is None and (url := RunFolder(config).known_broker()) is not None:
         os.environ[URL_VARIABLE] = url
     # by name: the command line must not import the daemons, which import torch

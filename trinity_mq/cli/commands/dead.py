@@ -9,10 +9,10 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from trinity_mq.bus import Bus, Delivery, Incoming, Topology
-from trinity_mq.cli.arguments import add_actions, add_run_or_config
-from trinity_mq.cli.broker.connection import connected, target
+from trinity_mq.cli.arguments import add_actions, add_broker, add_target
+from trinity_mq.cli.broker.connection import Target, find_target, reached
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.config import BrokerConfig
+from trinity_mq.cli.interrupts import run_to_the_end
 from trinity_mq.messages import BatchClosed, DecodeError, decode
 from trinity_mq.runtime.deliveries import envelope
 
@@ -25,12 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``trinity-mq dead list`` and ``trinity-mq dead replay``."""
     add = add_actions(parser)
     listing = add("list", "list dead letters with their reasons, and leave them where they are", list_dead)
-    add_run_or_config(listing)
+    add_target(listing)
+    add_broker(listing)
     listing.add_argument("--limit", type=int, default=100, help="largest number listed (default: 100)")
     again = add(
         "replay", "publish batches that operators could not process again, after the operators were repaired", replay
     )
-    add_run_or_config(again)
+    add_target(again)
+    add_broker(again)
     again.add_argument(
         "--batch", metavar="N", action="append", default=[], help="only this batch; may be given several times"
     )
@@ -38,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def list_dead(arguments: argparse.Namespace) -> int:
     """Print a table of dead letters, oldest first; they stay where they are."""
-    run, broker = target(arguments)
-    letters, total = asyncio.run(_letters(run, broker, arguments.limit))
+    target = find_target(arguments)
+    letters, total = run_to_the_end(_letters(target, arguments.limit))
     if not total:
-        print(f"run {run!r} has no dead letters")
+        print(f"run {target.run!r} has no dead letters")
         return 0
     from rich import box
     from rich.console import Console
@@ -69,8 +71,8 @@ def row(letter: Incoming) -> tuple[str, ...]:
 
 def replay(arguments: argparse.Namespace) -> int:
     """Publish batches that operators could not process again; return 1 if one could not be published."""
-    run, broker = target(arguments)
-    republished, problems, kept = asyncio.run(_replay(run, broker, set(arguments.batch)))
+    target = find_target(arguments)
+    republished, problems, kept = run_to_the_end(_replay(target, set(arguments.batch)))
     for line in (*republished, *problems):
         print(line)
     if republished:
@@ -81,12 +83,12 @@ def replay(arguments: argparse.Namespace) -> int:
         )
     else:
         rest = f"; {kept} other letters stay where they are, see `trinity-mq dead list`" if kept else ""
-        print(f"run {run!r} has no dead batch to run again{rest}")
+        print(f"run {target.run!r} has no dead batch to run again{rest}")
     return 1 if problems else 0
 
 
-async def _replay(run: str, broker: BrokerConfig, batches: set[str]) -> tuple[list[str], list[str], int]:
-    async with connected(run, broker, "dead") as (bus, topology):
+async def _replay(target: Target, batches: set[str]) -> tuple[list[str], list[str], int]:
+    async with reached(target, "dead") as (bus, topology):
         return await republish_batches(bus, topology, batches)
 
 
@@ -135,8 +137,8 @@ async def _problem(bus: Bus, topology: Topology, manifest: BatchClosed) -> str |
     )
 
 
-async def _letters(run: str, broker: BrokerConfig, limit: int) -> tuple[Sequence[Incoming], int]:
-    async with connected(run, broker, "dead") as (bus, topology):
+async def _letters(target: Target, limit: int) -> tuple[Sequence[Incoming], int]:
+    async with reached(target, "dead") as (bus, topology):
         total = await bus.depth(topology.dead.name) or 0
         return [letter async for letter in _each(bus, topology, min(total, limit))], total
 

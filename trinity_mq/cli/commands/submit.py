@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from trinity_mq.bus import Bus, Envelope, Topology
-from trinity_mq.cli.arguments import add_run_or_config
-from trinity_mq.cli.broker.connection import connected, target
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.broker.connection import connected, find_target
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import JSON_CONTENT_TYPE, SubmissionOutcome, TaskBody, TaskSubmission, decode
@@ -25,7 +25,8 @@ EXAMPLE = '{"raw_task": {"question": "+372=", "answer": "7"}}'
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq submit``."""
-    add_run_or_config(parser)
+    add_target(parser)
+    add_broker(parser)
     parser.add_argument(
         "--task", metavar="JSON", default="-", help="the task, @FILE for a file, - for standard input (default)"
     )
@@ -37,9 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def submit(arguments: argparse.Namespace) -> int:
     """Publish a task; with ``--wait`` print its outcome as JSON, 1 when it did not finish."""
-    run, broker = target(arguments)
+    target = find_target(arguments)
     submission = TaskSubmission(task=read_task(arguments.task), submission_id=arguments.id)
-    outcome = asyncio.run(_submit(run, broker, submission, arguments.wait))
+    if target.broker.url is None:
+        raise CommandError(
+            f"run {target.run!r} does not run now, nor does its private broker: start it with `trinity-mq run`, then "
+            "submit the task"
+        )
+    outcome = asyncio.run(_submit(target.run, target.broker, submission, arguments.wait))
     if outcome is None:
         return 0
     print(json.dumps(outcome.model_dump(mode="json")))

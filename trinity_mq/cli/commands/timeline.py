@@ -6,8 +6,9 @@ import argparse
 import re
 from pathlib import Path
 
+from trinity_mq.cli.arguments import add_target
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.config import load_config
+from trinity_mq.cli.target import RUNS, find_configuration, known_runs
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics
 from trinity_mq.telemetry.timeline import chrome_trace, spans
@@ -17,14 +18,14 @@ TIMELINE_FILE = "timeline.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq timeline``."""
-    parser.add_argument("target", metavar="RUN", help="the run's folder, its YAML file or its name")
+    add_target(parser)
     parser.add_argument("--steps", metavar="FIRST-LAST", help="only these batches, such as 10-30")
     parser.add_argument("--out", metavar="FILE", help=f"where to (default: {TIMELINE_FILE} in the run's folder)")
 
 
 def timeline(arguments: argparse.Namespace) -> int:
     """Write the run's timeline and print where it is; 0 when done."""
-    folder = run_folder(arguments.target)
+    folder = run_folder(arguments)
     out = Path(arguments.out) if arguments.out else folder / TIMELINE_FILE
     print(write_timeline(folder, out, _steps(arguments.steps)))
     return 0
@@ -49,19 +50,19 @@ def write_timeline(folder: Path, out: Path | None = None, steps: tuple[int, int]
     return out
 
 
-def run_folder(target: str) -> Path:
-    """Return the folder of a run that is named by its folder, its YAML file or its name.
+def run_folder(arguments: argparse.Namespace) -> Path:
+    """Return the folder of the run that TARGET and its settings name. Metrics are enough: an agent by itself leaves no
+    configuration there.
 
     Raises:
         CommandError: There is no such folder.
     """
-    path = Path(target)
-    if path.is_file():
-        path = load_config(target).path
-    elif not path.is_dir():
-        path = Path("runs") / target
+    path = Path(arguments.target)
+    if not (path / METRICS_FILE).is_file():
+        config = find_configuration(arguments.target, arguments.overrides)
+        path = RUNS / arguments.target if config is None else config.path
     if not path.is_dir():
-        raise CommandError(f"{path}: no run has left a folder there; give a run's folder, its YAML file or its name")
+        raise CommandError(f"{path}: no run has left a folder there{known_runs()}")
     return path
 
 

@@ -6,8 +6,9 @@ import argparse
 import inspect
 import uuid
 
-from trinity_mq.cli.arguments import add_config
-from trinity_mq.config import Config, ConfigError, load_config
+from trinity_mq.cli.arguments import add_target
+from trinity_mq.cli.target import configuration
+from trinity_mq.config import Config, ConfigError
 from trinity_mq.data import open_taskset
 from trinity_mq.messages import DecodeError
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward
@@ -17,12 +18,12 @@ from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq validate``."""
-    add_config(parser)
+    add_target(parser)
 
 
 def validate(arguments: argparse.Namespace) -> int:
     """Check a configuration and print a line on each part."""
-    config = load_config(arguments.config, arguments.overrides)
+    config = configuration(arguments)
     for line in (
         *check_tasksets(config),
         *check_workflows(config),
@@ -30,7 +31,7 @@ def validate(arguments: argparse.Namespace) -> int:
         *check_blob_store(config),
     ):
         print(line)
-    print(f"{arguments.config}: run {config.name!r} is valid; it would use {config.path}")
+    print(f"{arguments.target}: run {config.name!r} is valid; it would use {config.path}")
     return 0
 
 

@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trinity_mq.cli.arguments import add_actions, add_config
+from trinity_mq.cli.arguments import add_actions, add_target
 from trinity_mq.cli.debug.task import find_task
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.cli.run.interrupts import run_to_the_end
-from trinity_mq.config import Config, load_config
+from trinity_mq.cli.interrupts import run_to_the_end
+from trinity_mq.cli.target import configuration
+from trinity_mq.config import Config
 from trinity_mq.runtime.plugins import add_plugins
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``trinity-mq debug workflow`` and its arguments."""
     add = add_actions(parser)
     action = add("workflow", "run a task once, and show every message, token, logprob and reward", workflow)
-    add_config(action)
+    add_target(action)
     action.add_argument(
         "--task", metavar="N", default="0", help="number of a record, or a task as JSON, @FILE or - (default: 0)"
     )
@@ -52,7 +53,7 @@ def workflow(arguments: argparse.Namespace) -> int:
     from trinity_mq.cli.debug.report import JsonReport, TextReport
     from trinity_mq.telemetry import setup_logging
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = configuration(arguments)
     add_plugins(config.plugin_dirs)
     number, body = find_task(config, arguments.task, arguments.taskset)
     setup_logging("debug", "debug", None, "error")

@@ -298,7 +298,7 @@ def _run_queues(facts: Facts, needs: Needs) -> list[Judgement]:
 @check("dead letters", "none", of_run=True)
 def _dead_letters(facts: Facts, needs: Needs) -> list[Judgement]:
     count, _ = _depths(facts, needs).get(needs.named.dead.name, (0, 0))
-    why = f"`trinity-mq dead list --run {needs.named.run}` says why"
+    why = f"`trinity-mq dead list {needs.named.run}` says why"
     return first(str(count) if count else "none", ("warning", count, why))
 
 

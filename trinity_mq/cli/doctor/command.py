@@ -15,7 +15,7 @@ from trinity_mq.bus import AddressError, BusRefused
 from trinity_mq.bus.addresses import Addresses
 from trinity_mq.bus.rabbit.connection import BrokerConnectError
 from trinity_mq.bus.tls import tls_context
-from trinity_mq.cli.arguments import add_broker
+from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import known_broker
 from trinity_mq.cli.doctor.checks import BROKER_CHECKS, MACHINE_CHECKS, Finding, Verdict, findings
 from trinity_mq.cli.doctor.facts import (
@@ -29,9 +29,9 @@ from trinity_mq.cli.doctor.facts import (
     ask_rabbitmqctl,
     management_url,
 )
-from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run_folder import RunFolder
-from trinity_mq.config import BrokerConfig, load_config
+from trinity_mq.cli.target import broker_of_name, find_configuration
+from trinity_mq.config import BrokerConfig
 from trinity_mq.local_broker.node import NodeError, PrivateNode
 from trinity_mq.telemetry import mask_passwords
 
@@ -40,8 +40,7 @@ SIGNS = {"ok": "ok     ", "warning": "warning", "problem": "PROBLEM", "not looke
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq doctor``."""
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="the run's YAML file: its needs are checked too")
-    parser.add_argument("--run", metavar="NAME", help="a run's name, where there is no CONFIG")
+    add_target(parser, optional=True)
     add_broker(parser, "--url")
     parser.add_argument(
         "--management",
@@ -56,14 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Print findings; 1 where there is a problem, else 0."""
-    config = load_config(arguments.config) if arguments.config is not None else None
-    if config is not None and arguments.run is not None:
-        raise CommandError("give either the run's CONFIG or --run NAME, not both")
-    try:
-        needs = Needs.of(config, arguments.run)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
-    broker = config.broker if config is not None else BrokerConfig()
+    target = arguments.target
+    config = None if target is None else find_configuration(target, arguments.overrides)
+    needs = Needs.of(config, None if config is not None else target)
+    broker = config.broker if config is not None else broker_of_name(target or "run", arguments.overrides)
     if url := arguments.broker or (known_broker(config) if config is not None else None):
         broker = broker.model_copy(update={"url": url, "url_file": None})
     node = Path(arguments.node) if arguments.node else RunFolder(config).broker if config is not None else None

@@ -6,19 +6,16 @@ import argparse
 import collections
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_mq.bus.topology import RUN_NAME
-from trinity_mq.cli.arguments import add_broker
-from trinity_mq.cli.broker.connection import Target, connected, find_target
-from trinity_mq.cli.broker.own import own_broker
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.broker.connection import Target, find_target, reached
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
-from trinity_mq.cli.run.interrupts import run_to_the_end
-from trinity_mq.cli.run_folder import CONFIG_FILE, RunFolder
-from trinity_mq.config import BrokerConfig, Config, load_config
+from trinity_mq.cli.interrupts import run_to_the_end
+from trinity_mq.config import Config
 
 if TYPE_CHECKING:
     from trinity_mq.cli.inspect.stream import Choice, StreamSummary
@@ -29,7 +26,7 @@ BODY_SUFFIX = ".tmqx"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq inspect``."""
-    parser.add_argument("target", metavar="RUN_OR_CONFIG", help="the run's name, its YAML file, or a .tmqx file")
+    add_target(parser, "or a file of experiences (.tmqx)")
     for name in ("batch", "task", "run", "step"):
         parser.add_argument(f"--{name}", metavar="ID", help=f"only experiences of this {name}")
     parser.add_argument("--limit", metavar="N", type=int, default=10, help="largest number shown (default: 10)")
@@ -50,7 +47,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     path = Path(arguments.target)
     if path.suffix == BODY_SUFFIX or _is_body(path):
         return _file(path, choice, arguments)
-    target = _target(arguments)
+    target = find_target(arguments, arguments.blob_store)
     printer = Printer(_texts(arguments, target.config), arguments)
     with contextlib.redirect_stdout(sys.stderr):  # what the library logs must not get between
         summary = run_to_the_end(_stream(target, choice, printer))
@@ -66,17 +63,6 @@ def _is_body(path: Path) -> bool:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False
-
-
-def _target(arguments: argparse.Namespace) -> Target:
-    """Return the run that RUN_OR_CONFIG names. Raises CommandError and ConfigError as :func:`find_target`."""
-    run: Config | str = arguments.target
-    kept = Path("runs") / arguments.target / CONFIG_FILE
-    if RUN_NAME.fullmatch(arguments.target) is None:
-        run = load_config(arguments.target)
-    elif kept.is_file():
-        run = load_config(kept)
-    return find_target(run, arguments.broker, arguments.blob_store, startable=True)
 
 
 def _texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:
@@ -95,27 +81,13 @@ async def _stream(target: Target, choice: Choice, printer: Printer) -> StreamSum
     from trinity_mq.cli.inspect.stream import ReadyReader
     from trinity_mq.transport.blobs import open_store
 
-    async with _broker(target) as broker, connected(target.run, broker, "inspect") as (bus, topology):
-        reader = ReadyReader(bus, topology, choice, open_store(broker, target.run), printer.take)
+    async with reached(target, "inspect") as (bus, topology):
+        reader = ReadyReader(bus, topology, choice, open_store(target.broker, target.run), printer.take)
         try:
             return await reader.read()
         finally:
             for note in reader.summary.notes:
                 _note(note)
-
-
-@contextlib.asynccontextmanager
-async def _broker(target: Target) -> AsyncIterator[BrokerConfig]:
-    """Yield the broker; the private one of a run that does not run now is started, and stopped at the end."""
-    if target.broker.url is not None:
-        yield target.broker
-        return
-    assert target.config is not None
-    folder = RunFolder(target.config)
-    with folder.locked():
-        _note(f"starting the private broker of run {target.run!r}, which does not run now")
-        async with own_broker(folder.broker, target.config.supervisor, _note) as url:
-            yield target.broker.model_copy(update={"url": url})
 
 
 def _file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int:

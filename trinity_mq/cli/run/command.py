@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from trinity_mq.bus.addresses import Addresses
-from trinity_mq.cli.arguments import add_config
+from trinity_mq.cli.arguments import add_target
 from trinity_mq.cli.commands.timeline import write_timeline
 from trinity_mq.cli.commands.validate import check_tasksets
 from trinity_mq.cli.errors import CommandError
@@ -18,7 +18,8 @@ from trinity_mq.cli.run.display import PlainDisplay, open_display
 from trinity_mq.cli.run.report import make_report
 from trinity_mq.cli.run.session import Session
 from trinity_mq.cli.run_folder import RunFolder
-from trinity_mq.config import Config, load_config
+from trinity_mq.cli.target import configuration
+from trinity_mq.config import Config
 from trinity_mq.runtime.supervisor import ProcessEvent
 from trinity_mq.telemetry import setup_logging
 
@@ -28,13 +29,13 @@ OUTPUT_LINES = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq run``."""
-    add_config(parser)
+    add_target(parser)
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run a configuration to its end; 0 when it got there, 130 or 143 when interrupted, else what failed."""
-    config = load_config(arguments.config, arguments.overrides)
+    config = configuration(arguments)
     folder = RunFolder(config)
     with folder.locked():
         if folder.finished:
@@ -67,7 +68,7 @@ def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse
         write_timeline(folder.path)
     print(make_report(config.name, folder.path))
     if code != 0 or not session.finished:
-        again = shlex.join(["trinity-mq", "run", arguments.config, *arguments.overrides])
+        again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
         print(f"not finished; resume with the same command: {again}")
         return code or 1
     return 0

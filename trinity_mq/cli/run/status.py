@@ -1,46 +1,62 @@
-"""``trinity-mq status``: the agents of a run, and the depths of its queues."""
+"""``trinity-mq status``: the agents of a run and the depths of its queues, or the report of one that does not run."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import shlex
 import sys
 
-from trinity_mq.cli.arguments import add_run_or_config
-from trinity_mq.cli.broker.connection import connected, target
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.broker.connection import Target, connected, find_target
 from trinity_mq.cli.run.follow import depths, follow
+from trinity_mq.cli.run.report import make_report
 from trinity_mq.cli.run.run_view import RunView
-from trinity_mq.config import BrokerConfig
+from trinity_mq.cli.run_folder import RunFolder
 
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq status``."""
-    add_run_or_config(parser)
+    add_target(parser)
+    add_broker(parser)
     parser.add_argument("--seconds", type=float, default=3.0, help="how long to listen (default: 3)")
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Listen for a while and print a table; 1 when no agent sent a heartbeat."""
+    """Listen for a while and print a table, or the report of a run that is over; 1 when no agent sent a heartbeat."""
+    target = find_target(arguments)
+    folder = target.folder
+    if folder is not None and folder.holder() is None and (folder.finished or target.broker.url is None):
+        return _report(target.run, folder)
     from rich.console import Console
 
     from trinity_mq.cli.run.display import picture
 
-    run, broker = target(arguments)
-    view, now = asyncio.run(_look(run, broker, arguments.seconds))
+    view, now = asyncio.run(_look(target, arguments.seconds))
     Console().print(picture(view, now))
     if not view.agents(now):
-        print(f"no agent of run {run!r} sent a heartbeat within {arguments.seconds:g} s", file=sys.stderr)
+        print(f"no agent of run {target.run!r} sent a heartbeat within {arguments.seconds:g} s", file=sys.stderr)
         return 1
     return 0
 
 
-async def _look(run: str, broker: BrokerConfig, seconds: float) -> tuple[RunView, float]:
+def _report(run: str, folder: RunFolder) -> int:
+    """Print the report of a run of which no agent lives; 1 when it has not finished."""
+    print(make_report(run, folder.path))
+    if folder.finished:
+        print("this run has finished")
+        return 0
+    print(f"this run does not run now; `trinity-mq run {shlex.quote(str(folder.path))}` goes on with it")
+    return 1
+
+
+async def _look(target: Target, seconds: float) -> tuple[RunView, float]:
     """Return what came within so many seconds, and the time of its end."""
-    async with connected(run, broker, "status") as (bus, topology):
-        view = RunView(run, None)
+    async with connected(target.run, target.broker, "status") as (bus, topology):
+        view = RunView(target.run, None)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await follow(bus, topology, view, "status")

@@ -1,0 +1,83 @@
+"""The commands of the README, as written and in their order, in a folder that holds nothing but the examples."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import until
+from trinity_mq.telemetry import read_metrics
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(300)]
+
+
+def commands(section: str) -> list[str]:
+    """Return the lines of the last shell block of a section."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"```bash\n(.*?)```", text, re.DOTALL)[-1].strip().splitlines()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    script = tmp_path / ".venv" / "bin" / "trinity-mq"
+    script.parent.mkdir(parents=True)
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m trinity_mq.cli.main "$@"\n')
+    script.chmod(0o755)
+    return tmp_path
+
+
+@asynccontextmanager
+async def shell(line: str, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start a line of the README; what still runs at the end is drained."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TRINITY_MQ_BROKER_URL")}
+    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'agents'}"
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", f"exec {line}", cwd=folder, env=environment,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.communicate()
+
+
+async def said(line: str, folder: Path) -> str:
+    async with shell(line, folder) as process:
+        out, err = await process.communicate()
+    assert process.returncode == 0, f"{line}\n{out.decode()}\n{err.decode()}"
+    return out.decode()
+
+
+async def test_a_first_run_and_what_is_there_to_see_of_it(here: Path) -> None:
+    """The run is named on the command line, and has finished when the other commands ask for it."""
+    validate, run, listing, status, inspect, dead = commands("Your own run")
+    assert "is valid" in await said(validate, here)
+    assert "run my-first-run: 20 steps" in await said(run, here)
+    assert re.search(r"^my-first-run +finished +20/20 ", await said(listing, here), re.MULTILINE)
+    assert "this run has finished" in await said(status, here)
+    assert "advantage" in await said(inspect, here)
+    assert "run 'my-first-run' has no dead letters" in await said(dead, here)
+
+
+@pytest.mark.extended
+async def test_a_task_from_outside_while_a_run_goes_on(here: Path) -> None:
+    run, submit = commands("Write your own")
+    folder = here / "runs" / "my-second-run"
+    async with shell(run, here) as running:
+        await until(lambda: any("trainer/step" in line for line in read_metrics(folder / "metrics.jsonl")), 120.0)
+        outcome = json.loads(await said(submit, here))
+        assert outcome["outcome"] == "finished"
+        assert running.returncode is None

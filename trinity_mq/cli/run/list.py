@@ -1,0 +1,94 @@
+"""``trinity-mq list``: the runs below a folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.run.report import distinct
+from trinity_mq.cli.run.run_view import REWARD, duration, evaluations
+from trinity_mq.cli.run_folder import CONFIG_FILE, LOCK_FILE, LockedFolder
+from trinity_mq.cli.target import RUNS
+from trinity_mq.config import ConfigError, load_config
+from trinity_mq.runtime.process import is_run_over
+from trinity_mq.telemetry import METRICS_FILE, read_metrics
+
+COLUMNS = ("name", "state", "step", "accuracy", "reward", "last metric", "folder")
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One run."""
+
+    name: str
+    state: str
+    """``runs``, ``finished`` or ``stopped``; agents without a supervisor count as stopped."""
+    step: str
+    accuracy: str
+    """The last evaluation of the first evaluation taskset."""
+    reward: str
+    age: float | None
+    """Seconds since the last metric."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq list``."""
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", default=str(RUNS), help=f"default: {RUNS}")
+
+
+def list_runs(arguments: argparse.Namespace) -> int:
+    """Print a table of the runs below a folder; 1 when there are none."""
+    top = Path(arguments.folder)
+    if not top.is_dir() and arguments.folder != str(RUNS):
+        raise CommandError(f"{top} is no folder; give one that holds run folders, such as {RUNS}")
+    # agents by themselves leave metrics and no configuration, a run that has just begun the reverse
+    found = sorted({path.parent for name in (METRICS_FILE, CONFIG_FILE) for path in top.glob(f"**/{name}")})
+    found = [folder for folder in found if (folder / METRICS_FILE).exists() or (folder / LOCK_FILE).exists()]
+    if not found:
+        print(f"no run has left a folder below {top.absolute()}", file=sys.stderr)
+        return 1
+    rows = [(row(folder), folder) for folder in found]
+    table = [
+        (one.name, one.state, one.step, one.accuracy, one.reward, _ago(one.age), str(folder)) for one, folder in rows
+    ]
+    for line in aligned([COLUMNS, *table]):
+        print(line)
+    return 0
+
+
+def row(folder: Path) -> RunRow:
+    """Return what the folder of a run holds."""
+    try:
+        config = load_config(folder / CONFIG_FILE, [], {})
+    except ConfigError:
+        config = None
+    runs = LockedFolder(folder, LOCK_FILE, "").holder() is not None
+    lines = distinct(read_metrics(folder / METRICS_FILE))
+    step = max((line["step"] for line in lines if line["role"] == "trainer"), default=0)
+    total = None if config is None else config.buffer.total_steps
+    results = [value for line in lines for value in list(evaluations(line).values())[:1]]
+    rewards = [line[REWARD] for line in lines if isinstance(line.get(REWARD), int | float)]
+    times = [line["time"] for line in lines if isinstance(line.get("time"), int | float)]
+    return RunRow(
+        name=folder.name if config is None else config.name,
+        state="runs" if runs else "finished" if is_run_over(folder) else "stopped",
+        step=f"{step}/{'?' if total is None else total}",
+        accuracy=f"{results[-1]:.3f}" if results else "-",
+        reward=f"{rewards[-1]:.3f}" if rewards else "-",
+        age=max(0.0, time.time() - max(times)) if times else None,
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines with columns of equal width."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
+
+
+def _ago(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{duration(seconds)} ago"
