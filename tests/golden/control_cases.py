@@ -246,6 +246,25 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "waits_seconds": 61.25,
             "detail": {"open": ["t1", "t2"], "versions": {"committed": [2, 17], "next": None}, "offset": -1},
         },
+        "failures": {
+            "role": "explorer",
+            "id": "explorer-0",
+            "seq": 992,
+            "incarnation": "b7e1",
+            "lease": 10.0,
+            "state": "working",
+            "detail": {
+                "failures": [
+                    {
+                        "text": "KeyError: 'antwoord' (sommen.py:7)",
+                        "count": 12,
+                        "failed": 11,
+                        "first": "task 2 of batch 1",
+                    }
+                ],
+                "empty": {"batch": 3, "reason": "no slice gave an experience: 4 failed", "in_a_row": 2, "limit": 3},
+            },
+        },
         "scheduler": {
             "role": "scheduler",
             "id": "scheduler-0f3a91c2",

@@ -27,10 +27,12 @@ class Algorithm:
 
     advantage: AdvantageFunction
     loss: LossFunction
+    needs_reward: bool = True
+    """Runs without a reward are dropped."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(group_relative_advantages, clipped_policy_loss),
-    "on_policy_distill": Algorithm(distillation_advantages, clipped_policy_loss),
+    "on_policy_distill": Algorithm(distillation_advantages, clipped_policy_loss, needs_reward=False),
 }
 """Algorithms by the name in the configuration."""

@@ -26,6 +26,7 @@ from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import submission_outcome
 from trinity_mq.dispatch.batch_queues import BatchQueues
+from trinity_mq.dispatch.failures import Failures
 from trinity_mq.dispatch.tickets import SliceState, SubmissionRef, Ticket, new_ticket
 from trinity_mq.dispatch.timeouts import SliceTimes
 from trinity_mq.messages import (
@@ -104,6 +105,7 @@ class Dispatcher:
         self.on_task_done: Callable[[Ticket, int], None] = lambda ticket, task: None
         self.on_progress: Callable[[Progress], None] = lambda progress: None
         self.queues = BatchQueues(bus, topology, self.tickets.values)
+        self.failures = Failures()
         self.late_results = 0
         """Number of results of closed tickets, and of attempts that found their ticket closed."""
         self.slice_times = SliceTimes(config.explorer)
@@ -381,6 +383,7 @@ class Dispatcher:
             if ticket is None or ticket.manifest is not None or message.outcome == "late":
                 self.late_results += 1
             elif ticket.record(message):
+                self.failures.add(ticket, message)
                 if ticket.lane == "train":
                     self.slice_times.slice_done(message)
                 task = message.task_id - ticket.first_task

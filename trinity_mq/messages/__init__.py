@@ -14,8 +14,10 @@ from trinity_mq.messages.batches import (
 from trinity_mq.messages.codec import CONTENT_TYPE, JSON_CONTENT_TYPE, DecodeError, decode, decode_any, encode
 from trinity_mq.messages.status import (
     BatchCounters,
+    EmptyBatchStatus,
     EngineStatus,
     ExplorerStatus,
+    FailureStatus,
     GateStatus,
     MemberStatus,
     OperatorStatus,
@@ -49,9 +51,11 @@ __all__ = [
     "ControlEvent",
     "DecodeError",
     "Deliver",
+    "EmptyBatchStatus",
     "EngineStatus",
     "ExperienceReference",
     "ExplorerStatus",
+    "FailureStatus",
     "GateStatus",
     "Heartbeat",
     "Lane",

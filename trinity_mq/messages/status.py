@@ -39,6 +39,46 @@ class BatchCounters(Status):
     """Batches behind the weights that the engines serve."""
 
 
+class FailureStatus(Status):
+    """Slices in which the same went wrong, since the explorer's process started."""
+
+    text: str = ""
+    """Error, and file and line of the workflow's own code, in one line; that of the first slice."""
+    count: int = 0
+    """Slices in which it went wrong."""
+    failed: int = 0
+    """Those of them that failed, or finished a part of their runs; in the others a further attempt went well, or a run
+    has no reward that can be trained on."""
+    first: str = ""
+    """Task, batch and record of the first."""
+
+    def line(self) -> str:
+        """Return it in one line for a person."""
+        slices = "1 slice" if self.count == 1 else f"{self.count} slices"
+        if self.failed == self.count:
+            how = "failed"
+        else:
+            how = f"of which {self.failed} failed" if self.failed else "finished with a fault"
+        return f"{slices} {how}: {self.text}; first: {self.first}"
+
+
+class EmptyBatchStatus(Status):
+    """The last batch that had nothing to train on."""
+
+    batch: int = 0
+    reason: str = ""
+    """Why, in one line."""
+    in_a_row: int = 0
+    """Batches in a row that had nothing to train on, this one included."""
+    limit: int = 0
+    """Number of such batches in a row at which the run ends (``explorer.max_consecutive_empty``)."""
+
+    def line(self) -> str:
+        """Return it in one line for a person."""
+        left = f"{self.in_a_row} in a row, the run ends at {self.limit}"
+        return f"batch {self.batch} had nothing to train on ({left}): {self.reason}"
+
+
 class ExplorerStatus(SchedulerStatus):
     """Status of an explorer."""
 
@@ -62,6 +102,10 @@ class ExplorerStatus(SchedulerStatus):
     """No further batch will be opened."""
     finished: bool = False
     """The run is over: runners, operators and the trainer end."""
+    failures: list[FailureStatus] = Field(default_factory=list)
+    """The most frequent kinds of failures of slices, at most 4."""
+    empty: EmptyBatchStatus | None = None
+    """The last batch that had nothing to train on; null where none had, or the trainer has trained on one since."""
 
 
 class RunnerStatus(Status):

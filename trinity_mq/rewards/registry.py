@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from numbers import Real
+from pathlib import Path
 from typing import Any, Protocol
 
 from trinity_mq.rewards.lookup import lookup
@@ -83,13 +84,13 @@ class _Reward:
     """A reward function called with the number of tokens only if it takes that."""
 
     def __init__(self, fn: Any, counts: bool) -> None:
-        self._fn, self._counts = fn, counts
+        self.function, self._counts = fn, counts
 
     def __call__(
         self, response: str, truth: str | None, *, finished: bool, tokens: int | None = None
     ) -> Mapping[str, float]:
         more = {"tokens": tokens} if self._counts else {}
-        parts: Mapping[str, float] = self._fn(response, truth, finished=finished, **more)
+        parts: Mapping[str, float] = self.function(response, truth, finished=finished, **more)
         return parts
 
 
@@ -104,5 +105,17 @@ def parts_of(
     more = {"tokens": tokens} if isinstance(reward_fn, _Reward) else {}
     parts = reward_fn(response, truth, finished=finished, **more)
     if not isinstance(parts, Mapping) or not parts or not all(isinstance(value, Real) for value in parts.values()):
-        raise RewardError(f"reward function gave {parts!r}, wanted its parts by name, such as {{'accuracy': 1.0}}")
+        raise RewardError(
+            f"reward function {_name_and_place(reward_fn)} gave {parts!r:.80}, wanted its parts by name, such as "
+            "{'accuracy': 1.0}"
+        )
     return {str(key): float(value) for key, value in parts.items()}
+
+
+def _name_and_place(reward_fn: Any) -> str:
+    found = reward_fn.function if isinstance(reward_fn, _Reward) else reward_fn
+    found = inspect.unwrap(found.func if isinstance(found, functools.partial) else found)
+    function = found if inspect.isroutine(found) else type(found).__call__
+    name = getattr(found, "__qualname__", type(found).__qualname__)
+    code = getattr(function, "__code__", None)
+    return name if code is None else f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"

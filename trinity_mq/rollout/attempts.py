@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Engines
 from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, ModelError, VersionMismatch
 from trinity_mq.rewards import RewardError, UnknownNameError
+from trinity_mq.rollout.failures import describe, reward_fault
 from trinity_mq.rollout.instances import Instances
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.seeds import stable_seed
@@ -59,6 +59,8 @@ class Job:
     """Each run of an asynchronous workflow in a thread, on an event loop of its own."""
     runner: int | str | None = None
     """Context of the attempt for logs."""
+    needs_reward: bool = False
+    """Nothing after the workflow would give a run its reward."""
 
 
 class RunGroup:
@@ -84,9 +86,8 @@ class RunGroup:
         try:
             await retrying(self._attempt)
         except Exception as error:
-            log.info(
-                "runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=describe(error)
-            )
+            what = describe(error, self.job.kind)
+            log.info("runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=what)
 
     async def _attempt(self) -> None:
         """Try all that is missing, then raise the first failure."""
@@ -96,7 +97,7 @@ class RunGroup:
             try:
                 await self._block(block)
             except Exception as error:
-                self.job.results.add_failure(describe(error))
+                self.job.results.add_failure(describe(error, self.job.kind))
                 log.debug("attempt_failed", runner=self.job.runner, runs=block, attempt=self._attempts, exc_info=error)
                 failure = failure or error
         if failure is not None:
@@ -114,6 +115,8 @@ class RunGroup:
         experiences, seconds = done
         by_run = self._by_run(block, experiences)
         for run, listed in by_run.items():
+            if (fault := reward_fault(self.job.kind, listed, needed=self.job.needs_reward)) is not None:
+                self.job.results.add_failure(fault)
             self.job.results.finished(self.job.task, run, listed, seconds)
             self.missing.remove(run)
         lacking = [run for run in block if run not in by_run]
@@ -217,15 +220,6 @@ def consecutive(runs: Sequence[int]) -> list[list[int]]:
         else:
             blocks.append([run])
     return blocks
-
-
-def describe(error: BaseException) -> str:
-    """Return error and place in one line, such as ``ValueError: no state (my_workflow.py:17)``."""
-    if isinstance(error, RunFailedError):
-        return str(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
 
 def _curable(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.config import Config
 from trinity_mq.config.agents import ConcurrentMode
 from trinity_mq.experience import Experience
@@ -119,7 +120,13 @@ class WorkflowRunner:
             models=models,
             pinned=task_slice.pinned,
             results=results,
+            needs_reward=task_slice.deliver == "pipeline" and self._trains_on_rewards,
         )
+
+    @property
+    def _trains_on_rewards(self) -> bool:
+        """The algorithm needs a reward of each run, and no operator may add one."""
+        return ALGORITHMS[self.config.algorithm.algorithm_type].needs_reward and not self.config.operator.operators
 
     @staticmethod
     def blocks(task_slice: TaskSlice) -> bool:
@@ -143,6 +150,7 @@ class WorkflowRunner:
         models: Callable[[], InferenceModel],
         pinned: Version | None = None,
         results: RunResults | None = None,
+        needs_reward: bool = False,
     ) -> SliceOutcome:
         if task.workflow is None:
             return SliceOutcome(message="the task has no workflow; set Task.workflow to a Workflow class")
@@ -159,6 +167,7 @@ class WorkflowRunner:
             results=results,
             own_loops=mode == "multi-threading",
             runner=self.runner_id,
+            needs_reward=needs_reward,
         )
         shared = None if job.own_loops and job.kind.is_async else self._clients
         instances = Instances(

@@ -111,6 +111,8 @@ class ExplorerLoop:
             pending=len(self.state.pending),
             ended=self.state.ended,
             finished=self.state.finished,
+            failures=self.dispatcher.failures.listed(),
+            empty=self.batches.empty,
         )
 
     async def background(self) -> list[Any]:

@@ -17,7 +17,7 @@ from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.pacing import Counters, may_open, must_ask, required_answer, required_progress
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
 from trinity_mq.dispatch.timeouts import pass_time
-from trinity_mq.messages import OperatorStatus, Progress, TaskBody
+from trinity_mq.messages import EmptyBatchStatus, OperatorStatus, Progress, TaskBody
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
@@ -59,6 +59,8 @@ class TrainingBatches:
         """By ticket opened since the start of this process."""
         self._late = 0
         """Number of late results that the metrics of closed batches include."""
+        self.empty: EmptyBatchStatus | None = None
+        """The last batch without anything to train on, unless one was trained on since; in the heartbeats."""
         dispatcher.on_progress = self.on_progress
 
     # -- counters
@@ -93,9 +95,16 @@ class TrainingBatches:
             self._state.pending[:0] = returned
             log.info("stale_tasks_given_back", batch=progress.batch, tasks=len(returned))
         if progress.outcome == "trained":
-            self._state.consecutive_empty = 0
+            self._state.consecutive_empty, self.empty = 0, None
             return
         self._state.consecutive_empty += 1
+        self.empty = EmptyBatchStatus(
+            batch=int(progress.batch),
+            reason=progress.reason or progress.outcome,
+            in_a_row=self._state.consecutive_empty,
+            limit=self._config.explorer.max_consecutive_empty,
+        )
+        self._dispatcher.heartbeat_soon()
         if progress.outcome in GIVEN_UP:
             self._state.broken += closed.promises
         log.warning("batch_not_trained", batch=progress.batch, outcome=progress.outcome, reason=progress.reason)
@@ -108,10 +117,11 @@ class TrainingBatches:
         """
         limit = self._config.explorer.max_consecutive_empty
         if self._state.consecutive_empty >= limit:
+            last = "" if self.empty is None else f"; batch {self.empty.batch}: {self.empty.reason}"
+            failures = self._dispatcher.failures.summary()
             raise FatalError(
-                f"{limit} batches in a row had nothing to train on (explorer.max_consecutive_empty). Look at "
-                "rollout/slices/* in metrics.jsonl, "
-                "the dead letters and the operators' filters"
+                f"{limit} batches in a row had nothing to train on (explorer.max_consecutive_empty){last}. "
+                + (failures or "Look at rollout/* in metrics.jsonl and at the operators' filters")
             )
 
     # -- opening

@@ -64,6 +64,7 @@ class BatchPublisher:
             chunks=len(batch.chunks),
             experiences=batch.experiences,
             metrics={**manifest.metrics, **batch.metrics},
+            reason=None if batch.experiences else empty_reason(manifest, batch.metrics),
         )
 
     async def publish_state(
@@ -97,3 +98,13 @@ class BatchPublisher:
             self._lent.discard(manifest.ticket)
         else:
             await delete_blobs(self._store, f"{PARTS}/{manifest.ticket}")
+
+
+def empty_reason(manifest: BatchClosed, metrics: Mapping[str, float]) -> str:
+    """Return why a processed batch holds no experience, from its manifest and the metrics of the operator chain."""
+    if not manifest.accepted:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(manifest.outcomes.items()))
+        return f"no slice gave an experience: {counts}"
+    names = {"rollout/missing_rewards": "runs without a finite reward", "rollout/partial_groups": "groups too small"}
+    counts = ", ".join(f"{metrics[name]:.0f} {what}" for name, what in names.items() if metrics.get(name))
+    return f"the operators kept no experience: {counts or 'look at experience_pipeline/* in metrics.jsonl'}"

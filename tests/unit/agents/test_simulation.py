@@ -14,6 +14,7 @@ from trinity_agents.operator.batch_publisher import BatchPublisher
 from trinity_agents.simulation import Simulation, killed_once
 from trinity_agents.trainer.history import lineage
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.serve import first_leaf
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -63,7 +64,13 @@ def test_too_many_empty_batches_in_a_row_end_it_with_an_error(tmp_path: Path) ->
     sim = Simulation(tmp_path, spoil=lambda task_slice: "empty" if task_slice.lane == "train" else None)
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(sim.run(), limit=1000)
-    assert caught.value.subgroup(FatalError) is not None
+    error = first_leaf(caught.value)
+    assert isinstance(error, FatalError)
+    assert "batch 3: no slice gave an experience: 2 failed. 6 slices failed: slice failed; first: task " in str(error)
+    status = sim.explorers[-1].detail()
+    assert status.empty is not None
+    assert (status.empty.batch, status.empty.in_a_row, status.empty.limit) == (3, 3, 3)
+    assert [failure.count for failure in status.failures] == [6]
 
 
 def test_every_second_batch_parked(tmp_path: Path) -> None:

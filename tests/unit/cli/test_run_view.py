@@ -192,3 +192,31 @@ def test_evaluations_take_accuracy_before_reward() -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def explorer(seq: int, **detail: Any) -> Heartbeat:
+    return beat("explorer", "explorer-0", seq, detail=detail)
+
+
+def test_a_kind_of_failure_is_news_once_and_its_count_is_kept() -> None:
+    view = RunView("r", 10)
+    failure = {"text": "KeyError: 'a' (bad.py:7)", "first": "task 2 of batch 1"}
+    view.receive(explorer(1, failures=[{**failure, "count": 1, "failed": 1}]), 0.0)
+    assert view.take_news() == ["1 slice failed: KeyError: 'a' (bad.py:7); first: task 2 of batch 1"]
+    view.receive(explorer(2, failures=[{**failure, "count": 9, "failed": 9}]), 0.0)
+    assert view.take_news() == []
+    view.receive(explorer(3), 0.0)
+    assert [failure.count for failure in view.failures] == [9]
+
+
+def test_each_batch_without_anything_to_train_on_is_news() -> None:
+    view = RunView("r", 10)
+    empty = {"reason": "no slice gave an experience: 4 failed", "limit": 3}
+    view.receive(explorer(1, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
+    view.receive(explorer(2, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
+    assert view.take_news() == [
+        "batch 1 had nothing to train on (1 in a row, the run ends at 3): no slice gave an experience: 4 failed"
+    ]
+    view.receive(explorer(3), 0.0)
+    view.receive(explorer(4, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
+    assert len(view.take_news()) == 1

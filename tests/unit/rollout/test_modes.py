@@ -30,7 +30,7 @@ def config(mode):
 
 
 def task_slice(kind, runs=3, **limits):
-    limits = {"max_timeout": 10.0, "max_retry_times": 1, "slice_timeout": 20.0, **limits}
+    limits = {"max_timeout": 10.0, "max_retry_times": 1, "slice_timeout": 20.0, "deliver": "caller", **limits}
     task = TaskBody(workflow=f"{THIS}.{kind}", raw_task={"question": "q"})
     return TaskSlice(batch=1, ticket="t", task_id=0, repeat_times=runs, task=task, seed=3, **limits)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_mq.experience import Experience
-from trinity_mq.rollout.attempts import describe, engine_trouble
+from trinity_mq.rollout.attempts import engine_trouble
+from trinity_mq.rollout.failures import describe
 from trinity_mq.workflows import RunFailedError, Workflow
 
 

@@ -66,7 +66,7 @@ def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse
         folder.mark_finished()
     with contextlib.suppress(CommandError):  # nothing was done that took time
         write_timeline(folder.path)
-    print(make_report(config.name, folder.path))
+    print(make_report(config.name, folder.path, session.run_view.failures))
     if code != 0 or not session.finished:
         again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
         print(f"not finished; resume with the same command: {again}")

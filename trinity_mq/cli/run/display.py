@@ -134,6 +134,7 @@ def picture(view: RunView, now: float) -> RenderableType:
         agents.add_row(agent.id, agent.state, agent.waits_for or "", since, style=style)
     queues = Text.assemble(("queues  ", "dim"), _named(_depths(view)))
     parts: list[RenderableType] = [head, _named(_figures(view, now)), queues, agents]
+    parts += [Text(failure.line(), style="red") for failure in view.failures]
     if view.gate.members:
         engines = _table("member of the gate", "version", "state")
         for name, member in sorted(view.gate.members.items()):

@@ -8,6 +8,7 @@ from typing import Any
 
 from trinity_mq.cli.commands.timeline import TIMELINE_FILE
 from trinity_mq.cli.run.run_view import REWARD, duration, evaluations
+from trinity_mq.messages import FailureStatus
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
 from trinity_mq.training.checkpoint import find_checkpoints
 
@@ -24,8 +25,14 @@ LOST: Mapping[str, str] = {
 Point = tuple[int, float]
 
 
-def make_report(run: str, run_dir: Path) -> str:
-    """Return the report on what ``run_dir`` holds, several lines of text."""
+def make_report(run: str, run_dir: Path, failures: Sequence[FailureStatus] = ()) -> str:
+    """Return the report on what ``run_dir`` holds, several lines of text.
+
+    Args:
+        run: The run's name.
+        run_dir: Its folder.
+        failures: What the explorer reported of slices that went wrong.
+    """
     every = read_metrics(run_dir / METRICS_FILE)
     if not every:
         return f"run {run}: no metrics yet in {run_dir / METRICS_FILE}"
@@ -41,6 +48,7 @@ def make_report(run: str, run_dir: Path) -> str:
     if rewards := curve(lines, REWARD):
         rows.append(("reward", _rise(rewards)))
     rows.append(("lost", ", ".join(f"{count} {words}" for words, count in lost(lines).items()) or "nothing"))
+    rows += [("failures", failure.line()) for failure in failures]
     rows += _places(run_dir)
     steps = max((line["step"] for line in lines if line["role"] == "trainer"), default=0)
     times = [line["time"] for line in every if isinstance(line.get("time"), int | float)]

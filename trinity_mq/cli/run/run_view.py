@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_mq.messages import ExplorerStatus, GateStatus, Heartbeat, Metrics, TrainerStatus, Version
+from trinity_mq.messages import (
+    EmptyBatchStatus,
+    ExplorerStatus,
+    FailureStatus,
+    GateStatus,
+    Heartbeat,
+    Metrics,
+    TrainerStatus,
+    Version,
+)
 from trinity_mq.runtime.supervisor import ProcessEvent
 
 REWARD = "rollout/reward/mean"
@@ -60,6 +69,11 @@ class RunView:
         """Messages in queues, by the names to be shown."""
         self._heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self._passed: collections.deque[tuple[float, int]] = collections.deque(maxlen=RATE_WINDOW)
+        self.failures: list[FailureStatus] = []
+        """The most frequent kinds of failures of slices."""
+        self._told: set[str] = set()
+        """Texts of failures that were news."""
+        self._empty: EmptyBatchStatus | None = None
         self._news: list[str] = []
 
     def receive(self, message: object, now: float) -> None:
@@ -79,7 +93,7 @@ class RunView:
             return
         self._heartbeats[heartbeat.id] = (heartbeat, now)
         if isinstance(heartbeat.detail, ExplorerStatus):
-            self.total = heartbeat.detail.total_batches or self.total
+            self._receive_explorer(heartbeat.detail)
         elif isinstance(heartbeat.detail, TrainerStatus):
             step = heartbeat.detail.progress
             if step is not None and step != self.step:
@@ -87,6 +101,18 @@ class RunView:
                     self._passed.clear()  # went back to its checkpoint
                 self.step = step
                 self._passed.append((now, step))
+
+    def _receive_explorer(self, status: ExplorerStatus) -> None:
+        self.total = status.total_batches or self.total
+        if status.failures:
+            self.failures = status.failures
+        for failure in status.failures:
+            if failure.text not in self._told:
+                self._told.add(failure.text)
+                self.add_news(failure.line())
+        if status.empty is not None and status.empty != self._empty:
+            self.add_news(status.empty.line())
+        self._empty = status.empty
 
     def set_depths(self, depths: Mapping[str, int | None]) -> None:
         """Take in the depths of queues, by the names to be shown."""

@@ -230,6 +230,8 @@ def test_a_batch_without_experiences_is_empty() -> None:
     run_virtually(main())
     (decided,) = ready(world)
     assert (decided.state, decided.chunks, decided.metrics["rollout/x"]) == ("empty", 0, 1.0)
+    assert decided.reason is not None
+    assert decided.reason.startswith("no slice gave an experience")
     assert Scripted.tries == []
     assert (world.count("closed"), world.count(QUEUE)) == (0, None)
 

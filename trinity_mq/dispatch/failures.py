@@ -1,0 +1,57 @@
+"""The failures of slices by kind, for the explorer's heartbeats: what, how often, and in which task first. No I/O."""
+
+from __future__ import annotations
+
+from trinity_mq.dispatch.tickets import Ticket
+from trinity_mq.messages import FailureStatus, TaskResult
+from trinity_mq.rollout.failures import failure_key
+from trinity_mq.telemetry import mask_passwords
+
+MAX_KINDS = 16
+"""Kinds that are told apart; what comes after them is counted as the last of them."""
+MAX_LISTED = 4
+"""Kinds in a heartbeat."""
+MAX_TEXT, MAX_TAIL = 300, 80
+"""Characters of a text in a heartbeat, and how many of them are its end, which names the place in the file."""
+OTHERS = "other failures; each agent's log has them"
+
+
+class Failures:
+    """Counts the slices in which something went wrong, by kind of failure."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, FailureStatus] = {}
+
+    def add(self, ticket: Ticket, result: TaskResult) -> None:
+        """Count what went wrong in a slice; what a cut-off left unfinished is no failure."""
+        cut_off = result.outcome in {"cancelled", "late"} or ticket.grace is not None
+        failed = result.outcome != "finished"
+        if cut_off or not (failed or result.message):
+            return
+        text = _shortened(result.message or f"slice {result.outcome}")
+        key = failure_key(text)
+        if key not in self._kinds and len(self._kinds) >= MAX_KINDS - 1:
+            key = text = OTHERS
+        known = self._kinds.get(key) or FailureStatus(text=text, first=_task(ticket, result))
+        self._kinds[key] = known.model_copy(update={"count": known.count + 1, "failed": known.failed + failed})
+
+    def listed(self) -> list[FailureStatus]:
+        """Return the kinds that were seen most often, at most :data:`MAX_LISTED`."""
+        return sorted(self._kinds.values(), key=lambda kind: -kind.count)[:MAX_LISTED]
+
+    def summary(self) -> str:
+        """Return the most frequent failure in one sentence, empty where there is none."""
+        return kinds[0].line() if (kinds := self.listed()) else ""
+
+
+def _task(ticket: Ticket, result: TaskResult) -> str:
+    index = ticket.tasks[result.task_id - ticket.first_task].index
+    record = f" (record {index['index']} of {index['taskset']})" if {"taskset", "index"} <= index.keys() else ""
+    return f"task {result.task_id} of batch {result.batch}{record}"
+
+
+def _shortened(text: str) -> str:
+    text = mask_passwords(" ".join(text.split()))
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[: MAX_TEXT - MAX_TAIL]} ... {text[-MAX_TAIL:]}"
