@@ -41,36 +41,45 @@ def token_logprobs(
     distribution = (logits.float() / temperature[:, None]).log_softmax(-1)
     logprobs = distribution.gather(1, targets[:, None])[:, 0]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropy = -(distribution.exp() * distribution).sum(-1)
+        # a logit of -inf has probability 0 and no part in the entropy: 0 * -inf would be NaN
+        entropy = -(distribution.exp() * distribution.clamp_min(torch.finfo(distribution.dtype).min)).sum(-1)
     return logprobs, entropy
 
 
 def clipped_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, config: AlgorithmConfig
 ) -> LossTerms:
-    """Return ``-sum min(r A, clip(r, 1 - low, 1 + high) A)`` with ``r = exp(logprobs - old_logprobs)``.
+    """Return ``-sum J`` with ``r = exp(logprobs - old_logprobs)`` and ``J = min(r A, clip(r, 1 - low, 1 + high) A)``,
+    where ``A < 0`` not below ``c A``.
 
-    PPO's clipped objective (arXiv 1707.06347, equation 7) with the asymmetric range of DAPO (arXiv 2503.14476); divided
-    by the tokens of the whole optimizer step it is DAPO's token mean.
+    PPO's clipped objective (arXiv 1707.06347, equation 7) with the asymmetric range of DAPO (arXiv 2503.14476) and the
+    lower bound of dual-clip PPO (arXiv 1912.09729, equation 5), without which a sample that has become likely since it
+    was drawn, and was bad, has a gradient of ``r |A|`` without end. Divided by the tokens of the whole optimizer step
+    it is DAPO's token mean.
 
     Args:
         logprobs: float32 ``[tokens]`` of the policy being trained, with gradient.
         old_logprobs: float32 ``[tokens]`` of the policy that sampled.
         advantages: float32 ``[tokens]``.
-        config: The clip range.
+        config: The clip range, and ``c`` as ``clip_ratio_c``.
 
     Returns:
-        The loss; sums ``pg_clipfrac`` (tokens where the clip cuts the gradient), ``ppo_kl`` and ``ppo_kl_k3``
-        (estimators k1 and k3 of KL(old, new) in nats, http://joschu.net/blog/kl-approx.html); maximum ``ratio_max``.
+        The loss; sums ``pg_clipfrac`` and ``pg_clipfrac_lower`` (tokens where the clip, and where the lower bound cuts
+        the gradient), ``ppo_kl`` and ``ppo_kl_k3`` (estimators k1 and k3 of KL(old, new) in nats,
+        http://joschu.net/blog/kl-approx.html); maximum ``ratio_max``.
     """
     log_ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
     plain = ratio * advantages
     clipped = ratio.clamp(1 - config.clip_range_low, 1 + config.clip_range_high) * advantages
-    loss = -torch.min(plain, clipped).sum()
+    objective = torch.min(plain, clipped)
+    bound = objective if config.clip_ratio_c is None else config.clip_ratio_c * advantages
+    bounded = torch.where(advantages < 0, torch.max(objective, bound), objective)
+    loss = -bounded.sum()
     with torch.no_grad():
         sums = {
             "pg_clipfrac": (clipped < plain).sum(),
+            "pg_clipfrac_lower": (bounded > objective).sum(),
             "ppo_kl": -log_ratio.sum(),
             "ppo_kl_k3": (ratio - 1 - log_ratio).sum(),
         }

@@ -48,6 +48,8 @@ class AlgorithmConfig(Section):
     """The probability ratio is clipped below 1 minus this."""
     clip_range_high: float = Field(default=0.28, gt=0)
     """The probability ratio is clipped above 1 plus this."""
+    clip_ratio_c: float | None = Field(default=3.0, gt=1)
+    """Dual clip: where the advantage is negative, a probability ratio above this one has no gradient; null: it has."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     entropy_decay: bool = False

@@ -78,7 +78,8 @@ def optimizer_step(
         batch = packed.to(policy.device)
         logprobs, entropy = policy.score(batch, entropy_gradient=entropy_weight > 0)
         terms = loss_function(logprobs, batch.old_logprobs, batch.advantages, config)
-        torch.autograd.backward((terms.loss - entropy_weight * entropy.sum()) / tokens)
+        loss = terms.loss - entropy_weight * entropy.sum() if entropy_weight > 0 else terms.loss
+        torch.autograd.backward(loss / tokens)
         difference = (logprobs.detach() - batch.old_logprobs).abs()
         found = {"pg_loss": terms.loss.detach(), "entropy": entropy.detach().sum(), "difference": difference.sum()}
         for name, value in (found | terms.sums).items():

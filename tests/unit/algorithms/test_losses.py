@@ -33,6 +33,19 @@ def test_each_token_has_its_own_temperature() -> None:
         torch.testing.assert_close(found[row], (logits[row] / temperature[row]).log_softmax(-1)[targets[row]])
 
 
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_a_logit_of_minus_infinity_has_no_part_in_the_entropy(entropy_gradient: bool) -> None:
+    """As a model masks the padding of its vocabulary."""
+    seen = random_logits(3, 5)
+    logits = torch.cat([seen, torch.full((3, 2), -math.inf)], dim=1).requires_grad_()
+    logprobs, entropy = token_logprobs(logits, torch.arange(3), torch.ones(3), entropy_gradient=entropy_gradient)
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=seen).entropy())
+    (logprobs.sum() + (entropy.sum() if entropy_gradient else 0.0)).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert not logits.grad[:, 5:].any()
+
+
 def test_half_precision_logits_are_computed_with_in_float32() -> None:
     logits = random_logits(3, 7).bfloat16()
     found, entropy = token_logprobs(logits, torch.tensor([0, 1, 2]), torch.ones(3), entropy_gradient=False)
@@ -74,6 +87,51 @@ def test_clips_each_side_where_it_should(ratio: float, advantage: float, loss: f
     assert terms.maxima["ratio_max"].item() == pytest.approx(ratio)
 
 
+@pytest.mark.parametrize(("bound", "loss"), [(3.0, 3.0), (10.0, 10.0), (None, math.exp(15.0))])
+def test_a_bad_sample_that_has_become_likely_has_no_gradient_above_the_dual_clip(
+    bound: float | None, loss: float
+) -> None:
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    config = AlgorithmConfig(clip_ratio_c=bound)
+    terms = clipped_policy_loss(logprobs, torch.tensor([-16.0]), torch.tensor([-1.0]), config)
+    terms.loss.backward()
+    assert terms.loss.item() == pytest.approx(loss)
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(0.0 if bound else math.exp(15.0))
+    assert terms.sums["pg_clipfrac_lower"].item() == (0 if bound is None else 1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "loss", "gradient_of_the_likely_one", "lower"),
+    [(3.0, -0.25566076, 0.0, 1), (None, -0.20360435, 0.28538974, 0)],
+)
+def test_equals_the_dual_clip_of_trinity_rft(
+    bound: float | None, loss: float, gradient_of_the_likely_one: float, lower: int
+) -> None:
+    """Loss and gradient as Trinity-RFT 0.6.0 computes them with clip_range 0.2 (verl's formula): one ratio above each
+    bound, on both sides."""
+    logprobs = torch.tensor([-0.5, -0.2, -2.0, -0.03, -0.1, -1.6, -0.6, -0.9, -0.25], requires_grad=True)
+    old = torch.tensor([-0.55, -0.55, -1.6, -0.01, -1.4, -1.3, -0.7, -1.14, -0.15])
+    advantages = torch.tensor([1.2] * 4 + [-0.7] * 3 + [0.5] * 2)
+    config = AlgorithmConfig(clip_range_low=0.2, clip_range_high=0.2, clip_ratio_c=bound)
+    terms = clipped_policy_loss(logprobs, old, advantages, config)
+    (terms.loss / 9).backward()
+    assert terms.loss.item() / 9 == pytest.approx(loss)
+    expected = [
+        -0.14016948,
+        0.0,
+        -0.08937601,
+        -0.13069316,
+        gradient_of_the_likely_one,
+        0.0,
+        0.08595774,
+        0.0,
+        -0.05026875,
+    ]
+    torch.testing.assert_close(logprobs.grad, torch.tensor(expected))
+    assert (terms.sums["pg_clipfrac"].item(), terms.sums["pg_clipfrac_lower"].item()) == (3, lower)
+
+
 def test_an_absurd_ratio_stays_finite() -> None:
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
     old = torch.tensor([-500.0, -math.inf])
@@ -103,7 +161,8 @@ def test_equals_the_recipe_on_a_random_batch() -> None:
     flat = logits.detach()[mask].requires_grad_()
     temperature = torch.ones(int(mask.sum()))
     logprobs, entropy = token_logprobs(flat, y[mask], temperature, entropy_gradient=True)
-    terms = clipped_policy_loss(logprobs, old[mask], advantages.expand(-1, length)[mask], CONFIG)
+    config = CONFIG.model_copy(update={"clip_ratio_c": None})
+    terms = clipped_policy_loss(logprobs, old[mask], advantages.expand(-1, length)[mask], config)
     found = (terms.loss - weight * entropy.sum()) / mask.sum()
     (gradient,) = torch.autograd.grad(found, flat)
     torch.testing.assert_close(found, expected)

@@ -290,6 +290,17 @@ async def test_numbers_that_are_not_finite_never_reach_the_weights(
     assert same(await weights_of(learner), await weights_of(untouched)), "moments were not touched either"
 
 
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+async def test_a_model_that_masks_tokens_with_minus_infinity_is_trained(opened: Opener, entropy_coef: float) -> None:
+    learner = await opened(config(entropy_coef=entropy_coef))
+    head = learner._opened[0].model.get_output_embeddings()
+    masked = torch.zeros(VOCABULARY).index_fill(0, torch.tensor([PAD]), -math.inf)
+    head.register_forward_hook(lambda module, arguments, logits: logits + masked)
+    metrics = await learner.step(batch(2), 1)
+    assert (metrics["actor/optimizer_steps"], metrics["actor/nonfinite_skipped"]) == (1, 0)
+    assert 0 < metrics["actor/entropy"] < math.log(VOCABULARY)
+
+
 async def test_other_mini_batches_are_trained_when_one_is_not_finite(opened: Opener) -> None:
     learner = await opened(config(mini_batches=4))
     bad = batch(2)
