@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trinity_agents.explorer import Explorer as Explorer
     from trinity_mq.config import Config as Config
     from trinity_mq.config import load_config as load_config
     from trinity_mq.experience import EID as EID
@@ -65,6 +66,7 @@ _NAMES: Mapping[str, str] = {
     ),
 }
 _HOMES = {name: f"trinity_mq.{package}" for package, names in _NAMES.items() for name in names.split()}
+_HOMES["Explorer"] = "trinity_agents.explorer"  # the one name that lives with its daemon
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - strings all, which the table above says once
 

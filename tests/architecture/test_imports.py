@@ -130,7 +130,7 @@ def test_the_package_gives_what_is_at_home(name: str) -> None:
 
 def test_the_package_exports_the_public_names_of_the_library() -> None:
     library = {name for home, names in PUBLIC.items() if home.startswith("trinity_mq.") for name in names.split()}
-    assert set(trinity_mq.__all__) == {"__version__"} | library
+    assert set(trinity_mq.__all__) == {"__version__", "Explorer"} | library
     assert library <= set(dir(trinity_mq))
     with pytest.raises(AttributeError, match="no attribute 'Experiense'"):
         trinity_mq.Experiense  # noqa: B018

@@ -552,6 +552,19 @@ class TestReconnecting:
                 await bus.wait_usable()
         await bus.close()
 
+    async def test_a_closed_bus_may_be_connected_again(self, world: World, topology: Topology) -> None:
+        bus = await world.bus()
+        await bus.declare(topology.dead)
+        await bus.lock("explorer")
+        await bus.close()
+        await bus.connect()
+        assert bus.usable
+        assert await bus.publish("", topology.dead.name, note("x"))
+        async with await bus.consume(topology.dead) as consumer:
+            assert (await receive(consumer)).body == b"x"
+        other = await world.bus()
+        assert (await take_lock(other, "explorer")).held, "the lock went with the connection"
+
 
 class TestLocks:
     async def test_excludes_and_passes_on(self, world: World, topology: Topology) -> None:

@@ -297,7 +297,7 @@ def test_run_with_retry(world: SchedulerWorld) -> None:
         halves = [TaskWrapper(task, 9, run_id_base=base, repeat_times=2) for base in (0, 2)]
         other = TaskWrapper(stage.task(6), 9)
         done = await asyncio.gather(*(runner.run_with_retry(one) for one in (*halves, other)))
-        assert all(status.ok and runner_id == 0 for status, _, runner_id in done)
+        assert all(status.ok and status.runners == [f"runner-{runner_id}"] for status, _, runner_id in done)
         found = [one for _, experiences, _ in done for one in experiences]
         assert rids(found) == ["9/0/0", "9/0/1", "9/0/2", "9/0/3", "9/1/0"]
 

@@ -252,7 +252,9 @@ class Bus(ABC):
 
     @abstractmethod
     async def connect(self) -> None:
-        """Open the connections. Raises BusRefused at once, BusUnavailable after the connect timeout."""
+        """Open the connections, also of a bus that was closed. Raises BusRefused at once, BusUnavailable after the
+        connect timeout.
+        """
 
     @abstractmethod
     async def close(self) -> None:

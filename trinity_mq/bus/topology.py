@@ -6,9 +6,12 @@ import re
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trinity_mq.messages.base import BatchId
+
+if TYPE_CHECKING:
+    from trinity_mq.config import Config
 
 BROKER_DELIVERY_LIMIT = 1_000_000
 """Never reached: the daemons limit deliveries by their count. -1 loses messages on 3.10; no limit means 20 on 4.x."""
@@ -93,6 +96,11 @@ class Topology:
                 f"run name {self.run!r} must be 1 to 40 of a-z, 0-9 and '-': it becomes part of every queue's name"
             )
         object.__setattr__(self, "prefix", f"tmq.{self.run}.")
+
+    @classmethod
+    def of(cls, config: Config) -> Topology:
+        """Return the names of the run that ``config`` configures."""
+        return cls(config.name, config.broker.ready_max_bytes, config.broker.results_max_bytes)
 
     def exchange(self, name: str) -> str:
         """Return the broker name of one of :data:`EXCHANGES`."""

@@ -71,6 +71,7 @@ def task_status(results: Sequence[TaskResult]) -> Status:
         completed_runs=completed,
         total_runs=total,
         metrics=runs,
+        runners=list(dict.fromkeys(result.runner for result in results if result.runner)),
     )
 
 

@@ -26,6 +26,8 @@ class Status:
     total_runs: int = 0
     metrics: list[dict[str, float]] = field(default_factory=list)
     """One mapping for each finished run."""
+    runners: list[str] = field(default_factory=list)
+    """Ids of the runners that worked on the task, in the order of its runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ def first_leaf(error: BaseException) -> BaseException:
 
 
 async def _serve(config: Config, agent_id: str, build: Callable[[Bus, Topology], Agent], signs: LifeSigns) -> None:
-    topology = Topology(config.name, config.broker.ready_max_bytes, config.broker.results_max_bytes)
+    topology = Topology.of(config)
     agent = build(create_bus(config.broker, topology, agent_id), topology)
     if agent.role != "explorer":  # the explorer tells agents that cannot see the folder
         agent.run_folder = config.path

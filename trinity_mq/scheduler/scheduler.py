@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from trinity_mq.bus import Bus, Topology
+from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.config import Config
 from trinity_mq.dispatch.collector import Collector
 from trinity_mq.dispatch.dispatcher import Dispatcher
@@ -33,14 +33,24 @@ class Scheduler:
     ``deliver="caller"`` their experiences.
 
     It is a client beside the run's agents, with an id and heartbeats of its own. Deadlines stand still while the broker
-    is away or blocked.
+    is away or blocked::
+
+        scheduler = Scheduler(config, [])
+        await scheduler.start()
+        scheduler.schedule(tasks, batch_id=1)
+        statuses, experiences = await scheduler.get_results(1)
+        await scheduler.stop()
 
     Args:
         config: The run's configuration.
         rollout_model: Accepted for the documented signature; runners find engines by their heartbeats.
         auxiliary_models: Likewise.
-        bus: A connected bus.
+        bus: A connected bus, which stays its owner's to close. None: one as configured (``broker.url``), which
+            :meth:`start` connects and :meth:`stop` closes.
         topology: The run's names; by default made from the configuration.
+
+    Raises:
+        AddressError: No bus is given, and the configuration has no usable address of a broker.
     """
 
     def __init__(
@@ -49,10 +59,12 @@ class Scheduler:
         rollout_model: Sequence[Any] | None = None,
         auxiliary_models: Sequence[Sequence[Any]] | None = None,
         *,
-        bus: Bus,
+        bus: Bus | None = None,
         topology: Topology | None = None,
     ) -> None:
-        self.config, self.bus, self.topology, self.peers = config, bus, topology or Topology(config.name), Peers()
+        self.config, self.topology, self.peers = config, topology or Topology.of(config), Peers()
+        self._owns_bus, self._connected, self._starting = bus is None, False, asyncio.Lock()
+        bus = self.bus = create_bus(config.broker, self.topology, "scheduler") if bus is None else bus
         self._heartbeats = SchedulerHeartbeats(bus, self.topology, lambda: self.dispatcher.open_tickets, self.peers)
         self.dispatcher = Dispatcher(
             config,
@@ -71,7 +83,12 @@ class Scheduler:
 
     async def start(self) -> None:
         """Begin to follow results; may be called again after :meth:`stop`."""
-        if self._task is None or self._task.done():
+        async with self._starting:
+            if self._task is not None and not self._task.done():
+                return
+            if self._owns_bus and not self._connected:
+                await self.bus.connect()
+                self._connected = True
             await self.bus.declare(*self.topology.durable)
             self._task = asyncio.get_running_loop().create_task(self._serve(), name="scheduler")
             await self._or_failure(self.dispatcher.caught_up())
@@ -79,13 +96,18 @@ class Scheduler:
     async def stop(self) -> None:
         """Stop following; open tickets stay as they are and go on after the next :meth:`start`."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise error
-        await self._collector.close()
-        await self._heartbeats.close()
+        try:
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    raise error
+                await self._collector.close()
+                await self._heartbeats.close()
+        finally:
+            if self._owns_bus:
+                self._connected = False
+                await self.bus.close()
 
     def schedule(self, tasks: Sequence[Task], batch_id: BatchId, *, deliver: Deliver = "caller") -> str | None:
         """Schedule ``tasks`` under ``batch_id`` (an int, or a string that starts with one); returns the ticket, None

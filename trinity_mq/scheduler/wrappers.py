@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,12 @@ class RunnerWrapper:
         rollout_model: Accepted for the documented signature; runners find engines by their heartbeats.
         auxiliary_models: Likewise.
         config: The run's configuration.
-        scheduler: Schedules the tasks.
-        peers: Receives the runner's heartbeats.
+        scheduler: Schedules the tasks; who made it starts and stops it. None: one of its own on the configured broker,
+            started when it is needed and stopped by :meth:`close`.
+        peers: Receives the runner's heartbeats; by default the scheduler's.
+
+    Raises:
+        AddressError: No scheduler is given, and the configuration has no usable address of a broker.
     """
 
     def __init__(
@@ -48,24 +53,29 @@ class RunnerWrapper:
         auxiliary_models: Sequence[InferenceModel],
         config: Config,
         *,
-        scheduler: Scheduler,
+        scheduler: Scheduler | None = None,
         peers: Peers | None = None,
     ) -> None:
         self.runner_id = runner_id
         self.agent_id = runner_id if isinstance(runner_id, str) else f"runner-{runner_id}"
         self.rollout_model, self.auxiliary_models, self.config = rollout_model, list(auxiliary_models), config
-        self._scheduler, self._peers = scheduler, peers
+        self._owns_scheduler = scheduler is None
+        self._scheduler = Scheduler(config) if scheduler is None else scheduler
+        self._peers = peers or self._scheduler.peers
+        self._restarts: set[asyncio.Task[None]] = set()
 
     @property
     def state(self) -> dict[str, Any]:
         """The state in the runner's last heartbeat, empty when none was received."""
-        heartbeat: Heartbeat | None = self._peers.latest(self.agent_id) if self._peers else None
+        heartbeat: Heartbeat | None = self._peers.latest(self.agent_id)
         return {} if heartbeat is None else {"state": heartbeat.state, **heartbeat.detail.as_map()}
 
     async def run_with_retry(self, task: TaskWrapper) -> tuple[Status, list[Experience], int | str]:
-        """Have the task done, attempts and back-off included, and return its status, its experiences and this runner's
-        id.
+        """Have the task done, attempts and back-off included, and return its status, its experiences and the id of the
+        runner that did its last runs: a number for the runners of ``trinity-mq run`` if this handle was made with one.
+        Where none did anything it is this handle's id.
         """
+        await self._start()
         body = replace(task.task, repeat_times=task.repeat_times)  # the caller's own task stays as it is
         statuses, experiences = await self._scheduler.run_one(
             body, task.batch_id, run_id_base=task.run_id_base, part_of=task.task
@@ -73,10 +83,39 @@ class RunnerWrapper:
         if not statuses:
             message = f"the task was not done within {self.config.explorer.batch_timeout:g} s"
             return Status(ok=False, metric={}, message=message, total_runs=task.repeat_times), [], self.runner_id
-        return statuses[0], experiences, self.runner_id
+        return statuses[0], experiences, self._shown(statuses[0].runners[-1:])
 
-    async def restart_runner(self, reason: str = "asked by the explorer") -> None:
-        """Ask the runner to end, so that its supervisor starts a fresh one."""
+    def restart_runner(self, reason: str = "asked by the explorer") -> asyncio.Task[None]:
+        """Ask the runner to end, so that its supervisor starts a fresh one. What is returned may be awaited: it is done
+        when the broker has confirmed the request.
+        """
+        task = asyncio.get_running_loop().create_task(self._restart(reason), name=f"restart {self.agent_id}")
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+        return task
+
+    async def close(self) -> None:
+        """Wait for restarts that are being requested, and stop the scheduler if it is this handle's own."""
+        try:
+            await asyncio.gather(*self._restarts)
+        finally:
+            if self._owns_scheduler:
+                await self._scheduler.stop()
+
+    async def _start(self) -> None:
+        if self._owns_scheduler:
+            await self._scheduler.start()
+
+    async def _restart(self, reason: str) -> None:
+        await self._start()
         event = ControlEvent(verb="restart", target=self.agent_id, reason=reason)
         exchange = self._scheduler.topology.exchange("control")
         await self._scheduler.bus.publish(exchange, f"restart.{self.agent_id}", envelope(event))
+
+    def _shown(self, runners: Sequence[str]) -> int | str:
+        """Return the id of the one in ``runners``, if there is one, in the form in which this handle has its own."""
+        if not runners:
+            return self.runner_id
+        prefix, _, number = runners[0].rpartition("-")
+        numbered = isinstance(self.runner_id, int) and prefix == "runner" and number.isdecimal()
+        return int(number) if numbered else runners[0]

@@ -142,7 +142,8 @@ class FakeLearner:
 class FakeRunner:
     """Runs task slices from a bus: one experience for each run, after ``seconds``.
 
-    ``spoil`` returns the fate of a slice: ``None`` (finished), ``"empty"`` (no experiences) or ``"failed"``.
+    ``spoil`` returns the fate of a slice: ``None`` (finished), ``"empty"`` (no experiences) or ``"failed"``; ``name``
+    is the runner's id in the results.
     """
 
     bus: Bus
@@ -151,6 +152,7 @@ class FakeRunner:
     seconds: Callable[[TaskSlice], float] = lambda task_slice: 0.1
     spoil: Callable[[TaskSlice], str | None] = lambda task_slice: None
     done: list[TaskSlice] = field(default_factory=list)
+    name: str = "runner-0"
 
     async def run(self) -> None:
         """Consume task slices until cancelled."""
@@ -188,6 +190,7 @@ class FakeRunner:
             runs=runs,
             parts=parts,
             metrics=[{"accuracy": 1.0, "reward": 1.0} for _ in runs],
+            runner=self.name,
             version_min=version,
             version_max=version,
         )

@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from trinity_agents.explorer.hosted_engines import receive_broadcast
 from trinity_agents.explorer.loop import ExplorerLoop
 from trinity_agents.explorer.state import StateFile
 from trinity_agents.explorer.task_source import TaskReader, open_tasksets
-from trinity_mq.bus import Bus, Topology
+from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.config import Config
 from trinity_mq.messages import ExplorerStatus, Heartbeat, TaskBody
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
+from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import mark_run_over
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.telemetry import MetricsWriter
@@ -30,8 +31,35 @@ if TYPE_CHECKING:
     from trinity_mq.models import EngineHost
 
 
+class _Parts(TypedDict):
+    engines: Sequence[EngineHost]
+    auxiliaries: Sequence[EngineHost]
+    taskset: TaskReader | None
+    eval_sets: Mapping[str, Sequence[TaskBody]]
+    metrics: MetricsWriter
+
+
 class Explorer(Agent):
-    """The one scheduling explorer of a run."""
+    """The one scheduling explorer of a run: ``await Explorer(config).explore()`` is all of its work.
+
+    Args:
+        config: The run's configuration.
+        bus: A bus, not connected yet; closed at the end. None: one as configured (``broker.url``), and with it the
+            taskset, the evaluation sets, the engines and the metrics of the configuration, in place of the arguments
+            below.
+        topology: The run's names; by default made from the configuration.
+        agent_id: This agent's id.
+        engine: Host of the one rollout engine.
+        engines: Hosts of several.
+        auxiliaries: Hosts of auxiliary engines.
+        folder: Folder of the state; by default the run's.
+        taskset: Source of the training tasks; None: submitted ones only.
+        eval_sets: Evaluation tasks by set.
+        metrics: Writes metrics.
+
+    Raises:
+        AddressError: No bus is given, and the configuration has no usable address of a broker.
+    """
 
     role = "explorer"
 
@@ -39,7 +67,7 @@ class Explorer(Agent):
         self,
         config: Config,
         *,
-        bus: Bus,
+        bus: Bus | None = None,
         topology: Topology | None = None,
         agent_id: str = "explorer-0",
         engine: EngineHost | Any = None,
@@ -50,7 +78,13 @@ class Explorer(Agent):
         eval_sets: Mapping[str, Sequence[TaskBody]] | None = None,
         metrics: MetricsWriter | None = None,
     ) -> None:
-        topology = topology or Topology(config.name)
+        topology = topology or Topology.of(config)
+        if bus is None:
+            bus = create_bus(config.broker, topology, agent_id)
+            add_plugins(config.plugin_dirs)
+            parts = _configured(config, agent_id)
+            engines, auxiliaries, metrics = parts["engines"], parts["auxiliaries"], parts["metrics"]
+            taskset, eval_sets = parts["taskset"], parts["eval_sets"]
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self.engines = list(engines) or [engine]
         self.auxiliaries = list(auxiliaries)
@@ -89,7 +123,7 @@ class Explorer(Agent):
         try:
             await hosted.start()
             background = await self.exploration.background()
-            await self.with_background(self.explore(), self.restart_without_lock(), *background)
+            await self.with_background(self.exploration.run(), self.restart_without_lock(), *background)
             await hosted.leave()
             if state.finished:
                 await asyncio.to_thread(mark_run_over, self._folder)  # for agents that start only now
@@ -99,15 +133,15 @@ class Explorer(Agent):
             await hosted.close(stop=self.draining.is_set() or state.finished)
 
     async def explore(self) -> str:
-        """Open, follow and close batches and evaluate, period after period; return this explorer's id at the end.
+        """Connect, open, follow and close batches and evaluate, period after period, then close the bus; return this
+        explorer's id at the end. It is :meth:`run` by its documented name.
 
         One period under style ``fixed`` with interval n::
 
             explorer | step 1 | step 2 | ... | step n | eval | sync |
             trainer  | idle   | step 1 | step 2 | ...  | step n | sync |
         """
-        assert self.exploration is not None
-        await self.exploration.run()
+        await self.run()
         return self.id
 
     async def setup_weight_sync_group(
@@ -135,24 +169,26 @@ class Explorer(Agent):
         return self.draining.is_set() or self.detail().finished
 
 
-def main(config: Config, agent_id: str = "explorer-0") -> int:
-    """Run the scheduling explorer until the run is over; returns the exit code."""
+def _configured(config: Config, agent_id: str) -> _Parts:
+    """Return what an explorer of this configuration works with; the model's folder is there afterwards."""
     from trinity_mq.models import ensure_model_folder
     from trinity_mq.models.engines.host.host import auxiliary_hosts, rollout_hosts
 
+    ensure_model_folder(config.model, config.path / "model", config.seed)
+    taskset, eval_sets = open_tasksets(config)
+    return _Parts(
+        engines=rollout_hosts(config, agent_id),
+        auxiliaries=auxiliary_hosts(config, agent_id),
+        taskset=taskset,
+        eval_sets=eval_sets,
+        metrics=MetricsWriter(config.path, "explorer", agent_id, config.monitor.tensorboard),
+    )
+
+
+def main(config: Config, agent_id: str = "explorer-0") -> int:
+    """Run the scheduling explorer until the run is over; returns the exit code."""
+
     def build(bus: Bus, topology: Topology) -> Explorer:
-        ensure_model_folder(config.model, config.path / "model", config.seed)
-        taskset, sets = open_tasksets(config)
-        return Explorer(
-            config,
-            bus=bus,
-            topology=topology,
-            agent_id=agent_id,
-            engines=rollout_hosts(config, agent_id),
-            auxiliaries=auxiliary_hosts(config, agent_id),
-            taskset=taskset,
-            eval_sets=sets,
-            metrics=MetricsWriter(config.path, "explorer", agent_id, config.monitor.tensorboard),
-        )
+        return Explorer(config, bus=bus, topology=topology, agent_id=agent_id, **_configured(config, agent_id))
 
     return run_daemon(config, agent_id, "explorer", build)

@@ -533,12 +533,28 @@ def test_run_with_retry_gives_each_caller_its_own_also_in_a_batch_that_is_under_
         done = await asyncio.gather(*under_way)
         for n, (status, experiences, runner) in enumerate(done):
             assert isinstance(status, Status)
-            assert (status.ok, status.completed_runs, runner) == (True, 4, n)
+            assert (status.ok, status.completed_runs) == (True, 4)
+            assert (runner, status.runners) == (0, ["runner-0"]), "the runner that did the work"
             assert [one.eid.run for one in experiences] == [4 * n + k for k in range(4)]
             assert {one.eid.batch for one in experiences} == {4}
         assert task.repeat_times == 16, "the caller's task is not changed"
 
     play(Stage(seconds=lambda task_slice: 1.0), scene)
+
+
+@pytest.mark.parametrize(
+    ("handle", "runner", "said"),
+    [("runner-7", "runner-3", "runner-3"), (7, "runner-3", 3), (7, "gpu-host", "gpu-host")],
+)
+def test_run_with_retry_names_the_runner_in_the_form_of_the_handle(handle: Any, runner: str, said: Any) -> None:
+    stage = Stage()
+    stage.runner.name = runner
+
+    async def scene(scheduler: Scheduler) -> None:
+        one = RunnerWrapper(handle, None, [], scheduler.config, scheduler=scheduler)
+        assert (await one.run_with_retry(TaskWrapper(tasks(1)[0], 1)))[2] == said
+
+    play(stage, scene)
 
 
 def test_run_with_retry_says_when_it_was_not_done() -> None:
@@ -574,9 +590,11 @@ def test_restart_runner_asks_that_runner() -> None:
         ears = stage.topology.listener("runner-3", "x", "control", "*.runner-3")
         await stage.bus.declare(ears)
         feed = await stage.bus.consume(ears)
-        await RunnerWrapper(3, None, [], scheduler.config, scheduler=scheduler).restart_runner("it is slow")
+        one = RunnerWrapper(3, None, [], scheduler.config, scheduler=scheduler)
+        one.restart_runner("it is slow")  # documented as a plain call
         event = decode((await anext(feed)).body, ControlEvent)
         assert (event.verb, event.target, event.reason) == ("restart", "runner-3", "it is slow")
+        await one.close()
         await feed.close()
 
     play(stage, scene)

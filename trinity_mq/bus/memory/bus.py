@@ -137,6 +137,9 @@ class MemoryBus(Bus):
         self._consumers: list[MemoryConsumer] = []
 
     async def connect(self) -> None:
+        if self._closed:
+            self._closed = False
+            self._locks.clear()
         self.reconnect()
 
     async def close(self) -> None:

@@ -77,6 +77,8 @@ class RabbitBus(Bus):
         return self._consuming.version if self._consuming is not None else None
 
     async def connect(self) -> None:
+        if self._closed:
+            self._reopen()
         seconds = self._config.connect_timeout
         try:
             async with asyncio.timeout(seconds):
@@ -90,6 +92,15 @@ class RabbitBus(Bus):
                 ) from None
             raise
         self._routine = asyncio.create_task(self._keep(), name=f"{self._name}: reconnect")
+
+    def _reopen(self) -> None:
+        """Be as before the first connect, without locks; what was declared stays known and is made again."""
+        self._closed, self._down = False, NOT_CONNECTED
+        self._locks.clear()
+        self._publisher = Publisher(self._set_blocked)
+        self._rebuilt.clear()
+        self._broken.clear()
+        self._refresh()
 
     async def close(self) -> None:
         """Close everything; waiting tasks get BusUnavailable."""
