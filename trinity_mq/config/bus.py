@@ -84,7 +84,8 @@ class BrokerConfig(Section):
     results_max_bytes: int = Field(default=512 * 1024**2, ge=64 * 1024**2)
     """Most bytes kept of the stream of results."""
     delivery_limit: int = Field(default=5, ge=1)
-    """Deliveries after which a slice is poisoned or a batch failed."""
+    """Deliveries after which a slice is poisoned or a batch failed, if one was seen to fail. What was given back in
+    good order does not count."""
 
     @property
     def max_task_bytes(self) -> int:

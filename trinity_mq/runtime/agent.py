@@ -101,6 +101,10 @@ class Agent(ABC):
             self.draining.set()
             self.woken.notify()
 
+    def restart(self, why: RestartMe) -> None:
+        """End this process so that a fresh one takes its place. An agent that can give its work back does so first."""
+        raise why
+
     async def run(self) -> None:
         """Connect, serve, send a last heartbeat, close."""
         if not await self.woken.unless(self.draining.is_set, self.bus.connect()):
@@ -184,7 +188,7 @@ class Agent(ABC):
         if message.verb == "drain":
             self.drain()
         elif message.verb == "restart":
-            raise RestartMe(message.reason or "asked to restart")
+            self.restart(RestartMe(message.reason or "asked to restart"))
         else:
             await self.on_control(message)
 

@@ -1,14 +1,19 @@
-"""Turns messages into envelopes and deliveries into messages; dead-letters a body that cannot be used."""
+"""Makes envelopes of messages and messages of deliveries; gives deliveries back; dead-letters bodies without use."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
-from trinity_mq.bus import Bus, Delivery, Envelope, Incoming, StaleDelivery, Topology
+from trinity_mq.bus import Bus, BusError, Delivery, Envelope, Incoming, StaleDelivery, Topology
 from trinity_mq.bus.base import HeaderValue
 from trinity_mq.messages import CONTENT_TYPE, DecodeError, Message, decode, decode_any, encode
 
@@ -18,6 +23,13 @@ EXPERIENCES = "application/vnd.trinity-mq.experiences"
 """Content type of experience parts and chunks."""
 REFERENCE = "application/vnd.trinity-mq.reference"
 """Content type of an ExperienceReference, whose experience body lies in the blob store."""
+
+GIVEN_BACK, FAILED, RETURNED, FAILURES = "given-back", "failed-tries", "returned", "failures"
+"""Headers of a message that an agent gave back: see :class:`PastDeliveries`."""
+MAX_FAILURES = 5
+"""Failed tries whose reasons travel with a message."""
+MAX_FAILURE = 240
+"""Characters of such a reason."""
 
 
 def envelope(
@@ -46,46 +58,55 @@ def envelope(
     )
 
 
-async def dead_letter(bus: Bus, topology: Topology, incoming: Incoming, reason: str, by: str) -> None:
+async def dead_letter(
+    bus: Bus, topology: Topology, incoming: Incoming, reason: str, by: str, *, past: PastDeliveries | None = None
+) -> None:
     """Publish a copy of a body to ``dead`` with its reason; the original is the caller's to acknowledge afterwards.
 
     A body too large for us to publish is rejected instead: the broker moves it, and the reason is in our log only.
+    ``past`` are its deliveries so far, by default those before this one.
     """
+    past = past or PastDeliveries.of(incoming)
     log.warning(
         "dead_letter",
         queue=incoming.queue,
         reason=reason,
         message_id=incoming.message_id,
-        deliveries=incoming.deliveries_before,
+        deliveries=past.count,
     )
     if len(incoming.body) > bus.max_message_bytes and isinstance(incoming, Delivery):
         with contextlib.suppress(StaleDelivery):  # stale: the broker redelivers it, and it is handled then
             await incoming.reject()
         return
+    headers: dict[str, HeaderValue] = {
+        **past.headers,
+        "dead-reason": reason[:1000],
+        "dead-queue": incoming.queue,
+        "dead-by": by,
+        "dead-deliveries": past.count,
+        "dead-time": time.time(),
+    }
+    copy = _copy(incoming, f"dead-{incoming.queue}-{_identity(incoming)}", headers)
+    while not await bus.publish(topology.exchange("dead"), incoming.routing_key or "unknown", copy):
+        await bus.declare(topology.dead)  # it was deleted; the original is acknowledged next and must not be lost
+
+
+def _copy(incoming: Incoming, message_id: str, headers: dict[str, HeaderValue]) -> Envelope:
+    """Return the message to publish again, with these headers beside its own."""
     kept = {
         key: value
         for key, value in incoming.headers.items()
         if isinstance(value, str | int | float | bool) and not key.startswith("x-")
     }
-    headers: dict[str, HeaderValue] = {
-        **kept,
-        "dead-reason": reason[:1000],
-        "dead-queue": incoming.queue,
-        "dead-by": by,
-        "dead-deliveries": incoming.deliveries_before,
-        "dead-time": time.time(),
-    }
-    copy = Envelope(
+    return Envelope(
         body=incoming.body,
         kind=incoming.kind or "unknown",
-        message_id=f"dead-{incoming.queue}-{_identity(incoming)}",
+        message_id=message_id,
         content_type=incoming.content_type or "application/octet-stream",
-        headers=headers,
+        headers={**kept, **headers},
         correlation_id=incoming.correlation_id,
         reply_to=incoming.reply_to,
     )
-    while not await bus.publish(topology.exchange("dead"), incoming.routing_key or "unknown", copy):
-        await bus.declare(topology.dead)  # it was deleted; the original is acknowledged next and must not be lost
 
 
 def _identity(incoming: Incoming) -> str:
@@ -137,6 +158,144 @@ async def acknowledge(delivery: Delivery) -> bool:
 
 
 async def requeue(delivery: Delivery) -> None:
-    """Requeue, which counts as a delivery; a stale delivery has been taken back by the broker already."""
+    """Requeue, which counts as returned; a stale delivery has been taken back by the broker already."""
     with contextlib.suppress(StaleDelivery):
         await delivery.requeue()
+
+
+@dataclass(frozen=True, slots=True)
+class PastDeliveries:
+    """How the earlier deliveries of a message ended."""
+
+    given_back: int = 0
+    """An agent gave it back in good order, as at the end of its drain. This says nothing about the message."""
+    failed: int = 0
+    """An agent saw the work on it fail, and lived to say so."""
+    returned: int = 0
+    """The broker took it back: the agent died, lost its connection, or the broker was restarted. Not a verdict."""
+    failures: tuple[str, ...] = ()
+    """How the latest tries failed."""
+
+    @classmethod
+    def of(cls, incoming: Incoming) -> PastDeliveries:
+        """Return what the headers and the broker's count say."""
+
+        def number(name: str) -> int:
+            value = incoming.headers.get(name)
+            return value if isinstance(value, int) and value > 0 else 0
+
+        failures = incoming.headers.get(FAILURES)
+        return cls(
+            given_back=number(GIVEN_BACK),
+            failed=number(FAILED),
+            returned=number(RETURNED) + incoming.deliveries_before,
+            failures=tuple(failures.split("\n")) if isinstance(failures, str) else (),
+        )
+
+    @property
+    def count(self) -> int:
+        """Number of earlier deliveries."""
+        return self.given_back + self.failed + self.returned
+
+    @property
+    def suspect(self) -> int:
+        """Number of those that the work on the message may have ended: the ones not given back in good order."""
+        return self.failed + self.returned
+
+    def poisoned(self, limit: int, crashes: int) -> bool:
+        """Say whether the message is not to be tried again: it had ``limit`` suspect deliveries, and there is evidence
+        that the work on it was to blame, a failure that was seen or ``crashes`` that :class:`CrashNotes` knows of.
+        """
+        return self.suspect >= limit and bool(self.failed or crashes)
+
+    def then(self, failure: str | None) -> PastDeliveries:
+        """Return them with one more, which ended with ``failure``, or in good order."""
+        if failure is None:
+            return PastDeliveries(self.given_back + 1, self.failed, self.returned, self.failures)
+        line = " ".join(failure.split())[:MAX_FAILURE]
+        failures = (*self.failures, f"delivery {self.count + 1}: {line}")[-MAX_FAILURES:]
+        return PastDeliveries(self.given_back, self.failed + 1, self.returned, failures)
+
+    @property
+    def headers(self) -> dict[str, HeaderValue]:
+        """The headers that say so."""
+        said: dict[str, HeaderValue] = {GIVEN_BACK: self.given_back, FAILED: self.failed, RETURNED: self.returned}
+        said[FAILURES] = "\n".join(self.failures)
+        return {name: value for name, value in said.items() if value}
+
+
+async def give_back(bus: Bus, delivery: Delivery, failure: str | None = None) -> None:
+    """Publish a delivery again under its message id with headers that tell why, then acknowledge it.
+
+    If this process dies between the two, both come: the readers of slices and manifests drop the second. What cannot be
+    published is requeued, which counts as returned.
+
+    Args:
+        bus: The bus that the delivery came from.
+        delivery: The delivery.
+        failure: How the work on it failed; None: it is given back in good order.
+    """
+    copy = _copy(delivery, _identity(delivery), PastDeliveries.of(delivery).then(failure).headers)
+    try:
+        stored = await bus.publish(delivery.exchange, delivery.routing_key, copy)
+    except (BusError, ValueError) as error:  # ValueError: it came through an exchange of somebody else
+        log.warning("requeued", queue=delivery.queue, message_id=delivery.message_id, reason=str(error))
+        stored = False
+    if stored:
+        await acknowledge(delivery)
+    else:
+        await requeue(delivery)
+
+
+class CrashNotes:
+    """The deliveries that earlier processes of this agent were at work on when they died: evidence of a crash, which
+    the broker's count is not. Kept in a file; it is not synced to the disk, as a machine that fails is nobody's crash.
+
+    Args:
+        path: The file; its folder must exist. None: nothing is noted and nothing known.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._at_work: Counter[str] = Counter()
+        self._crashes: Counter[str] = Counter()
+        try:
+            known = json.loads(path.read_bytes()) if path is not None else {}
+            self._crashes.update({str(key): int(n) for key, n in dict(known).items()})
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("crash_notes_unreadable", path=str(path), reason=str(error))
+
+    def crashes(self, key: str) -> int:
+        """Return how many processes died while they worked on ``key``."""
+        return self._crashes[key]
+
+    @contextlib.contextmanager
+    def at_work(self, key: str) -> Iterator[None]:
+        """Note that this process works on ``key``, until it ends in whatever way but with the process."""
+        self._at_work[key] += 1
+        self._write()
+        try:
+            yield
+        finally:
+            self._at_work -= Counter([key])
+            self._write()
+
+    def forget(self, key: str) -> None:
+        """Forget the crashes of ``key``, whose work is over."""
+        if self._crashes.pop(key, 0):
+            self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        try:
+            if not (known := self._crashes + self._at_work):
+                self._path.unlink(missing_ok=True)
+                return
+            new = self._path.with_name(f"{self._path.name}.new")
+            new.write_text(json.dumps(known), encoding="utf-8")
+            new.replace(self._path)
+        except OSError as error:
+            log.warning("crash_notes_not_written", path=str(self._path), reason=str(error))

@@ -19,7 +19,14 @@ from trinity_mq.config import Config
 from trinity_mq.messages import BatchClosed, OperatorStatus
 from trinity_mq.operators import OperatorError
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, requeue
+from trinity_mq.runtime.deliveries import (
+    CrashNotes,
+    PastDeliveries,
+    acknowledge,
+    dead_letter,
+    decode_or_dead_letter,
+    give_back,
+)
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
@@ -41,10 +48,21 @@ class Operator(Agent):
     role = "operator"
 
     def __init__(
-        self, config: Config, *, bus: Bus, topology: Topology, agent_id: str, metrics: MetricsWriter | None = None
+        self,
+        config: Config,
+        *,
+        bus: Bus,
+        topology: Topology,
+        agent_id: str,
+        metrics: MetricsWriter | None = None,
+        crash_notes: CrashNotes | None = None,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
+        self._crash_notes = crash_notes or CrashNotes()
         self._ticket: str | None = None
+        self._delivery: Delivery | None = None
+        """The manifest at work."""
+        self._restart_reason: RestartMe | None = None
         self._store = store = open_store(config.broker, topology.run)
         self._chain = ChainRun(config, bus, topology, store, self.peers)
         self._publisher = BatchPublisher(bus, topology, store)
@@ -76,12 +94,24 @@ class Operator(Agent):
             if self._store is not None:
                 sweep = deletions.create_task(Sweep(self.bus, self.topology, self._store).run())
                 stack.callback(sweep.cancel)
-            await self.woken.until(lambda: self.draining.is_set() or self.peers.explorer.finished)
+            await self.woken.until(self._is_over)
             await manifests.stop()
             self._stopped.set()
             await asyncio.wait([batches], timeout=self.config.runner.drain_timeout)
-            if batches.cancel():
+            if batches.cancel() and self._delivery is not None:
                 log.info("batch_given_back", ticket=self._ticket)
+                await asyncio.wait([batches])
+                await give_back(self.bus, self._delivery)
+        if self._restart_reason is not None:
+            raise self._restart_reason
+
+    def _is_over(self) -> bool:
+        return self._restart_reason is not None or self.draining.is_set() or self.peers.explorer.finished
+
+    def restart(self, why: RestartMe) -> None:
+        """Finish the batch at work or give it back, as when drained, and ask for a fresh process."""
+        self._restart_reason = self._restart_reason or why
+        self.woken.notify()
 
     async def _process_all(self, manifests: Consumer, deletions: asyncio.TaskGroup) -> None:
         self.set_state("idle", "a closed batch")
@@ -89,12 +119,13 @@ class Operator(Agent):
             manifest = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=BatchClosed)
             if not isinstance(manifest, BatchClosed):
                 continue
-            self._ticket = manifest.ticket
+            self._ticket, self._delivery = manifest.ticket, delivery
             self.set_state("working")
             self.heartbeat_soon()
             try:
                 if await self._process(delivery, manifest):
                     deletions.create_task(self._publisher.delete_queue(manifest))
+                self._delivery = None
             finally:
                 self._ticket = None
                 self.set_state("idle", "a closed batch")
@@ -102,11 +133,17 @@ class Operator(Agent):
 
     async def _process(self, delivery: Delivery, manifest: BatchClosed) -> bool:
         """Process a batch up to the acknowledgement; return whether its queue can be deleted."""
-        limit, tries = self.config.broker.delivery_limit, delivery.deliveries_before
-        if tries >= limit:
-            reason = f"{tries} operators did not survive this batch (limit {limit}); its queue is kept for replay"
+        limit, past = self.config.broker.delivery_limit, PastDeliveries.of(delivery)
+        if past.poisoned(limit, self._crash_notes.crashes(manifest.ticket)):
+            reason = (
+                f"{past.suspect} tries of this batch did not end well (limit {limit}); its queue is kept for replay"
+            )
             await self._fail(delivery, manifest, reason)
             return False
+        with self._crash_notes.at_work(manifest.ticket):
+            return await self._processed(delivery, manifest)
+
+    async def _processed(self, delivery: Delivery, manifest: BatchClosed) -> bool:
         try:
             parts = await self._reader.read(manifest)
         except QueueGone:
@@ -123,7 +160,7 @@ class Operator(Agent):
             return False
         except Exception as error:
             # an operator's bug costs its batch a try, never the daemon; the delivery limit ends it
-            log.exception("batch_failed", ticket=manifest.ticket, attempt=tries + 1)
+            log.exception("batch_failed", ticket=manifest.ticket, attempt=PastDeliveries.of(delivery).count + 1)
             await self._try_again(delivery, manifest, error)
             if threads := stuck_threads():
                 names = ", ".join(threads)
@@ -132,7 +169,7 @@ class Operator(Agent):
         for part, reason in batch.bad:
             await dead_letter(self.bus, self.topology, part, reason, self.id)
         await self._publisher.publish(manifest, batch)
-        await acknowledge(delivery)
+        await self._decided(delivery, manifest)
         if isinstance(manifest.batch, int):
             self.report(manifest.batch, batch.metrics)
         return True
@@ -140,7 +177,7 @@ class Operator(Agent):
     async def _skip(self, delivery: Delivery, manifest: BatchClosed) -> None:
         reason = "the batch queue does not exist: another operator has processed it"
         await self._publisher.publish_state(manifest, state="gone", reason=reason)
-        await acknowledge(delivery)
+        await self._decided(delivery, manifest)
 
     async def _fail(
         self, delivery: Delivery, manifest: BatchClosed, reason: str, error: Exception | None = None
@@ -150,19 +187,24 @@ class Operator(Agent):
         if isinstance(error, OperatorError):
             delivery.headers = {**delivery.headers, "operator": error.operator}
         await dead_letter(self.bus, self.topology, delivery, reason, self.id)
+        await self._decided(delivery, manifest)
+
+    async def _decided(self, delivery: Delivery, manifest: BatchClosed) -> None:
+        self._crash_notes.forget(manifest.ticket)
         await acknowledge(delivery)
 
     async def _try_again(self, delivery: Delivery, manifest: BatchClosed, error: Exception) -> None:
-        limit = self.config.broker.delivery_limit
-        if delivery.deliveries_before + 1 >= limit:
-            reason = f"the operator chain failed {limit} times, last with {type(error).__name__}: {error}"
+        limit, past = self.config.broker.delivery_limit, PastDeliveries.of(delivery)
+        failure = f"{type(error).__name__}: {error}"
+        if past.suspect + 1 >= limit:
+            reason = f"the operator chain failed; {past.suspect + 1} tries did not end well, last with {failure}"
             await self._fail(delivery, manifest, reason, error)
             return
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**delivery.deliveries_before)
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**past.suspect)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause * random.uniform(0.5, 1.0)):
                 await self._stopped.wait()
-        await requeue(delivery)
+        await give_back(self.bus, delivery, f"{self.id}: {failure}")
 
 
 def main(config: Config, agent_id: str = "operator-0") -> int:
@@ -170,6 +212,7 @@ def main(config: Config, agent_id: str = "operator-0") -> int:
 
     def build(bus: Bus, topology: Topology) -> Operator:
         metrics = MetricsWriter(config.path, "operator", agent_id, config.monitor.tensorboard)
-        return Operator(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
+        notes = CrashNotes(config.path / f"{agent_id}.at-work.json")
+        return Operator(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics, crash_notes=notes)
 
     return run_daemon(config, agent_id, "operator", build)

@@ -20,7 +20,6 @@ import structlog
 from trinity_agents.runner.in_flight_slice import (
     CANCELLED,
     PREEMPTED,
-    CrashHistory,
     InFlightSlice,
     OpenTickets,
     SliceKey,
@@ -35,7 +34,14 @@ from trinity_mq.messages import Outcome, RunnerStatus, TaskSlice
 from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.rollout.workflow_runner import SliceOutcome, WorkflowRunner
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, requeue
+from trinity_mq.runtime.deliveries import (
+    CrashNotes,
+    PastDeliveries,
+    acknowledge,
+    dead_letter,
+    decode_or_dead_letter,
+    give_back,
+)
 from trinity_mq.runtime.errors import EXIT_RECYCLE, EXIT_RESTART, RecycleMe, RestartMe
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
@@ -73,9 +79,11 @@ class Runner(Agent):
         isolated: ProcessPool | None = None,
         end_process: Callable[[int], None] = lambda code: None,
         watchdog: Watchdog | None = None,
+        crash_notes: CrashNotes | None = None,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
         self._end_process, self._watchdog = end_process, watchdog
+        self._crash_notes = crash_notes or CrashNotes()
         self._engines = EngineSelector(lambda: self.peers.alive("engine"))
         self._executor = SliceExecutor(
             config,
@@ -83,6 +91,7 @@ class Runner(Agent):
             workflows=workflows or WorkflowRunner(config, None, runner_id=agent_id),
             isolated=isolated,
             on_detached=self._take_over,
+            crash_notes=self._crash_notes,
         )
         self._open = OpenTickets(self.peers)
         self._publisher = ResultPublisher(
@@ -97,7 +106,6 @@ class Runner(Agent):
         )
         self._held: dict[SliceKey, InFlightSlice] = {}
         self._reported: dict[SliceKey, None] = {}
-        self._crashes = CrashHistory()
         self._tasks: set[asyncio.Task[None]] = set()
         self._detached: set[asyncio.Task[None]] = set()
         """Tasks of workflows that ignored their cancellation."""
@@ -145,6 +153,8 @@ class Runner(Agent):
                         await consumer.stop()
                     await asyncio.wait(takers)
                     await self._finish_or_give_back()
+                    if self._failure is not None:
+                        raise self._failure
                 finally:
                     for task in self._tasks:
                         task.cancel()
@@ -164,9 +174,7 @@ class Runner(Agent):
             raise self._restart_reason
 
     def _is_over(self) -> bool:
-        if self._failure is not None:
-            raise self._failure
-        return bool(self._restart_reason or self.draining.is_set() or self.peers.explorer.finished)
+        return bool(self._failure or self._restart_reason or self.draining.is_set() or self.peers.explorer.finished)
 
     async def _take(self, consumer: Consumer) -> None:
         async for delivery in consumer:
@@ -184,8 +192,8 @@ class Runner(Agent):
             self._failure = self._failure or error
             self.woken.notify()
 
-    def _restart(self, why: RestartMe) -> None:
-        """Requeue unfinished slices, and ask for a fresh process."""
+    def restart(self, why: RestartMe) -> None:
+        """Give unfinished slices back, and ask for a fresh process."""
         if self._restart_reason is None:
             log.info("leaving", runner=self.id, reason=str(why))
             self._restart_reason = why
@@ -208,7 +216,7 @@ class Runner(Agent):
             del self._counts["stuck"]
         most = self.config.runner.max_stuck
         if stuck > most:
-            self._restart(RestartMe(f"{stuck} workflows that were given up run on (runner.max_stuck {most})"))
+            self.restart(RestartMe(f"{stuck} workflows that were given up run on (runner.max_stuck {most})"))
 
     # -- one slice
 
@@ -244,10 +252,9 @@ class Runner(Agent):
             self.set_state("idle", "a slice")
 
     async def _slice(self, in_flight: InFlightSlice) -> None:
-        limit = self.config.broker.delivery_limit
-        crashes = in_flight.delivery.deliveries_before
-        if crashes >= limit:
-            await self._poison(in_flight, f"{crashes} runners did not survive this slice (limit {limit})")
+        limit, past = self.config.broker.delivery_limit, in_flight.past
+        if past.poisoned(limit, self._crash_notes.crashes(in_flight.name)):
+            await self._poison(in_flight, past, f"{past.suspect} tries of this slice did not end well (limit {limit})")
         elif self._open.abandoned(in_flight.task_slice):
             self._counts["cancelled"] += 1
             await acknowledge(in_flight.delivery)
@@ -298,32 +305,32 @@ class Runner(Agent):
         self._done += 1
         await acknowledge(in_flight.delivery)
         if self.config.runner.recycle_after is not None and self._done >= self.config.runner.recycle_after:
-            self._restart(RecycleMe(f"{self._done} slices done (runner.recycle_after)"))
+            self.restart(RecycleMe(f"{self._done} slices done (runner.recycle_after)"))
 
     async def _retry(self, in_flight: InFlightSlice, what: str, error: Exception) -> None:
-        """Requeue a slice for another try on any runner; at the delivery limit report it as poisoned."""
+        """Give a slice back for another try on any runner; at the delivery limit report it as poisoned."""
         limit, task_slice = self.config.broker.delivery_limit, in_flight.task_slice
-        self._crashes.add(in_flight, self.id, f"{what}: {error}")
-        if in_flight.delivery.deliveries_before + 1 < limit:
+        failure = f"attempt {in_flight.attempt} of {self.id}: {what}: {error}"
+        if in_flight.past.suspect + 1 < limit:
             log.warning(
                 "slice_comes_again", ticket=task_slice.ticket, task=task_slice.task_id, why=what, reason=str(error)
             )
             self._counts["given_back"] += 1
-            await requeue(in_flight.delivery)
+            await give_back(self.bus, in_flight.delivery, failure)
         else:
-            await self._poison(in_flight, f"{what} {limit} times, last: {error}")
+            past = in_flight.past.then(failure)
+            await self._poison(in_flight, past, f"{what}; {past.suspect} tries did not end well, last: {error}")
 
-    async def _poison(self, in_flight: InFlightSlice, reason: str) -> None:
+    async def _poison(self, in_flight: InFlightSlice, past: PastDeliveries, reason: str) -> None:
         """Report a slice that ends its runners, dead-letter a copy, then acknowledge."""
         self._counts["poisoned"] += 1
         await self._publisher.report(in_flight, self._publisher.result(in_flight, "poisoned", message=reason))
         self._remember(in_flight)
-        history = "\n".join(self._crashes.of(in_flight))
-        in_flight.delivery.headers = {**in_flight.delivery.headers, "dead-history": history}
-        await dead_letter(self.bus, self.topology, in_flight.delivery, reason, self.id)
+        await dead_letter(self.bus, self.topology, in_flight.delivery, reason, self.id, past=past)
         await acknowledge(in_flight.delivery)
 
     def _remember(self, in_flight: InFlightSlice) -> None:
+        self._crash_notes.forget(in_flight.name)
         self._reported[in_flight.key] = None
         while len(self._reported) > REMEMBERED:
             del self._reported[next(iter(self._reported))]
@@ -331,11 +338,11 @@ class Runner(Agent):
     # -- the end
 
     async def _finish_or_give_back(self) -> None:
-        """Wait for the slices in flight. After ``drain_timeout`` they are requeued for another runner, or report
-        their finished runs, where partial results are requested.
+        """Wait for the slices in flight. After ``drain_timeout`` (after a failure at once) they are given back for
+        another runner, or report their finished runs, where partial results are requested.
         """
         loop = asyncio.get_running_loop()
-        if self._tasks:
+        if self._tasks and self._failure is None:
             self.set_state("draining", f"{len(self._tasks)} slices")
             await self._wait_for_tasks(loop.time() + self.config.runner.drain_timeout)
         for in_flight in list(self._held.values()):
@@ -346,13 +353,16 @@ class Runner(Agent):
                     log.info("slice_given_back", ticket=in_flight.task_slice.ticket, task=in_flight.task_slice.task_id)
                     self._counts["given_back"] += 1
                     in_flight.task.cancel()
+                    self._start(self._give_back(in_flight, in_flight.task))
         await self._wait_for_tasks(loop.time() + FINAL_FLUSH)
+
+    async def _give_back(self, in_flight: InFlightSlice, task: asyncio.Task[None]) -> None:
+        await asyncio.wait([task], timeout=STOP_PATIENCE)
+        await give_back(self.bus, in_flight.delivery)
 
     async def _wait_for_tasks(self, until: float) -> None:
         while self._tasks and (left := until - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        if self._failure is not None:
-            raise self._failure
 
     async def _drop(self) -> None:
         """Wait for cancelled tasks to end; the others are detached."""
@@ -371,7 +381,15 @@ def main(config: Config, agent_id: str = "runner-0") -> int:
     dog = Watchdog(config.runner.max_block)
 
     def build(bus: Bus, topology: Topology) -> Runner:
-        return Runner(config, bus=bus, topology=topology, agent_id=agent_id, end_process=_end_process, watchdog=dog)
+        return Runner(
+            config,
+            bus=bus,
+            topology=topology,
+            agent_id=agent_id,
+            end_process=_end_process,
+            watchdog=dog,
+            crash_notes=CrashNotes(config.path / f"{agent_id}.at-work.json"),
+        )
 
     return run_daemon(config, agent_id, "runner", build)
 

@@ -1,4 +1,4 @@
-"""A slice that a runner holds: its results so far, its cancellation from outside, and the crashes it has caused."""
+"""A slice that a runner holds: its earlier deliveries, its results so far and its cancellation from outside."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from typing import Final
 from trinity_mq.bus import Delivery
 from trinity_mq.messages import SchedulerStatus, TaskSlice
 from trinity_mq.rollout.run_results import RunResults
+from trinity_mq.runtime.deliveries import PastDeliveries
 from trinity_mq.runtime.peers import Peers
 
 SliceKey = tuple[str, int, int]
-
-MAX_CRASHED_SLICES = 1024
-"""Slices whose crashes are remembered; those that crashed longest ago are forgotten first."""
-MAX_CRASHES = 5
-"""Crashes that are remembered of one slice."""
-MAX_REASON = 160
-"""Characters of a crash's reason."""
 
 CANCELLED: Final = "nobody waits for it any more"
 PREEMPTED: Final = "its runner had to end"
@@ -30,6 +24,7 @@ class InFlightSlice:
     def __init__(self, task_slice: TaskSlice, delivery: Delivery, attempt: str) -> None:
         loop = asyncio.get_running_loop()
         self.task_slice, self.delivery, self.attempt = task_slice, delivery, attempt
+        self.past = PastDeliveries.of(delivery)
         self.task = asyncio.current_task()
         self.started = loop.time()
         self.results = RunResults()
@@ -45,6 +40,11 @@ class InFlightSlice:
     def key(self) -> SliceKey:
         """Identity of the slice over all of its deliveries."""
         return self.task_slice.ticket, self.task_slice.task_id, self.task_slice.run_base
+
+    @property
+    def name(self) -> str:
+        """The key as one text."""
+        return "/".join(map(str, self.key))
 
     @property
     def seconds(self) -> float:
@@ -81,31 +81,3 @@ class OpenTickets:
             tickets = frozenset(beat.detail.open) if isinstance(beat.detail, SchedulerStatus) else frozenset()
             known = self._known[task_slice.explorer] = (beat, tickets)
         return task_slice.ticket not in known[1]
-
-
-class CrashHistory:
-    """The latest crashes that slices have caused in one runner, for their dead letters."""
-
-    def __init__(self) -> None:
-        self._crashes: dict[SliceKey, list[str]] = {}
-
-    def add(self, in_flight: InFlightSlice, runner: str, reason: str) -> None:
-        """Remember how an attempt ended."""
-        known = self._crashes.pop(in_flight.key, [])
-        number, reason = in_flight.delivery.deliveries_before + 1, " ".join(reason.split())[:MAX_REASON]
-        known.append(f"delivery {number}: attempt {in_flight.attempt} of {runner}: {reason}")
-        self._crashes[in_flight.key] = known[-MAX_CRASHES:]
-        while len(self._crashes) > MAX_CRASHED_SLICES:
-            del self._crashes[next(iter(self._crashes))]
-
-    def of(self, in_flight: InFlightSlice) -> list[str]:
-        """Return the crashes of a slice, a line for each; the first line counts those elsewhere."""
-        lines, deliveries = self._crashes.get(in_flight.key, []), in_flight.delivery.deliveries_before
-        elsewhere = deliveries - sum(not line.startswith(f"delivery {deliveries + 1}:") for line in lines)
-        if elsewhere <= 0:
-            return list(lines)
-        unknown = (
-            f"{elsewhere} earlier deliveries ended without a reason known here: the runner died, was cut off or is "
-            "another one (its log says slice_comes_again)"
-        )
-        return [unknown, *lines]

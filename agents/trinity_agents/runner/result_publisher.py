@@ -113,7 +113,7 @@ class ResultPublisher:
             attempt=in_flight.attempt,
             outcome=end,
             runner=self._runner,
-            returned=in_flight.delivery.deliveries_before,
+            returned=in_flight.past.count,
             runs=outcome.runs,
             parts=parts,
             metrics=outcome.metrics,

@@ -15,6 +15,7 @@ from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Answering, AuxiliaryEngines
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
+from trinity_mq.runtime.deliveries import CrashNotes
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +34,7 @@ class SliceExecutor:
         isolated: Runs what has come back before, or blocks, in processes. None: its own.
         on_detached: Called with a slice whose workflow ignored its cancellation: it runs on in its task, and another
             task has to report the slice.
+        crash_notes: Where a slice that did not come back well before is noted while it is at work.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class SliceExecutor:
         workflows: WorkflowRunner,
         isolated: ProcessPool | None,
         on_detached: Callable[[InFlightSlice], None],
+        crash_notes: CrashNotes,
     ) -> None:
         self._config, self._models, self._take_over = config, models, on_detached
+        self._crash_notes = crash_notes
         runner = config.runner
         self._workflows = workflows
         self._isolated = isolated or ProcessPool(runner.max_isolated)
@@ -58,7 +62,7 @@ class SliceExecutor:
             ChildDied: It ended its process.
         """
         loop = asyncio.get_running_loop()
-        again = in_flight.delivery.deliveries_before > 0
+        again = in_flight.past.suspect > 0
         in_process = again or (
             self._config.runner.blocking == "process" and self._workflows.blocks(in_flight.task_slice)
         )
@@ -66,8 +70,11 @@ class SliceExecutor:
         overdue = loop.call_later(in_flight.task_slice.slice_timeout + margin, self.stop, in_flight, OVERDUE)
         in_flight.running = True
         try:
-            if in_process:
-                outcome = await self._in_process(in_flight, self._isolated if again else self._processes)
+            if again:
+                with self._crash_notes.at_work(in_flight.name):
+                    outcome = await self._in_process(in_flight, self._isolated)
+            elif in_process:
+                outcome = await self._in_process(in_flight, self._processes)
             else:
                 task_slice, models = self._engines_for(in_flight.task_slice)
                 outcome = await self._workflows.run_slice(task_slice, models, in_flight.results)
@@ -97,12 +104,12 @@ class SliceExecutor:
     async def _in_process(self, in_flight: InFlightSlice, pool: ProcessPool) -> SliceOutcome:
         results = in_flight.results
         task_slice, models = self._engines_for(in_flight.task_slice)
-        if in_flight.delivery.deliveries_before:
+        if in_flight.past.suspect:
             log.info(
                 "isolated",
                 ticket=task_slice.ticket,
                 task=task_slice.task_id,
-                deliveries=in_flight.delivery.deliveries_before,
+                deliveries=in_flight.past.count,
             )
         try:
             # the wait for a free process is the slice's time too: the broker takes back what is held for too long

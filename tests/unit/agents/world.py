@@ -116,10 +116,13 @@ class World:
         """Why each body in ``dead`` is there."""
         return [str(each.headers.get("dead-reason")) for each in self.stored("dead")]
 
-    def held_back(self, queue: str, deliveries: int) -> None:
-        """Let what waits in a queue look as if it had come back so often."""
+    def held_back(self, queue: str, deliveries: int, *, failed: int = 0) -> None:
+        """Let what waits in a queue look as if the broker had taken it back so often, after so many failed tries."""
         work: Any = self.broker.queues[self.topology.prefix + queue]
-        work._ready = type(work._ready)(replace(each, deliveries_before=deliveries) for each in work._ready)
+        seen = {"failed-tries": failed, "failures": "delivery 1: seen"} if failed else {}
+        work._ready = type(work._ready)(
+            replace(each, deliveries_before=deliveries, headers={**each.headers, **seen}) for each in work._ready
+        )
 
     def emptied(self, queue: str) -> None:
         """Let what waits in a queue be lost."""

@@ -20,8 +20,9 @@ from trinity_mq.messages import BatchClosed, BatchReady, Mark
 from trinity_mq.messages.batches import Accepted, Wanted
 from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
-from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.deliveries import CrashNotes, envelope
 from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.serve import first_leaf
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.experience_parts import part_message
@@ -87,19 +88,19 @@ async def send(
     assert await world.outside.publish(world.topology.exchange("experiences"), key, mail)
 
 
-async def close(world: World, closed: BatchClosed, deliveries: int = 0) -> None:
+async def close(world: World, closed: BatchClosed, deliveries: int = 0, failed: int = 0) -> None:
     await world.outside.unbind(world.topology.batch_queue(1, "t1"))
     await world.outside.publish(world.topology.exchange("batches"), "closed", envelope(closed, message_id="closed-t1"))
     if deliveries:
-        world.held_back("closed", deliveries)
+        world.held_back("closed", deliveries, failed=failed)
 
 
-async def batch_of(world: World, *attempts: str, deliveries: int = 0, **fields: Any) -> None:
+async def batch_of(world: World, *attempts: str, deliveries: int = 0, failed: int = 0, **fields: Any) -> None:
     """One part an attempt, closed."""
     await open_batch(world)
     for run, attempt in enumerate(attempts):
         await send(world, attempt, run=run)
-    await close(world, manifest(*((attempt, 1) for attempt in attempts), **fields), deliveries)
+    await close(world, manifest(*((attempt, 1) for attempt in attempts), **fields), deliveries, failed)
 
 
 def ready(world: World) -> list[BatchReady]:
@@ -373,7 +374,7 @@ def test_over_the_limit_a_batch_fails_and_its_queue_is_kept() -> None:
     world = make_world()
 
     async def main() -> None:
-        await batch_of(world, "a", deliveries=5)
+        await batch_of(world, "a", deliveries=4, failed=1)
         async with world.living(make(world)):
             await asyncio.sleep(3)
 
@@ -780,6 +781,91 @@ def test_draining_gives_back_what_takes_too_long() -> None:
     run_virtually(main())
     assert ready(world) == []
     assert (world.count("closed"), world.count(QUEUE)) == (1, 1)
+
+
+def test_a_manifest_given_back_in_good_order_more_often_than_the_limit_is_processed() -> None:
+    world = make_world("runner.drain_timeout=1", "broker.delivery_limit=2")
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        Scripted.seconds = 60.0
+        for number in range(5):
+            async with world.living(make(world)):
+                await asyncio.sleep(1)
+            (waiting,) = world.stored("closed")
+            assert (waiting.message_id, waiting.deliveries_before) == ("closed-t1", 0)
+            assert waiting.headers["given-back"] == number + 1
+        restarted = make(world)
+        task = asyncio.create_task(restarted.run())
+        await asyncio.sleep(1)
+        restarted.restart(RestartMe("a rolling restart"))
+        await asyncio.wait([task], timeout=10)
+        error = task.exception()
+        assert error is not None
+        assert isinstance(first_leaf(error), RestartMe)
+        Scripted.seconds = 0.0
+        async with world.living(make(world)):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["ready"]
+    assert (world.stored("dead"), world.count("closed"), world.count(QUEUE)) == ([], 0, None)
+
+
+def test_an_operator_that_dies_between_giving_back_and_acknowledging_makes_no_second_set_count() -> None:
+    world = make_world("runner.drain_timeout=1")
+    first = make(world)
+
+    async def main() -> None:
+        await batch_of(world, "a")
+        Scripted.seconds = 60.0
+        publish = first.bus.publish
+
+        async def publish_and_die(exchange: str, key: str, envelope: Any, **how: Any) -> bool:
+            stored = await publish(exchange, key, envelope, **how)
+            if envelope.kind == "batch_closed":
+                first.bus.disconnect("killed")
+            return stored
+
+        first.bus.publish = publish_and_die  # type: ignore[method-assign]
+        task = asyncio.create_task(first.run())
+        await asyncio.sleep(1)
+        first.drain()
+        await asyncio.sleep(2)
+        assert [each.message_id for each in world.stored("closed")] == ["closed-t1"] * 2
+        Scripted.seconds = 0.0
+        async with world.living(make(world, "operator-1")):
+            await asyncio.sleep(10)
+        await kill(task)
+
+    run_virtually(main())
+    decided, *later = ready(world)
+    assert (decided.state, decided.experiences) == ("ready", 1)
+    assert complete(world, decided)
+    assert all(complete(world, each) or each.state == "gone" for each in later), "the trainer takes the first set"
+    assert world.count("closed") == 0
+
+
+def test_the_broker_taking_a_manifest_back_is_no_evidence_and_a_dead_process_is(tmp_path: Path) -> None:
+    world = make_world("broker.delivery_limit=2")
+    notes = tmp_path / "operator-0.at-work.json"
+
+    async def main() -> None:
+        await batch_of(world, "a", deliveries=9)
+        Scripted.seconds = 60.0
+        killed = asyncio.create_task(make(world, crash_notes=CrashNotes(notes)).run())
+        await asyncio.sleep(1)
+        assert len(Scripted.tries) == 1, "nine lost connections fail no batch"
+        left = notes.read_bytes()
+        await kill(killed)
+        notes.write_bytes(left)  # a process that dies leaves it as it is
+        async with world.living(make(world, crash_notes=CrashNotes(notes))):
+            await asyncio.sleep(3)
+
+    run_virtually(main())
+    assert [decided.state for decided in ready(world)] == ["failed"]
+    assert len(Scripted.tries) == 1
+    assert not notes.exists()
 
 
 def test_draining_does_not_wait_for_the_next_try() -> None:

@@ -103,7 +103,7 @@ def test_what_is_not_an_operators_fault_names_none() -> None:
     world = make_world("broker.delivery_limit=2")
 
     async def main() -> None:
-        await batch_of(world, "a", deliveries=2)
+        await batch_of(world, "a", deliveries=1, failed=1)
         async with world.living(make(world)):
             await asyncio.sleep(3)
 

@@ -145,7 +145,7 @@ def test_over_the_limit_a_slice_is_poisoned_and_not_run() -> None:
 
     async def main() -> None:
         await send_slice(world, a_slice())
-        world.held_back("tasks.train", 5)
+        world.held_back("tasks.train", 4, failed=1)
         async with world.living(runner):
             await asyncio.sleep(1)
 
@@ -153,7 +153,7 @@ def test_over_the_limit_a_slice_is_poisoned_and_not_run() -> None:
     (result,) = results(world)
     assert (result.outcome, result.runs, result.parts) == ("poisoned", [], 0)
     assert runner._executor._workflows.ran == runner._executor._isolated.ran == []
-    assert world.reasons() == ["5 runners did not survive this slice (limit 5)"]
+    assert world.reasons() == ["5 tries of this slice did not end well (limit 5)"]
     assert world.stored("dead")[0].headers["ticket"] == "t1"
     assert unanswered(world) == 0
     assert world.wire[-1] == "acked tasks.train"
@@ -198,7 +198,9 @@ def test_what_kills_its_process_comes_back_until_the_limit() -> None:
     assert poisoned.outcome == "poisoned"
     assert "SIGSEGV" in str(poisoned.message)
     assert [result.outcome for result in results(world) if result.task_id == 1] == ["finished"]
-    assert world.reasons() == ["it killed its process 3 times, last: its process was killed by SIGSEGV"]
+    assert world.reasons() == [
+        "it killed its process; 3 tries did not end well, last: its process was killed by SIGSEGV"
+    ]
     assert unanswered(world) == 0
 
 
