@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.config import Config, ConfigError, load_config
+from trinity_mq.config import Config, ConfigError, literal, load_config
 from trinity_mq.runtime.process import is_run_over, mark_run_over, write_atomic
 
 CONFIG_FILE = "config.yaml"
@@ -141,8 +141,8 @@ class RunFolder(LockedFolder):
         data = self._config.model_dump(mode="json")
         data["run_dir"] = str(self.path)
         data["broker"]["url"] = None  # may hold a password; agents get it from the environment
-        # readable by the owner only: ${env:NAME} is filled in by now, which may be a secret in runner.env or elsewhere
-        write_atomic(self.config_file, yaml.safe_dump(data, sort_keys=False).encode(), mode=0o600)
+        # readable by the owner only: ${oc.env:NAME} is filled in by now, which may be a secret
+        write_atomic(self.config_file, yaml.safe_dump(literal(data), sort_keys=False).encode(), mode=0o600)
         return [line for _, line in changes]
 
     @property
@@ -159,7 +159,7 @@ class RunFolder(LockedFolder):
             return None
         try:
             # through the models, so that a setting that is new in this version has its default
-            return _flat(load_config(self.config_file, environ={}).model_dump(mode="json"))
+            return _flat(load_config(self.config_file).model_dump(mode="json"))
         except ConfigError as error:
             raise ConfigError(
                 f"the configuration of the last start is unreadable; remove it to go on\n{error}"

@@ -15,7 +15,7 @@ from trinity_mq.config.algorithm import AlgorithmConfig, OperatorConfig, Optimiz
 from trinity_mq.config.buffer import BufferConfig, FormatConfig, TasksetConfig
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.config.engines import AuxiliaryModelConfig
-from trinity_mq.config.load import ConfigError, load_config
+from trinity_mq.config.load import ConfigError, literal, load_config
 from trinity_mq.config.model import ModelConfig, TinyModelConfig
 from trinity_mq.config.run import Config
 from trinity_mq.config.sync import SyncConfig
@@ -43,5 +43,6 @@ __all__ = [
     "TasksetConfig",
     "TinyModelConfig",
     "TrainerConfig",
+    "literal",
     "load_config",
 ]

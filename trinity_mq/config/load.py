@@ -10,38 +10,72 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from trinity_mq.config.run import Config
 from trinity_mq.telemetry.log import mask_passwords
 
-_ENV = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)(?::([^}]*))?\}")
+_NOT_SET = re.compile(r"Environment variable '(.*)' not found")
+_INTERPOLATION = re.compile(r"(?<!\\)(\\*)\$\{")
 
 
 class ConfigError(ValueError):
     """An invalid configuration; the message names the place and the reason of each error, one a line."""
 
 
-def load_config(
-    path: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
-) -> Config:
+def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in the YAML file (or mapping) ``path`` with ``section.key=value`` overrides applied.
 
-    ``${env:NAME}`` in a value is the environment variable NAME, ``${env:NAME:default}`` has a default.
+    Values may hold OmegaConf's interpolations: ``${oc.env:NAME}`` is the environment variable NAME,
+    ``${oc.env:NAME,default}`` has a default, ``${model.max_model_len}`` is another value. ``${env:NAME:default}`` is
+    taken for the second. A number in an override is the place of an item: ``buffer.eval_tasksets.0.limit=8``.
 
     Raises:
         ConfigError: The file cannot be read, a key is unknown, a value is not allowed, or a variable is not set.
     """
-    data = dict(path) if isinstance(path, Mapping) else _read(Path(path))
-    for word in overrides:
-        _override(data, word)
-    data = _fill(data, environ, "")
+    where = "configuration" if isinstance(path, Mapping) else str(path)
+    if not OmegaConf.has_resolver("env"):
+        OmegaConf.register_resolver("env", _environment)
     try:
-        return Config.model_validate(data)
+        data = OmegaConf.create(
+            dict(path) if isinstance(path, Mapping) else _read(Path(path)), flags={"allow_objects": True}
+        )
+        for word in overrides:
+            _override(data, word)
+        return Config.model_validate(OmegaConf.to_container(data, resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {_explain_interpolation(error)}") from None
     except ValidationError as error:
-        where = "configuration" if isinstance(path, Mapping) else str(path)
         lines = [_explain(Config, finding) for finding in error.errors()]
         raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None
+
+
+def literal(value: Any) -> Any:
+    """Return ``value`` with its texts as they must be written so that :func:`load_config` interpolates nothing."""
+    if isinstance(value, dict):
+        return {key: literal(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [literal(inner) for inner in value]
+    return _INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _environment(*words: str) -> str:
+    name, colon, default = ",".join(str(word) for word in words).partition(":")
+    found = os.environ.get(name, default if colon else None)
+    if found is None:
+        raise KeyError(f"Environment variable {name!r} not found")
+    return found
+
+
+def _explain_interpolation(error: OmegaConfBaseException) -> str:
+    key, first = getattr(error, "full_key", None) or "(top level)", str(error).splitlines()[0]
+    if found := _NOT_SET.search(first):
+        return f"{key}: environment variable {found[1]} is not set; set it or write ${{oc.env:{found[1]},default}}"
+    return mask_passwords(
+        f"{key}: {first}; wanted ${{oc.env:NAME,default}} or ${{section.key}}, or \\${{ for a plain ${{"
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -57,43 +91,34 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _override(data: dict[str, Any], word: str) -> None:
+def _override(data: DictConfig, word: str) -> None:
     key, equals, text = word.partition("=")
     if not equals or not key:
         shown = mask_passwords(word)
         raise ConfigError(f"override {shown!r}: wanted section.key=value, for example buffer.total_steps=10")
-    *parents, last = key.split(".")
-    here = data
-    for parent in parents:
-        inner = here.get(parent)
-        inner = dict(inner) if isinstance(inner, dict) else {}
-        here[parent] = inner
-        here = inner
     try:
-        here[last] = yaml.safe_load(text) if text else None
+        value = yaml.safe_load(text) if text else None
+        OmegaConf.update(data, key, value, merge=False, force_add=True)
     except yaml.YAMLError as error:
         wrong = mask_passwords(f"override {word!r}: value is not YAML: {' '.join(str(error).split())}")
         raise ConfigError(wrong) from error
+    except (
+        ConfigIndexError,
+        TypeError,
+        ValueError,
+    ) as error:  # an item that is not there, a word for the place of an item
+        raise ConfigError(mask_passwords(f"override {word!r}: {_no_item(data, key)}")) from error
 
 
-def _fill(value: Any, environ: Mapping[str, str], where: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _fill(inner, environ, f"{where}.{key}".lstrip(".")) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_fill(inner, environ, f"{where}.{i}") for i, inner in enumerate(value)]
-    if not isinstance(value, str):
-        return value
-
-    def variable(match: re.Match[str]) -> str:
-        name, default = match.group(1), match.group(2)
-        found = environ.get(name, default)
-        if found is None:
-            raise ConfigError(
-                f"{where}: environment variable {name} is not set; set it or write ${{env:{name}:default}}"
-            )
-        return found
-
-    return _ENV.sub(variable, value)
+def _no_item(data: DictConfig, key: str) -> str:
+    """Return why ``key`` leads to no item of a list."""
+    parts = key.split(".")
+    for count in range(1, len(parts)):
+        items = OmegaConf.select(data, ".".join(parts[:count]))
+        if isinstance(items, ListConfig):
+            name = ".".join(parts[:count])
+            return f"{name} has {len(items)} items, of which {parts[count]!r} is none; the first one is {name}.0"
+    return "wanted section.key=value"
 
 
 def _explain(model: type[BaseModel], finding: Any) -> str:

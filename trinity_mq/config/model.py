@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.base import Section
 
@@ -25,6 +25,15 @@ class TinyModelConfig(Section):
     max_position_embeddings: int = Field(default=64, ge=8)
     chat_template: str = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     """Jinja template; without constant tokens, on which a tiny model would spend its capacity."""
+
+    @field_validator("characters")
+    @classmethod
+    def _each_once(cls, value: str) -> str:
+        doubled = sorted({character for character in value if value.count(character) > 1})
+        if doubled or not value:
+            problem = f"holds {''.join(doubled)!r} more than once" if doubled else "is empty"
+            raise ValueError(f"the vocabulary {problem}; give each character once")
+        return value
 
 
 class ModelConfig(Section):

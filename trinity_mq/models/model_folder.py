@@ -134,10 +134,6 @@ def _character_tokenizer(characters: str) -> Any:
     """Return a tokenizer of single characters. It has no unknown token: other text is an error, not a stand-in."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    doubled = sorted({character for character in characters if characters.count(character) > 1})
-    if doubled or not characters:
-        problem = f"holds {''.join(doubled)!r} more than once" if doubled else "is empty"
-        raise ModelError(f"model.tiny.characters {problem}; give each character of the vocabulary once")
     vocabulary = {
         PAD: PAD_ID,
         EOS: EOS_ID,

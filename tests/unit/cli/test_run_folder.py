@@ -16,16 +16,16 @@ from trinity_mq.config import Config, ConfigError, load_config
 
 
 def config(path: Path, **sections: Any) -> Config:
-    return load_config({"name": "r", "run_dir": str(path), "model": {"tiny": {}}, **sections}, environ={})
+    return load_config({"name": "r", "run_dir": str(path), "model": {"tiny": {}}, **sections})
 
 
 def test_the_resolved_configuration_is_what_agents_read(tmp_path: Path) -> None:
-    given = config(tmp_path, seed=3, broker={"url": "amqp://u:secret@h/"})
+    given = config(tmp_path, seed=3, runner={"env": {"KEY": "a\\${b}"}}, broker={"url": "amqp://u:secret@h/"})
     folder = RunFolder(given)
     with folder.locked():
         assert folder.adopt() == []
     assert "secret" not in folder.config_file.read_text()
-    read = load_config(folder.config_file, environ={})
+    read = load_config(folder.config_file)
     assert read.path == tmp_path
     assert read.model_copy(update={"broker": given.broker}) == given
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.config import Config, ConfigError, load_config
+from trinity_mq.config import Config, ConfigError, literal, load_config
 
 TINY = {"model": {"tiny": {}}}
+EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {"name": "b", "path": "b.jsonl"}]}}
 
 
 @pytest.mark.parametrize(
@@ -31,14 +32,27 @@ TINY = {"model": {"tiny": {}}}
         (TINY, ["trainer.save_interval=100000"], ["ready_max_bytes"]),
         (TINY, ["name=Not Allowed"], ["name:", "Not Allowed"]),
         (TINY, ["nonsense"], ["section.key=value"]),
-        (TINY, ["run_dir=${env:TMQ_NOT_SET}"], ["run_dir", "TMQ_NOT_SET is not set"]),
+        (TINY, ["run_dir=${env:TMQ_NOT_SET}"], ["run_dir", "TMQ_NOT_SET is not set", "${oc.env:TMQ_NOT_SET,default}"]),
+        (TINY, ["run_dir=${oc.env:TMQ_NOT_SET}"], ["run_dir", "TMQ_NOT_SET is not set"]),
+        (
+            TINY,
+            ["run_dir=${oc.enf:HOME}"],
+            ["run_dir: Unsupported interpolation type oc.enf", "${oc.env:NAME,default}"],
+        ),
+        (TINY, ["run_dir=${nothing.here}"], ["run_dir: Interpolation key 'nothing.here' not found", "plain ${"]),
+        (TINY, ["run_dir=x${y"], ["run_dir: ", "wanted ${oc.env:NAME,default}"]),
+        (TINY, ["model.tiny.characters=abcb"], ["model.tiny.characters", "holds 'b' more than once"]),
+        (TINY, ["model.tiny.characters=''"], ["model.tiny.characters", "is empty"]),
+        (EVAL, ["buffer.eval_tasksets.2.limit=8"], ["buffer.eval_tasksets has 2 items", "'2' is none"]),
+        (EVAL, ["buffer.eval_tasksets.math.limit=8"], ["buffer.eval_tasksets has 2 items", "'math' is none"]),
+        (EVAL, ["buffer.eval_tasksets.0.limt=8"], ["buffer.eval_tasksets.0.limt: unknown key", "'limit'"]),
     ],
 )
 def test_a_wrong_configuration_says_what_is_wrong_and_what_is_right(
     data: dict[str, object], overrides: list[str], parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(data, overrides, environ={})
+        load_config(data, overrides)
     for part in parts:
         assert part in str(caught.value)
 
@@ -63,16 +77,45 @@ def test_an_unusable_file_is_one_line(tmp_path: Path, text: str | None) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_overrides_and_environment() -> None:
+def test_overrides_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMQ_SECRET", "s,${p}")
     config = load_config(
-        {**TINY, "broker": {"url": "amqp://u:${env:SECRET}@h/"}, "run_dir": "${env:NOWHERE:there}"},
+        {**TINY, "broker": {"url": "amqp://u:${env:TMQ_SECRET}@h/"}, "run_dir": "${env:TMQ_NOWHERE:there}"},
         ["buffer.total_steps=7", "algorithm.optimizer.lr=1e-3"],
-        environ={"SECRET": "s"},
     )
     assert config.buffer.total_steps == 7
     assert config.algorithm.optimizer.lr == 1e-3
-    assert config.broker.url == "amqp://u:s@h/"
+    assert config.broker.url == "amqp://u:s,${p}@h/", "what is in a variable is not read as an interpolation"
     assert config.path == Path("there")
+
+
+def test_interpolations_as_users_of_the_reference_system_write_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMQ_DATA", "/data")
+    monkeypatch.delenv("TMQ_NOWHERE", raising=False)
+    config = load_config(
+        {
+            "model": {"tiny": {}, "max_model_len": "${oc.env:TMQ_NOWHERE,64}", "max_prompt_tokens": 32},
+            "buffer": {"taskset": {"path": "${oc.env:TMQ_DATA,/tmp}/a.jsonl", "limit": "${buffer.batch_size}"}},
+            "runner": {"env": {"PLAIN": "\\${x}", "DOLLAR": "$HOME {x}"}},
+        },
+        ["model.max_response_tokens=${model.max_prompt_tokens}", "buffer.batch_size=6"],
+    )
+    assert (config.model.max_model_len, config.model.max_response_tokens) == (64, 32)
+    assert (config.buffer.taskset.path, config.buffer.taskset.limit) == ("/data/a.jsonl", 6)
+    assert config.runner.env == {"PLAIN": "${x}", "DOLLAR": "$HOME {x}"}
+
+
+@pytest.mark.parametrize("text", ["${x}", "a\\${x}b${y", "\\\\${oc.env:HOME}", "$", "a\\n", "{{ x }}"])
+def test_a_literal_text_is_read_as_it_is(text: str) -> None:
+    assert load_config({**TINY, "runner": literal({"env": {"X": text}})}).runner.env == {"X": text}
+
+
+def test_an_override_of_an_item_of_a_list() -> None:
+    config = load_config(EVAL, ["buffer.eval_tasksets.0.limit=8", "buffer.eval_tasksets.1.path=c.jsonl"])
+    assert [(one.name, one.path, one.limit) for one in config.buffer.eval_tasksets] == [
+        ("a", "a.jsonl", 8),
+        ("b", "c.jsonl", None),
+    ]
 
 
 def test_it_survives_its_own_dump() -> None:

@@ -96,13 +96,6 @@ def test_whitespace_characters_survive(tmp_path: Path) -> None:
     assert codec.decode([codec.encode("a b\n\tb ")]) == ["a b\n\tb "]
 
 
-def test_doubled_characters_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'1' more than once"):
-        ensure_model_folder(ModelConfig(tiny=TinyModelConfig(characters="0121")), tmp_path / "model", 0)
-    assert not (tmp_path / "model").exists()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_local_folder_is_taken_as_it_is(folder: Path) -> None:
     assert ensure_model_folder(ModelConfig(model_path=str(folder)), Path("unused"), 0) == folder
 

@@ -79,8 +79,9 @@ def test_both_packages_are_there_at_once():
     assert Path(trinity_agents.runner.agent.__file__).parents[1].name == "trinity_agents"
 
 
-def test_the_configuration_names_it(kind):
-    environ = {"TRINITY_MQ_MODEL": "model", "TRINITY_MQ_GSM8K": "data"}
-    config = load_config(EXAMPLES / "agents-sdk.yaml", environ=environ)
+def test_the_configuration_names_it(kind, monkeypatch):
+    monkeypatch.setenv("TRINITY_MQ_MODEL", "model")
+    monkeypatch.setenv("TRINITY_MQ_GSM8K", "data")
+    config = load_config(EXAMPLES / "agents-sdk.yaml")
     assert load_workflow(config.buffer.taskset.workflow) is kind
     assert config.explorer.rollout_model.enable_history

@@ -64,7 +64,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
 def row(folder: Path) -> RunRow:
     """Return what the folder of a run holds."""
     try:
-        config = load_config(folder / CONFIG_FILE, [], {})
+        config = load_config(folder / CONFIG_FILE)
     except ConfigError:
         config = None
     runs = LockedFolder(folder, LOCK_FILE, "").holder() is not None
