@@ -73,7 +73,8 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
 
 def _end(agent_id: str, error: BaseException, code: int) -> int:
     named = str(error) if code != 1 else f"{type(error).__name__}: {error}"
-    log.error("agent_ends", agent=agent_id, reason=named, code=code)  # also the one line on stderr
+    # also the one line on stderr, which its supervisor shows
+    log.error("agent_ends", agent=agent_id, reason=named, code=code)
     return code
 
 

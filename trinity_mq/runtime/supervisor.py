@@ -20,6 +20,9 @@ EXIT_NOT_STARTED = 127
 PARENT_VARIABLE = "TRINITY_MQ_PARENT"
 """Environment variable with the supervisor's process id, for :func:`~trinity_mq.runtime.process.die_with_parent`."""
 
+LAST_BYTES = 4096
+"""Bytes at the end of a process's output in which its last line is looked for."""
+
 FIRST_DELAY, LONGEST_DELAY = 0.25, 30.0
 """Seconds before the first restart and at most before later ones; the delay doubles with each."""
 
@@ -55,6 +58,8 @@ class ProcessEvent:
     restarts: int = 0
     """restarting: restarts within the window, this one included."""
     reason: str = ""
+    output: str = ""
+    """died, failed, restarting: the last line that the process printed, empty where it printed none."""
 
 
 class _Child:
@@ -64,6 +69,8 @@ class _Child:
         self.process: asyncio.subprocess.Process | None = None
         self.restarts: collections.deque[float] = collections.deque()
         self.code = 0
+        self.output_start = 0
+        """Size of its output file when the process was started."""
         self.stopping = False
         self.replacing = False
         self.forced = False
@@ -200,7 +207,8 @@ class Supervisor:
         child.forced = False
         child.woken.clear()
         try:
-            with (self._log_dir / f"{spec.name}.out").open("ab") as output:
+            with self._output(child).open("ab") as output:
+                child.output_start = output.tell()
                 child.process = await asyncio.create_subprocess_exec(
                     *spec.argv,
                     env={**os.environ, **spec.env, PARENT_VARIABLE: str(os.getpid())},
@@ -273,8 +281,19 @@ class Supervisor:
                 delay=numbers.get("delay", 0.0),
                 restarts=int(numbers.get("restarts", 0)),
                 reason=reason,
+                output=self._last_line(child) if what in {"died", "failed", "restarting"} else "",
             )
         )
+
+    def _output(self, child: _Child) -> Path:
+        return self._log_dir / f"{child.spec.name}.out"
+
+    def _last_line(self, child: _Child) -> str:
+        with contextlib.suppress(OSError), self._output(child).open("rb") as file:
+            file.seek(max(child.output_start, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+            return next((" ".join(line.split()) for line in reversed(lines) if line.strip()), "")
+        return ""
 
 
 def exponential_backoff(restarts: int) -> float:

@@ -99,7 +99,9 @@ class _LogFile(logging.FileHandler):
 
 
 class _ShortErrors(logging.Handler):
-    """Writes ``role: event key=value: the exception's last line``; the log file has the traceback."""
+    """Writes ``role: event key=value: the exception's last line``; where the event has a reason, ``role: reason (event
+    key=value)``. The log file has the traceback.
+    """
 
     def __init__(self, role: str) -> None:
         super().__init__(logging.ERROR)
@@ -116,7 +118,9 @@ class _ShortErrors(logging.Handler):
             fields = {key: value for key, value in record.msg.items() if not key.startswith("_")}
             error = fields.pop("exc_info", None)
             event = str(fields.pop("event", ""))
+            reason = fields.pop("reason", None)
             text = " ".join([event, *(f"{key}={value}" for key, value in fields.items())])
+            text = f"{reason} ({text})" if reason else text
         else:
             text, error = record.getMessage(), None
         problem = _exception(error if error is not None else record.exc_info)

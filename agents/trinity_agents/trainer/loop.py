@@ -364,7 +364,9 @@ class TrainLoop:
         if checkpoint is None:
             raise FatalError("the final checkpoint cannot be found again")
         model = checkpoint.path / MODEL_FOLDER
-        if model.exists():
+        if self.step == 0:
+            log.warning("final_model_not_written", reason="no train step changed the weights")
+        elif model.exists():
             await asyncio.to_thread(publish_final, model, self.folder / "final")
         await self._blobs.saved(checkpoint.state.source["consumed"], last=True)
         self.finished = True

@@ -53,6 +53,8 @@ async def live(config, agent_id, role):
 
     async def beat(seq, state):
         detail = {"total_batches": 3, "progress": 0, "committed": [1, 0]}
+        if (steps := config.path / "steps").exists():
+            detail |= {"generation": 1, "step": int(steps.read_text())}
         own = {"role": role, "id": agent_id, "incarnation": str(os.getpid()), "lease": 10.0}
         body = encode(Heartbeat(seq=seq, state=state, detail=detail, **own))
         await bus.publish(topology.exchange("telemetry"), f"beat.{role}.{agent_id}", Envelope(body=body, kind="beat"))
@@ -223,10 +225,32 @@ def test_what_fails_for_good_ends_the_run_and_says_why(bench: Bench) -> None:
     (bench.run_dir / "go-slow").touch()
     (bench.run_dir / "trainer-0.script").write_text("78")
     code, out, err = bench.finish()
-    assert code == 78
+    assert code == 4
     assert err.startswith("trainer-0 failed for good (exit code 78): starting it again does not help; see ")
     assert "  trainer-0 goes by its script" in err
-    assert "not finished" in out
+    failed = out.index("trainer-0 failed for good (exit code 78): starting it again does not help\n")
+    assert "  trainer-0 goes by its script" in out[failed:]
+    assert "trained nothing (exit code 4); when the cause is mended, start it with the same command: " in out
+
+
+def test_a_run_that_reached_its_end_without_a_train_step_is_no_success(bench: Bench) -> None:
+    (bench.run_dir / "steps").write_text("0")
+    code, out, _ = bench.finish()
+    assert code == 4
+    assert "trained nothing (exit code 4): every batch was without anything to train on" in out
+
+
+def test_a_run_that_fails_after_train_steps_ended_early(bench: Bench) -> None:
+    (bench.run_dir / "go-slow").touch()
+    (bench.run_dir / "steps").write_text("2")
+    with bench.start() as process:
+        read_until(process, lambda line: "agents 5/5" in line)
+        (bench.run_dir / "trainer-0.script").write_text("78")
+        trainer = int((bench.run_dir / "logs" / "trainer-0.out").read_text().split()[1])
+        os.kill(trainer, signal.SIGKILL)
+        out, _ = process.communicate(timeout=50)
+    assert process.returncode == 3
+    assert "not finished (exit code 3); resume with the same command: " in out
 
 
 def test_a_wrong_password_is_one_line(bench: Bench) -> None:

@@ -124,13 +124,13 @@ def test_process_events_that_matter_are_news() -> None:
     view = RunView("r", 20)
     for event in (
         ProcessEvent(name="runner-0", role="runner", what="started", pid=1),
-        ProcessEvent(name="runner-0", role="runner", what="restarting", delay=0.5, restarts=2),
+        ProcessEvent(name="runner-0", role="runner", what="restarting", delay=0.5, restarts=2, output="no disk"),
         ProcessEvent(name="runner-0", role="runner", what="killed", code=137),
         ProcessEvent(name="runner-0", role="runner", what="failed", code=78, reason="no"),
     ):
         view.add_event(event)
     assert view.take_news() == [
-        "runner-0 died and starts again in 0.5 s (restart 2); see logs/runner-0.*",
+        "runner-0 died and starts again in 0.5 s (restart 2); see logs/runner-0.*\n  no disk",
         "runner-0 did not end in time and was killed",
         "runner-0 failed for good (exit code 78): no",
     ]

@@ -311,3 +311,14 @@ def test_names_must_differ(make: Callable[..., Supervisor]) -> None:
 
 def test_backoff_doubles_up_to_a_limit() -> None:
     assert [exponential_backoff(n) for n in (1, 2, 3, 100)] == [0.25, 0.5, 1.0, 30.0]
+
+
+async def test_the_last_line_of_a_process_that_died_is_reported(
+    make: Callable[..., Supervisor], watcher: Watcher, tmp_path: Path
+) -> None:
+    (tmp_path / "a.out").write_text("a line of an earlier start\n")
+    program = "import sys; print('one'); print('the disk is full', file=sys.stderr); print(); sys.exit(78)"
+    await make(spec("a", program)).run()
+    assert [event.output for event in watcher.events if event.what == "failed"] == ["the disk is full"]
+    await make(spec("a", "import sys; sys.exit(78)")).run()
+    assert [event.output for event in watcher.events if event.what == "failed"] == ["the disk is full", ""]

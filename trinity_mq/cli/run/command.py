@@ -15,7 +15,8 @@ from trinity_mq.cli.commands.timeline import write_timeline
 from trinity_mq.cli.commands.validate import check_tasksets
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run.display import PlainDisplay, open_display
-from trinity_mq.cli.run.report import make_report
+from trinity_mq.cli.run.exit_codes import EPILOG, closing_line, exit_code
+from trinity_mq.cli.run.report import make_report, save_failures, train_steps
 from trinity_mq.cli.run.session import Session
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.target import configuration
@@ -31,17 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq run``."""
     add_target(parser)
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
+    parser.epilog = EPILOG
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a configuration to its end; 0 when it got there, 130 or 143 when interrupted, else what failed."""
+    """Run a configuration to its end; return one of :mod:`trinity_mq.cli.run.exit_codes`, 130 or 143."""
     config = configuration(arguments)
     folder = RunFolder(config)
     with folder.locked():
         if folder.finished:
             print(make_report(config.name, folder.path))
             print("this run has finished: to run again give another name (name=...) or remove its folder")
-            return 0
+            return exit_code(finished=True, steps=train_steps(folder.path))
         for change in folder.adopt():
             print(f"warning: changed since the last start: {change}", file=sys.stderr)
         broker = Addresses.of(config.broker)
@@ -57,21 +59,22 @@ def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse
     display = PlainDisplay(sys.stdout) if arguments.plain else open_display()
     session = Session(config, folder, display, url)
     try:
-        code = asyncio.run(session.run())
+        asyncio.run(session.run())
     finally:
         display.close()
     for failure in session.failures:
         print(_failure_report(failure, folder.logs), file=sys.stderr)
-    if code == 0 and session.finished:
+    if session.finished:
         folder.mark_finished()
+    save_failures(folder.path, session.run_view.failures)
     with contextlib.suppress(CommandError):  # nothing was done that took time
         write_timeline(folder.path)
-    print(make_report(config.name, folder.path, session.run_view.failures))
-    if code != 0 or not session.finished:
-        again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
-        print(f"not finished; resume with the same command: {again}")
-        return code or 1
-    return 0
+    print(make_report(config.name, folder.path))
+    again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
+    code = 128 + session.signal if session.signal else exit_code(finished=session.finished, steps=session.steps)
+    if (line := closing_line(code, again, finished=session.finished)) is not None:
+        print(line)
+    return code
 
 
 def _failure_report(failure: ProcessEvent, logs: Path) -> str:

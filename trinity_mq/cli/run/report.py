@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trinity_mq.cli.commands.timeline import TIMELINE_FILE
-from trinity_mq.cli.run.run_view import REWARD, duration, evaluations
+from trinity_mq.cli.run.run_view import REWARD, TRAIN_STEPS, duration, evaluations
 from trinity_mq.messages import FailureStatus
+from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
 from trinity_mq.training.checkpoint import find_checkpoints
 
@@ -22,17 +25,14 @@ LOST: Mapping[str, str] = {
 }
 """Counters of lost samples, each with its name in reports."""
 
+FAILURES_FILE = "failures.json"
+"""File in a run's folder with the failures that its supervisor was told of."""
+
 Point = tuple[int, float]
 
 
-def make_report(run: str, run_dir: Path, failures: Sequence[FailureStatus] = ()) -> str:
-    """Return the report on what ``run_dir`` holds, several lines of text.
-
-    Args:
-        run: The run's name.
-        run_dir: Its folder.
-        failures: What the explorer reported of slices that went wrong.
-    """
+def make_report(run: str, run_dir: Path) -> str:
+    """Return the report on what ``run_dir`` holds, several lines of text."""
     every = read_metrics(run_dir / METRICS_FILE)
     if not every:
         return f"run {run}: no metrics yet in {run_dir / METRICS_FILE}"
@@ -48,13 +48,34 @@ def make_report(run: str, run_dir: Path, failures: Sequence[FailureStatus] = ())
     if rewards := curve(lines, REWARD):
         rows.append(("reward", _rise(rewards)))
     rows.append(("lost", ", ".join(f"{count} {words}" for words, count in lost(lines).items()) or "nothing"))
-    rows += [("failures", failure.line()) for failure in failures]
+    rows += [("failures", failure.line()) for failure in load_failures(run_dir)]
     rows += _places(run_dir)
     steps = max((line["step"] for line in lines if line["role"] == "trainer"), default=0)
     times = [line["time"] for line in every if isinstance(line.get("time"), int | float)]
     took = duration(max(times) - min(times)) if times else "an unknown time"
     head = f"run {run}: {steps} step{'' if steps == 1 else 's'}, {took} from first to last"
     return "\n".join([head, *(f"  {name:<12}{text}" for name, text in rows)])
+
+
+def save_failures(run_dir: Path, failures: Sequence[FailureStatus]) -> None:
+    """Keep what the explorer reported of slices that went wrong, for reports of the run when it does not run."""
+    if failures:
+        write_atomic(run_dir / FAILURES_FILE, json.dumps([one.as_map() for one in failures], indent=1).encode())
+    else:
+        (run_dir / FAILURES_FILE).unlink(missing_ok=True)
+
+
+def load_failures(run_dir: Path) -> list[FailureStatus]:
+    """Return what :func:`save_failures` kept; nothing where there is no such file, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return [FailureStatus.model_validate(one) for one in json.loads((run_dir / FAILURES_FILE).read_bytes())]
+    return []
+
+
+def train_steps(run_dir: Path) -> int | None:
+    """Return the train steps that changed the weights, None where no trainer has reported any."""
+    values = [value for _, value in curve(read_metrics(run_dir / METRICS_FILE), TRAIN_STEPS)]
+    return round(max(values)) if values else None
 
 
 def distinct(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

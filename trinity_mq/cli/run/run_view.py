@@ -22,6 +22,7 @@ from trinity_mq.runtime.supervisor import ProcessEvent
 
 REWARD = "rollout/reward/mean"
 STALENESS = "sample/staleness/max"
+TRAIN_STEPS = "trainer/step"
 TOKENS_PER_SECOND = ("rollout/tokens_per_second", "perf/tokens_per_second")
 """The first one that is there: tokens sampled, else tokens trained on."""
 RATE_WINDOW = 50
@@ -69,6 +70,8 @@ class RunView:
         """Messages in queues, by the names to be shown."""
         self._heartbeats: dict[str, tuple[Heartbeat, float]] = {}
         self._passed: collections.deque[tuple[float, int]] = collections.deque(maxlen=RATE_WINDOW)
+        self.train_steps: int | None = None
+        """Train steps that changed the weights, over all starts of the run; None: the trainer has reported none."""
         self.failures: list[FailureStatus] = []
         """The most frequent kinds of failures of slices."""
         self._told: set[str] = set()
@@ -82,6 +85,7 @@ class RunView:
             self._receive_heartbeat(message, now)
         elif isinstance(message, Metrics):
             self.metrics.update(message.values)
+            self._receive_train_steps(message.values.get(TRAIN_STEPS))
             for taskset, value in evaluations(message.values).items():
                 if self.results.get(taskset) != (message.step, value):
                     self.results[taskset] = (message.step, value)
@@ -95,12 +99,17 @@ class RunView:
         if isinstance(heartbeat.detail, ExplorerStatus):
             self._receive_explorer(heartbeat.detail)
         elif isinstance(heartbeat.detail, TrainerStatus):
+            self._receive_train_steps(heartbeat.detail.step if heartbeat.detail.generation else None)
             step = heartbeat.detail.progress
             if step is not None and step != self.step:
                 if step < self.step:
                     self._passed.clear()  # went back to its checkpoint
                 self.step = step
                 self._passed.append((now, step))
+
+    def _receive_train_steps(self, steps: float | None) -> None:
+        if steps is not None:
+            self.train_steps = max(self.train_steps or 0, round(steps))
 
     def _receive_explorer(self, status: ExplorerStatus) -> None:
         self.total = status.total_batches or self.total
@@ -125,11 +134,11 @@ class RunView:
         """Add news of a process event, if it is worth a line."""
         if event.what == "restarting":
             again = f"starts again in {event.delay:g} s (restart {event.restarts})"
-            self.add_news(f"{event.name} died and {again}; see logs/{event.name}.*")
+            self.add_news(f"{event.name} died and {again}; see logs/{event.name}.*{_said(event)}")
         elif event.what == "killed":
             self.add_news(f"{event.name} did not end in time and was killed")
         elif event.what == "failed":
-            self.add_news(f"{event.name} failed for good (exit code {event.code}): {event.reason}")
+            self.add_news(f"{event.name} failed for good (exit code {event.code}): {event.reason}{_said(event)}")
 
     def add_news(self, text: str) -> None:
         """Add a line of news."""
@@ -174,6 +183,10 @@ class RunView:
         (first, step), (last, now_step) = self._passed[0], self._passed[-1]
         a_step = (last - first) / (now_step - step)
         return max(0.0, (self.total - now_step) * a_step - (now - last))
+
+
+def _said(event: ProcessEvent) -> str:
+    return f"\n  {event.output}" if event.output else ""
 
 
 def _row(heartbeat: Heartbeat, age: float) -> AgentRow:

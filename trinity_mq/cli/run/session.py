@@ -57,7 +57,7 @@ class Session:
         self.failures: list[ProcessEvent] = []
         """Processes that will not be restarted any more."""
         self.finished = False
-        """The explorer reported that the run is over."""
+        """The explorer reported that the run is over, and no process failed."""
         self._metrics = MetricsTail(folder.path)
         for message in self._metrics.read():
             self.run_view.receive(message, 0.0)
@@ -65,8 +65,13 @@ class Session:
         self._supervisor: Supervisor | None = None
         self._changed = Notifier()
 
-    async def run(self) -> int:
-        """Run until the explorer has finished, something failed for good, or a signal; return the exit code."""
+    @property
+    def steps(self) -> int | None:
+        """Train steps that changed the weights, over all starts of the run; None: the trainer reported none."""
+        return self.run_view.train_steps
+
+    async def run(self) -> None:
+        """Run until the explorer has finished, something failed for good, or a signal."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number, task)
@@ -80,25 +85,23 @@ class Session:
                 if not self._in_file:
                     broker = broker.model_copy(update={"url": url})
                 async with connected(self._config.name, broker, "supervisor") as (bus, topology):
-                    code = await self._supervise(bus, topology, url)
+                    await self._supervise(bus, topology, url)
         except asyncio.CancelledError:
             if self.signal is None or task is None:
                 raise
             task.uncancel()  # it was our own, for a signal that came before there was anything to drain
-            code = 0
         finally:
             self._folder.forget_broker()
             self._draw()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
-        return code if self.signal is None else 128 + self.signal
 
     def _broker(self) -> contextlib.AbstractAsyncContextManager[str]:
         if self._url is not None:
             return contextlib.nullcontext(self._url)
         return own_broker(self._folder.broker, self._config.supervisor, self.run_view.add_news)
 
-    async def _supervise(self, bus: Bus, topology: Topology, url: str) -> int:
+    async def _supervise(self, bus: Bus, topology: Topology, url: str) -> None:
         self._supervisor = supervisor = Supervisor(
             agents(self._config, self._folder.config_file, None if self._in_file else url),
             config=self._config.supervisor,
@@ -114,9 +117,9 @@ class Session:
                 group.create_task(self._end_run(supervisor), name="end"),
             ]
             code = await group.create_task(supervisor.run(), name="supervise")
+            self.finished = self.finished and code == 0
             for task in watching:
                 task.cancel()
-        return code
 
     async def _end_run(self, supervisor: Supervisor) -> None:
         await self._changed.until(lambda: self.signal is not None or supervisor.phases[EXPLORER] in ENDED)

@@ -1,0 +1,37 @@
+"""The exit codes of ``trinity-mq run``, and the line that explains one at the end. Pure."""
+
+from __future__ import annotations
+
+TRAINED = 0
+ENDED_EARLY = 3
+TRAINED_NOTHING = 4
+EPILOG = (
+    "exit codes: 0 trained as asked; 3 ended early, after at least one train step; 4 trained nothing; 2 not started, "
+    "and the line on stderr says what to change; 130, 143 interrupted by Ctrl-C or SIGTERM"
+)
+
+
+def exit_code(*, finished: bool, steps: int | None) -> int:
+    """Return the exit code of a run that nobody interrupted.
+
+    Args:
+        finished: It came to its end without a process that failed for good.
+        steps: Train steps that changed the weights, over all starts of the run; None: the trainer reported none.
+    """
+    if finished and steps != 0:
+        return TRAINED
+    return ENDED_EARLY if steps else TRAINED_NOTHING
+
+
+def closing_line(code: int, again: str, *, finished: bool) -> str | None:
+    """Return what to do after a run that ended with ``code``; ``again`` is its command line."""
+    if code == TRAINED:
+        return None
+    if finished:
+        return (
+            f"trained nothing (exit code {code}): every batch was without anything to train on, and the model is as it "
+            "was. When the cause is mended, start the run anew"
+        )
+    if code == TRAINED_NOTHING:
+        return f"trained nothing (exit code {code}); when the cause is mended, start it with the same command: {again}"
+    return f"not finished (exit code {code}); resume with the same command: {again}"
