@@ -87,6 +87,7 @@ class Ticket(BaseModel):
     """Once saved it never changes."""
     duplicates: int = 0
     """Outcomes beyond the first of a slice."""
+    _decisions: list[SliceState] = PrivateAttr(default_factory=list)
     _slices: dict[tuple[int, int], SliceState] = PrivateAttr(default_factory=dict)
     _by_task: dict[int, list[SliceState]] = PrivateAttr(default_factory=dict)
     _missing: dict[int, int] = PrivateAttr(default_factory=dict)
@@ -99,6 +100,8 @@ class Ticket(BaseModel):
             self._by_task.setdefault(task_slice.task_id, []).append(task_slice)
             if task_slice.result is None:
                 self._missing[task_slice.task_id] = self._missing.get(task_slice.task_id, 0) + 1
+            else:
+                self._decisions.append(task_slice)
 
     @property
     def is_complete(self) -> bool:
@@ -116,9 +119,14 @@ class Ticket(BaseModel):
         return len(self.tasks) - len(self._missing)
 
     @property
+    def decisions(self) -> Sequence[SliceState]:
+        """The slices that have an outcome, in the order in which they got it."""
+        return self._decisions
+
+    @property
     def decided(self) -> int:
         """Number of slices that have an outcome."""
-        return len(self.slices) - sum(self._missing.values())
+        return len(self._decisions)
 
     def is_finished(self, task: int) -> bool:
         """All slices of the task have an outcome."""
@@ -187,6 +195,7 @@ class Ticket(BaseModel):
 
     def _decide(self, task_slice: SliceState, result: TaskResult) -> None:
         task_slice.result = result
+        self._decisions.append(task_slice)
         self._missing[task_slice.task_id] -= 1
         if not self._missing[task_slice.task_id]:
             del self._missing[task_slice.task_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from trinity_agents.explorer.task_source import TaskReader, TaskSource
 from trinity_agents.explorer.training_batches import NO_TASKS, TrainingBatches
 from trinity_mq.bus import Delivery
 from trinity_mq.dispatch.dispatcher import Dispatcher
-from trinity_mq.dispatch.tickets import SubmissionRef
+from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
 from trinity_mq.messages import (
     BatchCounters,
     ExplorerStatus,
@@ -28,13 +29,15 @@ from trinity_mq.messages import (
     encode,
 )
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
-from trinity_mq.runtime.deliveries import dead_letter, envelope
+from trinity_mq.runtime.deliveries import acknowledge, dead_letter, decode_or_dead_letter, envelope
 from trinity_mq.runtime.errors import FatalError
 
 log = structlog.get_logger(__name__)
 
 CLOCK_TICK = 1.0
 """Seconds between two looks at the timeouts."""
+INTAKE = 64
+"""Submissions that are taken in at a time, with one save."""
 NO_MORE_BATCHES = "the run has opened its last batch"
 KEEP_QUEUES_INTERVAL = 24 * 3600.0
 """Seconds between two declarations of a batch queue, which expires after seven days without one or a reader."""
@@ -72,6 +75,8 @@ class ExplorerLoop:
             results_offset=0 if state.results_offset is None else state.results_offset,
             changed=woken,
         )
+        self._taken_in_at = -math.inf
+        """Loop time at which submissions were last taken in."""
         self.hosted = HostedEngines(agent, engines, auxiliaries, on_commit=self._on_commit)
         self.source = TaskSource(config, state, taskset)
         self.evaluations = Evaluations(
@@ -161,8 +166,12 @@ class ExplorerLoop:
         self.evaluations.request(state.opened)
         if not await self._until("the last evaluation", lambda: self.evaluations.is_done(state.opened)):
             return False
-        if not await self._until("submitted evaluations", lambda: not self.batches.has_submitted):
-            return False
+        while self.batches.open_submitted or await self._submissions_wait():
+            if agent.draining.is_set():
+                return False
+            agent.set_state("working", "submitted tasks to be answered")
+            await agent.woken.wait(CLOCK_TICK)
+        agent.report(state.opened, {"rollout/tasks/left_over": float(state.left_over_tasks)})
         state.finished = True
         await self.save()
         return True
@@ -179,12 +188,18 @@ class ExplorerLoop:
             await self.agent.woken.wait()
         return True
 
+    async def _submissions_wait(self) -> bool:
+        """Return whether submissions wait in the broker, or came a moment ago: further ones may be on their way."""
+        recent = asyncio.get_running_loop().time() - self._taken_in_at < CLOCK_TICK
+        return recent or bool(await self.agent.bus.depth(self.agent.topology.submitted.name))
+
     async def _reject_pending(self) -> None:
         """Answer the submitters of tasks that no batch will take: every task ends in an outcome."""
         for one in self.state.pending:
             if one.submission is not None:
                 await self._refuse(one.submission, "cancelled", NO_MORE_BATCHES)
-        self.state.pending.clear()
+        self.source.give_back(self.state.pending)
+        self.state.pending = []
         await self.save()
 
     async def _refuse(self, submission: SubmissionRef, outcome: Outcome, reason: str) -> None:
@@ -281,44 +296,80 @@ class ExplorerLoop:
             await self.dispatcher.queues.keep()
 
     async def _submissions(self) -> None:
+        """Take in submitted tasks while there is room for them; the broker keeps the others."""
         agent = self.agent
         await self.dispatcher.resumed()
-        async with await agent.bus.consume(agent.topology.submitted, prefetch=64) as consumer:
-            await agent.each(consumer, self._submitted, expect=TaskSubmission)
+        while True:
+            await agent.woken.until(lambda: self._room > 0)
+            async with await agent.bus.consume(agent.topology.submitted, prefetch=max(1, self._room)) as consumer:
+                async for delivery in consumer:
+                    group = [delivery]
+                    while len(group) < self._room and (more := consumer.get_nowait()) is not None:
+                        group.append(more)
+                    await self._take_in(group)
+                    if self._room <= 0:
+                        break
+                else:
+                    return
 
-    async def _submitted(self, message: TaskSubmission, delivery: Delivery) -> None:
-        agent = self.agent
-        ref = SubmissionRef(
-            submission_id=message.submission_id or delivery.message_id or "",
-            reply_to=delivery.reply_to,
-            correlation_id=delivery.correlation_id,
-            want_experiences=message.want_experiences,
-        )
+    @property
+    def _room(self) -> int:
+        """Number of submissions that are taken in now."""
+        return min(INTAKE, self.source.room - self.batches.open_submitted)
+
+    async def _take_in(self, group: Sequence[Delivery]) -> None:
+        """Accept a group of submissions, save once, then acknowledge them."""
+        agent, found = self.agent, list[tuple[Delivery, TaskSubmission, SubmissionRef]]()
+        self._taken_in_at = asyncio.get_running_loop().time()
+        for delivery in group:
+            message = await decode_or_dead_letter(agent.bus, agent.topology, delivery, agent.id, expect=TaskSubmission)
+            if isinstance(message, TaskSubmission):
+                name = message.submission_id or delivery.message_id or ""
+                ref = SubmissionRef(
+                    submission_id=name,
+                    reply_to=delivery.reply_to,
+                    correlation_id=delivery.correlation_id,
+                    want_experiences=message.want_experiences,
+                )
+                found.append((delivery, message, ref))
+        seen = await self._file.known([ref.submission_id for _, _, ref in found])
+        evaluations: list[Ticket] = []
+        for delivery, message, ref in found:
+            if ref.submission_id not in seen:
+                evaluations += await self._submitted(delivery, message, ref)
+                seen.add(ref.submission_id)
+        if self.state.ended:
+            await self._reject_pending()
+        await self.save()
+        async with asyncio.TaskGroup() as opening:
+            for ticket in evaluations:
+                opening.create_task(self.dispatcher.open(ticket))
+        for delivery, _, _ in found:
+            await acknowledge(delivery)
+        agent.woken.notify()
+
+    async def _submitted(self, delivery: Delivery, message: TaskSubmission, ref: SubmissionRef) -> list[Ticket]:
+        """Accept or refuse a submission that is not a repeat; return the ticket of an evaluation."""
+        agent, limit = self.agent, self.config.broker.max_task_bytes
         if not ref.submission_id:
-            await dead_letter(
-                agent.bus, agent.topology, delivery, "a submission needs a submission_id or a message_id", agent.id
-            )
-            return
-        if (size := len(encode(self.source.completed(message.task)))) > (limit := self.config.broker.max_task_bytes):
+            reason = "a submission needs a submission_id or a message_id"
+            await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
+            return []
+        task = self.source.completed(message.task)
+        if (size := len(encode(task))) > limit:
             reason = f"the task takes {size} bytes in a message; broker.max_message_bytes leaves {limit} for it"
             await self._refuse(ref, "failed", reason)
             await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
-            return
-        if not self.source.submit(message, ref):
-            return
-        if self.state.ended and not message.task.is_eval:
-            await self._reject_pending()
-        elif self.state.finished:
+            return []
+        self.source.submit(task, ref)
+        if self.state.finished:
             await self._refuse(ref, "cancelled", NO_MORE_BATCHES)
-        elif message.task.is_eval:
-            one = ref.model_copy(update={"task_id": 0})
-            task = self.source.completed(message.task)
-            batch = f"{self.state.closed}/submitted-{len(self.state.seen_submissions)}"
-            await self.dispatcher.open(
-                self.dispatcher.make_ticket([task], batch, deliver="none", lane="eval", submissions=[one])
-            )
-        await self.save()
-        agent.woken.notify()
+        elif task.is_eval:
+            batch, one = f"{self.state.closed}/submitted-{self.state.submitted}", ref.model_copy(update={"task_id": 0})
+            ticket = self.dispatcher.make_ticket([task], batch, deliver="none", lane="eval", submissions=[one])
+            self.dispatcher.tickets[ticket.ticket] = ticket  # saved with the submission's id
+            return [ticket]
+        return []
 
     async def _follow_trainer(self) -> None:
         """Read the trainer's counters from its heartbeats: a lost event costs one heartbeat."""

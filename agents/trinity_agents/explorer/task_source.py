@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import structlog
+
 from trinity_agents.explorer.in_flight import PendingTask
-from trinity_agents.explorer.state import SEEN_SUBMISSIONS, ExplorerState
+from trinity_agents.explorer.state import ExplorerState
 from trinity_mq.config import Config
 from trinity_mq.data import Taskset, open_taskset
 from trinity_mq.dispatch.tickets import SubmissionRef
-from trinity_mq.messages import TaskBody, TaskSubmission
+from trinity_mq.messages import TaskBody
+
+log = structlog.get_logger(__name__)
+
+LEAST_PENDING = 64
+"""Pending tasks that are taken in even where batches are small."""
 
 
 class TaskReader(Protocol):
@@ -70,15 +77,28 @@ class TaskSource:
             self._state.taskset = dict(self._taskset.state())
         return batch
 
-    def submit(self, submission: TaskSubmission, ref: SubmissionRef) -> bool:
-        """Accept a task from outside; return False for one that was accepted before."""
-        if ref.submission_id in self._state.seen_submissions:
-            return False
-        self._state.seen_submissions.append(ref.submission_id)
-        del self._state.seen_submissions[:-SEEN_SUBMISSIONS]
-        if not submission.task.is_eval:
-            self._state.pending.append(PendingTask(task=self.completed(submission.task), submission=ref))
-        return True
+    def give_back(self, tasks: Sequence[PendingTask], *, first: bool = False) -> None:
+        """Put tasks that were given back into the next batch; after the last one they are only counted."""
+        if not self._state.ended:
+            at = 0 if first else len(self._state.pending)
+            self._state.pending[at:at] = tasks
+        elif left := sum(one.given_back for one in tasks):
+            self._state.left_over_tasks += left
+            log.warning("tasks_left_over", tasks=left, reason="given back, and the last batch is opened already")
+
+    @property
+    def room(self) -> int:
+        """Number of pending tasks that are still taken in, so that the next batches can be made; more wait in the
+        broker.
+        """
+        return max(2 * self._config.buffer.batch_size, LEAST_PENDING) - len(self._state.pending)
+
+    def submit(self, task: TaskBody, ref: SubmissionRef) -> None:
+        """Accept a completed task from outside."""
+        self._state.submitted += 1
+        self._state.accepted.append(ref.submission_id)
+        if not task.is_eval:
+            self._state.pending.append(PendingTask(task=task, submission=ref))
 
     def completed(self, task: TaskBody) -> TaskBody:
         """Return a submitted task, its missing fields filled in from the taskset's section."""

@@ -92,7 +92,7 @@ class TrainingBatches:
         if closed is None:
             return  # repeated: the trainer consumes again what came after its checkpoint
         if returned := closed.returned(progress.stale_tasks):
-            self._state.pending[:0] = returned
+            self._source.give_back(returned, first=True)
             log.info("stale_tasks_given_back", batch=progress.batch, tasks=len(returned))
         if progress.outcome == "trained":
             self._state.consecutive_empty, self.empty = 0, None
@@ -261,13 +261,15 @@ class TrainingBatches:
             return
         before = set(self._state.given_back.get(ticket.ticket, ()))
         answered = {submission.task_id for submission in ticket.submissions}
+        again = []
         for task_id, task in enumerate(ticket.tasks):
             results = ticket.results_of(task_id)
             if any(result.outcome == "poisoned" for result in results):
                 continue  # it ends processes: its dead letter is for people to look at
             lost = ticket.whole_tasks_only and ticket.was_cut_off(task_id)
             if (lost or not any(result.runs for result in results)) and task_id not in before | answered:
-                self._state.pending.append(PendingTask(task=task, given_back=True))
+                again.append(PendingTask(task=task, given_back=True))
+        self._source.give_back(again)
 
     def _stale_may_return(self, ticket: Ticket) -> dict[int, TaskBody]:
         """Return the tasks that go to another batch if the trainer finds their groups too old: each once, and none that
@@ -331,9 +333,11 @@ class TrainingBatches:
         return [ticket for ticket in self._dispatcher.tickets.values() if ticket.deliver == "pipeline"]
 
     @property
-    def has_submitted(self) -> bool:
-        """Return whether a submitted evaluation is open."""
-        return any(ticket.deliver == "none" and ticket.submissions for ticket in self._dispatcher.tickets.values())
+    def open_submitted(self) -> int:
+        """Number of submitted evaluations that are open."""
+        return sum(
+            ticket.deliver == "none" and bool(ticket.submissions) for ticket in self._dispatcher.tickets.values()
+        )
 
     @property
     def are_all_consumed(self) -> bool:

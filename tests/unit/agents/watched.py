@@ -144,7 +144,7 @@ class WatchedSimulation(Simulation):
         async def noted(file: StateFile, state: ExplorerState) -> None:
             copy = state.model_copy(deep=True)
             await save(file, state)
-            self.act("explorer-0", "saved", ",".join(copy.seen_submissions), state=copy.tickets)
+            self.act("explorer-0", "saved", ",".join(copy.accepted), state=copy.tickets)
 
         monkeypatch.setattr(StateFile, "save", noted)
 

@@ -39,7 +39,7 @@ def test_what_a_run_left_goes(
     words = ["broker", "clean", str(config), "--broker", broker_url]
 
     async def play() -> None:
-        await StateFile(tmp_path / "run" / "state" / "explorer.msgpack").save(state)
+        await StateFile(tmp_path / "run" / "state" / "explorer.db").save(state)
         bus = create_bus(BrokerConfig(url=broker_url), topology, "test")
         await bus.connect()
         await bus.declare(*topology.durable, *batches)

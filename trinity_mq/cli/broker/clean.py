@@ -28,7 +28,7 @@ def _tickets(config: Config) -> list[str]:
     """Return the tickets that have a queue, as far as the explorer's state in the run folder knows."""
     from trinity_agents.explorer.state import StateFile
 
-    state = StateFile(config.path / "state" / "explorer.msgpack").load()
+    state = StateFile(config.path / "state" / "explorer.db").load()
     return [*state.tickets, *state.following.tickets]
 
 

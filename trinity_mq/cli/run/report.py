@@ -18,6 +18,7 @@ from trinity_mq.training.checkpoint import find_checkpoints
 LOST: Mapping[str, str] = {
     "rollout/slices/failed": "slices failed",
     "rollout/slices/poisoned": "slices poisoned",
+    "rollout/tasks/left_over": "unfinished tasks of the last batches",
     "rollout/partial_groups": "groups too small",
     "sample/dropped_stale_groups": "groups too old",
     "sample/skipped_step": "steps skipped",

@@ -17,9 +17,11 @@ from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Queue
 from trinity_mq.bus.memory.bus import MemoryBus
+from trinity_mq.cli.run.report import make_report
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, SubmissionOutcome, TaskBody, TaskSlice
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.testing.fakes import FakeEngine
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -163,7 +165,7 @@ def test_a_restart_keeps_the_version_of_an_evaluation_that_is_due(tmp_path: Path
 
 
 def test_a_damaged_state_file_is_one_clear_line(tmp_path: Path) -> None:
-    file = tmp_path / "state" / "explorer.msgpack"
+    file = tmp_path / "state" / "explorer.db"
     file.parent.mkdir()
     file.write_bytes(b"\x85not a state")
     sim = Simulation(tmp_path)
@@ -459,6 +461,30 @@ def test_a_task_all_of_whose_tries_failed_is_given_back_once_too(tmp_path: Path)
     ]
     assert [batch for batch, n in given if n == 0] == [1, 2]
     assert sim.trainer.loop.progress == 4
+
+
+def test_tasks_given_back_after_the_last_batch_was_opened_are_counted_and_reported(tmp_path: Path) -> None:
+    sim = Simulation(
+        tmp_path,
+        batches=3,
+        spoil=lambda task_slice: "failed" if task_slice.task.raw_task.get("n") in {0, 3, 4} else None,
+    )
+    run_virtually(sim.run(), limit=2000)
+    given = [
+        (one.batch, one.task.raw_task["n"]) for one in sim.published(TaskSlice) if one.lane == "train" and one.batch
+    ]
+    assert sorted(given) == [(1, 0), (1, 1), (2, 0), (2, 2), (3, 3), (3, 4)]
+    assert sim.values("rollout/tasks/left_over") == [(3, 2.0)], "tasks 3 and 4; task 0 was given back before"
+    assert "2 unfinished tasks of the last batches" in make_report("sim", written(sim, tmp_path))
+
+
+def written(sim: Simulation, folder: Path) -> Path:
+    """Write the metrics that the simulation kept as a run's file."""
+    writer = MetricsWriter(folder, "explorer", "explorer-0", tensorboard=False)
+    for step, values in sim.reports:
+        writer.write(step, values)
+    writer.close()
+    return folder
 
 
 def test_over_rollout_closes_batches_without_their_slowest_tasks(tmp_path: Path) -> None:

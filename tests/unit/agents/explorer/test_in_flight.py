@@ -171,15 +171,16 @@ def test_under_epochs_what_comes_from_elsewhere_displaces_no_task() -> None:
     assert sorted(one["n"] for batch in taken for one in batch if "n" in one) == list(range(10))
 
 
-def test_a_submission_counts_once_and_is_completed_from_the_taskset() -> None:
+def test_a_submission_is_completed_from_the_taskset() -> None:
     state = ExplorerState()
     intake = TaskSource(config(), state, None)
     assert not intake.has_tasks
     one = TaskSubmission(task=TaskBody(raw_task={"question": "1"}))
-    assert intake.submit(one, SubmissionRef(submission_id="s"))
-    assert not intake.submit(one, SubmissionRef(submission_id="s"))
-    assert len(state.pending) == 1
     task = intake.completed(one.task)
+    room = intake.room
+    intake.submit(task, SubmissionRef(submission_id="s"))
+    assert [pending.task for pending in state.pending] == [task]
+    assert (state.accepted, intake.room) == (["s"], room - 1)
     assert task.workflow == config().buffer.taskset.workflow
     assert task.repeat_times == config().algorithm.repeat_times
 

@@ -1,0 +1,105 @@
+"""Submitted tasks are taken in as they are needed, saved in groups, and each is answered."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_agents.explorer.state import StateFile
+from trinity_agents.explorer.task_source import LEAST_PENDING
+from trinity_agents.simulation import Simulation, until
+from trinity_mq.bus import Envelope, Queue
+from trinity_mq.messages import SubmissionOutcome, TaskSlice
+from trinity_mq.testing.virtual_time import run_virtually
+
+MANY = 400
+REPLIES = Queue(name="tmq.sim.replies")
+
+
+async def submit_many(sim: Simulation, count: int, **task: Any) -> None:
+    client = await sim.client()
+    await client.declare(*sim.topology.durable, REPLIES)
+    for number in range(count):
+        await sim.submit(number, reply_to=REPLIES.name, **task)
+
+
+def answers(sim: Simulation) -> dict[str, list[str]]:
+    """The outcomes sent, by submission."""
+    told: dict[str, list[str]] = {}
+    for one in asyncio.run(sim.replies()):
+        assert isinstance(one, SubmissionOutcome)
+        told.setdefault(one.submission_id, []).append(one.outcome)
+    return told
+
+
+def test_the_explorer_takes_in_what_it_needs_and_leaves_the_rest_in_the_broker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim = Simulation(tmp_path, batches=3, taskset=False, runner_seconds=lambda task_slice: 5.0)
+    most, writes = 0, 0
+    write = StateFile._write
+
+    def counted(self: StateFile, changes: Any) -> None:
+        nonlocal most, writes
+        writes += 1
+        most = max(most, len(changes.core["pending"]))
+        write(self, changes)
+
+    monkeypatch.setattr(StateFile, "_write", counted)
+    waiting: list[int | None] = []
+
+    async def scene() -> None:
+        await submit_many(sim, MANY)
+        await until(lambda: bool(sim.published(TaskSlice)))
+        waiting.append(await (await sim.client()).depth(sim.topology.submitted.name))
+
+    run_virtually(sim.run(beside=scene), limit=3000)
+    assert most <= LEAST_PENDING
+    assert waiting[0] is not None
+    assert waiting[0] > MANY - 2 * LEAST_PENDING
+    assert writes < MANY / 4, "submissions are saved in groups"
+    told = answers(sim)
+    assert len(told) == MANY
+    assert [told[f"s{n}"] for n in range(6)] == [["finished"]] * 6, "in the order in which they came"
+    assert all(told[f"s{n}"] == ["cancelled"] for n in range(6, MANY)), "the rest is answered, once each"
+
+
+def test_submitted_evaluations_are_taken_in_as_earlier_ones_end(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=1)
+    most = 0
+
+    async def scene() -> None:
+        nonlocal most
+        await submit_many(sim, 3 * LEAST_PENDING, is_eval=True)
+        await until(lambda: sim.explorer.exploration is not None)
+        open_now = sim.explorer.exploration.batches  # type: ignore[union-attr]
+        while not sim.explorer.exploration.state.finished:  # type: ignore[union-attr]
+            most = max(most, open_now.open_submitted)
+            await asyncio.sleep(0.05)
+
+    run_virtually(sim.run(beside=scene), limit=3000)
+    assert 0 < most <= LEAST_PENDING
+    assert answers(sim) == {f"s{n}": ["finished"] for n in range(3 * LEAST_PENDING)}
+
+
+def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, batches=2, taskset=False)
+
+    async def scene() -> None:
+        await until(lambda: bool(sim.explorers) and sim.explorer.state == "idle")
+        client = await sim.client()
+        await client.declare(REPLIES)
+        for number in (1, 1, 2):
+            await sim.submit(number, reply_to=REPLIES.name)
+        await sim.submit(2, reply_to=REPLIES.name)
+        await client.publish(sim.topology.exchange("tasks"), "submit", Envelope(body=b"\xc1", kind="task_submission"))
+        await until(lambda: sim.explorer.exploration.state.opened == 1)  # type: ignore[union-attr]
+        await sim.submit(1, reply_to=REPLIES.name)
+        await sim.submit(3, reply_to=REPLIES.name)
+
+    run_virtually(sim.run(beside=scene), limit=1000)
+    assert answers(sim) == {"s1": ["finished"], "s2": ["finished"], "s3": ["finished"]}
+    assert len(sim.dead_letters()) == 1
