@@ -74,6 +74,7 @@ class Instance:
         if self._workflow is None:
             self._workflow = task.to_workflow(self.model, self._auxiliary)
         else:
+            task.sample_from(self.model)
             self._workflow.reset(task)
         if self._of.kind.can_repeat:
             self._workflow.set_repeat_times(len(block), block[0])

@@ -18,9 +18,13 @@ from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.messages import BatchId, TaskBody
 from trinity_mq.rewards import REWARDS
 from trinity_mq.rewards.lookup import UnknownNameError, lookup, name_of
+from trinity_mq.telemetry import get_logger
+from trinity_mq.workflows.attributes import Replaceable, RolloutArgs
 from trinity_mq.workflows.registry import WORKFLOWS, find_workflow
 
 if TYPE_CHECKING:
+    from structlog.stdlib import BoundLogger
+
     from trinity_mq.models import ModelWrapper
 
 PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
@@ -44,8 +48,8 @@ class Task:
     """Runs, the group size of group-relative algorithms."""
     format_args: FormatConfig = field(default_factory=FormatConfig)
     """Keys of ``raw_task`` by their meaning."""
-    rollout_args: dict[str, Any] = field(default_factory=dict)
-    """Sampling parameters over those of the rollout model."""
+    rollout_args: RolloutArgs = field(default_factory=RolloutArgs)
+    """Sampling parameters over those of the rollout model; any mapping is taken."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward_fn_args: dict[str, Any] = field(default_factory=dict)
     is_eval: bool = False
@@ -58,14 +62,18 @@ class Task:
     index: dict[str, Any] = field(default_factory=dict)
     """``{"taskset": name, "index": position}`` of the record, where it has one."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.rollout_args, RolloutArgs):
+            self.rollout_args = RolloutArgs(self.rollout_args)
+
     @property
     def task_desc(self) -> str | None:
         """The prompt: ``raw_task[format_args.prompt_key]``."""
         return self.raw_task.get(self.format_args.prompt_key)
 
     @property
-    def truth(self) -> str | None:
-        """The right answer: ``raw_task[format_args.response_key]``."""
+    def truth(self) -> Any:
+        """The right answer: ``raw_task[format_args.response_key]``, of whatever type the record has it."""
         return self.raw_task.get(self.format_args.response_key)
 
     def to_workflow(self, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None) -> Workflow:
@@ -76,7 +84,12 @@ class Task:
         """
         if self.workflow is None:
             raise TaskError("the task has no workflow; set Task.workflow to a Workflow class")
+        self.sample_from(model)
         return self.workflow(task=self, model=model, auxiliary_models=auxiliary_models)
+
+    def sample_from(self, model: ModelWrapper) -> None:
+        """Let attributes of ``rollout_args`` that the task does not set be those of ``model``, where it has any."""
+        self.rollout_args = RolloutArgs(self.rollout_args, getattr(model, "sampling", None))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record."""
@@ -87,7 +100,7 @@ class Task:
         return dataclasses.replace(
             self,
             raw_task=_copied(self.raw_task),
-            rollout_args=_copied(self.rollout_args),
+            rollout_args=RolloutArgs(_copied(self.rollout_args), self.rollout_args.defaults),
             workflow_args=_copied(self.workflow_args),
             reward_fn_args=_copied(self.reward_fn_args),
             index=dict(self.index),
@@ -134,7 +147,7 @@ class Task:
             workflow=load_workflow(body.workflow),
             repeat_times=body.repeat_times,
             format_args=format_args,
-            rollout_args=dict(body.rollout_args),
+            rollout_args=RolloutArgs(body.rollout_args),
             workflow_args=dict(body.workflow_args),
             reward_fn=lookup("reward function", body.reward_fn, REWARDS) if body.reward_fn else None,
             reward_fn_args=dict(body.reward_fn_args),
@@ -151,6 +164,9 @@ class Workflow:
 
     Write either :meth:`run` or, with ``is_async = True``, :meth:`run_async`. Each run of a task has an instance and a
     view of the model to itself, unless ``can_repeat``: then one instance does all runs of a slice in one go.
+
+    ``raw_task``, ``task_desc``, ``truth``, ``format_args``, ``rollout_args``, ``workflow_args``, ``reward_fn_args`` and
+    ``is_eval`` are those of :attr:`task`, whichever that is at the time; a workflow may assign others.
     """
 
     can_reset: ClassVar[bool] = False
@@ -181,6 +197,25 @@ class Workflow:
                     break
                 if flag in vars(base):
                     break
+
+    raw_task = Replaceable[dict[str, Any]](lambda self: self.task.raw_task)
+    task_desc = Replaceable["str | None"](lambda self: self.task.task_desc)
+    truth = Replaceable[Any](lambda self: self.task.truth)
+    format_args = Replaceable[FormatConfig](lambda self: self.task.format_args)
+    workflow_args = Replaceable[dict[str, Any]](lambda self: self.task.workflow_args)
+    reward_fn_args = Replaceable[dict[str, Any]](lambda self: self.task.reward_fn_args)
+    is_eval = Replaceable[bool](lambda self: self.task.is_eval)
+
+    @Replaceable
+    def rollout_args(self) -> RolloutArgs:
+        """The sampling parameters of the task, with ``n`` completions, one for each run that is asked for."""
+        args = self.task.rollout_args
+        return RolloutArgs({**args, "n": self.repeat_times}, args.defaults)
+
+    @Replaceable
+    def logger(self) -> BoundLogger:
+        """A logger named for the module of the workflow."""
+        return get_logger(type(self).__module__)
 
     @functools.cached_property
     def auxiliary_models(self) -> list[Any]:
@@ -213,7 +248,7 @@ class Workflow:
 
         The experiences of the i-th of them carry ``eid.run = run_id_base + i``.
         """
-        self.repeat_times = repeat_times
+        self.repeat_times = self.task.rollout_args.defaults["n"] = repeat_times
         self.run_id_base = run_id_base
 
     def run(self) -> list[Experience]:

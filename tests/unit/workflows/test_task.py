@@ -1,4 +1,7 @@
+import copy
+
 import pytest
+from structlog.testing import capture_logs
 
 from trinity_mq.config import FormatConfig
 from trinity_mq.messages import TaskBody, TaskSubmission, decode, encode
@@ -6,6 +9,7 @@ from trinity_mq.rewards import UnknownNameError
 from trinity_mq.rewards.text import char_match
 from trinity_mq.workflows import (
     AsyncSimpleWorkflow,
+    SimpleWorkflow,
     Task,
     TaskError,
     Workflow,
@@ -54,6 +58,65 @@ def test_what_no_other_process_can_import_is_refused():
         Task(workflow=Inner).to_body()
     with pytest.raises(UnknownNameError, match="cannot be imported by another process"):
         Task(workflow=Mine, reward_fn=lambda response, truth, *, finished: {}).to_body()
+
+
+class Reads(Workflow):
+    """Asks as workflows of the reference system do."""
+
+    def reset(self, task):
+        self.task = task
+
+    def run(self):
+        args = self.task.rollout_args
+        return self.model.chat([], n=args.n, temperature=args.temperature)
+
+
+class Keeps(SimpleWorkflow):
+    """Keeps what it is handed in attributes of its own."""
+
+    def reset(self, task):
+        super().reset(task)
+        self.raw_task, self.task_desc, self.truth = task.raw_task, task.task_desc, f"{task.truth}!"
+        self.format_args, self.reward_fn_args, self.rollout_args = task.format_args, {}, task.rollout_args
+        self.system_prompt = "Be brief."
+
+
+def asked(**keys):
+    return Task(workflow=Reads, raw_task={"question": "q", "answer": 7, "more": [1]}, **keys)
+
+
+def test_a_workflow_has_what_its_task_has(stub_model):
+    workflow = Reads(task=asked(reward_fn_args={"a": 1}, workflow_args={"b": 2}), model=stub_model([]))
+    assert (workflow.raw_task["more"], workflow.task_desc, workflow.truth) == ([1], "q", 7)
+    assert workflow.format_args.prompt_key == "question"
+    assert (workflow.reward_fn_args, workflow.workflow_args, workflow.is_eval) == ({"a": 1}, {"b": 2}, False)
+    workflow.reset(Task(workflow=Reads, raw_task={"question": "another"}))
+    assert (workflow.task_desc, workflow.truth) == ("another", None)
+    with capture_logs() as logs:
+        workflow.logger.info("begun")
+    assert logs == [{"event": "begun", "log_level": "info"}]
+
+
+def test_a_workflow_may_replace_what_its_task_has(stub_model):
+    workflow = Keeps(task=asked(), model=stub_model([]))
+    assert (workflow.truth, workflow.system_prompt, workflow.reward_fn_args) == ("7!", "Be brief.", {})
+    assert workflow.format_messages()[0]["content"] == "Be brief."
+
+
+def test_sampling_parameters_are_attributes_too(stub_model):
+    model = stub_model(["a", "b"])
+    model.sampling = {"temperature": 0.9, "top_p": 1.0}
+    workflow = asked(rollout_args={"temperature": 0.5}).to_workflow(model)
+    assert (workflow.rollout_args, workflow.rollout_args.top_p) == ({"temperature": 0.5, "n": 1}, 1.0)
+    workflow.set_repeat_times(2, 4)
+    assert len(workflow.run()) == 2
+    assert model.calls[0][1] == {"n": 2, "temperature": 0.5}
+    assert workflow.task.rollout_args == {"temperature": 0.5}, "n is passed on only where it is asked for"
+    assert workflow.rollout_args == {"temperature": 0.5, "n": 2}
+    workflow.task.rollout_args.n = 3
+    assert copy.deepcopy(workflow.task).own_copy().rollout_args == {"temperature": 0.5, "n": 3}
+    with pytest.raises(AttributeError, match="rollout_args has no 'temprature', only n, temperature, top_p"):
+        _ = workflow.rollout_args.temprature
 
 
 def test_keys_that_are_not_there_give_none():

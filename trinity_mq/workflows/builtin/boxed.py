@@ -9,6 +9,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.rewards import create_reward
 from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow
 from trinity_mq.workflows.dual import call
 from trinity_mq.workflows.workflow import Task
@@ -46,7 +47,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
             form = self.arguments.model_dump(include={"with_think", "format_score_coef"})
             self.reward_fn = create_reward(self.default_reward_fn, {**form, **task.reward_fn_args})
 
-    @property
+    @Replaceable
     def system_prompt(self) -> str:
         """The taskset's, else one that says what form is wanted."""
         return self.task.format_args.system_prompt or (THINKING if self.arguments.with_think else PLAIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trinity_mq.experience import Experience
 from trinity_mq.rewards import create_reward
+from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -33,7 +34,7 @@ class MathEvalWorkflow(SimpleWorkflow):
         self.task = task
         self.reward_fn = create_reward(self.default_reward_fn, {})
 
-    @property
+    @Replaceable
     def system_prompt(self) -> str:
         return SYSTEM_PROMPT
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.rewards import create_reward, parts_of
+from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.dual import DualWorkflow, call, compute
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -62,7 +63,7 @@ class SimpleWorkflow(DualWorkflow):
         self.task = task
         self.reward_fn = create_reward(task.reward_fn or self.default_reward_fn, task.reward_fn_args)
 
-    @property
+    @Replaceable
     def system_prompt(self) -> str | None:
         """The system prompt: that of the taskset's format, else the workflow's own."""
         return self.task.format_args.system_prompt or self.default_system_prompt

@@ -1,0 +1,50 @@
+"""What a workflow is handed by its task, as attributes: sampling parameters, and values that it may replace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+T = TypeVar("T")
+
+
+class RolloutArgs(dict[str, Any]):
+    """Sampling parameters by name, which are attributes too: ``rollout_args.temperature``.
+
+    An attribute that is not among them has its default: ``n`` that of one run, the others those of the model. Defaults
+    are no items: ``**rollout_args`` passes on what was asked for and nothing else.
+    """
+
+    def __init__(
+        self, given: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), defaults: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(given)
+        self.__dict__["defaults"] = {"n": 1, **(defaults or {})}
+
+    def __getattr__(self, name: str) -> Any:
+        known = {**self.__dict__.get("defaults", {}), **self}
+        if name not in known:
+            raise AttributeError(f"rollout_args has no {name!r}, only {', '.join(known)}")
+        return known[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class Replaceable(Generic[T]):
+    """A property that an instance replaces by assigning to it."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    @overload
+    def __get__(self, owner: None, kind: type) -> Replaceable[T]: ...
+    @overload
+    def __get__(self, owner: object, kind: type) -> T: ...
+    def __get__(self, owner: object | None, kind: type) -> T | Replaceable[T]:
+        return self if owner is None else self._compute(owner)
+
+    if TYPE_CHECKING:
+
+        def __set__(self, owner: object, value: T) -> None: ...
