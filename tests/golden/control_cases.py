@@ -274,6 +274,16 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "state": "working",
             "detail": {"open": ["5f0c9a52d1f64c0e8a3b1d2e4f506172"]},
         },
+        "run": {
+            "role": "explorer",
+            "id": "explorer-0",
+            "seq": 4294967297,
+            "incarnation": "b7e1",
+            "lease": 10.0,
+            "state": "working",
+            "foreign": 3,
+            "detail": {"run_id": "c5f2f0d95c6f4a4c9a8de2c1a5a0f3b7", "ready_offset": 41, "left_over": 40},
+        },
     },
     ("metrics", 1): {
         "minimal": {"role": "trainer", "id": "trainer-0", "step": 0, "values": {}},

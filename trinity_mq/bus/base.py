@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -73,6 +73,12 @@ class Envelope:
     correlation_id: str | None = None
     reply_to: str | None = None
 
+    def of_run(self, run_id: str | None) -> Envelope:
+        """Return the message with the header ``run_id``, as it is where it has one or no run is given."""
+        if run_id is None or "run_id" in self.headers:
+            return self
+        return replace(self, headers={**self.headers, "run_id": run_id})
+
 
 @dataclass(slots=True, kw_only=True)
 class Incoming:
@@ -97,6 +103,12 @@ class Incoming:
         """The ``kind`` header, None where the publisher set none."""
         value = self.headers.get("kind")
         return value if isinstance(value, str) else None
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run that it belongs to, None where the publisher knew of none."""
+        value = self.headers.get("run_id")
+        return value if isinstance(value, str) and value else None
 
 
 class Delivery(Incoming, ABC):
@@ -212,6 +224,11 @@ class Bus(ABC):
 
     def __init__(self, topology: Topology, config: BrokerConfig) -> None:
         self.max_message_bytes = config.max_message_bytes
+        self.run_id: str | None = None
+        """Id of the run that its agent belongs to, added to what is published; None: not known. A run's name is no
+        identity: the same name may be used again on the same broker."""
+        self.foreign = 0
+        """Messages of other runs of the same name that the agent dropped."""
         self._topology, self._config = topology, config
         self._exchanges = frozenset(topology.exchanges)
         self._locks: dict[str, Lock] = {}
@@ -237,6 +254,10 @@ class Bus(ABC):
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever :attr:`usable` changes."""
         self._callbacks.append(callback)
+
+    def is_foreign(self, incoming: Incoming) -> bool:
+        """Return whether a message belongs to another run of the same name. One without a run id belongs to any."""
+        return self.run_id is not None and incoming.run_id not in {None, self.run_id}
 
     def _refresh(self) -> None:
         """Work out what the trouble is, if any, from ``_down``, ``_blocked`` and ``_closed``."""
@@ -275,6 +296,10 @@ class Bus(ABC):
         """Delete a queue; none of that name is fine."""
 
     @abstractmethod
+    async def delete_exchanges(self) -> None:
+        """Delete the run's exchanges. Nobody publishes to them afterwards; the next connect declares them again."""
+
+    @abstractmethod
     async def depth(self, name: str) -> int | None:
         """Messages ready in a queue, None when there is no such queue. Never creates it."""
 
@@ -303,7 +328,7 @@ class Bus(ABC):
         seconds = self._config.publish_timeout if timeout is None else timeout
         try:
             async with asyncio.timeout(seconds):
-                return await self._publish(exchange, routing_key, envelope)
+                return await self._publish(exchange, routing_key, envelope.of_run(self.run_id))
         except TimeoutError:
             raise BusUnavailable(f"{what} was not confirmed in {seconds:g} s: {self.trouble or 'no reply'}") from None
 

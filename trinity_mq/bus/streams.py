@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
-from trinity_mq.bus import Bus, Consumer, Delivery
+from trinity_mq.bus import Bus, BusUnavailable, Consumer, Delivery, Envelope, Queue, StreamCut
 
 POLL_SECONDS = 1.0
 """Seconds between checks that the bus is usable: silence counts only on a usable bus."""
@@ -23,3 +24,37 @@ async def next_or_quiet(bus: Bus, consumer: Consumer, seconds: float) -> Deliver
         except TimeoutError:
             quiet = quiet + POLL_SECONDS if bus.usable else 0.0
     return None
+
+
+async def read_up_to_now(
+    bus: Bus, stream: Queue, mark: Envelope, *, offset: int | None = None, seconds: float = 60.0
+) -> AsyncIterator[Delivery]:
+    """Yield what is on a stream, up to and with ``mark``, which is published now.
+
+    Args:
+        bus: A connected bus.
+        stream: The stream, bound to one exchange for everything.
+        mark: A message with an id of its own.
+        offset: First position; what retention has cut is passed over. None: the present end, so that ``mark`` tells it.
+        seconds: Longest silence on a usable bus.
+
+    Raises:
+        BusUnavailable: The mark did not arrive.
+    """
+    published = False
+    while True:
+        async with await bus.consume(stream, offset=offset) as feed:
+            if not published:
+                published = await bus.publish(stream.bindings[0].exchange, "mark", mark)
+            try:
+                while (delivery := await next_or_quiet(bus, feed, seconds)) is not None:
+                    yield delivery
+                    if delivery.message_id == mark.message_id:
+                        return
+            except StreamCut as cut:
+                offset = cut.got
+                continue
+        raise BusUnavailable(
+            f"the stream {stream.name} did not deliver within {seconds:g} s what was published to it: see its state "
+            "with `rabbitmqctl list_queues name state`, and delete it with `trinity-mq broker clean` if it is broken"
+        )

@@ -45,7 +45,7 @@ from trinity_mq.messages import (
     TaskSlice,
 )
 from trinity_mq.rollout.seeds import stable_seed
-from trinity_mq.runtime.deliveries import decode_or_dead_letter, envelope
+from trinity_mq.runtime.deliveries import decode_or_dead_letter, drop_foreign, envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 
@@ -346,7 +346,9 @@ class Dispatcher:
 
     async def _receive(self, delivery: Delivery, nonce: str) -> None:
         ticket = delivery.headers.get("ticket")
-        if delivery.kind == TaskResult.kind and isinstance(ticket, str) and ticket not in self.tickets:
+        if await drop_foreign(self.bus, delivery):
+            pass
+        elif delivery.kind == TaskResult.kind and isinstance(ticket, str) and ticket not in self.tickets:
             self.late_results += 1  # not even decoded
         else:
             message = await decode_or_dead_letter(self.bus, self.topology, delivery, self._owner)

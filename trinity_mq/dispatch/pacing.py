@@ -89,6 +89,7 @@ def sync_due(now: Boundary, config: SyncConfig) -> bool:
     if config.sync_style == "fixed":
         return behind and now.progress > 0 and now.progress % config.sync_interval == 0
     if config.sync_style == "explorer_driven":
-        return now.wanted > now.answered
+        # a restarted trainer first gets back to where it was when it was asked: its weights would be too old
+        return now.wanted > now.answered and now.progress >= required_progress(now.wanted, config)
     base = now.first_step if now.committed is None else now.committed[1]
     return now.version[1] - base >= config.sync_interval

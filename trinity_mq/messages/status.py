@@ -82,6 +82,12 @@ class EmptyBatchStatus(Status):
 class ExplorerStatus(SchedulerStatus):
     """Status of an explorer."""
 
+    run_id: str = ""
+    """Id of the run, born with the explorer's first state; empty: this explorer waits for another one to end."""
+    ready_offset: int = 0
+    """Offset of the ready stream at which the run begins: what lies before is an earlier run's."""
+    left_over: int = 0
+    """Messages of earlier runs of this name that were on the broker when the run began."""
     opened: int = 0
     """Training batches opened so far."""
     closed: int = 0

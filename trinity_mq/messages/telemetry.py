@@ -34,6 +34,8 @@ class Heartbeat(Message):
     """Condition that the agent waits for, in words; null while it works."""
     waits_seconds: float = 0.0
     """Seconds that it has waited for it."""
+    foreign: int = 0
+    """Messages of another run of the same name that it dropped since it started."""
     detail: AnyStatus = Field(default_factory=lambda fields: _status_class(fields)())
     """The status of the agent's role."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -13,9 +14,9 @@ import structlog
 
 from trinity_mq.bus import Bus, Consumer, Delivery, Lock, LockHeld, MessageTooLarge, Topology
 from trinity_mq.config import Config
-from trinity_mq.messages import ControlEvent, Heartbeat, Message, Metrics, Role
+from trinity_mq.messages import ControlEvent, ExplorerStatus, Heartbeat, Message, Metrics, Role
 from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus
-from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter, envelope
+from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter, drop_foreign, envelope
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import HEARTBEAT_INTERVAL, HEARTBEAT_LEASE, HeartbeatPublisher, Peers
@@ -62,6 +63,8 @@ class Agent(ABC):
         self.waits_for: str | None = None
         """The awaited event, None while the agent works."""
         self._waits_since = 0.0
+        self._other_runs: set[str | None] = set()
+        """Ids of runs of the same name whose messages are dropped at once."""
         self._heartbeats = HeartbeatPublisher(bus, topology, agent_id, self._current_heartbeats)
 
     @abstractmethod
@@ -177,9 +180,33 @@ class Agent(ABC):
                 await acknowledge(delivery)
 
     async def _on_heartbeat(self, message: Message, delivery: Delivery) -> None:
-        if isinstance(message, Heartbeat):
-            self.peers.receive(message)
-            self.woken.notify()
+        if not isinstance(message, Heartbeat):
+            return
+        if isinstance(message.detail, ExplorerStatus):
+            if message.detail.run_id:
+                self.follow_run(message.detail)
+        elif self.bus.is_foreign(delivery):
+            return  # its counters are of another run
+        self.peers.receive(message)
+        self.woken.notify()
+
+    def follow_run(self, explorer: ExplorerStatus) -> None:
+        """Belong to the run of the explorer that schedules. Agents that save the run's id themselves override it."""
+        self.bus.run_id = explorer.run_id
+
+    async def drop_foreign(self, delivery: Delivery) -> bool:
+        """Acknowledge and count a message of another run of the same name; return whether it was one.
+
+        A message may come earlier than the first heartbeat of the explorer that began its run: the first one of each
+        other run is held until heartbeats of a whole lease have not confirmed that run.
+        """
+        if self.bus.is_foreign(delivery) and delivery.run_id not in self._other_runs:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_LEASE):
+                    await self.woken.until(lambda: not self.bus.is_foreign(delivery))
+                    return False
+            self._other_runs.add(delivery.run_id)
+        return await drop_foreign(self.bus, delivery)
 
     async def _on_control(self, message: Message, delivery: Delivery) -> None:
         if not isinstance(message, ControlEvent) or message.target not in {self.id, self.role, "all"}:
@@ -257,6 +284,7 @@ class Agent(ABC):
             state=self.state,
             waits_for=self.waits_for,
             waits_seconds=now - self._waits_since if self.waits_for else 0.0,
+            foreign=self.bus.foreign,
             detail=self.detail(),
         )
         return own, *self.hosted_heartbeats()

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import structlog
 
 from trinity_mq.bus import Bus, BusError, Delivery, Envelope, Incoming, StaleDelivery, Topology
 from trinity_mq.bus.base import HeaderValue
-from trinity_mq.messages import CONTENT_TYPE, DecodeError, Message, decode, decode_any, encode
+from trinity_mq.messages import CONTENT_TYPE, DecodeError, Mark, Message, decode, decode_any, encode
 
 log = structlog.get_logger(__name__)
 
@@ -56,6 +57,12 @@ def envelope(
         reply_to=reply_to,
         **own_id,
     )
+
+
+def new_mark() -> Envelope:
+    """Return a mark of its own, by which a reader finds the present end of a stream."""
+    nonce = uuid.uuid4().hex
+    return envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
 
 
 async def dead_letter(
@@ -146,6 +153,17 @@ async def decode_or_dead_letter(
             await dead_letter(bus, topology, delivery, f"does not decode: {error}", by)
         await acknowledge(delivery)
         return None
+
+
+async def drop_foreign(bus: Bus, delivery: Delivery) -> bool:
+    """Acknowledge and count a message of another run of the same name; return whether it was one."""
+    if not bus.is_foreign(delivery):
+        return False
+    if not bus.foreign:
+        log.warning("messages_of_another_run", queue=delivery.queue, theirs=delivery.run_id, ours=bus.run_id)
+    bus.foreign += 1
+    await acknowledge(delivery)
+    return True
 
 
 async def acknowledge(delivery: Delivery) -> bool:

@@ -47,6 +47,8 @@ class TrainerState(BaseModel):
     """Closed batches consumed."""
     source: dict[str, Any]
     """The source's own state, opaque here; JSON."""
+    run_id: str | None = None
+    """Id of the run; None: of an older release, or no explorer has told it."""
 
 
 class _StateFile(BaseModel):

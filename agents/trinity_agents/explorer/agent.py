@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from trinity_agents.explorer.hosted_engines import receive_broadcast
 from trinity_agents.explorer.loop import ExplorerLoop
+from trinity_agents.explorer.run_beginning import begin_run
 from trinity_agents.explorer.state import StateFile
 from trinity_agents.explorer.task_source import TaskReader, open_tasksets
 from trinity_mq.bus import Bus, Topology, create_bus
@@ -99,7 +100,11 @@ class Explorer(Agent):
             return self.exploration.detail()
         # while waiting for the lock: readers of the explorer's state must not find an empty one
         others = self.peers.statuses("explorer", ExplorerStatus, without=self.id)
-        return others[0] if others else ExplorerStatus(open=[], finished=False)
+        # the id of the run is announced by the explorer that schedules, and by no other
+        return others[0].model_copy(update={"run_id": ""}) if others else ExplorerStatus(open=[], finished=False)
+
+    def follow_run(self, explorer: ExplorerStatus) -> None:
+        """Do nothing: the id of the run is in the saved state."""
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
         """Return the engines' heartbeats."""
@@ -110,6 +115,10 @@ class Explorer(Agent):
         if not await self.take_lock("explorer", "idle", "the other explorer of this run to end", until=self._is_over):
             return
         state = self._file.load()  # only with the lock: another explorer may have changed it meanwhile
+        if not state.run_id:
+            await begin_run(state, self.bus, self.topology)
+            await self._file.save(state)
+        self.bus.run_id = state.run_id
         state.incarnations += 1
         self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always count as later
         sources = self._taskset, self._eval_sets

@@ -106,6 +106,9 @@ class ExplorerLoop:
         counters = self.batches.counters
         return ExplorerStatus(
             open=self.dispatcher.open_tickets,
+            run_id=self.state.run_id,
+            ready_offset=self.state.ready_offset,
+            left_over=self.state.left_over,
             opened=self.state.opened,
             closed=self.state.closed,
             following=list(self.state.following.tickets),

@@ -24,6 +24,12 @@ from trinity_mq.runtime.errors import FatalError, RestartMe
 class ExplorerState(BaseModel):
     """The state with which an explorer goes on where another was killed."""
 
+    run_id: str = ""
+    """Identity of the run; empty: of a fresh state, and of one that an older release saved."""
+    ready_offset: int = 0
+    """Offset of the ready stream at which the run begins."""
+    left_over: int = 0
+    """Messages of earlier runs of this name that were on the broker when the run began."""
     incarnations: int = 0
     taskset: dict[str, Any] | None = None
     """Identity, epoch, seed, cursor."""

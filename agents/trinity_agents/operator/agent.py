@@ -116,6 +116,8 @@ class Operator(Agent):
     async def _process_all(self, manifests: Consumer, deletions: asyncio.TaskGroup) -> None:
         self.set_state("idle", "a closed batch")
         async for delivery in manifests:
+            if await self.drop_foreign(delivery):
+                continue
             manifest = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=BatchClosed)
             if not isinstance(manifest, BatchClosed):
                 continue
@@ -168,7 +170,7 @@ class Operator(Agent):
             return False
         for part, reason in batch.bad:
             await dead_letter(self.bus, self.topology, part, reason, self.id)
-        await self._publisher.publish(manifest, batch)
+        await self._publisher.publish(manifest, batch, delivery.run_id)
         await self._decided(delivery, manifest)
         if isinstance(manifest.batch, int):
             self.report(manifest.batch, batch.metrics)
@@ -176,14 +178,14 @@ class Operator(Agent):
 
     async def _skip(self, delivery: Delivery, manifest: BatchClosed) -> None:
         reason = "the batch queue does not exist: another operator has processed it"
-        await self._publisher.publish_state(manifest, state="gone", reason=reason)
+        await self._publisher.publish_state(manifest, run_id=delivery.run_id, state="gone", reason=reason)
         await self._decided(delivery, manifest)
 
     async def _fail(
         self, delivery: Delivery, manifest: BatchClosed, reason: str, error: Exception | None = None
     ) -> None:
         """Let the trainer skip the batch, keep its manifest for ``trinity-mq dead replay``, then acknowledge."""
-        await self._publisher.publish_state(manifest, state="failed", reason=reason)
+        await self._publisher.publish_state(manifest, run_id=delivery.run_id, state="failed", reason=reason)
         if isinstance(error, OperatorError):
             delivery.headers = {**delivery.headers, "operator": error.operator}
         await dead_letter(self.bus, self.topology, delivery, reason, self.id)

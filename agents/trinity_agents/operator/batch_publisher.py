@@ -48,17 +48,21 @@ class BatchPublisher:
             except (MessageTooLarge, BusRefused) as error:
                 log.warning("submitter_not_served", reply_to=reply_to, reason=str(error))
 
-    async def publish(self, manifest: BatchClosed, batch: ProcessedBatch) -> None:
+    async def publish(self, manifest: BatchClosed, batch: ProcessedBatch, run_id: str | None = None) -> None:
         """Publish the chunks, and once all are confirmed the BatchReady that decides the ticket.
+
+        ``run_id`` is that of the manifest's message, here and in :meth:`publish_state`.
 
         Raises:
             RestartMe: There is no ready stream.
         """
         async with asyncio.TaskGroup() as group:
             for n, content in enumerate(batch.chunks):
-                group.create_task(self._to_ready(manifest, chunk_message(manifest, batch.processing_id, n, content)))
+                chunk = chunk_message(manifest, batch.processing_id, n, content).of_run(run_id)
+                group.create_task(self._to_ready(manifest, chunk))
         await self.publish_state(
             manifest,
+            run_id=run_id,
             op=batch.processing_id,
             state="ready" if batch.experiences else "empty",
             chunks=len(batch.chunks),
@@ -68,7 +72,13 @@ class BatchPublisher:
         )
 
     async def publish_state(
-        self, manifest: BatchClosed, *, op: str | None = None, reason: str | None = None, **fields: Any
+        self,
+        manifest: BatchClosed,
+        *,
+        run_id: str | None = None,
+        op: str | None = None,
+        reason: str | None = None,
+        **fields: Any,
     ) -> None:
         """Publish the BatchReady of a batch with these fields.
 
@@ -78,7 +88,7 @@ class BatchPublisher:
         op = op or uuid.uuid4().hex
         reason = reason and reason[:REASON_LIMIT]
         ready = BatchReady(batch=manifest.batch, ticket=manifest.ticket, op=op, reason=reason, **fields)
-        await self._to_ready(manifest, envelope(ready, message_id=f"ready-{manifest.ticket}-{op}"))
+        await self._to_ready(manifest, envelope(ready, message_id=f"ready-{manifest.ticket}-{op}").of_run(run_id))
 
     async def _to_ready(self, manifest: BatchClosed, message: Envelope) -> None:
         if not await self._bus.publish(self._topology.exchange("ready"), batch_key(manifest.batch), message):

@@ -205,7 +205,8 @@ class Runner(Agent):
             await self.peers.changed.wait()
             self._engines.receive()
             for in_flight in self._held.values():
-                if in_flight.running and self._open.abandoned(in_flight.task_slice):
+                abandoned = self._open.abandoned(in_flight.task_slice) or self.bus.is_foreign(in_flight.delivery)
+                if in_flight.running and abandoned:
                     self._executor.stop(in_flight, CANCELLED)
             self._check_stuck()
 
@@ -221,6 +222,8 @@ class Runner(Agent):
     # -- one slice
 
     async def _handle(self, delivery: Delivery) -> None:
+        if await self.drop_foreign(delivery):
+            return
         task_slice = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=TaskSlice)
         if not isinstance(task_slice, TaskSlice):
             return

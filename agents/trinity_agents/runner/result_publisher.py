@@ -139,7 +139,7 @@ class ResultPublisher:
             if size <= SMALL:
                 result = self.result(in_flight, end, outcome=outcome, parts=1)
                 member = Member(task_slice, in_flight.attempt, experiences, size, outcome.version_min)
-                ticket = (task_slice.batch, task_slice.ticket)
+                ticket = (task_slice.batch, task_slice.ticket, in_flight.delivery.run_id)
                 taken = await self._taken(in_flight, functools.partial(self._shared_parts.publish, ticket, member))
             else:
                 contents = await self._contents(in_flight, experiences, size)
@@ -156,7 +156,7 @@ class ResultPublisher:
         Raises:
             RestartMe: There is no stream of results.
         """
-        key = batch_key(in_flight.task_slice.batch)
+        key = (batch_key(in_flight.task_slice.batch), in_flight.delivery.run_id)
         try:
             taken = await self._results.publish(key, result)
         except MessageTooLarge as error:
@@ -192,6 +192,7 @@ class ResultPublisher:
         key = self._topology.batch_routing_key(task_slice.batch, task_slice.ticket)
         for part, content in enumerate(contents):
             message = part_message(task_slice, in_flight.attempt, part, len(contents), content, oldest)
+            message = message.of_run(in_flight.delivery.run_id)
             if not await self._taken(in_flight, functools.partial(self._bus.publish, exchange, key, message)):
                 orphans = [n for n, each in enumerate(contents) if not isinstance(each, bytes)]
                 await delete_blobs(self._store, *(part_name(task_slice.ticket, in_flight.attempt, n) for n in orphans))
@@ -217,14 +218,17 @@ class ResultPublisher:
             await self._woken.wait(RETURNED_PAUSE)
         return True
 
-    async def _publish_shared_part(self, ticket: tuple[BatchId, str], members: list[Member]) -> list[bool | Exception]:
+    async def _publish_shared_part(
+        self, ticket: tuple[BatchId, str, str | None], members: list[Member]
+    ) -> list[bool | Exception]:
         """Publish the experiences of several attempts as one part; one that is unfit holds up no other."""
         try:
             body = ExperienceBatch.of([each for member in members for each in member.experiences]).encode(
                 self._config.compression
             )
-            key = self._topology.batch_routing_key(*ticket)
-            message = shared_part_message(members, body)
+            batch, name, run_id = ticket
+            key = self._topology.batch_routing_key(batch, name)
+            message = shared_part_message(members, body).of_run(run_id)
             taken = await self._bus.publish(self._topology.exchange("experiences"), key, message)
         except (EncodeError, MessageTooLarge) as error:
             if len(members) == 1:
@@ -232,22 +236,24 @@ class ResultPublisher:
             return [answer for member in members for answer in await self._publish_shared_part(ticket, [member])]
         return [taken] * len(members)
 
-    async def _publish_results(self, batch: str, results: list[TaskResult]) -> list[bool | Exception]:
+    async def _publish_results(self, key: tuple[str, str | None], results: list[TaskResult]) -> list[bool | Exception]:
         """Publish results in one message, or in several where they are too large together."""
+        batch, run_id = key
         if len(results) == 1:
             message = envelope(results[0], message_id=f"result-{results[0].attempt}")
         else:
             ids = f"results-{results[0].attempt}+{len(results) - 1}"
             message = envelope(TaskResults(results=results), message_id=ids, headers={"batch": results[0].batch})
         try:
-            return [await self._bus.publish(self._topology.exchange("results"), batch, message)] * len(results)
+            exchange = self._topology.exchange("results")
+            return [await self._bus.publish(exchange, batch, message.of_run(run_id))] * len(results)
         except MessageTooLarge as error:
             if len(results) == 1:
                 return [error]
             half = len(results) // 2
             return [
-                *await self._publish_results(batch, results[:half]),
-                *await self._publish_results(batch, results[half:]),
+                *await self._publish_results(key, results[:half]),
+                *await self._publish_results(key, results[half:]),
             ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from trinity_agents.trainer.loop import TrainLoop
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
-from trinity_mq.messages import TrainerStatus
+from trinity_mq.messages import ExplorerStatus, TrainerStatus
 from trinity_mq.models import ensure_model_folder, fingerprint
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.serve import run_daemon
@@ -51,6 +51,16 @@ class Trainer(Agent):
             if others:
                 return others[0]
         return self.loop.detail()
+
+    def follow_run(self, explorer: ExplorerStatus) -> None:
+        """Belong to the run of the explorer that schedules.
+
+        Raises:
+            RestartMe: That is another run than the one that this process trains.
+        """
+        self.loop.check_run(explorer.run_id)
+        super().follow_run(explorer)
+        self.loop.source.run_begins(explorer.ready_offset)
 
     async def serve(self) -> None:
         """Train until the run is over or drained."""

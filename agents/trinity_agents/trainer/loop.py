@@ -13,7 +13,7 @@ from trinity_agents.trainer.source import StreamSource, TrainBatch
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
-from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
 from trinity_mq.training.checkpoint import (
@@ -73,6 +73,8 @@ class TrainLoop:
         self.source.changed = agent.woken
         self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
         self._saved_progress = self._first_step = 0
+        self._saved_run: str | None = None
+        """Id of the run that the checkpoints are of."""
         self._answered = 0
         """The last batch for which the explorer asked for our newest weights and for which they were committed."""
         self._in_hand: list[str] = []
@@ -120,6 +122,11 @@ class TrainLoop:
         # counted first: what an earlier generation saves after this is not chosen, and not missed either
         self.generation = self.store.next_generation(after=last_generation(histories))
         checkpoint = await self._load()
+        if checkpoint and checkpoint.state.run_id:
+            self._saved_run = checkpoint.state.run_id
+            if self.agent.bus.run_id:
+                self.check_run(self.agent.bus.run_id)
+            self.agent.bus.run_id = self._saved_run
         resumed: tuple[int, int] | None = None
         if checkpoint:
             state = checkpoint.state
@@ -160,6 +167,24 @@ class TrainLoop:
             )
         await self.learner.open(None)
         return None
+
+    def check_run(self, explorers: str) -> None:
+        """Return if the explorer's run is the one that this trainer trains, or that is not known yet.
+
+        Raises:
+            FatalError: The checkpoints are of another run.
+            RestartMe: The explorer has begun another run since this process started.
+        """
+        if self._saved_run and self._saved_run != explorers:
+            raise FatalError(
+                f"the checkpoints in {self.folder / 'checkpoints'} are of run {self._saved_run}, but the explorer's "
+                f"state is of run {explorers}: one of the two was removed, or comes from elsewhere. To go on with the "
+                "old run, bring its state/explorer.msgpack back; to train anew, start with `trinity-mq run CONFIG "
+                "--fresh`, or move checkpoints/ and history/ out of the run folder"
+            )
+        own = self.agent.bus.run_id
+        if self.generation and own and own != explorers:
+            raise RestartMe(f"the explorer has begun another run: {explorers} in place of {own}")
 
     async def close(self) -> None:
         """Close the learner and the history."""
@@ -346,6 +371,7 @@ class TrainLoop:
             step=self.step,
             progress=self.progress,
             source=self.source.state(),
+            run_id=self.agent.bus.run_id,
         )
         started = asyncio.get_running_loop().time()
         await self.agent.ensure_lock()
@@ -353,6 +379,7 @@ class TrainLoop:
         await self.store.save(self.learner.save, state)
         self._history.saved(self.progress)
         self._saved_progress, self.source.bytes_since_save = self.progress, 0
+        self._saved_run = state.run_id
         await self._blobs.saved(state.source["consumed"])
         self.agent.report(self.progress, {"time/save_checkpoint": asyncio.get_running_loop().time() - started})
 

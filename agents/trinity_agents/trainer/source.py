@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,14 @@ from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.messages import BatchReady, Mark, RunEnd
 from trinity_mq.messages.batches import BatchState
-from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE, dead_letter, decode_or_dead_letter, envelope
+from trinity_mq.runtime.deliveries import (
+    EXPERIENCES,
+    REFERENCE,
+    dead_letter,
+    decode_or_dead_letter,
+    drop_foreign,
+    envelope,
+)
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently, resolve
@@ -70,6 +78,8 @@ class StreamSource:
         """Batches beyond that are consumed."""
         self._marked = False
         """Our own mark was read: the stream is the one we know, and we have seen all that was on it at our start."""
+        self._begins = 0
+        """Offset at which the run begins, once the explorer has told it."""
         self.changed = Notifier()
         self.bytes_since_save = 0
 
@@ -171,6 +181,10 @@ class StreamSource:
         self._consumed_batches, self._ahead = state["batches"], set()
         self._advance(set(state.get("ahead", ())))
 
+    def run_begins(self, offset: int) -> None:
+        """Pass over what lies before ``offset``: it is of an earlier run of the same name."""
+        self._begins = offset
+
     async def run(self) -> None:
         """Read the stream until cancelled.
 
@@ -178,33 +192,56 @@ class StreamSource:
             FatalError: The stream does not hold what the checkpoint needs.
         """
         nonce = uuid.uuid4().hex
-        offset = self._decider.next_offset
+        while True:
+            offset = self._decider.next_offset
+            try:
+                await self._read_from(offset, nonce)
+            except StreamCut as error:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(MARK_TIMEOUT):
+                        await self._know_run()
+                if self._begins <= offset:
+                    raise FatalError(
+                        f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: "
+                        f"it begins at {error.got}. "
+                        "Raise broker.ready_max_bytes, or start under another name"
+                    ) from error
+            self._decider.other(self._begins - 1)
+
+    async def _read_from(self, offset: int, nonce: str) -> None:
+        """Read from ``offset`` on; return when it turns out that the run begins further on.
+
+        Raises:
+            FatalError: The stream is shorter than ``offset``.
+            StreamCut: Retention has cut what is at ``offset``.
+        """
         async with await self._bus.consume(self._topology.ready, offset=offset) as feed:
             await self._bus.publish(
                 self._topology.exchange("ready"), "mark", envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
             )
-            try:
-                while True:
-                    delivery = await (anext(feed) if self._marked else next_or_quiet(self._bus, feed, MARK_TIMEOUT))
-                    if delivery is None:
-                        raise FatalError(
-                            f"nothing was found on the ready stream from offset {offset} on, not even our own mark: "
-                            "the stream is shorter than the checkpoint says, so this is not the broker (or not the "
-                            "data) it was made with. Bring that back, or start under another name"
-                        )
-                    await self._take(delivery, nonce)
-            except StreamCut as error:
-                raise FatalError(
-                    f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: it "
-                    f"begins at {error.got}. "
-                    "Raise broker.ready_max_bytes, or start under another name"
-                ) from error
+            while self._begins <= self._decider.next_offset:
+                delivery = await (anext(feed) if self._marked else next_or_quiet(self._bus, feed, MARK_TIMEOUT))
+                if delivery is None:
+                    raise FatalError(
+                        f"nothing was found on the ready stream from offset {offset} on, not even our own mark: "
+                        "the stream is shorter than the checkpoint says, so this is not the broker (or not the "
+                        "data) it was made with. Bring that back, or start under another name"
+                    )
+                await self._take(delivery, nonce)
+
+    async def _know_run(self) -> None:
+        """Return once this trainer's run is known: by its checkpoint, or by the explorer's heartbeats."""
+        await self.changed.until(lambda: self._bus.run_id is not None)
 
     async def _take(self, delivery: Delivery, nonce: str) -> None:
         """Take in one delivery."""
         offset = delivery.offset
         assert offset is not None
-        if delivery.content_type in {EXPERIENCES, REFERENCE}:
+        if delivery.run_id is not None:
+            await self._know_run()
+        if offset < self._begins or await drop_foreign(self._bus, delivery):
+            self._decider.other(offset)
+        elif delivery.content_type in {EXPERIENCES, REFERENCE}:
             await self._take_chunk(delivery, offset)
         else:
             message = await decode_or_dead_letter(self._bus, self._topology, delivery, self._by)

@@ -96,6 +96,10 @@ class MemoryBroker:
         if queue is not None:
             queue.delete()
 
+    def delete_exchange(self, name: str) -> None:
+        """Remove an exchange with its bindings."""
+        self._bindings.pop(name, None)
+
     def route(self, message: Stored) -> bool:
         """Store a message in every queue that a binding leads to; return whether there is one."""
         if message.exchange:
@@ -165,6 +169,11 @@ class MemoryBus(Bus):
         await self._connection()
         self._declared.pop(name, None)
         self._broker.delete(name)
+
+    async def delete_exchanges(self) -> None:
+        await self._connection()
+        for name in self._topology.exchanges:
+            self._broker.delete_exchange(name)
 
     async def depth(self, name: str) -> int | None:
         await self._connection()

@@ -91,6 +91,10 @@ class Admin:
             async with self._opened() as channel:
                 await channel.queue_delete(name)
 
+    async def delete_exchange(self, name: str) -> None:
+        async with self._opened() as channel:
+            await channel.exchange_delete(name)
+
     async def depth(self, name: str) -> int | None:
         with contextlib.suppress(QueueGone):
             async with self._opened() as channel:

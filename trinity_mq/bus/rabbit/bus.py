@@ -128,6 +128,10 @@ class RabbitBus(Bus):
     async def delete(self, name: str) -> None:
         await self._administer(self._admin.delete, name)
 
+    async def delete_exchanges(self) -> None:
+        for name in self._topology.exchanges:
+            await self._administer(self._admin.delete_exchange, name)
+
     async def depth(self, name: str) -> int | None:
         """Return the number of ready messages (of a stream, what the broker gives: 0 on 3.10)."""
         return await self._administer(self._admin.depth, name)

@@ -1,30 +1,36 @@
-"""``trinity-mq broker clean``: deletes the queues and blobs of a run that is over for good."""
+"""``trinity-mq broker clean``: deletes the queues, exchanges and blobs of a run that is over for good."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 
-from trinity_mq.bus import Bus, LockHeld, Topology
+from trinity_mq.bus import Bus, Delivery, LockHeld, Queue, Topology
+from trinity_mq.bus.streams import next_or_quiet, read_up_to_now
 from trinity_mq.cli.broker.connection import Target, find_target, reached
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.interrupts import run_to_the_end
 from trinity_mq.config import Config
+from trinity_mq.messages import DecodeError, TaskResults, decode
+from trinity_mq.runtime.deliveries import new_mark
 from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_store
+
+QUIET_SECONDS = 3.0
+"""Seconds without a message after which a queue holds no more: others may take some meanwhile."""
 
 
 def clean(arguments: argparse.Namespace) -> int:
-    """Delete the queues and blobs of a run that nobody works on."""
+    """Delete the queues, exchanges and blobs of a run that nobody works on."""
     found = find_target(arguments, arguments.blob_store)
-    tickets = [] if found.config is None else _tickets(found.config)
-    for line in run_to_the_end(_clean(found, tickets)):
+    tickets = [] if found.config is None else saved_tickets(found.config)
+    for line in run_to_the_end(delete_run(found, tickets)):
         print(line)
-    if found.config is None:
-        print("queues of batches that were open expire by themselves; to delete them now give the run's YAML file")
     return 0
 
 
-def _tickets(config: Config) -> list[str]:
+def saved_tickets(config: Config) -> list[str]:
     """Return the tickets that have a queue, as far as the explorer's state in the run folder knows."""
     from trinity_agents.explorer.state import StateFile
 
@@ -32,14 +38,24 @@ def _tickets(config: Config) -> list[str]:
     return [*state.tickets, *state.following.tickets]
 
 
-async def _clean(found: Target, tickets: list[str]) -> list[str]:
+async def delete_run(found: Target, tickets: Sequence[str]) -> list[str]:
+    """Delete everything of a run on its broker and in its blob store; return lines for a person.
+
+    Args:
+        found: The run and its broker.
+        tickets: Tickets whose batch queues may exist, besides those that messages on the broker name.
+
+    Raises:
+        CommandError: Somebody works on the run, or the blob store does not answer.
+    """
     run = found.run
     try:
         store = open_store(found.broker, run)
         stored = await asyncio.to_thread(store.folders, PARTS) if store is not None else []
         async with reached(found, "clean") as (bus, topology):
             count = await _delete_queues(bus, topology, {*tickets, *stored})
-            return [f"run {run!r}: {count} queues deleted", await _delete_blobs(store)]
+            await bus.delete_exchanges()
+            return [f"run {run!r}: {count} queues deleted, and its exchanges", await _delete_blobs(store)]
     except LockHeld as error:
         raise CommandError(f"run {run!r} is at work ({error}); stop it first") from error
     except StoreUnavailable as error:
@@ -47,15 +63,42 @@ async def _clean(found: Target, tickets: list[str]) -> list[str]:
 
 
 async def _delete_queues(bus: Bus, topology: Topology, tickets: set[str]) -> int:
-    """Delete those that exist, while nobody can begin to use them; return how many."""
+    """Delete those that exist, while nobody can begin to use them; return how many.
+
+    The batch queues come first: an interrupted deletion, done again, still finds the messages that name them.
+    """
     for role in ("explorer", "trainer"):
         await bus.lock(topology.lock(role))  # held until the connection closes
-    names = [queue.name for queue in topology.durable]
-    names += [topology.batch_queue(0, ticket).name for ticket in tickets]
-    found = [name for name in names if await bus.depth(name) is not None]
+    durable = [queue for queue in topology.durable if await bus.depth(queue.name) is not None]
+    named = [queue for queue in durable if queue != topology.ready]  # whose tickets have no queue any more
+    tickets |= {ticket for queue in named async for ticket in _tickets_in(bus, queue)}
+    names = [topology.batch_queue(0, ticket).name for ticket in tickets]
+    found = [name for name in names if await bus.depth(name) is not None] + [queue.name for queue in durable]
     for name in found:
         await bus.delete(name)
     return len(found)
+
+
+async def _tickets_in(bus: Bus, queue: Queue) -> AsyncIterator[str]:
+    """Yield the tickets that the messages of a queue name: a broker does not list its queues over AMQP."""
+    messages = read_up_to_now(bus, queue, new_mark(), offset=0) if queue.kind == "stream" else _waiting(bus, queue)
+    async for message in messages:
+        named = message.headers.get("ticket")
+        if isinstance(named, str):
+            yield named
+        elif message.kind == TaskResults.kind:
+            with contextlib.suppress(DecodeError):
+                for result in decode(message.body, TaskResults, message.content_type).results:
+                    yield result.ticket
+
+
+async def _waiting(bus: Bus, queue: Queue) -> AsyncIterator[Delivery]:
+    """Yield the messages that wait in a work queue; they go back to it at the end."""
+    left = await bus.depth(queue.name) or 0
+    async with await bus.consume(queue) as messages:
+        while left and (delivery := await next_or_quiet(bus, messages, QUIET_SECONDS)) is not None:
+            left -= 1
+            yield delivery
 
 
 async def _delete_blobs(store: BlobStore | None) -> str:

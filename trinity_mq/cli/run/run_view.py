@@ -78,6 +78,7 @@ class RunView:
         """Texts of failures that were news."""
         self._empty: EmptyBatchStatus | None = None
         self._news: list[str] = []
+        self._told_left_over = False
 
     def receive(self, message: object, now: float) -> None:
         """Take in a heartbeat or metrics; other messages are ignored."""
@@ -113,6 +114,12 @@ class RunView:
 
     def _receive_explorer(self, status: ExplorerStatus) -> None:
         self.total = status.total_batches or self.total
+        if status.left_over and not self._told_left_over and not status.opened:
+            self.add_news(
+                f"the broker held {status.left_over} messages of an earlier run {self.run!r}: this one ignores them "
+                f"(`trinity-mq broker clean {self.run}` deletes them once no run is at work)"
+            )
+            self._told_left_over = True
         if status.failures:
             self.failures = status.failures
         for failure in status.failures:
