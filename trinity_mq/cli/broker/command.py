@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     users.add_argument("--user", metavar="NAME", help="the broker's user (default: RUN-ROLE)")
     users.add_argument("--vhost", metavar="NAME", default="/", help="the virtual host (default: /)")
     users.add_argument("--replies", action="store_true", help="agent: may answer submitters; see deploy/permissions.md")
-    cleaning = add("clean", "delete the queues and blobs of a run that is over for good", clean)
+    cleaning = add("clean", "delete the queues, exchanges and blobs of a run that is over for good", clean)
     add_target(cleaning)
     add_broker(cleaning)
     cleaning.add_argument(
