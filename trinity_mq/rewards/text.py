@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from typing import Literal
 
 EXACT_WEIGHT = 0.5
@@ -9,6 +11,10 @@ POSITION_WEIGHT = 0.8
 LENGTH_WEIGHT = 0.2
 LONGEST_BOXED = 2000
 """Characters behind ``\\boxed{`` in which its closing brace is looked for."""
+MARKS = 8
+"""Boxes, or tags, that are looked at from the end of a text for one that holds something."""
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 
 Form = Literal["boxed", "think_answer", "think_boxed"]
 
@@ -88,21 +94,26 @@ def _enclosed(text: str, tag: str) -> str | None:
 
 
 def tagged(text: str) -> tuple[int, str] | None:
-    """Return where the last ``<answer></answer>`` stands and what it holds, None without one."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return None if start < 0 else (start, text[start + len("<answer>") : end])
+    """Return where the last ``<answer></answer>`` that holds something stands and what it holds, None without one."""
+    end = len(text)
+    for _ in range(MARKS):
+        end = text.rfind("</answer>", 0, end)
+        start = text.rfind("<answer>", 0, max(end, 0))
+        if start < 0:
+            return None
+        if text[start + len("<answer>") : end].strip():
+            return start, text[start + len("<answer>") : end]
+    return None
 
 
 def boxed(text: str) -> tuple[int, str] | None:
-    r"""Return where the last ``\boxed{}`` stands and what it holds, None without one or if it does not close."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    first = start + len("\\boxed{")
-    depth = 1
-    for place, character in enumerate(text[first : first + LONGEST_BOXED], first):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return start, text[first:place]
+    r"""Return where the last ``\boxed{}`` that holds something stands and what it holds, None without one."""
+    for opening in reversed(deque(_BOX.finditer(text), maxlen=MARKS)):
+        depth = 1
+        for place, character in enumerate(text[opening.end() : opening.end() + LONGEST_BOXED], opening.end()):
+            depth += (character == "{") - (character == "}")
+            if depth == 0:
+                if content := text[opening.end() : place].strip():
+                    return opening.start(), content
+                break
     return None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trinity_mq.rewards import create_reward, parts_of
 from trinity_mq.rewards.math import answers
-from trinity_mq.rewards.math.answers import correct, equal, marked
+from trinity_mq.rewards.math.answers import correct, equal, read, stated
 from trinity_mq.rewards.math.judge import LONGEST
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
@@ -35,20 +35,43 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ("#### 18", "18"),
         ("#### 18\nmore", "18"),
         ("so \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("so \\boxed {7} or \\fbox{8}", "8"),
         ("<answer> x + 1 </answer>", "x + 1"),
         ("<answer>#### 5</answer>", "5"),
         ("<answer>\\boxed{7}</answer>", "7"),
+        ("<answer>16 - 3 - 4 = 9 eggs, times 2. The answer is 18.</answer>", "18"),
         ("\\boxed{1} no: <answer>2</answer>", "2"),
         ("<answer>2</answer> no: \\boxed{1}", "1"),
-        ("<answer>2", None),
-        ("</answer>2<answer>", None),
-        ("\\boxed{2", None),
-        ("nothing", None),
-        ("", None),
+        ("\\boxed{1} #### 2", "1"),
+        ("#### 1\nno: \\boxed{2}", "2"),
+        ("#### 1\nThe answer is 2.", "1"),
+        ("The answer is 1. It has 2 digits.", "1"),
+        ("I put it in \\boxed{}.\n#### 3", "3"),
+        ("\\boxed{1} and \\boxed{", "1"),
+        ("<answer>2", "2"),
+        ("</answer>2<answer>", "2"),
+        ("\\boxed{2", "2"),
+        ("#### Check\n#### Step 2\nSo it is 18.\n#### 2. Conclusion", "18"),
+        ("Answer: 18\nHave 1 nice day", "18"),
+        ("The answer is below.\nIt is 18.", "18"),
+        ("The answer is not 5. It is 18.", "18"),
+        ("The answer is in step 2. It is 18.", "18"),
     ],
 )
-def test_what_is_marked(text: str, answer: str | None) -> None:
-    assert marked(text) == answer
+def test_what_is_stated(text: str, answer: str) -> None:
+    found = stated(text, finished=True)
+    assert found is not None
+    assert found.text == answer
+
+
+@pytest.mark.parametrize("text", ["nothing", "", "#### Check", "\\boxed{}", "<answer> </answer>"])
+def test_nothing_is_stated(text: str) -> None:
+    assert stated(text, finished=True) is None
+
+
+def test_without_its_end_a_response_states_only_what_it_marks() -> None:
+    for text in ("2", "The answer is 2.", "\\boxed{2", "<answer>2", "#### Step 2\nIt is"):
+        assert stated(text, finished=False) is None
 
 
 @pytest.mark.parametrize(
@@ -67,6 +90,17 @@ def test_what_is_marked(text: str, answer: str | None) -> None:
         ("It makes 3 + 4 = 7.", "7", True),
         ("It costs $18 and then $23.", "23", True),
         ("so $x=\\frac{1}{2}$", "1/2", True),
+        ("So $3 + 4 = 8$ dollars", "7", False),
+        ("It costs $5.", "6", False),
+        ("\\boxed{18 dollars}", "18", True),
+        ("\\boxed{50\\%}", "0.5", True),
+        ("\\boxed{50\\%}", "0.6", False),
+        ("\\boxed{8=7}", "7", False),
+        ("\\boxed{3+4=8}", "8", False),
+        ("\\boxed{10/3=3.33}", "3.33", True),
+        ("\\boxed{3+4=7}", "7", True),
+        ("\\boxed{f(2) = 7}", "7", True),
+        ("\\boxed{7 = x}", "7", True),
         ("x + 1", "x + 1", True),
         ("\\boxed{ B }", "B", True),
         ("\\boxed{}", "", False),
@@ -90,13 +124,29 @@ def test_ordinary_answers_cost_no_second_process(alone: None, response: str, tru
         ("\\boxed{2x}", "2", False),
         ("\\boxed{\\{2,1\\}}", "\\{1,2\\}", True),
         ("\\boxed{(2,1)}", "(1,2)", False),
-        ("\\boxed{50\\%}", "0.5", True),
-        ("\\boxed{50\\%}", "0.6", False),
         ("\\boxed{\\text{Monday}}", "Monday", True),
+        ("#### Check\nThe answer is Monday.", "Monday", True),
+        ("#### Monday", "Monday", True),
+        ("#### Tuesday", "Monday", False),
         ("\\boxed{\\text{Tuesday}}", "Monday", False),
         ("So the roots are $\\{2,1\\}$.", "\\{1,2\\}", True),
         ("\\boxed{__import__('os')}", "5", False),
         ("\\boxed{1 or 2}", "1", False),
+        ("\\boxed{8, 7}", "7", False),
+        ("\\boxed{8, 7}", "7, 8", True),
+        ("\\boxed{2x = 18}", "18", False),
+        ("\\boxed{x = 2\\sqrt{2}}", "\\sqrt{8}", True),
+        ("\\boxed{y = 3 + 2x}", "y = 2x + 3", True),
+        ("\\boxed{abc + 3}", "3", False),
+        ("<answer>abc + 3</answer>", "3", False),
+        ("\\boxed{5!}", "5", False),
+        ("\\boxed{5!}", "120", True),
+        ("\\boxed{|-5|}", "-5", False),
+        ("So $3\\sqrt{2}$", "2", False),
+        ("So $3\\sqrt{2}$", "\\sqrt{18}", True),
+        ("$x^7$", "7", False),
+        ("$(3, 5)$", "5", False),
+        ("$8, 7$", "7", False),
     ],
 )
 def test_the_rest_is_judged_mathematically(response: str, truth: str, right: bool) -> None:
@@ -109,6 +159,10 @@ def test_a_cut_response_counts_only_with_a_marked_answer() -> None:
     assert correct("\\boxed{7} and", "7", finished=False)
 
 
+def same_number(one: str, other: str) -> bool:
+    return equal(read(one, latex=True), read(other, latex=True))
+
+
 NUMBERS = st.integers(-(10**12), 10**12)
 
 
@@ -118,9 +172,9 @@ def test_numbers_are_compared_exactly(top: int, bottom: int, other: int) -> None
     sign = "-" if top < 0 else ""
     written = [f"{sign}\\frac{{{abs(top)}}}{{{bottom}}}", f"{top}/{bottom}"]
     for one in written[int(top < 0) :]:
-        assert equal(f"{top}/{bottom}", one)
-        assert equal(f"{other}/{bottom}", one) == (other == top)
-    assert equal(f"{top:,}", str(top))
+        assert same_number(f"{top}/{bottom}", one)
+        assert same_number(f"{other}/{bottom}", one) == (other == top)
+    assert same_number(f"{top:,}", str(top))
 
 
 @given(response=st.text(max_size=60), truth=st.text(max_size=20))

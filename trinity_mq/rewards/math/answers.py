@@ -1,76 +1,245 @@
 r"""What answer a text states, and whether it is the right one: exactly for numbers, else by math-verify.
 
+A text is searched in this order, and the first that is there is the answer:
+
+1. the last ``\boxed{}`` or ``<answer></answer>`` that holds something, whichever begins last;
+2. the last ``####`` whose line reads as an answer; a Markdown heading such as ``#### Step 2`` does not;
+3. the last sentence "the answer is ..." (also "Answer: ...") that goes on with something that reads as an answer;
+4. unmarked text: its last quantity, as :mod:`grammar` reads it, or its last formula.
+
+A response that was cut at a limit states an answer by 1 and 2 only. What is stated reads as a number if it holds
+exactly one quantity, whatever words are around it, and that has a value: ``18 eggs`` and ``x = 18`` do, ``8, 7``,
+``2x`` and ``10:30`` do not.
+
 What is mathematically the same is math-verify's notion (https://github.com/huggingface/Math-Verify):
-``\frac{1}{\sqrt{3}}`` is ``\frac{\sqrt{3}}{3}``, ``x = 5`` is ``5``, sets have no order, tuples have one.
+``\frac{1}{\sqrt{3}}`` is ``\frac{\sqrt{3}}{3}``, sets have no order, tuples have one.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import re
+from collections import deque
+from collections.abc import Iterator
 from fractions import Fraction
+from typing import NamedTuple
 
+from trinity_mq.rewards.math.grammar import Quantity, plain, quantities, reads_as_words
 from trinity_mq.rewards.math.judge import LONGEST, same
-from trinity_mq.rewards.math.math_answer import after_hashes, final_number, number_of, plain
 from trinity_mq.rewards.text import boxed, tagged
 
-_QUOTES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+TAIL = 2000
+"""Characters of a marked text that are read, and at the end of a text in which an unmarked answer is looked for."""
+CANDIDATES = 20
+"""Lines with ``####``, or sentences, that are looked at from the end of a text."""
+LONGEST_LINE = 300
+
+_HASHES = re.compile(r"#{4,}([^\n]*)")
+_SENTENCE = re.compile(
+    r"\banswer\b(?:[^.\n:=]{0,60}?\b(?:is|are|was|be|equals)\b|[\s*_\"]{0,3}[:=])[\s:*_]*", re.IGNORECASE
+)
+_FORMULA = re.compile(
+    r"\$\$(?P<display>.+?)\$\$|\$(?P<inline>(?=\S)[^$\n]*?[^\s$\\])\$(?!\d)|\\\((?P<round>.+?)\\\)|\\\[(?P<square>.+?)\\\]",
+    re.DOTALL,
+)
+# A "$" is currency unless a formula is right behind it and right before the next one (as pandoc has it).
+_CLAUSE_END = re.compile(r"[.!?](?=[\s*_]|$)|\n|,\s+(?=[A-Za-z])|\s\(|\b(?:because|since|so|which|where)\b")
+_JOINED = re.compile(r"[,;]|\b(?:and|or)\b")
+_NUMBERED = re.compile(
+    r"\b(?:step|part|case|section|phase|stage|question|problem|example|exercise|method|option|approach|round|chapter|"
+    r"equation|figure|table|note|task|item|point|level|day|week|month|year|solution|attempt|scenario|iteration|number|no)"
+    r"s?[\s.#*]*$",
+    re.IGNORECASE,
+)
+_LETTERED = re.compile(
+    r"\W*(?:step|part|case|section|phase|stage|method|option|approach)\s+(?:[A-Z]|[IVX]+)\b", re.IGNORECASE
+)
+_INTRODUCED = re.compile(r"\banswers?\b|(?:[:=]|\b(?:is|are|was|were|equals))[\s*$]*$", re.IGNORECASE)
+_EQUAL = re.compile(r"[=\u2248]|\\(?:approx|simeq)")
+_LIST_MARKER = re.compile(r"^\s*\d+[.)]\s+(?=\S)")
+_HEADING = re.compile(r"^\s{0,3}#{1,6}(?=[\s#])")
+_MARKUP = re.compile(r"\\(?:boxed|fbox)\s?\{?|</?\w+>|#{4,}")
+
+
+class Answer(NamedTuple):
+    """What a text states."""
+
+    text: str
+    """As LaTeX or words; empty for what is too long."""
+    number: Fraction | None = None
+    percent: bool = False
+    """``number`` stands before a percent sign."""
 
 
 def correct(response: str, truth: str | None, *, finished: bool) -> bool:
-    r"""Return whether ``response`` states the answer that ``truth`` states.
-
-    An answer is stated after the last ``####`` on its line, in the last ``\boxed{}`` or in the last
-    ``<answer></answer>``, whichever begins last; ``truth`` may be the bare answer. A response without a mark counts
-    only if it ``finished``: then its last number, or its last formula, is the answer.
-    """
+    """Return whether ``response``, ``finished`` or cut at a limit, states the answer that ``truth`` states."""
     if not truth:
         return False
-    wanted = marked(truth)
-    wanted = truth.strip() if wanted is None else wanted
-    if not wanted or len(wanted) > LONGEST:
-        return False
-    seen = marked(response)
-    if seen is not None:
-        return equal(wanted, seen)
-    return finished and _ends_with(response[-LONGEST:], wanted)
+    right = wanted(truth)
+    seen = stated(response, finished=finished, words=reads_as_words(right.text))
+    return seen is not None and equal(right, seen)
 
 
-def marked(text: str) -> str | None:
-    """Return the answer that ``text`` marks as such, None without a mark."""
-    found = [mark for mark in (_after_hashes(text), boxed(text), tagged(text)) if mark is not None]
-    return max(found)[1].strip() if found else None
+@functools.lru_cache(maxsize=4096)
+def wanted(truth: str) -> Answer:
+    """Return what a dataset's right answer states: what it marks, else all of it."""
+    return next(_marked(truth, finished=True, words=True), None) or read(truth, latex=True)
 
 
-def equal(wanted: str, seen: str) -> bool:
+def stated(text: str, *, finished: bool, words: bool = False) -> Answer | None:
+    """Return the answer that ``text`` states, None for none; the order is that of the module.
+
+    Args:
+        text: A response.
+        finished: It was not cut at a limit.
+        words: An answer in words is looked for, such as ``Monday``.
+    """
+    found = next(_marked(text, finished=finished, words=words), None)
+    return found if found or not finished else _unmarked(text, words)
+
+
+def read(text: str, *, latex: bool) -> Answer:
+    """Return the answer that ``text``, a formula or prose, is as a whole: the one quantity in it, or all of it."""
+    if len(text) > TAIL:
+        return Answer("")
+    shown = plain(text)
+    found = quantities(shown, latex=latex)
+    if len(found) == 1:
+        return _answer(shown, found[0])
+    return Answer(shown.strip(" \n\t.:*$") or text.strip())
+
+
+def equal(right: Answer, seen: Answer) -> bool:
     """Return whether two answers are the same. Numbers are compared exactly; what is empty or too long is no answer."""
-    if not (0 < len(wanted) <= LONGEST and 0 < len(seen) <= LONGEST):
+    if not (0 < len(right.text) <= LONGEST and 0 < len(seen.text) <= LONGEST):
         return False
-    numbers = _number(wanted), _number(seen)
-    if None not in numbers:
-        if numbers[0] == numbers[1]:
-            return True
-        if "%" not in wanted + seen:
-            return False
-    return wanted.split() == seen.split() or same(wanted, seen)
+    if right.number is not None and seen.number is not None:
+        hundredth = {(True, False): right.number / 100, (False, True): right.number * 100}
+        return seen.number in {right.number, hundredth.get((right.percent, seen.percent), right.number)}
+    if _EQUAL.search(seen.text) and not _EQUAL.search(right.text):
+        return False  # math-verify would take one side of "2x = 18" or "8 = 7" alone
+    return right.text.split() == seen.text.split() or same(right.text, seen.text)
 
 
-def _ends_with(tail: str, wanted: str) -> bool:
-    number = _number(wanted)
-    if number is not None and final_number(plain(tail)) == number:
-        return True
-    if any(opening in tail for opening, _ in _QUOTES):
-        return same(wanted, tail, marked=False)
-    return number is None and wanted.split() == tail.split()
+def _answer(shown: str, found: Quantity) -> Answer:
+    text = shown[found.start : found.end].strip()
+    return Answer(text) if found.contradicts else Answer(text, found.value, found.percent)
 
 
-def _number(answer: str) -> Fraction | None:
-    r"""Return the number that ``answer`` is, and nothing else but a unit in ``\text{}``; None if it is none."""
-    text = answer.strip().removesuffix(".")
-    for opening, closing in _QUOTES:
-        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
-            text = text[len(opening) : -len(closing)]
-    return number_of(plain(text).strip().removesuffix("%").strip())
+def _marked(text: str, *, finished: bool, words: bool) -> Iterator[Answer]:
+    box, tag = boxed(text), tagged(text)
+    if box is not None and (tag is None or box > tag):
+        yield read(box[1], latex=True)
+    elif tag is not None:
+        yield _inside_tag(tag[1], words)
+    yield from _after_hashes(text, words)
+    if finished:
+        yield from _in_sentences(text, words)
 
 
-def _after_hashes(text: str) -> tuple[int, str] | None:
-    found = after_hashes(text)
-    return found and (found[0], found[1].partition("</answer>")[0])
+def _inside_tag(content: str, words: bool) -> Answer:
+    if len(content) > TAIL or len(quantities(plain(content), latex=False)) > 1:
+        inner = (*_after_hashes(content, words), *_in_sentences(content, words))
+        if inner:
+            return inner[0]
+    return _read_text(content)
+
+
+def _read_text(text: str) -> Answer:
+    """Return the answer that is ``text``, prose or one formula in quotes."""
+    formula = _FORMULA.fullmatch(text.strip().removesuffix("."))
+    return read(_content(formula), latex=True) if formula else read(text, latex=False)
+
+
+def _content(formula: re.Match[str]) -> str:
+    return str(formula[formula.lastgroup or 0])
+
+
+def _after_hashes(text: str, words: bool) -> Iterator[Answer]:
+    for mark in reversed(deque(_HASHES.finditer(text), maxlen=CANDIDATES)):
+        line = mark[1].partition("</answer>")[0]
+        answer = _line(line, ends=not text[mark.end() :].strip(), words=words)
+        if answer is not None:
+            yield answer
+
+
+def _line(line: str, *, ends: bool, words: bool) -> Answer | None:
+    """Return the answer that a line behind ``####`` states, None if it is a heading.
+
+    Words before a number must introduce it ("the total is"), and those behind it begin with a small letter; on the
+    last line of a text any words will do but those that number a section ("Step 2", "2. Check").
+    """
+    if len(line) > LONGEST_LINE:
+        return None
+    shown = plain(line)
+    found = quantities(shown, latex=False)
+    if not found:
+        return read(line, latex=False) if words and ends and reads_as_words(line) else None
+    lead, tail = shown[: found[0].start], shown[found[-1].end :]
+    if len(found) > 1:
+        return _list(shown, found)
+    if re.match(r"\s*(?::|[.)]\s*[^\W\d_])", tail) or _NUMBERED.search(lead) or _LETTERED.match(lead):
+        return None
+    if not ends:
+        first = re.search(r"[^\W\d_]", tail)
+        if (first and first[0].isupper()) or (re.search(r"[^\W\d_]", lead) and not _INTRODUCED.search(lead)):
+            return None
+    return _read_text(line)
+
+
+def _list(shown: str, found: list[Quantity]) -> Answer | None:
+    """Return the answer that a list of quantities is, ``8, 7`` or ``3 or 4``; None if there are other words."""
+    rest = shown[: found[0].start] + shown[found[-1].end :]
+    rest += "".join(shown[one.end : other.start] for one, other in itertools.pairwise(found))
+    return None if re.search(r"[^\W\d_]", _JOINED.sub("", rest)) else Answer(shown.strip(" .:*$"))
+
+
+def _in_sentences(text: str, words: bool) -> Iterator[Answer]:
+    for mark in reversed(deque(_SENTENCE.finditer(text), maxlen=CANDIDATES)):
+        answer = _clause(text[mark.end() : mark.end() + LONGEST_LINE], words)
+        if answer is not None:
+            yield answer
+
+
+def _clause(rest: str, words: bool) -> Answer | None:
+    formula = _FORMULA.match(rest)
+    end = _CLAUSE_END.search(rest, formula.end() if formula else 0)
+    clause = rest[: end.start()] if end else rest
+    shown = plain(clause)
+    found = quantities(shown, latex=False)
+    if not found:
+        return read(clause, latex=False) if words and reads_as_words(clause) else None
+    lead = shown[: found[0].start]
+    if len(found) == 1:
+        return None if _NUMBERED.search(lead) or re.search(r"\bnot\b", lead) else _read_text(clause)
+    if re.search(r"[^\W\d_]", lead):
+        return None
+    return Answer(shown.strip(" .:*$")) if _JOINED.search(shown) else _answer(shown, found[-1 if "=" in shown else 0])
+
+
+def _unmarked(text: str, words: bool) -> Answer | None:
+    lines = text[-TAIL:].split("\n")
+    kept = [_LIST_MARKER.sub("", line) for line in lines if not _is_heading(line)]
+    shown = plain(_MARKUP.sub(" ", "\n".join(kept)))
+    formulas = list(_FORMULA.finditer(shown))
+    if words:
+        return read(_content(formulas[-1]), latex=True) if formulas else read(shown, latex=False)
+    end = len(shown)
+    for formula in reversed(formulas):
+        prose = shown[formula.end() : end]
+        if found := quantities(prose, latex=False, checked=False):
+            return _answer(prose, found[-1])
+        content = _content(formula)
+        if found := quantities(content, latex=True, checked=False):
+            between = content[found[-2].end : found[-1].start] if len(found) > 1 else ""
+            return Answer(content) if _JOINED.search(between) else _answer(content, found[-1])
+        end = formula.start()
+    prose = shown[:end]
+    found = quantities(prose, latex=False, checked=False)
+    return _answer(prose, found[-1]) if found else None
+
+
+def _is_heading(line: str) -> bool:
+    mark = _HEADING.match(line)
+    return mark is not None and _line(line.lstrip(" #"), ends=True, words=False) is None

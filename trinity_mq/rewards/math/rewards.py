@@ -2,12 +2,17 @@ r"""Rewards for a mathematically right answer, with credit for form and length w
 
 from __future__ import annotations
 
-from trinity_mq.rewards.math.answers import correct, equal, marked
+from trinity_mq.rewards.math.answers import correct, equal, read, wanted
 from trinity_mq.rewards.text import Form, boxed, has_form
 
 
 def accuracy_reward(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
-    """Return accuracy 1 if ``response`` states the answer that ``truth`` states (:func:`answers.correct`), else 0."""
+    r"""Return accuracy 1 if ``response`` states the answer that ``truth`` states, else 0.
+
+    Where a response states its answer: the last ``\boxed{}`` or ``<answer></answer>``; else the last ``####`` whose
+    line reads as an answer; else the last sentence "the answer is"; else the last quantity or formula of the text. A
+    response cut at a limit counts only by the first two. :mod:`answers` has the details.
+    """
     return {"accuracy": float(correct(response, truth, finished=finished))}
 
 
@@ -32,14 +37,14 @@ def math_boxed(
 
     Args:
         response: The text of the response.
-        truth: The bare answer, or a text that marks it (:func:`answers.marked`).
+        truth: The bare answer, or a text that marks it (:func:`answers.wanted`).
         finished: The response ended by itself; one that did not has no right form, but its box counts.
         with_think: The right form is ``<think>...</think>`` and a box behind it, else a box alone.
         format_score_coef: What a response without the right form loses: the format score is 0 or minus this, as in
             Trinity-RFT's reward of this name.
     """
-    found, wanted = boxed(response), (marked(truth) or truth.strip()) if truth else ""
-    right = found is not None and equal(wanted, found[1].strip())
+    found = boxed(response)
+    right = found is not None and bool(truth) and equal(wanted(truth or ""), read(found[1], latex=True))
     formed = finished and has_form(response, "think_boxed" if with_think else "boxed")
     return {"accuracy": float(right), "format_score": 0.0 if formed else -format_score_coef}
 

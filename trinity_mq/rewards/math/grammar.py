@@ -1,0 +1,423 @@
+r"""Reads quantities in prose and LaTeX exactly, by a small grammar.
+
+::
+
+    quantity = side { ("=" | "≈") side }
+    side     = [sign] term { ("+" | "-") term }     a value
+             | names and groups, as in "x" or "f(3)"
+    term     = power { [ "*" | "/" ] power }        without a sign before a group only
+    power    = factor [ "^" factor ]
+    factor   = ( number [proper fraction] | "\frac" group group | group ) { unit }
+    group    = "(" side ")" in any brackets
+
+Words end a quantity. Currency signs, emphasis, spacing commands and GSM8K's ``<<3*4=12>>`` are passed over, ``\text{}``
+is what it holds. The value of an equation is that of its last side that has one, and the sides before must agree with
+it. What holds numbers and is nothing of this (``x^7``, ``(3, 5)``, ``3\sqrt{2}``, ``10:30``) is a quantity without a
+value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+MAX_DIGITS = 100
+"""A longer number is nobody's answer; exact arithmetic on it costs time."""
+MAX_DEPTH = 30
+"""Brackets within brackets."""
+MAX_EXPONENT = 64
+MAX_BITS = 4000
+
+_UNITS = re.compile(
+    r"(?:km|cm|mm|kg|mg|ml|lbs?|oz|ft|yd|mi|mph|kph|hrs?|mins?|secs?|am|pm|st|nd|rd|th|[gmk]b)[\u00b2\u00b3]?",
+    re.IGNORECASE,
+)
+"""Units that may stand right behind a number; other letters there are a product."""
+_UNIT_LETTERS = frozenset("mghsLlCFKAVW")
+"""Letters that are a unit behind a number; in a formula behind a number and a space."""
+_SHORT_WORDS = re.compile(r"an|as|at|by|he|if|in|is|it|me|my|of|on|or|per|so|to|us|we|the|dry", re.IGNORECASE)
+"""Words that two letters of a formula, or three without a vowel, are taken for."""
+_SIGNS = {"\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2044": "/", "**": "^"} | {
+    "\\times": "*",
+    "\\cdot": "*",
+    "\\div": "/",
+}
+_CURRENCY = "$\u20ac\u00a3\u00a5\u20b9"
+_COMMA = r"(?:\{,\}|,\\!|\\,|,)"
+_TOKEN = re.compile(
+    rf"""
+    (?P<number>(?:\d{{1,3}}(?:{_COMMA}\d{{3}}){{1,12}}(?!{_COMMA}?\d)|\d+)(?:\.\d+)?|\.\d+)
+    |(?P<op>\\(?:times|cdot|div)(?![A-Za-z])|\*\*|[-+*/^\u2212\u2013\u00d7\u00b7\u00f7\u2044])
+    |(?P<equal>\\(?:approx|simeq)(?![A-Za-z])|\u2248|=(?!>))
+    |(?P<unit>\\?%|[\u00b0\u00a2]|\\degree(?![A-Za-z]))
+    |(?P<stop>=>|->|\\(?:to|Rightarrow|implies|therefore|because|l?dots)(?![A-Za-z]))
+    |(?P<space>[^\S\n]+|\\?[{_CURRENCY}]|[~`]|\\[,;:!\ ()\[\]]|\\(?:displaystyle|q?quad|[bB]igg?)(?![A-Za-z]))
+    |(?P<frac>\\[dtc]?frac(?![A-Za-z]))
+    |(?P<name>(?:\\[A-Za-z]+|[^\W\d_](?![^\W_]|['\u2019]\w))(?:_\{{[^{{}}]*\}}|_\w+)?|[<>\u221a]|(?<=\d):(?=\d))
+    |(?P<word>[^\W\d_][\w'\u2019]*)
+    |(?P<open>\\?\{{|[(\[])
+    |(?P<close>\\?\}}|[)\]])
+    |(?P<comma>[,;]|\\\\)
+    |(?P<line>\n)
+    |(?P<other>.)
+    """,
+    re.VERBOSE,
+)
+_CHANGES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"<<[^<>]*>>", ""),  # the calculator marks of GSM8K
+        (r"\\(?:left|right)(?![A-Za-z])", ""),
+        # words in formulas, with the exponent of a unit
+        (r"\\(?:text\w*|mbox|operatorname|math(?:rm|bf|it|sf|tt))\s?\{([^{}]*)\}(?:\s?\^\s?\{?[23]\}?)?", r" \1 "),
+        # units with an exponent or a divisor, degrees
+        (r"(\d\s*(?:km|cm|mm|ft|in|inches|feet)|\d\s+m)\s?\^\s?\{?[23]\}?", r"\1 "),
+        (r"(\d\s*(?:km|cm|m|ft|mi|kg|mg|g|ml|L|l))\s?/\s?(?:s|h|hr|min|sec|kg|g|ml|L|l)\b(?:\^\{?2\}?)?", r"\1 "),
+        (r"\^\s?\{?\s?\\circ\s?\}?", "\u00b0"),
+        # emphasis
+        (r"(?<![\w*\\)])(\*{1,3}|_{1,3})(?=\S)([^*\n]*?\S)\1(?![\w*(])", r" \2 "),
+        # \frac12
+        (r"(\\[dtc]?frac)\s*(\d)", r"\1{\2}"),
+        (r"(\\[dtc]?frac\s?\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        # "3 x 4"
+        (r"(?<=[\w)])\s+[xX](?=\s+[$\d(.])|(?<=[\d)])\s+[xX](?=[$\d(.])|(?<=\))[xX](?=\s)|(?<=\d)[xX](?=\d)", " *"),
+    )
+)
+
+
+class Quantity(NamedTuple):
+    """One quantity of a text."""
+
+    start: int
+    end: int
+    """Where it stands in the text that :func:`plain` returns."""
+    value: Fraction | None
+    """None: it has none, as ``x^7``."""
+    percent: bool = False
+    """The value stands before a percent sign."""
+    contradicts: bool = False
+    """It is an equation whose sides are different numbers."""
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    start: int
+    end: int
+
+
+class _NoValueError(ValueError):
+    """Tokens are no arithmetic expression."""
+
+
+def plain(text: str) -> str:
+    r"""Return ``text`` as the grammar reads it: without emphasis and calculator marks, ``\text{}`` unwrapped."""
+    for pattern, replacement in _CHANGES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def quantities(text: str, *, latex: bool, checked: bool = True) -> list[Quantity]:
+    """Return the quantities of ``text``, which :func:`plain` returned, in order.
+
+    Args:
+        text: Prose with or without formulas, or one formula.
+        latex: It is a formula: letters side by side are a product unless they look like a word, ``5!`` is a factorial.
+        checked: The sides of an equation must agree, or it contradicts itself. Else a wrong calculation has the value
+            that it ends with, as long as it is no ``8 = 7`` in a formula.
+    """
+    tokens = list(_tokens(text, latex))
+    broken = _broken_brackets(tokens)
+    found: list[Quantity] = []
+    run: list[_Token] = []
+    before, depth = None, 0
+    for place, token in enumerate(tokens):
+        if place in broken or token.kind in {"word", "stop"} or (token.kind == "comma" and not depth):
+            if token.kind == "comma" and _between_digits(text, token):
+                run.append(token)
+                continue
+            found += _quantity(text, run, (before, token), latex, checked)
+            run, before, depth = [], token, 0
+        else:
+            depth += (token.kind == "open") - (token.kind == "close")
+            run.append(token)
+    return found + _quantity(text, run, (before, None), latex, checked)
+
+
+def reads_as_words(text: str) -> bool:
+    """Return whether ``text`` holds letters, and no number and no formula."""
+    text = plain(text)
+    return any(map(str.isalpha, text)) and not quantities(text, latex=False) and not set("\\=+^<>").intersection(text)
+
+
+def _tokens(text: str, latex: bool) -> Iterator[_Token]:
+    last = _Token("stop", "", 0, 0)
+    for match in _TOKEN.finditer(text):
+        kind, found = match.lastgroup or "other", match[0]
+        tight = match.start() == last.end
+        match kind:
+            case "space":
+                continue
+            case "line" if latex:
+                continue
+            case "name" if found in _UNIT_LETTERS and last.kind == "number" and not (latex and tight):
+                kind = "unit"
+            case "name" if found in {"a", "A", "I"} and not (latex or (tight and last.kind != "stop")):
+                kind = "word"
+            case "name" if found == "a" and latex and re.match(r"\s+[A-Za-z]{2}", text[match.end() :]):
+                kind = "word"
+            case "name" if not (latex or tight) and found.isupper() and last.kind == "number":
+                kind = "word"
+            case "word" if tight and last.kind == "number":
+                attached = _UNITS.fullmatch(found) or (_looks_like_a_word(found) and len(found) > 5 * latex)
+                kind = "unit" if attached else "name"
+            case "word" if latex and not _looks_like_a_word(found):
+                kind = "name"
+            case "other" if latex and found in "|!":
+                kind = "name"
+            case "other" | "line":
+                kind = "stop"
+        last = _Token(kind, _SIGNS.get(found, found), match.start(), match.end())
+        yield last
+
+
+def _looks_like_a_word(text: str) -> bool:
+    known = _UNITS.fullmatch(text) or _SHORT_WORDS.fullmatch(text)
+    return bool(known) or (len(text) > 2 and not set("aeiou").isdisjoint(text.lower()))
+
+
+def _broken_brackets(tokens: Sequence[_Token]) -> set[int]:
+    """Return the places of brackets without a partner, and of those around words."""
+    opened: list[int] = []
+    broken: set[int] = set()
+    for place, token in enumerate(tokens):
+        if token.kind == "open":
+            opened.append(place)
+        elif token.kind == "close" and not (opened and opened.pop() not in broken):
+            broken.add(place)
+        elif token.kind in {"word", "stop"}:
+            broken.update(opened)
+    return broken.union(opened)
+
+
+def _between_digits(text: str, token: _Token) -> bool:
+    return text[max(token.start - 1, 0) : token.start].isdigit() and text[token.end : token.end + 1].isdigit()
+
+
+class _Side(NamedTuple):
+    """One side of an equation."""
+
+    value: Fraction | None
+    percent: bool = False
+    decimals: int | None = None
+    """Digits behind the point of a number that stands alone; None for anything else."""
+    is_name: bool = False
+    has_letters: bool = False
+
+    @property
+    def amount(self) -> Fraction | None:
+        """The value, of a percentage its hundredth."""
+        return self.value / 100 if self.percent and self.value is not None else self.value
+
+
+def _quantity(
+    text: str, run: list[_Token], around: tuple[_Token | None, _Token | None], latex: bool, checked: bool
+) -> list[Quantity]:
+    """Return the quantity that a run of tokens without words is; nothing if it is none."""
+    before, after = (token is not None and token.kind == "word" for token in around)
+    is_equation = any(token.kind == "equal" for token in run)
+    cut = [False, False]  # by words: "hours * 3", "3 + tax"
+    while run and run[0].kind in {"op", "equal"} and not _is_sign(text, run, before, latex):
+        cut[0] |= run[0].kind == "op" and (is_equation or (before and (latex or run[0].text != "-")))
+        before &= run[0].kind == "op"
+        run = run[1:]
+    while run and run[-1].kind in {"op", "equal"}:
+        cut[1] |= after and (run[-1].text in {"+", "*", "^"} or (latex and run[-1].text == "-"))
+        run = run[:-1]
+    kinds = [token.kind for token in run]
+    formula = any(token.text.startswith("\\") for token in run if token.kind == "name")
+    if not ("number" in kinds or formula or (kinds.count("name") > 1 and "op" in kinds)):
+        return []
+    start, end = (0, len(text)) if any(cut) else (run[0].start, run[-1].end)
+    signs, sides = [""], [list[_Token]()]
+    depth = 0
+    for token in run:
+        depth += (token.kind == "open") - (token.kind == "close")
+        if token.kind == "equal" and not depth:
+            signs.append(token.text)
+            sides.append([])
+        else:
+            sides[-1].append(token)
+    read = [_side(side) for side in sides]
+    if not any(cut) and read[-1].value is None and not read[-1].is_name and all(side.is_name for side in read[:-1]):
+        start = sides[-1][0].start  # "x = 3y" is 3y
+    return [_equation(read, signs, (cut[0], cut[1]), checked, latex)._replace(start=start, end=end)]
+
+
+def _is_sign(text: str, run: Sequence[_Token], before: bool, latex: bool) -> bool:
+    if len(run) < 2 or run[0].text not in {"-", "+"}:
+        return False
+    attached = not text[run[0].end : run[1].start].strip(_CURRENCY + "\\")
+    return (latex and not before) or (attached and not text[max(run[0].start - 1, 0) : run[0].start].isalnum())
+
+
+def _equation(
+    sides: Sequence[_Side], signs: Sequence[str], cut: tuple[bool, bool], checked: bool, latex: bool
+) -> Quantity:
+    nothing = Quantity(0, 0, None)
+    if cut[1] or (cut[0] and len(sides) == 1):
+        return nothing
+    left = [side for side in sides[:-1] if not side.is_name][int(cut[0] and not sides[0].is_name) :]
+    if any(side.value is None and (checked or (latex and side.has_letters)) for side in left):
+        return nothing
+    valued = [side for side in (*left, sides[-1]) if side.value is not None]
+    if not valued or (sides[-1].value is None and not sides[-1].is_name):
+        return nothing
+    last = valued[-1]
+    contradicts = any(
+        not _agree(one, other, checked, "=" not in signs) for one, other in itertools.pairwise(valued)
+    ) and (checked or latex)
+    return Quantity(0, 0, last.value, last.percent, contradicts)
+
+
+def _agree(one: _Side, other: _Side, checked: bool, about: bool) -> bool:
+    """Return whether two sides are the same number; the result of a calculation may be rounded or cut."""
+    if one.amount is None or other.amount is None or one.amount == other.amount:
+        return True
+    if one.decimals is not None and not about:
+        return False
+    unit = Fraction(1, 10 ** (other.decimals or 0)) / (100 if other.percent else 1)
+    return not checked or (other.decimals is not None and abs(one.amount - other.amount) < unit)
+
+
+def _side(tokens: Sequence[_Token]) -> _Side:
+    letters = any(token.kind == "name" for token in tokens)
+    try:
+        value, percent = _Arithmetic(tokens).result()
+    except _NoValueError:
+        depth, outside = 0, set()
+        for token in tokens:
+            depth -= token.kind == "close"
+            if not depth:
+                outside.add(token.kind)
+            depth += token.kind == "open"
+        is_name = bool(tokens) and not outside.intersection({"number", "op", "comma", "frac"})
+        return _Side(None, is_name=is_name, has_letters=letters)
+    alone = [token for token in tokens if token.kind == "number"]
+    bare = len(alone) == 1 and not any(token.kind == "op" for token in tokens[1:])
+    return _Side(value, percent, len(alone[0].text.partition(".")[2]) if bare else None)
+
+
+class _Arithmetic:
+    """Computes a side by recursive descent; each method is the rule of its name in the grammar."""
+
+    def __init__(self, tokens: Sequence[_Token]) -> None:
+        self._tokens = tokens
+        self._place = self._depth = self._factors = self._percents = 0
+
+    def result(self) -> tuple[Fraction, bool]:
+        """Return the value, and whether it is a percentage.
+
+        Raises:
+            _NoValueError: The tokens are no side of numbers, or too large to compute.
+        """
+        value = self._side()
+        if self._kind():
+            raise _NoValueError
+        percent = self._factors == 1 and self._percents == 1
+        return (value * 100 if percent else value), percent
+
+    def _kind(self, ahead: int = 0) -> str:
+        place = self._place + ahead
+        return self._tokens[place].kind if place < len(self._tokens) else ""
+
+    def _take(self, kind: str, *texts: str) -> str:
+        """Return the next token's text and go on if it is of this kind, and one of ``texts`` if there are any."""
+        if self._kind() != kind or (texts and self._tokens[self._place].text not in texts):
+            return ""
+        self._place += 1
+        return self._tokens[self._place - 1].text
+
+    def _side(self) -> Fraction:
+        minus = self._take("op", "-", "+") == "-"
+        value = -self._term() if minus else self._term()
+        while sign := self._take("op", "+", "-"):
+            value = _bounded(value + self._term() if sign == "+" else value - self._term())
+        return value
+
+    def _term(self) -> Fraction:
+        value = self._power()
+        while (sign := self._take("op", "*", "/")) or self._kind() == "open":
+            other = self._power()
+            if sign == "/" and not other:
+                raise _NoValueError
+            value = _bounded(value / other if sign == "/" else value * other)
+        return value
+
+    def _power(self) -> Fraction:
+        value = self._factor()
+        if not self._take("op", "^"):
+            return value
+        exponent = self._factor()
+        if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT or (not value and exponent <= 0):
+            raise _NoValueError
+        return _bounded(value ** int(exponent))
+
+    def _factor(self) -> Fraction:
+        if number := self._take("number"):
+            value = _number(number)
+            if self._kind() == "frac" or [self._kind(ahead) for ahead in range(3)] == ["number", "op", "number"]:
+                part = self._fraction()
+                if value.denominator != 1 or not 0 < part < 1:
+                    raise _NoValueError
+                value += part
+        elif self._kind() == "frac":
+            value = self._fraction()
+        else:
+            value = self._group()
+        self._factors += 1
+        while unit := self._take("unit"):
+            if unit.endswith("%"):
+                self._percents += 1
+                value /= 100
+        return value
+
+    def _fraction(self) -> Fraction:
+        if self._take("frac"):
+            top, bottom = self._group(), self._group()
+        else:
+            top = _number(self._take("number"))
+            if not self._take("op", "/"):
+                raise _NoValueError
+            bottom = _number(self._take("number"))
+        if not bottom:
+            raise _NoValueError
+        return _bounded(top / bottom)
+
+    def _group(self) -> Fraction:
+        if self._depth >= MAX_DEPTH or not self._take("open"):
+            raise _NoValueError
+        self._depth += 1
+        factors = self._factors
+        value = self._side()
+        self._depth -= 1
+        self._factors = factors
+        if not self._take("close"):
+            raise _NoValueError
+        return value
+
+
+def _number(text: str) -> Fraction:
+    digits = re.sub(r"[^\d.]", "", text)
+    if not digits or len(digits) > MAX_DIGITS:
+        raise _NoValueError
+    return Fraction(digits if digits[0] != "." else f"0{digits}")
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise _NoValueError
+    return value
