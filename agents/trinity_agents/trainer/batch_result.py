@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -124,11 +125,15 @@ async def train_on(
         number: _unfit(part, attempts, limit) for number, (part, limit) in enumerate(zip(parts, limits, strict=True))
     }
     usable = [number for number, end in ends.items() if end is None]
-    stale = {number: stale_tasks(parts[number].experiences, step, max_staleness) for number in usable}
     sizes = {number: len(parts[number].experiences) for number in usable}
+    stale: dict[int, list[int]] = {}
     metrics: dict[str, float] = {}
     if usable:
-        kept, metrics = _fresh([parts[number] for number in usable], step, max_staleness)
+        # on a thread: what is joined and copied may be gigabytes
+        found, kept, metrics = await asyncio.to_thread(
+            _fresh, [parts[number] for number in usable], step, max_staleness
+        )
+        stale = dict(zip(usable, found, strict=True))
         tickets = [parts[number].ticket for number in usable if parts[number].experiences]
         if tickets:
             with attempts.noted(tickets):
@@ -161,10 +166,13 @@ def _unfit(batch: TrainBatch, attempts: StepAttempts, max_starts: int) -> BatchR
     return BatchResult("skipped", f"the trainer did not survive {starts} on this batch", kills=True)
 
 
-def _fresh(parts: Sequence[TrainBatch], step: int, max_staleness: int) -> tuple[ExperienceBatch, dict[str, float]]:
-    """Leave in each batch only the groups that are fresh enough; return what is left of all, in order, and the
-    ``sample/*`` metrics of :func:`drop_stale`.
+def _fresh(
+    parts: Sequence[TrainBatch], step: int, max_staleness: int
+) -> tuple[list[list[int]], ExperienceBatch, dict[str, float]]:
+    """Leave in each batch only the groups that are fresh enough; return the tasks of each that were too old, what is
+    left of all, in order, and the ``sample/*`` metrics of :func:`drop_stale`.
     """
+    stale = [stale_tasks(part.experiences, step, max_staleness) for part in parts]
     whole = ExperienceBatch.concat(part.experiences for part in parts)
     kept, metrics = drop_stale(whole, step, max_staleness)
     left = set(kept.ids("tid"))
@@ -172,7 +180,7 @@ def _fresh(parts: Sequence[TrainBatch], step: int, max_staleness: int) -> tuple[
         part.experiences = part.experiences.select(
             [number for number, tid in enumerate(part.experiences.ids("tid")) if tid in left]
         )
-    return kept, metrics
+    return stale, kept, metrics
 
 
 def skipped_batch_dead_letter(progress_event: Progress, by: str, topology: Topology) -> Envelope:

@@ -7,16 +7,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from trinity_mq.messages import BatchReady
 
 
-class Chunk(NamedTuple):
+@dataclass(slots=True)
+class Chunk:
     """One chunk as it came, not looked into."""
 
     body: bytes
+    """Empty once released: it is read from the stream again when it is needed."""
     content_type: str | None
+    offset: int = 0
+    """Stream offset."""
 
 
 @dataclass(frozen=True, slots=True)

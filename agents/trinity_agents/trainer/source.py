@@ -57,6 +57,9 @@ class TrainBatch:
 class StreamSource:
     """Processed batches from the ``ready`` stream: in batch order (style fixed), or in the order in which the stream
     decides them.
+
+    The stream is read as fast as it comes, so that all that is on it is known; the bodies of batches beyond the next
+    two train steps are released, and read from the stream again when their turn comes.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class StreamSource:
         batch = TrainBatch(
             decision.batch, ready.ticket, ready.op, ready.state, metrics=dict(ready.metrics), reason=ready.reason
         )
+        await self._fetch([chunk for chunk in decision.chunks if not chunk.body])
         try:
             is_stored = any(chunk.content_type == REFERENCE for chunk in decision.chunks)
             batch.experiences = await (patiently if is_stored else asyncio.to_thread)(_decode, decision, self._store)
@@ -149,6 +153,37 @@ class StreamSource:
         if batch.state == "ready" and not batch.experiences:
             batch.state = "empty"
         return batch
+
+    def _is_near(self, decision: Decision) -> bool:
+        """Whether a batch is one of the next two train steps."""
+        count = 2 * self._batches_per_step
+        if self._in_batch_order:
+            return decision.batch <= self._consumed_batches + count
+        return decision in self._decider.first(count)
+
+    async def _fetch(self, released: Sequence[Chunk]) -> None:
+        """Read the bodies of released chunks from the stream again.
+
+        Raises:
+            FatalError: The stream does not hold them any more.
+        """
+        missing = {chunk.offset: chunk for chunk in released}
+        if not missing:
+            return
+        offset = min(missing)
+        try:
+            async with await self._bus.consume(self._topology.ready, prefetch=len(missing), offset=offset) as feed:
+                while missing:
+                    delivery = await next_or_quiet(self._bus, feed, MARK_TIMEOUT)
+                    if delivery is None:
+                        raise FatalError(
+                            f"the ready stream has held messages at the offsets {sorted(missing)}, which are not found "
+                            "again: its data was lost. Bring that back, or start under another name"
+                        )
+                    if (chunk := missing.pop(delivery.offset or 0, None)) is not None:
+                        chunk.body = delivery.body
+        except StreamCut as error:
+            raise _cut_off(error) from error
 
     def consumed(self) -> None:
         """The batches that :meth:`next` returned last are done with, repaired ones among them."""
@@ -201,11 +236,7 @@ class StreamSource:
                     async with asyncio.timeout(MARK_TIMEOUT):
                         await self._know_run()
                 if self._begins <= offset:
-                    raise FatalError(
-                        f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: "
-                        f"it begins at {error.got}. "
-                        "Raise broker.ready_max_bytes, or start under another name"
-                    ) from error
+                    raise _cut_off(error) from error
             self._decider.other(self._begins - 1)
 
     async def _read_from(self, offset: int, nonce: str) -> None:
@@ -246,7 +277,10 @@ class StreamSource:
         else:
             message = await decode_or_dead_letter(self._bus, self._topology, delivery, self._by)
             if isinstance(message, BatchReady):
-                self._decider.ready(message, offset)
+                decision = self._decider.ready(message, offset)
+                if decision is not None and not self._is_near(decision):
+                    for chunk in decision.chunks:
+                        chunk.body = b""
             else:
                 self._decider.other(offset)
                 if isinstance(message, Mark) and message.nonce == nonce:
@@ -259,12 +293,19 @@ class StreamSource:
         ticket, op, n = (delivery.headers.get(name) for name in ("ticket", "op", "n"))
         self.bytes_since_save += len(delivery.body)
         if isinstance(ticket, str) and isinstance(op, str) and isinstance(n, int):
-            self._decider.chunk(ticket, op, n, Chunk(delivery.body, delivery.content_type), offset)
+            self._decider.chunk(ticket, op, n, Chunk(delivery.body, delivery.content_type, offset), offset)
         else:
             self._decider.other(offset)
             await dead_letter(
                 self._bus, self._topology, delivery, "a chunk needs the headers ticket, op and n", self._by
             )
+
+
+def _cut_off(error: StreamCut) -> FatalError:
+    return FatalError(
+        f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: it begins at "
+        f"{error.got}. Raise broker.ready_max_bytes, or start under another name"
+    )
 
 
 def _decode(decision: Decision, store: BlobStore | None) -> ExperienceBatch:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from trinity_agents.trainer.batch_result import MAX_STARTS, BatchResult, train_on
@@ -83,3 +86,24 @@ async def test_what_trainers_did_not_survive_is_left_alone_and_stays_on_record(t
     verdict, learner = await judged(tmp_path, batch(5), Learner(attempts))
     assert (verdict.outcome, verdict.kills, learner.given) == ("skipped", True, [])
     assert attempts.starts("t") == MAX_STARTS
+
+
+async def test_batches_are_joined_and_selected_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A train step's batches may be gigabytes: half a second without a heartbeat was seen."""
+    threads: list[int] = []
+    for name in ("columns", "select"):
+        method = getattr(ExperienceBatch, name)
+
+        def noted(self: ExperienceBatch, *arguments: Any, method: Any = method) -> Any:
+            threads.append(threading.get_ident())
+            return method(self, *arguments)
+
+        monkeypatch.setattr(ExperienceBatch, name, noted)
+    one = batch(5, 4)
+    one.co_batched = [batch(4, 5)]
+    verdict, learner = await judged(tmp_path, one)
+    assert (verdict.outcome, len(learner.given[0])) == ("trained", 4)
+    assert len(threads) >= 4, "two batches are joined, and what is left of each is selected"
+    assert threading.get_ident() not in threads

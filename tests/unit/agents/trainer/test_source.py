@@ -195,6 +195,62 @@ def test_a_restart_from_any_state_gives_a_repaired_batch_along_with_the_same_one
     play(again, first)
 
 
+@pytest.mark.parametrize("in_batch_order", [True, False])
+def test_a_restart_holds_one_batch_ahead_and_reads_the_others_again(in_batch_order: bool) -> None:
+    """All that came after the checkpoint is on the stream when a trainer starts: 38 batches were held in memory."""
+    stream = Stream(in_batch_order)
+
+    async def put() -> None:
+        await stream.bus.connect()
+        await stream.bus.declare(*stream.topology.durable)
+        for batch in range(1, 21):
+            for n in range(2):
+                await stream.chunk(f"t{batch}", "o", n)
+            await stream.chunk(f"t{batch}", "of an operator that died", 0)
+            await stream.ready(batch, f"t{batch}", "o", 2)
+        await stream.bus.close()
+
+    run_virtually(put())
+    stream.bus = MemoryBus(stream.broker, stream.topology, config=BrokerConfig())
+    stream.source = StreamSource(stream.bus, stream.topology, "trainer-0", in_batch_order=in_batch_order)
+
+    async def act(stream: Stream) -> list[int]:
+        await stream.source.changed.until(stream.source.available)
+        assert len(stream.source.waiting) == 20, "all are known: nobody is asked to process them again"
+        trained = []
+        for _ in range(20):
+            decider = stream.source._decider
+            chunks = [chunk for decision in decider._decided.values() for chunk in decision.chunks]
+            held = sum(bool(chunk.body) for chunk in chunks) + len(decider._open)
+            assert held <= 4, f"{held} chunks in memory, wanted those of two batches"
+            batch = await stream.source.next()
+            assert batch.state == "ready"
+            assert [one.eid.run for one in batch.experiences] == [0, 1]
+            trained.append(batch.batch)
+            stream.source.consumed()
+        return trained
+
+    assert play(act, stream) == list(range(1, 21))
+
+
+def test_a_released_batch_that_retention_has_cut_is_one_clear_error() -> None:
+    async def act(stream: Stream) -> None:
+        for batch in range(1, 6):
+            await stream.whole(batch)
+        await stream.source.changed.until(lambda: len(stream.source.waiting) == 5)
+        queue = stream.broker.queues[stream.topology.ready.name]
+        for _ in range(8):
+            queue._messages.popleft()  # type: ignore[attr-defined]
+            queue._first += 1  # type: ignore[attr-defined]
+        for _ in range(2):
+            await stream.source.next()
+            stream.source.consumed()
+        with pytest.raises(FatalError, match=r"retention has cut it: it begins at 8"):
+            await stream.source.next()
+
+    play(act)
+
+
 def test_bytes_read_are_counted() -> None:
     async def act(stream: Stream) -> None:
         await stream.whole(1)
