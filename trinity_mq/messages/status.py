@@ -158,6 +158,8 @@ class MemberStatus(Status):
 class GateStatus(Status):
     """The gate of weight syncs as the trainer coordinates it. The counters count since the trainer started."""
 
+    fingerprint: str = ""
+    """Digest of the trainer's tokenizer and chat template, which engines must share; empty: not known."""
     version: Version | None = None
     """Version committed last."""
     members: dict[str, MemberStatus] = Field(default_factory=dict)

@@ -11,6 +11,7 @@ from trinity_mq.messages import GateStatus, Heartbeat, MemberStatus, SyncEvent, 
 from trinity_mq.models.engine_selection import known_model
 from trinity_mq.models.inference import ModelRole
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.gate.member_driver import COORDINATOR_VERBS, MemberDriver
 from trinity_mq.sync.gate.records import Key
@@ -111,6 +112,7 @@ class HostedEngines:
             *(member.run() for member in self._members),
             *(host.keep() for host in self._all()),
             self._watch(),
+            self._compare_tokenizers(),
         ]
 
     async def close(self, *, stop: bool) -> None:
@@ -177,6 +179,24 @@ class HostedEngines:
         while True:
             await self.changed.wait()
             self._refresh()
+
+    async def _compare_tokenizers(self) -> None:
+        """Compare tokenizer and chat template with the trainer's, by its heartbeats, until cancelled.
+
+        Raises:
+            FatalError: They differ: the trainer gives this host's engines no weights.
+        """
+        while True:
+            trained = (self._agent.peers.trainer.sync or GateStatus()).fingerprint
+            for engine in self.engines:
+                served = engine.snapshot.fingerprint
+                if trained and served and served != trained:
+                    raise FatalError(
+                        f"engine {engine.snapshot.id} has another tokenizer or chat template (fingerprint {served}) "
+                        f"than the trainer ({trained}), so that it would be given no weights: start the hosts of "
+                        "engines and the trainer with the same model.model_path and the same files in it"
+                    )
+            await self._agent.peers.changed.wait()
 
     def _refresh(self) -> None:
         """Update the members of engines that started, died, or lost their weights, and wake the agent."""

@@ -75,7 +75,7 @@ class CoordinatorDriver:
         self._judge = Canary(dtype)
         self._weights, self._channel, self._canary = weights, channel, list(canary)
         self._publish = publish
-        self._may_begin, self._fingerprint = may_begin, fingerprint
+        self._may_begin, self.fingerprint = may_begin, fingerprint
         self._own_canary: list[float] = []
         """The policy's own logprobs of the canary, under the weights of the try under way."""
         self._committed_canary: list[float] = []
@@ -115,6 +115,7 @@ class CoordinatorDriver:
         """Return the gate's part of the trainer's heartbeat: members, their versions, the last sync by its phases."""
         machine = self.machine
         return GateStatus(
+            fingerprint=self.fingerprint or "",
             version=machine.committed,
             members={
                 name: MemberStatus(version=member.version, given=member.given, state=machine.state_of(name))
@@ -249,9 +250,10 @@ class CoordinatorDriver:
         now = asyncio.get_running_loop().time()
         machine = self.machine
         if message.verb == "join":
-            fingerprint = message.detail.get("fingerprint")
-            if self._fingerprint and fingerprint and fingerprint != self._fingerprint:
-                log.error("fingerprint_differs", member=message.sender, theirs=fingerprint, ours=self._fingerprint)
+            theirs = message.detail.get("fingerprint")
+            if self.fingerprint and theirs and theirs != self.fingerprint:
+                # its host learns it from our heartbeat, and ends
+                log.error("fingerprint_differs", member=message.sender, theirs=theirs, ours=self.fingerprint)
                 return
             self._enqueue(machine.join(message.sender, message.version, now, lease=message.seconds, life=message.life))
             self._last.resumed(message)

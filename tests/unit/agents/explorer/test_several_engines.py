@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agents.trainer.test_trainer import leaf
 from trinity_agents.explorer.agent import Explorer
 from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_agents.simulation import Simulation, until
@@ -291,3 +292,37 @@ class Deaf:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._machine, name, value)
+
+
+@pytest.mark.parametrize("wrong", ["the explorer's", "another host's"])
+def test_a_host_whose_engines_have_another_tokenizer_than_the_trainer_ends_at_once(tmp_path: Path, wrong: str) -> None:
+    """The trainer gives them no weights: the run would hold until explorer.stall_timeout."""
+    sim = Engines(tmp_path, batches=3)
+    ended: list[float] = []
+    errors: list[FatalError] = []
+
+    async def host() -> None:
+        try:
+            await sim.make_host().run()
+        except ExceptionGroup as group:
+            ended.append(asyncio.get_running_loop().time())
+            errors.append(leaf(group, FatalError))
+
+    async def trainer() -> None:
+        made = sim.make_trainer()
+        made.loop.gate.fingerprint = "trained"
+        await made.run()
+
+    for engine in sim.all:
+        here = engine in (sim.engine, sim.second)
+        served = "other" if here == (wrong == "the explorer's") else "trained"
+        engine.snapshot = replace(engine.snapshot, fingerprint=served)
+    if wrong == "the explorer's":
+        with pytest.raises(ExceptionGroup) as caught:
+            run_virtually(sim.run(trainer=trainer, beside=host), limit=30)
+        errors.append(leaf(caught.value, FatalError))
+    else:
+        run_virtually(sim.run(trainer=trainer, beside=host), limit=1000)
+        assert ended[0] < 5.0
+        assert sim.trainer.loop.progress == 3, "the engines of the explorer serve the run"
+    assert "another tokenizer or chat template (fingerprint other) than the trainer (trained)" in str(errors[0])
