@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from trinity_mq.algorithms.advantage import group_relative_advantages
 from trinity_mq.algorithms.distillation import distillation_advantages
 from trinity_mq.algorithms.losses import LossTerms, clipped_policy_loss
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.experience import ExperienceBatch
 
-LossFunction = Callable[[Tensor, Tensor, Tensor, AlgorithmConfig], LossTerms]
-"""Takes logprobs, old logprobs and advantages, each float32 ``[tokens]``; returns sums over tokens."""
+LossFunction = Callable[..., LossTerms]
+"""Takes logprobs, old logprobs and advantages, each float32 ``[tokens]``, and the AlgorithmConfig; returns sums over
+tokens. Further parameters are custom fields by their destination, ``[tokens, ...]`` each."""
 
 
 AdvantageFunction = Callable[[ExperienceBatch, AlgorithmConfig], tuple[ExperienceBatch, dict[str, float]]]

@@ -8,6 +8,7 @@ from trinity_mq.experience.fields import ExperienceError
 from trinity_mq.experience.gather import (
     gather_action_masks,
     gather_attention_masks,
+    gather_custom_fields,
     gather_multi_modal_inputs,
     gather_response_attrs,
     gather_token_ids,
@@ -32,6 +33,7 @@ __all__ = [
     "from_hf_datasets",
     "gather_action_masks",
     "gather_attention_masks",
+    "gather_custom_fields",
     "gather_multi_modal_inputs",
     "gather_response_attrs",
     "gather_token_ids",

@@ -130,6 +130,45 @@ def gather_multi_modal_inputs(experiences: Sequence[Experience]) -> dict[str, li
     return {key: [item[key] for item in inputs] for key in keys}
 
 
+def gather_custom_fields(experiences: Sequence[Experience]) -> dict[str, Tensor]:
+    """Return the custom fields of the experiences by destination: ``info[source_field]`` of each, stacked to
+    ``[experiences, ...]`` of the field's ``data_type``. Nothing where none has any.
+
+    Raises:
+        ValueError: Not all have the same custom fields, or a value is missing, is no number, or has another shape.
+    """
+    if isinstance(experiences, ExperienceBatch):
+        fields, infos = experiences.values("custom_fields"), experiences.values("info")
+    else:
+        fields = [experience.custom_fields for experience in experiences]
+        infos = [experience.info for experience in experiences]
+    if not any(fields):
+        return {}
+    for number, own in enumerate(fields):
+        if own != fields[0]:
+            raise ValueError(
+                f"experience {number} ({experiences[number].eid.uid}) has custom_fields {own or []}, wanted "
+                f"{fields[0] or []} as in the first: all experiences that are trained on together have the same"
+            )
+    found = {}
+    for one in fields[0]:
+        lacking = [number for number, info in enumerate(infos) if one.source_field not in (info or {})]
+        if lacking:
+            raise ValueError(
+                f"experience {lacking[0]} ({experiences[lacking[0]].eid.uid}) has no info[{one.source_field!r}], which "
+                f"its custom field {one.destination_field!r} is made of; set it in the workflow or in an operator"
+            )
+        try:
+            values = [torch.as_tensor(info[one.source_field], dtype=one.data_type) for info in infos]
+            found[one.destination_field] = torch.stack(values)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"info[{one.source_field!r}] cannot become the custom field {one.destination_field!r} of "
+                f"{one.data_type}: {error}; wanted numbers, or arrays of one shape, in all experiences"
+            ) from error
+    return found
+
+
 def _items(experiences: Sequence[Experience], name: str) -> list[Any]:
     """Return a tensor field of each experience, None where it has none."""
     if not isinstance(experiences, ExperienceBatch):

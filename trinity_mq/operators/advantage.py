@@ -6,12 +6,14 @@ from typing import Any
 
 from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.config import AlgorithmConfig
-from trinity_mq.experience import ExperienceBatch
+from trinity_mq.experience import ExperienceBatch, gather_custom_fields
 from trinity_mq.operators.base import ColumnOperator
 
 
 class AdvantageOperator(ColumnOperator):
-    """Gives every experience its advantages, as the configured algorithm computes them."""
+    """Gives every experience its advantages, as the configured algorithm computes them. A batch whose custom fields
+    could not be trained with fails here, and not the trainer.
+    """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
@@ -19,4 +21,6 @@ class AdvantageOperator(ColumnOperator):
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
         """Return the experiences that have advantages, and the function's metrics."""
-        return self.function(batch, self.config)
+        kept, metrics = self.function(batch, self.config)
+        gather_custom_fields(kept)
+        return kept, metrics

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience import Experience, ExperienceBatch, gather_custom_fields
 from trinity_mq.experience.ragged import Indexes
 
 
@@ -38,6 +38,8 @@ class MicroBatch:
     """float32 ``[tokens]``."""
     temperature: Tensor
     """float32 ``[tokens]``."""
+    custom: dict[str, Tensor] = field(default_factory=dict)
+    """``[tokens, ...]`` each: the custom fields, by destination, of the experience that a token is of."""
 
     @property
     def tokens(self) -> int:
@@ -46,7 +48,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on ``device``."""
-        return MicroBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        custom = {name: column.to(device) for name, column in self.custom.items()}
+        others = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "custom"}
+        return MicroBatch(custom=custom, **{name: column.to(device) for name, column in others.items()})
 
 
 def split(experiences: Sequence[Experience], count: int, seed: str) -> list[ExperienceBatch]:
@@ -78,7 +82,8 @@ def pack(experiences: Sequence[Experience], max_tokens: int) -> list[MicroBatch]
         max_tokens: Largest ``sequences x longest`` of a micro-batch; a longer single sequence is one of its own.
 
     Raises:
-        ValueError: An experience that cannot be trained on; names it and what it lacks.
+        ValueError: An experience that cannot be trained on; names it and what it lacks. Or custom fields that
+            :func:`gather_custom_fields` refuses.
     """
     if not experiences:
         return []
@@ -87,12 +92,14 @@ def pack(experiences: Sequence[Experience], max_tokens: int) -> list[MicroBatch]
     if not len(trained):
         return []
     _check(trained)
+    custom = gather_custom_fields(trained)
     lengths = trained.lengths("tokens")
     order = np.argsort(-lengths, kind="stable")
     result, start = [], 0
     while start < len(order):
         end = start + max(1, max_tokens // int(lengths[order[start]]))
-        result.append(_micro_batch(trained.select(order[start:end])))
+        chosen = order[start:end]
+        result.append(_micro_batch(trained.select(chosen), {name: column[chosen] for name, column in custom.items()}))
         start = end
     return result
 
@@ -142,8 +149,10 @@ def _refuse(experiences: ExperienceBatch, wrong: npt.NDArray[np.bool_], why: str
         raise ValueError(f"experience {experiences.ids('uid')[int(wrong.argmax())]} {why}")
 
 
-def _micro_batch(experiences: ExperienceBatch) -> MicroBatch:
-    """Build the tensors of one micro-batch without touching single tokens in Python."""
+def _micro_batch(experiences: ExperienceBatch, custom: Mapping[str, Tensor]) -> MicroBatch:
+    """Build the tensors of one micro-batch, whose custom fields are ``custom``, without touching single tokens in
+    Python.
+    """
     prompts = torch.from_numpy(experiences.prompt_lengths())
     responses = torch.from_numpy(experiences.lengths("action_mask"))
     sizes = torch.from_numpy(experiences.lengths("tokens"))
@@ -163,4 +172,5 @@ def _micro_batch(experiences: ExperienceBatch) -> MicroBatch:
         old_logprobs=experiences.dense("logprobs").float()[keep],
         advantages=experiences.dense("advantages").float()[keep],
         temperature=temperatures[rows],
+        custom={name: column[rows] for name, column in custom.items()},
     )

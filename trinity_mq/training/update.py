@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from trinity_mq.algorithms.registry import LossFunction
 from trinity_mq.config.algorithm import AlgorithmConfig, OptimizerConfig
 from trinity_mq.training.packing import MicroBatch
-from trinity_mq.training.policy import Policy
+from trinity_mq.training.policy import LearnerError, Policy
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
@@ -69,6 +70,9 @@ def optimizer_step(
 
     Returns:
         Whether loss and gradient were finite (else weights and optimizer are untouched), and metrics.
+
+    Raises:
+        LearnerError: The loss function takes a custom field that the experiences do not have.
     """
     tokens = sum(batch.tokens for batch in batches)
     optimizer.zero_grad()
@@ -77,7 +81,8 @@ def optimizer_step(
     for packed in batches:
         batch = packed.to(policy.device)
         logprobs, entropy = policy.score(batch, entropy_gradient=entropy_weight > 0)
-        terms = loss_function(logprobs, batch.old_logprobs, batch.advantages, config)
+        custom = custom_arguments(loss_function, batch.custom)
+        terms = loss_function(logprobs, batch.old_logprobs, batch.advantages, config, **custom)
         loss = terms.loss - entropy_weight * entropy.sum() if entropy_weight > 0 else terms.loss
         torch.autograd.backward(loss / tokens)
         difference = (logprobs.detach() - batch.old_logprobs).abs()
@@ -100,6 +105,22 @@ def optimizer_step(
         "actor/loss": mean["pg_loss"] + entropy_loss,
         "actor/grad_norm": norm,
     }
+
+
+def custom_arguments(loss_function: LossFunction, custom: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of the custom fields that ``loss_function`` has a parameter for.
+
+    Raises:
+        LearnerError: One that it needs is not there.
+    """
+    wanted = list(inspect.signature(loss_function).parameters.values())[4:]
+    for one in wanted:
+        if one.name not in custom and one.default is one.empty:
+            raise LearnerError(
+                f"the loss function takes the custom field {one.name!r}, and the experiences have "
+                f"{', '.join(map(repr, custom)) or 'none'}; give each a CustomField with this destination_field"
+            )
+    return {one.name: custom[one.name] for one in wanted if one.name in custom}
 
 
 class StepTotals:

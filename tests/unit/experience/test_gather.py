@@ -4,9 +4,14 @@ import pytest
 import torch
 
 from trinity_mq.experience import (
+    CustomField,
     Experience,
+    ExperienceBatch,
+    decode,
+    encode,
     gather_action_masks,
     gather_attention_masks,
+    gather_custom_fields,
     gather_multi_modal_inputs,
     gather_response_attrs,
     gather_token_ids,
@@ -102,3 +107,44 @@ def test_multi_modal_inputs():
     assert gather_multi_modal_inputs([Experience(tokens=[1, 2])]) == {}
     with pytest.raises(ValueError, match=r"experience 2 .*multi_modal_inputs \[\], wanted \['p', 'q'\]"):
         gather_multi_modal_inputs([*given, Experience(tokens=[1, 2])])
+
+
+EXPERT = CustomField("is_expert", "expert_mask", torch.bool)
+WEIGHT = CustomField("weight", "loss_weight", torch.float32)
+
+
+def customised(*infos, fields=(EXPERT, WEIGHT)):
+    return [Experience(tokens=[1, 2], info=info, custom_fields=fields) for info in infos]
+
+
+@pytest.mark.parametrize("form", [list, ExperienceBatch.of, lambda given: ExperienceBatch.decode(encode(given))])
+def test_custom_fields(form):
+    given = customised({"is_expert": True, "weight": 2}, {"is_expert": False, "weight": 0.5, "more": "x"})
+    found = gather_custom_fields(form(given))
+    assert {name: (column.dtype, column.tolist()) for name, column in found.items()} == {
+        "expert_mask": (torch.bool, [True, False]),
+        "loss_weight": (torch.float32, [2.0, 0.5]),
+    }
+    assert gather_custom_fields(form([Experience(tokens=[1, 2])])) == gather_custom_fields(form([])) == {}
+
+
+def test_custom_fields_of_several_values():
+    given = customised({"w": [1, 2]}, {"w": torch.tensor([3, 4])}, fields=[CustomField("w", "w", torch.int64)])
+    assert gather_custom_fields(decode(encode(given)))["w"].tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([*customised({"w": 1}), Experience(tokens=[1, 2])], r"experience 1 .*custom_fields \[\], wanted .*is_expert"),
+        (customised({"is_expert": 1, "weight": 1}, {"is_expert": 1}), r"experience 1 .*has no info\['weight'\]"),
+        (
+            customised({"is_expert": 1, "weight": "much"}),
+            r"info\['weight'\] cannot become .*'loss_weight' of torch",
+        ),
+        (customised({"is_expert": 1, "weight": 1}, {"is_expert": 1, "weight": [1, 2]}), "arrays of one shape"),
+    ],
+)
+def test_custom_fields_are_refused_with_a_reason(given, said):
+    with pytest.raises(ValueError, match=said):
+        gather_custom_fields(given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trinity_mq.config import AlgorithmConfig, OperatorConfig
-from trinity_mq.experience import EID, Experience, ExperienceBatch, encode
+from trinity_mq.experience import EID, CustomField, Experience, ExperienceBatch, encode
 from trinity_mq.operators import (
     OPERATORS,
     AdvantageOperator,
@@ -128,6 +128,16 @@ async def test_advantages_come_last():
     assert [each.advantages.tolist() for each in kept] == [[-0.5, -0.5], [0.5, 0.5]]
     assert metrics["rollout/partial_groups"] == 1
     assert "time/operator/1_AdvantageOperator" in metrics
+
+
+async def test_custom_fields_that_could_not_be_trained_with_fail_the_batch():
+    weight = CustomField("weight", "loss_weight", torch.float32)
+    exps = [exp(run=run, reward=float(run), custom_fields=[weight], info={"weight": 1}) for run in range(2)]
+    chain = [AdvantageOperator(AlgorithmConfig(repeat_times=2, std_level="none"))]
+    assert len((await run_chain(chain, exps))[0]) == 2
+    del exps[1].info["weight"]
+    with pytest.raises(OperatorError, match=r"0_AdvantageOperator: .*has no info\['weight'\]"):
+        await run_chain(chain, exps)
 
 
 async def test_synchronous_operators_run_in_a_thread():

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trinity_mq.algorithms.advantage import group_relative_advantages
-from trinity_mq.algorithms.losses import clipped_policy_loss
+from trinity_mq.algorithms.losses import LossTerms, clipped_policy_loss
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TinyModelConfig, TrainerConfig
-from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.experience import EID, CustomField, Experience, ExperienceBatch
 from trinity_mq.training import learner as learner_module
 from trinity_mq.training.checkpoint import DamagedCheckpointError
 from trinity_mq.training.learner import TorchLearner
@@ -166,6 +166,33 @@ def test_micro_batches_do_not_change_the_gradient(folder: Path, max_tokens: int)
     assert len(expected) > 10
     for found, wanted in zip(gradient(max_tokens), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_a_loss_function_gets_the_custom_fields_that_it_names(folder: Path) -> None:
+    policy = Policy(config().model, folder, 0)
+    optimizer = torch.optim.SGD(policy.parameters, lr=0.0)
+    experiences = batch(2)
+    for number, experience in enumerate(experiences):
+        experience.info["weight"] = number % 2
+        experience.custom_fields = [CustomField("weight", "loss_weight", torch.float32)]
+    halved = [experience for number, experience in enumerate(experiences) if number % 2]
+
+    def weighted_loss(
+        logprobs: Any, old: Any, advantages: Any, settings: Any, loss_weight: Any, unknown: Any = None
+    ) -> LossTerms:
+        assert unknown is None
+        return clipped_policy_loss(logprobs, old, advantages * loss_weight, settings)
+
+    def gradient(experiences: list[Experience], loss: Any) -> tuple[float, torch.Tensor]:
+        packed = pack(experiences, 60)
+        optimizer_step(policy, optimizer, packed, loss, config(clip_grad=1e9).algorithm, 0.0)
+        tokens = sum(one.tokens for one in packed)
+        return tokens, torch.cat([one.grad.flatten() * tokens for one in policy.parameters if one.grad is not None])
+
+    (_, found), (_, wanted) = gradient(experiences, weighted_loss), gradient(halved, clipped_policy_loss)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(LearnerError, match=r"takes the custom field 'loss_weight', and the experiences have none"):
+        gradient(batch(2), weighted_loss)
 
 
 def probe_step(model: Any, optimizer: Any, experiences: list[Experience], rate: float, entropy_weight: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_mq.experience import EID, Experience
+from trinity_mq.experience import EID, CustomField, Experience
 from trinity_mq.training.packing import MicroBatch, pack, split
 
 
@@ -137,6 +137,27 @@ def test_mini_batches_are_never_empty_and_a_single_one_keeps_its_order() -> None
 
 
 def test_moves_to_a_device_whole() -> None:
-    (batch,) = pack([experience(1, 2, 3)], 100)
-    moved = batch.to(torch.device("meta"))
-    assert {str(value.device) for value in vars(moved).values()} == {"meta"}
+    (batch,) = pack([weighted(1, 2, 3)], 100)
+    moved = vars(batch.to(torch.device("meta")))
+    assert {str(value.device) for value in [*moved.pop("custom").values(), *moved.values()]} == {"meta"}
+
+
+def weighted(run: int, prompt: int, response: int, **fields: Any) -> Experience:
+    """An experience with a custom field, its run."""
+    weight = CustomField("weight", "loss_weight", torch.float32)
+    return experience(run, prompt, response, info={"weight": run}, custom_fields=[weight], **fields)
+
+
+def test_custom_fields_are_there_for_each_trained_token() -> None:
+    mask = [True, False, True]
+    given = [weighted(1, 2, 2), weighted(2, 1, 8), weighted(3, 1, 3, action_mask=mask), weighted(4, 1, 4)]
+    batches = pack(given, 10)
+    assert len(batches) > 1
+    for batch in batches:
+        assert batch.custom["loss_weight"].tolist() == (batch.targets // 100).tolist()
+    assert sum(batch.tokens for batch in batches) == 16
+
+
+def test_custom_fields_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="the same"):
+        pack([weighted(1, 2, 2), experience(2, 2, 2)], 100)
