@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from trinity_mq.messages.base import BatchId
 
 if TYPE_CHECKING:
-    from trinity_mq.config import Config
+    from trinity_mq.config import BrokerConfig, Config
 
 BROKER_DELIVERY_LIMIT = 1_000_000
 """Never reached: the daemons limit deliveries by their count. -1 loses messages on 3.10; no limit means 20 on 4.x."""
@@ -45,6 +45,8 @@ class Queue:
     expires_ms: int | None = None
     max_length_bytes: int | None = None
     """Retention of a stream."""
+    consumer_timeout: float | None = None
+    """Seconds for which a consumer may hold a message, from RabbitMQ 3.12 on; None: the broker's own."""
     redeclare: bool = True
     """False: a reconnect or a consume must not bring a deleted queue back."""
 
@@ -61,6 +63,7 @@ class Queue:
             "x-single-active-consumer": self.single_active_consumer or None,
             "x-expires": self.expires_ms,
             "x-max-length-bytes": self.max_length_bytes,
+            "x-consumer-timeout": None if self.consumer_timeout is None else round(self.consumer_timeout * 1000),
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -88,6 +91,8 @@ class Topology:
     run: str
     ready_max_bytes: int = 2 * 1024**3
     results_max_bytes: int = 512 * 1024**2
+    consumer_timeout: float | None = None
+    """Seconds for which agents may hold messages of work queues and batch queues."""
     prefix: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +105,12 @@ class Topology:
     @classmethod
     def of(cls, config: Config) -> Topology:
         """Return the names of the run that ``config`` configures."""
-        return cls(config.name, config.broker.ready_max_bytes, config.broker.results_max_bytes)
+        return cls.on(config.name, config.broker)
+
+    @classmethod
+    def on(cls, run: str, broker: BrokerConfig) -> Topology:
+        """Return the names of a run on a broker that is used as ``broker`` says."""
+        return cls(run, broker.ready_max_bytes, broker.results_max_bytes, broker.consumer_timeout)
 
     def exchange(self, name: str) -> str:
         """Return the broker name of one of :data:`EXCHANGES`."""
@@ -116,6 +126,7 @@ class Topology:
             name=self.prefix + name,
             bindings=tuple(Binding(self.exchange(exchange), pattern) for pattern in patterns),
             dead_letter_exchange=self.exchange("dead"),
+            consumer_timeout=self.consumer_timeout,
         )
 
     @property
@@ -170,6 +181,7 @@ class Topology:
             dead_letter_exchange=self.exchange("dead"),
             single_active_consumer=True,
             expires_ms=BATCH_QUEUE_EXPIRES_MS,
+            consumer_timeout=self.consumer_timeout,
             redeclare=False,
         )
 

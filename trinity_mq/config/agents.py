@@ -82,8 +82,8 @@ class ExplorerConfig(Section):
     """Batches between evaluations."""
     eval_on_startup: bool = True
     """Evaluate before the first batch."""
-    max_timeout: float = Field(default=500.0, gt=0)
-    """Seconds for one attempt of one run."""
+    max_timeout: float = Field(default=360.0, gt=0)
+    """Seconds for one attempt of one run; hours where ``batch_timeout`` and ``stall_timeout`` allow it."""
     max_retry_times: int = Field(default=2, ge=0)
     """Further attempts of a failed run."""
     max_repeat_times_per_runner: int | None = Field(default=None, ge=1)
@@ -183,8 +183,8 @@ class OperatorsConfig(Section):
     """Operator processes that ``trinity-mq run`` starts."""
     operators: tuple[OperatorConfig, ...] = ()
     """The chain, which runs before the algorithm's advantage function."""
-    timeout: float = Field(default=1200.0, gt=0)
-    """Seconds for the chain on one batch; less than the broker's limit for holding a delivery (1800)."""
+    timeout: float = Field(default=800.0, gt=0)
+    """Seconds for the chain on one batch."""
 
 
 class TrainerConfig(Section):

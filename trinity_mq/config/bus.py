@@ -79,6 +79,10 @@ class BrokerConfig(Section):
     """Seconds for which an agent waits for the broker at its start."""
     publish_timeout: float = Field(default=300.0, gt=0)
     """Seconds until an unconfirmed publish is an error."""
+    consumer_timeout: float = Field(default=86_400.0, ge=60, le=7 * 86_400)
+    """Seconds for which an agent may hold a message, a runner a slice and an operator a batch; RabbitMQ then takes it
+    back. From 3.12 on the run's queues ask for it themselves, once, when they are made; a private node allows a week;
+    for other brokers `trinity-mq doctor` says which line their configuration needs."""
     ready_max_bytes: int = Field(default=2 * 1024**3, ge=64 * 1024**2)
     """Most bytes kept of the stream of processed batches."""
     results_max_bytes: int = Field(default=512 * 1024**2, ge=64 * 1024**2)

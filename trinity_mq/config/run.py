@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.sync import SyncConfig
 
-CONSUMER_TIMEOUT = 1800.0
-"""Seconds for which a consumer may hold a delivery: RabbitMQ's default."""
+STOP_SECONDS = 10.0
+"""Upper bound of the seconds that ending a workflow takes whose time is over."""
 
 MANIFEST_RESERVE_BYTES = 16 * 1024
 """Bytes of a manifest for its metrics and names."""
@@ -81,22 +82,30 @@ class Config(Section):
     def path(self) -> Path:
         return Path(self.run_dir or f"runs/{self.name}")
 
+    @property
+    def hold_seconds(self) -> Mapping[str, float]:
+        """Upper bounds of the seconds for which a message is held, by what it is: sums of work, waits and publishes."""
+        publish = self.broker.publish_timeout
+        return {
+            "slice": self.explorer.slice_timeout + STOP_SECONDS + 2 * publish,
+            "batch": self.explorer.operator_deadline + self.operator.timeout + 3 * publish,
+        }
+
     @model_validator(mode="after")
-    def _slice_time(self) -> Config:
-        if self.explorer.slice_timeout >= CONSUMER_TIMEOUT:
-            raise ValueError(
-                f"explorer.max_timeout {self.explorer.max_timeout:g} s x {self.explorer.max_retry_times + 1} tries is "
-                f"{self.explorer.slice_timeout:g} s; the broker takes a slice back after {CONSUMER_TIMEOUT:g} s, so it "
-                "must be less"
-            )
-        for name, seconds in (
-            ("explorer.operator_deadline", self.explorer.operator_deadline),
-            ("operator.timeout", self.operator.timeout),
-        ):
-            if seconds >= CONSUMER_TIMEOUT:
+    def _hold_times(self) -> Config:
+        explorer, publish = self.explorer, f"broker.publish_timeout {self.broker.publish_timeout:g} s"
+        sums = {
+            "slice": f"explorer.max_timeout {explorer.max_timeout:g} s x {explorer.max_retry_times + 1} tries, "
+            f"{STOP_SECONDS:g} s to end it, 2 x {publish}",
+            "batch": f"explorer.operator_deadline {explorer.operator_deadline:g} s, operator.timeout "
+            f"{self.operator.timeout:g} s, 3 x {publish}",
+        }
+        for what, seconds in self.hold_seconds.items():
+            if seconds >= self.broker.consumer_timeout:
                 raise ValueError(
-                    f"{name} is {seconds:g} s; the broker takes a batch back after {CONSUMER_TIMEOUT:g} s, "
-                    "so it must be less"
+                    f"an agent may hold a {what} for {seconds:g} s ({sums[what]}), and broker.consumer_timeout is "
+                    f"{self.broker.consumer_timeout:g} s, after which the broker takes it back: raise that, or lower "
+                    "the others"
                 )
         return self
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 from trinity_mq.local_broker.base import LocalNode, NodeOptions
-from trinity_mq.local_broker.node_files import EXCERPT_LINES, NodeError, NodeState, boot_failure
+from trinity_mq.local_broker.node_files import CONSUMER_TIMEOUT, EXCERPT_LINES, NodeError, NodeState, boot_failure
 from trinity_mq.local_broker.ports import LOOPBACK
 
 if TYPE_CHECKING:
@@ -190,13 +190,10 @@ class DockerNode(LocalNode):
             ulimits=[Ulimit(name="nofile", soft=OPEN_FILES, hard=OPEN_FILES)],
             volumes={self.container: {"bind": HOME, "mode": "rw"}},
         )
-        files = {}
-        if self.config:
-            files["conf.d/90-extra.conf"] = self.config
+        files = {"conf.d/90-extra.conf": f"{CONSUMER_TIMEOUT}\n{self.config}"}
         if self.plugins:
             files["enabled_plugins"] = f"[{','.join(self.plugins)}].\n"
-        if files:
-            container.put_archive("/etc/rabbitmq", _archive(files))
+        container.put_archive("/etc/rabbitmq", _archive(files))
 
     def _found(self, engine: DockerClient) -> Container:
         return engine.containers.get(self.container)

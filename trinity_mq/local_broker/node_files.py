@@ -29,6 +29,8 @@ PLUGIN_LISTENERS: Mapping[str, Sequence[str]] = {
 }
 """Plugins that listen on all interfaces unless told otherwise."""
 
+CONSUMER_TIMEOUT = f"consumer_timeout = {7 * 24 * 3600 * 1000}"
+"""Line of ``rabbitmq.conf``: a week, in milliseconds. The agents end what takes too long themselves."""
 HELPERS_END_SECONDS = 5.0
 POLL_SECONDS = 0.05
 LOG_PREFIX = re.compile(r"^\S+ \S+ \[\w+\] <[\d.]+> ?")
@@ -174,6 +176,7 @@ def server_config(state: NodeState, plugins: Sequence[str], extra: str) -> str:
         "disk_free_limit.absolute = 50MB",
         "log.file.level = info",
         "log.console = false",
+        CONSUMER_TIMEOUT,
     ]
     for plugin in plugins:
         lines += [line.format(host=LOOPBACK, port=state.ports[plugin]) for line in PLUGIN_LISTENERS.get(plugin, ())]

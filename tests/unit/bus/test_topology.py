@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_mq.bus.topology import Topology, batch_key
+from trinity_mq.config import load_config
 
 TOPOLOGY = Topology("run-1")
 
@@ -49,6 +50,12 @@ def test_what_each_kind_of_queue_declares() -> None:
     assert batch.arguments["x-delivery-limit"] == 1_000_000
     assert batch.arguments["x-dead-letter-exchange"] == TOPOLOGY.exchange("dead")
     assert batch.redeclare is False
+    assert "x-consumer-timeout" not in batch.arguments
+    config = load_config({"name": "r", "model": {"tiny": {}}, "broker": {"consumer_timeout": 7200}})
+    run = Topology.of(config)
+    held = (run.tasks_train, run.tasks_eval, run.closed, run.submitted, run.batch_queue(1, "t"))
+    assert {queue.arguments["x-consumer-timeout"] for queue in held} == {7_200_000}
+    assert not any("x-consumer-timeout" in queue.arguments for queue in (run.ready, run.results, run.dead))
     assert "x-expires" not in TOPOLOGY.ready.arguments
     assert "x-delivery-limit" not in TOPOLOGY.ready.arguments
     assert TOPOLOGY.listener("a", "1", "sync").arguments == {}

@@ -35,6 +35,10 @@ def server(version: str | None = "4.0.5", product: str = "RabbitMQ") -> dict[str
     return {"version": version, "product": product}
 
 
+OLD = server("3.11.28")
+"""A release whose consumer timeout is one for all queues."""
+
+
 def limits(consumer_timeout: int = 1_800_000, max_message_size: int = 16 * 2**20) -> dict[str, int]:
     return {"consumer_timeout": consumer_timeout, "max_message_size": max_message_size}
 
@@ -96,8 +100,15 @@ def test_a_healthy_broker() -> None:
         ({"server": server("5.0.0")}, "version", "warning", "breaking changes"),
         ({"server": server(None)}, "version", "warning", ""),
         ({"server": server("2.0", "LavinMQ")}, "version", "warning", "use RabbitMQ"),
-        ({"limits": limits(60_000)}, "consumer timeout", "problem", "60 s"),
-        ({"limits": limits(0)}, "consumer timeout", "ok", "no limit"),
+        (
+            {"server": OLD, "limits": limits(60_000)},
+            "consumer timeout",
+            "problem",
+            "`consumer_timeout = 86400000`",
+        ),
+        ({"server": OLD, "limits": limits(0)}, "consumer timeout", "ok", "no limit"),
+        ({"limits": limits(60_000)}, "consumer timeout", "ok", "86400 s, which the run's queues ask for themselves"),
+        ({"limits": UNKNOWN}, "consumer timeout", "ok", "86400 s"),
         ({"limits": limits(max_message_size=2**20)}, "message size", "problem", "max_message_bytes to 1048576"),
         ({"limits": limits(max_message_size=8 * 2**20)}, "message size", "ok", ""),
         ({"limits": limits(max_message_size=0)}, "message size", "not looked at", "does not report"),
@@ -139,7 +150,7 @@ def test_each_thing_that_can_be_wrong(changes: dict[str, Any], subject: str, ver
 
 
 def test_an_unknown_fact_is_not_guessed() -> None:
-    facts = Facts(urls=(), tls_verified=True, user="u", vhost="/", server=server())
+    facts = Facts(urls=(), tls_verified=True, user="u", vhost="/", server=OLD)
     facts.missing("nobody at home", "limits", "policies")
     facts.missing("nobody at home", "limits")
     found = judged(facts)
@@ -152,8 +163,8 @@ def test_an_unknown_fact_is_not_guessed() -> None:
 
 def test_without_a_configuration_a_short_timeout_is_no_verdict() -> None:
     needs = Needs.of(None, "x")
-    assert judged(healthy(limits=limits(60_000)), needs)["consumer timeout"].verdict == "warning"
-    assert judged(healthy(), needs)["consumer timeout"].verdict == "ok"
+    assert judged(healthy(server=OLD, limits=limits(60_000)), needs)["consumer timeout"].verdict == "warning"
+    assert judged(healthy(server=OLD), needs)["consumer timeout"].verdict == "ok"
     nameless = judged(healthy(), Needs.of(None, None))
     assert {nameless[name].seen for name in ("permissions", "queues of the run", "policies")} == {"no run is named"}
     with pytest.raises(ValueError, match="run name 'A'"):

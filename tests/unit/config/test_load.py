@@ -24,8 +24,16 @@ EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {
         (TINY, ["synchronizer.max_staleness=0", "synchronizer.sync_offset=2"], ["max_staleness is 0", "2 steps old"]),
         (TINY, ["algorithm.repeat_times=1"], ["repeat_times is 1", "at least 2"]),
         (TINY, ["algorithm.repeat_times=2", "algorithm.min_group_runs=3"], ["min_group_runs is 3"]),
-        (TINY, ["explorer.max_timeout=700"], ["2100 s", "1800 s"]),
-        (TINY, ["operator.timeout=1800"], ["operator.timeout is 1800 s", "must be less"]),
+        (
+            TINY,
+            ["explorer.max_timeout=50000", "explorer.batch_timeout=2e5", "explorer.stall_timeout=2e5"],
+            ["hold a slice for 150610 s", "50000 s x 3 tries", "broker.consumer_timeout is 86400 s", "raise that"],
+        ),
+        (
+            TINY,
+            ["broker.consumer_timeout=1700"],
+            ["hold a batch for 1760 s", "operator.timeout 800 s, 3 x"],
+        ),
         (TINY, ["buffer.batch_size=98000"], ["98000 slices", "explorer.max_repeat_times_per_runner", "8388608"]),
         (TINY, ["explorer.batch_timeout=10"], ["times must grow"]),
         (TINY, ["explorer.rollout_model.top_p=0.9"], ["top_p", "allow_truncated_sampling"]),
@@ -128,3 +136,15 @@ def test_the_one_mode_of_the_reference_system_is_accepted_and_no_other() -> None
     assert load_config({**TINY, "mode": "both"}) == load_config(TINY)
     with pytest.raises(ConfigError, match="mode: unknown key"):
         load_config({**TINY, "mode": "train"})
+
+
+def test_rollouts_of_hours_are_a_matter_of_time_limits_only() -> None:
+    hours = ["explorer.max_timeout=14400", "explorer.batch_timeout=5e4", "explorer.stall_timeout=1e5"]
+    config = load_config(TINY, hours)
+    assert config.explorer.slice_timeout == 3 * 14_400
+    assert config.hold_seconds["slice"] == 3 * 14_400 + 10 + 2 * 300
+
+
+def test_default_times_fit_into_the_half_hour_that_brokers_have_by_themselves() -> None:
+    config = load_config(TINY)
+    assert max(config.hold_seconds.values()) < 1800

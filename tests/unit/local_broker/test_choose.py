@@ -95,7 +95,7 @@ class TestContainer:
         assert f"RABBITMQ_DEFAULT_PASS={password}" in created["Env"]
         assert stat.S_IMODE((base / "docker.json").stat().st_mode) == 0o600
         assert docker.files == {
-            "/etc/rabbitmq/conf.d/90-extra.conf": ("channel_max = 9", 0o644),
+            "/etc/rabbitmq/conf.d/90-extra.conf": ("consumer_timeout = 604800000\nchannel_max = 9", 0o644),
             "/etc/rabbitmq/enabled_plugins": ("[rabbitmq_stream].\n", 0o644),
         }
         assert docker.stops == 1

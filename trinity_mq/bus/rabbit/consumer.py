@@ -8,8 +8,10 @@ import datetime
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import structlog
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
+from aiormq.exceptions import ChannelPreconditionFailed
 
 from trinity_mq.bus.base import Answer, BusRefused, Delivery, QueueGone, StaleDelivery, StreamCut
 from trinity_mq.bus.buffered_consumer import BufferedConsumer
@@ -23,6 +25,12 @@ from trinity_mq.bus.rabbit.connection import (
 )
 from trinity_mq.bus.topology import Queue
 
+log = structlog.get_logger(__name__)
+
+HELD_TOO_LONG = (
+    "the broker takes back what is held for longer than its consumer_timeout, and it is done again; `trinity-mq "
+    "doctor` says which line its configuration needs. A queue keeps the timeout that it was made with"
+)
 SEGMENT_ENTRIES = 1
 """A new segment of a stream begins with an entry of the broker's own, which takes one offset and is never delivered."""
 CLOCK_MARGIN = datetime.timedelta(seconds=5)
@@ -103,7 +111,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             arguments["x-stream-offset"] = self._stream_offset()
             self._requested = self._next
         channel.on_consumer_cancel_callbacks.add(lambda cancel: self._cancel(channel))
-        channel.closing.add_done_callback(lambda closing: self._lost(channel))
+        channel.closing.add_done_callback(lambda closing: self._channel_closed(channel, closing))
         self._arrived.clear()
         self._to_ack = 0
         self._channel = channel
@@ -155,6 +163,12 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
             self._end(StreamCut(self.queue.name, requested, offset))
         else:
             self._put(_Arrived(channel, message, offset))
+
+    def _channel_closed(self, channel: Channel, closing: asyncio.Future[Any]) -> None:
+        error = None if closing.cancelled() else closing.exception()
+        if isinstance(error, ChannelPreconditionFailed) and "acknowledgement" in str(error):
+            log.error("message_held_too_long", queue=self.queue.name, broker=str(error), do=HELD_TOO_LONG)
+        self._lost(channel)
 
     def _cancel(self, channel: Channel) -> None:
         """Handle the end of the consumer by the broker: its queue was deleted or moved, which attaching again shows."""

@@ -106,7 +106,7 @@ async def connected(run: str, broker: BrokerConfig, who: str) -> AsyncIterator[t
         BusRefused, BusUnavailable: The broker does not let us in, or is not there.
     """
     try:
-        topology = Topology(run, broker.ready_max_bytes, broker.results_max_bytes)
+        topology = Topology.on(run, broker)
     except ValueError as error:
         raise CommandError(str(error)) from error
     bus = create_bus(broker, topology, who)

@@ -19,6 +19,8 @@ Judge = Callable[[Facts, Needs], Sequence[Judgement]]
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 OLDEST, NEWEST = (3, 10), (4, 99)
+TIMEOUT_PER_QUEUE = (3, 12)
+"""Release from which on queues have consumer timeouts of their own."""
 FLAGS = ("quorum_queue", "stream_queue")
 CLOCK_SECONDS = 5.0
 """Nothing in a run compares the clocks of two machines; people who read its logs do."""
@@ -130,29 +132,40 @@ def _connection(facts: Facts, _needs: Needs) -> list[Judgement]:
     return first(seen, ("warning", not facts["tls_verified"], verify))
 
 
+def _release(facts: Facts) -> tuple[int, int] | None:
+    """Return the broker's release, None where it is no RabbitMQ or does not say."""
+    server = facts["server"]
+    numbers = re.match(r"(\d+)\.(\d+)", str(server.get("version"))) if server.get("product") == "RabbitMQ" else None
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
 @check("version", "RabbitMQ 3.10 to 4.x", "server")
 def _version(facts: Facts, _needs: Needs) -> list[Judgement]:
     product, seen = facts["server"].get("product", "unknown"), facts["server"].get("version")
-    numbers = re.match(r"(\d+)\.(\d+)", str(seen)) if product == "RabbitMQ" else None
-    release = (int(numbers[1]), int(numbers[2])) if numbers is not None else OLDEST
+    known = _release(facts)
+    release = known or OLDEST
     return first(
         f"{product} {seen}",
-        ("warning", numbers is None, "use RabbitMQ: quorum queues and streams are relied upon as it has them"),
+        ("warning", known is None, "use RabbitMQ: quorum queues and streams are relied upon as it has them"),
         ("problem", release < OLDEST, "upgrade the broker"),
         ("warning", release > NEWEST, "read its list of breaking changes: nobody has run this system on it"),
     )
 
 
-@check("consumer timeout", "more than {hold}, the longest that an agent holds a message", "limits", by_hand=ENVIRONMENT)
+@check("consumer timeout", "more than {hold}, the longest that an agent holds a message")
 def _consumer_timeout(facts: Facts, needs: Needs) -> list[Judgement]:
+    if "server" in facts and (_release(facts) or OLDEST) >= TIMEOUT_PER_QUEUE:
+        return first(f"{needs.config.broker.consumer_timeout:g} s, which the run's queues ask for themselves")
+    if "limits" not in facts:
+        return [("not looked at", facts.why("limits"), ENVIRONMENT)]
     seconds = facts["limits"]["consumer_timeout"] / 1000
-    enough = not seconds or seconds > needs.hold_seconds or (seconds == needs.hold_seconds and not needs.exact)
     raise_it = (
-        "set consumer_timeout in rabbitmq.conf (milliseconds; 1800000 is RabbitMQ's own) and restart the broker: "
-        "what takes longer is taken away and done again, for ever"
+        f"add the line `consumer_timeout = {round(needs.config.broker.consumer_timeout * 1000)}` to rabbitmq.conf "
+        "(milliseconds; 1800000 is RabbitMQ's own) and restart the broker: what takes longer is taken away and done "
+        "again, for ever"
     )
-    seen = f"{seconds:g} s" if seconds else "no limit"
-    return first(seen, ("problem" if needs.exact else "warning", not enough, raise_it))
+    low = 0 < seconds <= needs.hold_seconds
+    return first(f"{seconds:g} s" if seconds else "no limit", ("problem" if needs.exact else "warning", low, raise_it))
 
 
 @check("message size", "at least broker.max_message_bytes, {message_size}", "limits", by_hand=ENVIRONMENT)

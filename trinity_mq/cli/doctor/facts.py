@@ -33,7 +33,6 @@ from trinity_mq.bus.topology import Topology
 from trinity_mq.cli.run.report import newest_checkpoint
 from trinity_mq.config import Config, load_config
 from trinity_mq.config.bus import TlsConfig
-from trinity_mq.config.run import CONSUMER_TIMEOUT
 from trinity_mq.local_broker.node_files import NodeError
 from trinity_mq.runtime.process import is_run_over
 
@@ -91,9 +90,8 @@ class Needs:
         """Return the needs of a configuration, else of the defaults. Raises ValueError for an impossible name."""
         config = given or load_config({"name": "defaults", "model": {"tiny": {}}})
         name = run if given is None else given.name
-        broker = config.broker
         return cls(
-            topology=None if name is None else Topology(name, broker.ready_max_bytes, broker.results_max_bytes),
+            topology=None if name is None else Topology.on(name, config.broker),
             config=config,
             exact=given is not None,
             engine=None if given is None else given.explorer.rollout_model.engine,
@@ -109,9 +107,7 @@ class Needs:
     @property
     def hold_seconds(self) -> float:
         """The longest that an agent holds a delivery."""
-        explorer = self.config.explorer
-        held = max(explorer.slice_timeout, explorer.operator_deadline, self.config.operator.timeout)
-        return held if self.exact else CONSUMER_TIMEOUT
+        return max(self.config.hold_seconds.values())
 
     @property
     def stream_bytes(self) -> int:
