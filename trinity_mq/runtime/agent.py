@@ -19,7 +19,13 @@ from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus
 from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter, drop_foreign, envelope
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.runtime.peers import HEARTBEAT_INTERVAL, HEARTBEAT_LEASE, HeartbeatPublisher, Peers
+from trinity_mq.runtime.peers import (
+    HEARTBEAT_INTERVAL,
+    HEARTBEAT_LEASE,
+    HeartbeatPublisher,
+    Peers,
+    heartbeat_patterns,
+)
 from trinity_mq.runtime.process import is_run_over
 from trinity_mq.telemetry import MetricsWriter
 
@@ -145,7 +151,7 @@ class Agent(ABC):
         self.woken.notify()
 
     async def _listen(self, subscribed: asyncio.Event) -> None:
-        telemetry = self.topology.listener(self.id, self.incarnation, "telemetry", "beat.#")
+        telemetry = self.topology.listener(self.id, self.incarnation, "telemetry", *heartbeat_patterns(self.role))
         control = self.topology.listener(
             self.id, self.incarnation, "control", f"*.{self.id}", f"*.{self.role}", "*.all"
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,12 +19,35 @@ log = structlog.get_logger(__name__)
 
 S = TypeVar("S", bound=Status)
 
+HEARD_BY: Mapping[Role, tuple[Role, ...] | None] = {
+    "explorer": None,
+    "scheduler": ("runner",),
+    "runner": ("explorer", "scheduler", "engine", "trainer"),
+    "operator": ("explorer", "engine", "trainer", "operator"),
+    "trainer": ("explorer", "operator", "engine", "trainer"),
+    "engine": ("explorer", "engine", "trainer"),
+}
+"""Roles whose heartbeats each role receives, None for all: were everybody's sent to everybody, N agents would make N²/2
+deliveries a second. Operators and trainers hear their own role, to wait for the one at work.
+"""
 HEARTBEAT_INTERVAL = 2.0
 """Seconds between two heartbeats without a change."""
 HEARTBEAT_LEASE = 10.0
 """Seconds after which an agent that sends nothing is taken for dead."""
+REMEMBERED_LEASES = 6
+"""Leases after which an agent that sends nothing is forgotten. Before, its last heartbeat is still known."""
 MIN_HEARTBEAT_GAP = 0.05
 """Least seconds between two heartbeats: a burst of changes makes one."""
+
+
+def heartbeat_patterns(role: Role) -> tuple[str, ...]:
+    """Return the routing patterns of the heartbeats that an agent of ``role`` receives.
+
+    >>> heartbeat_patterns("scheduler"), heartbeat_patterns("explorer")
+    (('beat.runner.#',), ('beat.#',))
+    """
+    heard = HEARD_BY.get(role)
+    return ("beat.#",) if heard is None else tuple(f"beat.{one}.#" for one in heard)
 
 
 @dataclass(slots=True)
@@ -39,16 +63,24 @@ class Peers:
     """Heartbeats by agent id. Leases run on our own monotonic clock and stand still while we are disconnected."""
 
     def __init__(self) -> None:
-        self._peers: dict[str, Peer] = {}
+        self._known: dict[str, Peer] = {}
+        self._living: defaultdict[Role, dict[str, Peer]] = defaultdict(dict)
         self._suspended_since: float | None = None
+        self._next_sweep = 0.0
         self.changed = Notifier()
 
     def receive(self, beat: Heartbeat) -> None:
         """Store a heartbeat; one older than the stored one of the same incarnation is ignored."""
-        known = self._peers.get(beat.id)
+        known = self._known.get(beat.id)
         if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
             return
-        self._peers[beat.id] = Peer(beat, asyncio.get_running_loop().time())
+        if known:
+            self._living[known.beat.role].pop(beat.id, None)
+        peer = self._known[beat.id] = Peer(beat, asyncio.get_running_loop().time())
+        if beat.state != "gone":
+            self._living[beat.role][beat.id] = peer
+        if peer.received >= self._next_sweep:
+            self._forget(peer.received)
         self.changed.notify()
 
     def suspend(self) -> None:
@@ -57,25 +89,40 @@ class Peers:
             self._suspended_since = asyncio.get_running_loop().time()
 
     def refresh(self) -> None:
-        """Start all leases anew, after a time in which no heartbeat could arrive."""
-        now = asyncio.get_running_loop().time()
-        self._suspended_since = None
-        for peer in self._peers.values():
-            peer.received = now
+        """Start the leases anew that ran at :meth:`suspend`; those that had run out stay so until a heartbeat comes."""
+        if self._suspended_since is not None:
+            now = asyncio.get_running_loop().time()
+            for role in self._living:
+                for peer in self._running(role):
+                    peer.received = now
+            self._suspended_since = None
         self.changed.notify()
 
     def alive(self, role: Role) -> list[Heartbeat]:
         """Return the heartbeats of the living agents of a role, oldest id first."""
+        return sorted((peer.beat for peer in self._running(role)), key=lambda beat: beat.id)
+
+    def _running(self, role: Role) -> list[Peer]:
+        """Return the agents of a role whose lease runs, and leave the others out of later looks."""
         now = asyncio.get_running_loop().time() if self._suspended_since is None else self._suspended_since
-        return [
-            peer.beat
-            for _, peer in sorted(self._peers.items())
-            if peer.beat.role == role and now - peer.received < peer.beat.lease and peer.beat.state != "gone"
-        ]
+        living = self._living[role]
+        running = [peer for peer in living.values() if now - peer.received < peer.beat.lease]
+        if len(running) < len(living):
+            self._living[role] = {peer.beat.id: peer for peer in running}
+        return running
+
+    def _forget(self, now: float) -> None:
+        """Forget agents that were not heard of for so long; once a lease is enough."""
+        self._next_sweep = now + HEARTBEAT_LEASE
+        self._known = {
+            name: peer
+            for name, peer in self._known.items()
+            if now - peer.received < REMEMBERED_LEASES * max(peer.beat.lease, HEARTBEAT_LEASE)
+        }
 
     def latest(self, agent_id: str) -> Heartbeat | None:
-        """Return the last heartbeat of an agent, alive or not."""
-        peer = self._peers.get(agent_id)
+        """Return the last heartbeat of an agent, alive or not; None once it is forgotten."""
+        peer = self._known.get(agent_id)
         return peer.beat if peer else None
 
     def statuses(self, role: Role, status: type[S], *, without: str = "") -> list[S]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.messages import Heartbeat, SchedulerStatus
 from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter
-from trinity_mq.runtime.peers import HEARTBEAT_LEASE, HeartbeatPublisher, Peers
+from trinity_mq.runtime.peers import HEARTBEAT_LEASE, HeartbeatPublisher, Peers, heartbeat_patterns
 
 ROLE = "scheduler"
 
@@ -28,7 +28,7 @@ class SchedulerHeartbeats:
         self.id = f"{ROLE}-{uuid.uuid4().hex[:8]}"
         self.seq = 0
         self._incarnation = uuid.uuid4().hex[:12]
-        self._subscription = topology.listener(self.id, self._incarnation, "telemetry", "beat.runner.#")
+        self._subscription = topology.listener(self.id, self._incarnation, "telemetry", *heartbeat_patterns(ROLE))
         self._publisher = HeartbeatPublisher(bus, topology, self.id, self._make)
         bus.on_change(self._bus_changed)
 

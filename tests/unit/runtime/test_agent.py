@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from structlog.testing import capture_logs
@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
-from trinity_mq.messages import ControlEvent, Heartbeat, RunnerStatus, decode
+from trinity_mq.messages import ControlEvent, Heartbeat, Role, RunnerStatus, decode
+from trinity_mq.messages.status import AnyStatus
 from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
@@ -38,8 +39,8 @@ class Idler(Agent):
         self.heard: list[str] = []
         self.level = 0
 
-    def detail(self) -> RunnerStatus:
-        return RunnerStatus(running=self.level)
+    def detail(self) -> AnyStatus:
+        return RunnerStatus(running=self.level) if self.role == "runner" else super().detail()
 
     async def serve(self) -> None:
         self.set_state("idle", "work")
@@ -71,10 +72,10 @@ class Outside:
         await asyncio.sleep(0.2)
 
 
-def simulate(script: Any, agents: int = 1) -> tuple[Outside, list[Idler]]:
+def simulate(script: Any, agents: int = 1, kind: type[Idler] = Idler) -> tuple[Outside, list[Idler]]:
     broker = MemoryBroker()
     outside = Outside(broker)
-    idlers = [Idler(broker, f"runner-{n}") for n in range(agents)]
+    idlers = [kind(broker, f"runner-{n}") for n in range(agents)]
 
     async def main() -> None:
         listening = asyncio.create_task(outside.listen())
@@ -125,11 +126,40 @@ def test_a_burst_of_changes_makes_few_beats() -> None:
 
 
 def test_agents_hear_of_each_other_from_the_first_beat_on() -> None:
+    class Operating(Idler):
+        role = "operator"
+
     async def script(outside: Outside, *idlers: Idler) -> None:
         for idler in idlers:
-            assert [beat.id for beat in idler.peers.alive("runner")] == ["runner-0", "runner-1"]
+            assert [beat.id for beat in idler.peers.alive("operator")] == ["runner-0", "runner-1"]
 
-    simulate(script, agents=2)
+    simulate(script, agents=2, kind=Operating)
+
+
+@pytest.mark.parametrize(
+    ("own", "heard"),
+    [
+        ("explorer", {"explorer", "scheduler", "runner", "operator", "trainer", "engine", "supervisor"}),
+        ("runner", {"explorer", "scheduler", "trainer", "engine"}),
+        ("operator", {"explorer", "trainer", "engine", "operator"}),
+        ("trainer", {"explorer", "trainer", "engine", "operator"}),
+        ("engine", {"explorer", "trainer", "engine"}),
+    ],
+)
+def test_each_role_hears_whom_it_needs(own: Any, heard: set[str]) -> None:
+    """And no runner hears a runner: of N agents that all hear all, each gets N/2 heartbeats a second."""
+
+    class OfRole(Idler):
+        role = own
+
+    async def script(outside: Outside, idler: Idler) -> None:
+        for role in get_args(Role):
+            beat = Heartbeat(role=role, id=f"another-{role}", seq=1, incarnation="x", lease=10.0, state="working")
+            await outside.bus.publish(TOPOLOGY.exchange("telemetry"), f"beat.{role}.another-{role}", envelope(beat))
+        await asyncio.sleep(1)
+        assert {role for role in get_args(Role) if idler.peers.latest(f"another-{role}")} == heard
+
+    simulate(script, kind=OfRole)
 
 
 @pytest.mark.parametrize(

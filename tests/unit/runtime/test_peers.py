@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import pytest
+
 from trinity_mq.messages import ExplorerStatus, Heartbeat, RunnerStatus, TrainerStatus
-from trinity_mq.runtime.peers import Peers
+from trinity_mq.runtime.peers import REMEMBERED_LEASES, Peers
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -89,16 +92,74 @@ def test_an_old_beat_does_not_extend_a_lease() -> None:
     run_virtually(main())
 
 
-def test_after_deafness_every_lease_starts_anew() -> None:
+@pytest.mark.parametrize("looked_before", [True, False])
+def test_a_reconnect_extends_the_leases_that_ran_when_the_connection_broke_and_revives_nobody(
+    looked_before: bool,
+) -> None:
     async def main() -> None:
         peers = Peers()
-        peers.receive(beat(detail={"running": 1}))
+        peers.receive(beat("died-an-hour-ago"))
+        await asyncio.sleep(3600)
+        peers.receive(beat("lives"))
+        peers.receive(beat("said-goodbye", state="gone"))
+        assert not looked_before or peers.alive("runner")
+        peers.suspend()
         await asyncio.sleep(60)
-        assert peers.alive("runner") == []
         peers.refresh()
-        assert peers.statuses("runner", RunnerStatus) == [RunnerStatus(running=1)]
-        await asyncio.sleep(10)
-        assert peers.statuses("runner", RunnerStatus) == []
+        assert [each.id for each in peers.alive("runner")] == ["lives"]
+        await asyncio.sleep(9.9)
+        assert [each.id for each in peers.alive("runner")] == ["lives"]
+        await asyncio.sleep(0.1)
+        peers.refresh()
+        assert peers.alive("runner") == []
+
+    run_virtually(main())
+
+
+def test_an_agent_that_sends_nothing_is_forgotten_after_some_leases() -> None:
+    async def main() -> None:
+        peers = Peers()
+        peers.receive(beat("died"))
+        peers.receive(beat("slow", lease=60.0))
+        for seq in range(2, 200):
+            await asyncio.sleep(1)
+            peers.receive(beat(seq=seq))
+            assert (peers.latest("died") is not None) == (seq - 1 < REMEMBERED_LEASES * 10)
+        assert peers.latest("slow") is not None
+        assert peers.latest("runner-0") is not None
+
+    run_virtually(main())
+
+
+def test_fifty_thousand_that_have_gone_cost_a_look_nothing() -> None:
+    """One id for each process that ever lived: a runner in a container is named after its host."""
+
+    async def main() -> None:
+        peers = Peers()
+        for number in range(50_000):
+            peers.receive(beat(f"runner-{number}", lease=1.0))
+        peers.receive(beat("lives", lease=100.0))
+        await asyncio.sleep(2)
+        assert [each.id for each in peers.alive("runner")] == ["lives"]
+        costs = []
+        for _ in range(20):
+            started = time.perf_counter()
+            peers.alive("runner")
+            costs.append(time.perf_counter() - started)
+        assert min(costs) < 0.001
+        await asyncio.sleep(REMEMBERED_LEASES * 10)
+        peers.receive(beat("lives", seq=2, lease=100.0))
+        assert peers.latest("runner-7") is None
+
+    run_virtually(main())
+
+
+def test_an_id_that_changes_its_role_lives_once() -> None:
+    async def main() -> None:
+        peers = Peers()
+        peers.receive(beat("a"))
+        peers.receive(beat("a", seq=2, role="operator"))
+        assert (peers.alive("runner"), [each.seq for each in peers.alive("operator")]) == ([], [2])
 
     run_virtually(main())
 
