@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiormq
@@ -133,6 +134,42 @@ class TestChannels:
             return depths == [rejected, 2]
 
         await until(settled)
+
+    @pytest.mark.parametrize("answer", ["requeue", "reject"])
+    async def test_acknowledgements_that_overtake_another_answer_do_not_cover_its_delivery(
+        self, bus: RabbitBus, topology: Topology, monkeypatch: pytest.MonkeyPatch, answer: str
+    ) -> None:
+        await bus.declare(topology.tasks_train, topology.dead)
+        for number in range(5):
+            await bus.publish("", topology.tasks_train.name, note(str(number)))
+        consumer = await bus.consume(topology.tasks_train)
+        first, *others = [await anext(consumer) for _ in range(5)]
+        assert isinstance(first, RabbitDelivery)
+        room = asyncio.Event()
+        name = {"requeue": "basic_nack", "reject": "basic_reject"}[answer]
+        write = getattr(first._channel, name)
+
+        async def once_there_is_room(*args: Any, **how: Any) -> None:
+            await room.wait()  # as in a write queue that is full
+            await write(*args, **how)
+
+        monkeypatch.setattr(first._channel, name, once_there_is_room)
+        answering = asyncio.create_task(getattr(first, answer)())
+        await asyncio.sleep(0)
+        for delivery in others:
+            await delivery.ack()
+        assert not answering.done()
+        room.set()
+        await answering
+        comes_again = consumer if answer == "requeue" else await bus.consume(topology.dead)
+        async with asyncio.timeout(10):
+            assert (await anext(comes_again)).body == b"0"
+        await consumer.close()
+
+        async def only_that_one_is_left() -> bool:
+            return await bus.depth(topology.tasks_train.name) == (1 if answer == "requeue" else 0)
+
+        await until(only_that_one_is_left)
 
     async def test_a_deleted_exchange_is_made_again(self, bus: RabbitBus, broker_url: str, topology: Topology) -> None:
         await bus.declare(topology.tasks_train, topology.dead)

@@ -120,7 +120,7 @@ class RunnerStatus(Status):
     running: int = 0
     """Slices in flight."""
     slices: list[tuple[str, int, int, float]] = Field(default_factory=list)
-    """The oldest slices in flight, at most 16: ticket, task id, first run, seconds since delivery."""
+    """The oldest slices in flight, at most 4: ticket, task id, first run, seconds since delivery."""
     done: int = 0
     """Slices whose result was published."""
     cancelled: int = 0

@@ -280,6 +280,8 @@ class Agent(ABC):
 
     def _current_heartbeats(self) -> Iterable[Heartbeat]:
         now = asyncio.get_running_loop().time()
+        self.peers.changed.notify()  # no message tells that a lease has run out
+        self.woken.notify()
         self.heartbeat_seq += 1
         own = Heartbeat(
             role=self.role,

@@ -138,8 +138,11 @@ class Peers:
 
     @property
     def explorer(self) -> ExplorerStatus:
-        """Status of the living explorer, of defaults when there is none."""
-        return next(reversed(self.statuses("explorer", ExplorerStatus)), ExplorerStatus())
+        """Status of the living explorer, of defaults when there is none. One that says that the run is over is right:
+        the lease of one that was killed may still run.
+        """
+        known = self.statuses("explorer", ExplorerStatus)
+        return next((status for status in known if status.finished), known[-1] if known else ExplorerStatus())
 
     @property
     def trainer(self) -> TrainerStatus:

@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Callable, Iterable
 
 from trinity_mq.bus import Bus, Topology
-from trinity_mq.messages import Heartbeat, SchedulerStatus
+from trinity_mq.messages import Heartbeat, Role, SchedulerStatus
 from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter
 from trinity_mq.runtime.peers import HEARTBEAT_LEASE, HeartbeatPublisher, Peers, heartbeat_patterns
 
-ROLE = "scheduler"
+ROLE: Role = "scheduler"
 
 
 class SchedulerHeartbeats:

@@ -57,7 +57,7 @@ FINAL_FLUSH = 5.0
 """Seconds for publishing results after ``runner.drain_timeout``."""
 EXIT_GRACE = 3.0
 """Seconds from the end of a runner to the end of its process, where workflows ignore their cancellation."""
-LISTED = 16
+LISTED = 4
 """Slices that a beat names: ``[ticket, task, first run, seconds since it came]``."""
 IDLE_AFTER = 0.25
 """Seconds without a slice after which the heartbeat says so."""

@@ -136,6 +136,18 @@ def test_agents_hear_of_each_other_from_the_first_beat_on() -> None:
     simulate(script, agents=2, kind=Operating)
 
 
+def test_an_agent_that_hears_nobody_notices_that_a_lease_has_run_out() -> None:
+    async def script(outside: Outside, idler: Idler) -> None:
+        beat = Heartbeat(role="trainer", id="t", seq=1, incarnation="x", lease=10.0, state="working")
+        await outside.bus.publish(TOPOLOGY.exchange("telemetry"), "beat.trainer.t", envelope(beat))
+        await asyncio.sleep(1)
+        assert idler.peers.alive("trainer")
+        async with asyncio.timeout(12):
+            await idler.woken.until(lambda: not idler.peers.alive("trainer"))
+
+    simulate(script)
+
+
 @pytest.mark.parametrize(
     ("own", "heard"),
     [

@@ -186,6 +186,9 @@ def test_the_status_of_the_living_explorer_and_trainer_is_that_of_the_last_id() 
         peers.receive(beat("explorer-0", role="explorer", detail={"wants": 1}))
         peers.receive(beat("trainer-0", role="trainer", detail={"committed": [1, 3]}))
         assert peers.explorer.wants == 2
+        peers.receive(beat("explorer-0", seq=2, role="explorer", detail={"wants": 1, "finished": True}))
+        assert peers.explorer.finished, "explorer-1 was killed a moment ago"
+        peers.receive(beat("explorer-0", seq=3, role="explorer", detail={"wants": 1}))
         assert peers.trainer.committed == (1, 3)
         assert [one.wants for one in peers.statuses("explorer", ExplorerStatus, without="explorer-1")] == [1]
         await asyncio.sleep(10)
