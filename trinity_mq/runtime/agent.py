@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -66,6 +67,7 @@ class Agent(ABC):
         self.heartbeat_seq = 0
         self.lock: Lock | None = None
         """The lock of the run under which this agent acts, if it needs one."""
+        self._drain_within = math.inf
         self.waits_for: str | None = None
         """The awaited event, None while the agent works."""
         self._waits_since = 0.0
@@ -103,12 +105,19 @@ class Agent(ABC):
         """Send a heartbeat now rather than at the next interval."""
         self._heartbeats.soon()
 
-    def drain(self) -> None:
-        """Ask the agent to finish its work in hand and end."""
+    def drain(self, within: float | None = None) -> None:
+        """Ask the agent to finish its work in hand and end; ``within`` bounds its ``drain_timeout`` in seconds."""
+        if within is not None:
+            self._drain_within = within
         if not self.draining.is_set():
             log.info("draining", agent=self.id)
             self.draining.set()
             self.woken.notify()
+
+    @property
+    def drain_timeout(self) -> float:
+        """Seconds that draining agents have for the work in hand (``runner.drain_timeout``, or less when pressed)."""
+        return min(self.config.runner.drain_timeout, self._drain_within)
 
     def restart(self, why: RestartMe) -> None:
         """End this process so that a fresh one takes its place. An agent that can give its work back does so first."""

@@ -10,9 +10,13 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+PARENT_INTERVAL = 0.5
+"""Seconds between two looks at whether the parent lives."""
 _PR_SET_PDEATHSIG = 1
 _RUN_MARKER = "finished"
 
@@ -38,6 +42,20 @@ def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
     # the parent may have ended before the call
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
+
+
+def when_parent_ends(parent: int, call: Callable[[], None]) -> None:
+    """Call ``call``, in a thread of its own, within :data:`PARENT_INTERVAL` after the parent ``parent`` has ended.
+
+    That needs no event loop, and works on every system.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_INTERVAL)
+        call()
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
 async def wait_exit(pid: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import structlog
@@ -13,10 +16,10 @@ import structlog
 from trinity_mq.bus import AddressError, Bus, BusRefused, BusUnavailable, StreamCut, Topology, create_bus
 from trinity_mq.config import Config
 from trinity_mq.messages import Role
-from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RECYCLE, EXIT_RESTART, FatalError, RecycleMe, RestartMe
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.runtime.process import die_with_parent
+from trinity_mq.runtime.process import die_with_parent, when_parent_ends
 from trinity_mq.runtime.service import LifeSigns
 from trinity_mq.runtime.supervisor import PARENT_VARIABLE
 from trinity_mq.telemetry import setup_logging
@@ -24,6 +27,10 @@ from trinity_mq.telemetry import setup_logging
 log = structlog.get_logger(__name__)
 
 
+ORPHAN_LEASE = HEARTBEAT_LEASE
+"""Seconds from the end of its supervisor to the end of an agent."""
+ORPHAN_DRAIN_SHARE, ORPHAN_CANCEL_SHARE = 0.4, 0.7
+"""Shares of it after which work in hand is given back, and after which the agent is cancelled."""
 GC_THRESHOLDS = (20_000, 20, 20)
 """Thresholds of the cycle collector in processes with many long-lived small objects: with the default ones a scheduler
 with 10,000 tasks in flight spends a quarter of its time in the collector."""
@@ -42,17 +49,18 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
         0 when done; ``EXIT_FATAL`` when a restart would fail the same way; ``EXIT_RESTART`` when a fresh process can go
         on, ``EXIT_RECYCLE`` when one should; 1 for an unexpected error (its traceback is in the log).
     """
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent:
-        die_with_parent(int(parent))
+    parent = int(os.environ.get(PARENT_VARIABLE) or 0) or None
+    if parent is not None:
+        die_with_parent(parent)
     setup_logging(role, agent_id, config.path, config.monitor.log_level)
-    signs = LifeSigns.from_environment(supervised=bool(parent))  # before anything is started that could inherit it
+    supervised = parent is not None
+    signs = LifeSigns.from_environment(supervised=supervised)  # before anything is started that could inherit it
     try:
         add_plugins(config.plugin_dirs)
         if role in {"explorer", "runner"}:
             collect_seldom()
         with signs.ended():
-            asyncio.run(_serve(config, agent_id, build, signs))
+            asyncio.run(_serve(config, agent_id, build, signs, parent))
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
@@ -85,14 +93,50 @@ def first_leaf(error: BaseException) -> BaseException:
     return error
 
 
-async def _serve(config: Config, agent_id: str, build: Callable[[Bus, Topology], Agent], signs: LifeSigns) -> None:
+async def _serve(
+    config: Config,
+    agent_id: str,
+    build: Callable[[Bus, Topology], Agent],
+    signs: LifeSigns,
+    parent: int | None,
+) -> None:
     topology = Topology.of(config)
     agent = build(create_bus(config.broker, topology, agent_id), topology)
     if agent.role != "explorer":  # the explorer tells agents that cannot see the folder
         agent.run_folder = config.path
     loop = asyncio.get_running_loop()
+
+    def drain() -> None:
+        orphaned = parent is not None and os.getppid() != parent
+        agent.drain(ORPHAN_DRAIN_SHARE * ORPHAN_LEASE if orphaned else None)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, agent.drain)
+        loop.add_signal_handler(number, drain)
     log.info("agent_starts", agent=agent_id, pid=os.getpid(), incarnation=agent.incarnation)
-    await agent.with_background(agent.run(), signs.report(agent))
+    try:
+        async with asyncio.timeout(None) as until:
+            if parent is not None:
+                when_parent_ends(parent, functools.partial(_end_orphaned, loop, drain, until))
+            await agent.with_background(agent.run(), signs.report(agent))
+    except TimeoutError:
+        if not until.expired():
+            raise
+        raise RestartMe("its supervisor is gone, and what it had in hand took too long") from None
     log.info("agent_done", agent=agent_id)
+
+
+def _end_orphaned(loop: asyncio.AbstractEventLoop, drain: Callable[[], None], until: asyncio.Timeout) -> None:
+    """End this process within :data:`ORPHAN_LEASE`: in good order where that is possible, for a broker of the
+    supervisor's own is gone too. Called in a thread, which the event loop cannot hold up.
+    """
+    log.warning("supervisor_gone", seconds=ORPHAN_LEASE)
+
+    def begin() -> None:
+        drain()
+        until.reschedule(loop.time() + ORPHAN_CANCEL_SHARE * ORPHAN_LEASE)
+
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and the process will
+        loop.call_soon_threadsafe(begin)
+    time.sleep(ORPHAN_LEASE)
+    log.error("agent_killed", reason="its supervisor is gone, and it did not end in time")
+    os._exit(EXIT_RESTART)

@@ -223,7 +223,7 @@ class ExplorerLoop:
         agent = self.agent
         agent.set_state("draining", "runners to finish")
         try:
-            async with asyncio.timeout(self.config.runner.drain_timeout + CLOCK_TICK):
+            async with asyncio.timeout(agent.drain_timeout + CLOCK_TICK):
                 await agent.woken.until(lambda: not agent.peers.alive("runner"))
         except TimeoutError:
             log.info("runners_left_behind")

@@ -97,7 +97,7 @@ class Operator(Agent):
             await self.woken.until(self._is_over)
             await manifests.stop()
             self._stopped.set()
-            await asyncio.wait([batches], timeout=self.config.runner.drain_timeout)
+            await asyncio.wait([batches], timeout=self.drain_timeout)
             if batches.cancel() and self._delivery is not None:
                 log.info("batch_given_back", ticket=self._ticket)
                 await asyncio.wait([batches])

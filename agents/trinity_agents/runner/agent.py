@@ -347,7 +347,7 @@ class Runner(Agent):
         loop = asyncio.get_running_loop()
         if self._tasks and self._failure is None:
             self.set_state("draining", f"{len(self._tasks)} slices")
-            await self._wait_for_tasks(loop.time() + self.config.runner.drain_timeout)
+            await self._wait_for_tasks(loop.time() + self.drain_timeout)
         for in_flight in list(self._held.values()):
             if in_flight.running and in_flight.task is not None:
                 if in_flight.task_slice.keep_partial and in_flight.results.experiences:
