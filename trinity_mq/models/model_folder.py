@@ -22,6 +22,7 @@ PAD_ID, EOS_ID = 0, 1
 _random_state = threading.Lock()
 """The weights come from torch's one random state."""
 
+CONFIG_FILE = "config.json"
 RECIPE = "recipe.json"
 """Record of the settings that a folder was generated from; another model's folder is never reused."""
 
@@ -146,19 +147,65 @@ def _character_tokenizer(characters: str) -> Any:
     return tokenizer
 
 
-def _existing(model_path: str) -> Path:
+def local_folder(model_path: str) -> Path | None:
+    """Return the folder that ``model_path`` names, None where it is a hub id; fetches nothing.
+
+    Raises:
+        ModelError: It names a folder that is not there.
+    """
     folder = Path(model_path).expanduser()
-    if not folder.is_dir():
-        if folder.is_absolute() or model_path.startswith((".", "~")) or model_path.count("/") > 1:
-            raise ModelError(
-                f"model.model_path {model_path}: no such folder; give a Hugging Face folder or a hub id such as "
-                "Qwen/Qwen3-0.6B"
-            )
-        folder = _snapshot(model_path)
+    if folder.is_dir():
+        return folder
+    inside = len(folder.parts) > 1 and folder.parent.is_dir()
+    if inside or folder.is_absolute() or model_path.startswith((".", "~")) or model_path.count("/") > 1:
+        raise ModelError(
+            f"model.model_path {model_path}: no such folder; give a Hugging Face folder or a hub id such as "
+            "Qwen/Qwen3-0.6B"
+        )
+    return None
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Return whether the tokenizer in ``folder`` has a chat template, as transformers stores it; loads nothing."""
+    if any(folder.glob("chat_template*")):
+        return True
     try:
-        json.loads((folder / "config.json").read_text())
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def known_folder(model_path: str) -> Path | None:
+    """Return where a model lies on this machine, None for a hub id that is to be fetched; fetches nothing.
+
+    Raises:
+        ModelError: It names a folder that is not there or is no model's.
+    """
+    folder = local_folder(model_path) or cached_folder(model_path, CONFIG_FILE)
+    return None if folder is None else _checked(model_path, folder)
+
+
+def cached_folder(hub_id: str, file: str) -> Path | None:
+    """Return the snapshot of a hub id in the local cache, None where it does not hold ``file``."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(hub_id, file)
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _existing(model_path: str) -> Path:
+    return _checked(model_path, local_folder(model_path) or _snapshot(model_path))
+
+
+def _checked(model_path: str, folder: Path) -> Path:
+    try:
+        json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.model_path {model_path}: {folder}/config.json cannot be read: {error}") from error
+        raise ModelError(f"model.model_path {model_path}: {folder}/{CONFIG_FILE} cannot be read: {error}") from error
     return folder
 
 

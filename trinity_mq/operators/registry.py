@@ -52,6 +52,12 @@ def _create(config: OperatorConfig, auxiliary_models: AuxiliaryModels | None) ->
         raise OperatorConfigError(
             f"operator {config.name!r} is {found!r}, wanted a subclass of trinity_mq.operators.ExperienceOperatorV1"
         )
+    if issubclass(found, ExperienceOperator) == inspect.iscoroutinefunction(inspect.unwrap(found.process)):
+        form = "a plain function" if issubclass(found, ExperienceOperatorV1) else "an async function"
+        raise OperatorConfigError(
+            f"operator {config.name!r}: {found.__name__}.process is {form}; write `async def process` in a subclass of "
+            "ExperienceOperatorV1, or `def process`, which runs in a thread, in one of ExperienceOperator"
+        )
     try:
         made = found(**config.args)
     except (TypeError, ValueError) as error:

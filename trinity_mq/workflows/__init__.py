@@ -1,6 +1,6 @@
 """Workflows: how a model is used on a task, and what that was worth."""
 
-from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.arguments import Arguments, arguments_of, check_arguments
 from trinity_mq.workflows.builtin.boxed import AsyncMathBoxedWorkflow, MathBoxedWorkflow
 from trinity_mq.workflows.builtin.math import AsyncMathWorkflow, MathWorkflow
 from trinity_mq.workflows.builtin.math_eval import AsyncMathEvalWorkflow, MathEvalWorkflow
@@ -50,6 +50,7 @@ __all__ = [
     "ToolCallWorkflow",
     "Workflow",
     "arguments_of",
+    "check_arguments",
     "execute",
     "load_workflow",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -32,17 +32,39 @@ def arguments_of(task: Task, kind: type[A], *, record_keys: Iterable[str] = ()) 
         TaskError: An argument that does not exist, or a value it cannot have.
     """
     given: dict[str, Any] = dict(task.workflow_args)
-    unknown = next((name for name in given if name not in kind.model_fields), None)
-    if unknown is not None:
-        near = difflib.get_close_matches(str(unknown), kind.model_fields, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(kind.model_fields)}"
-        raise TaskError(f"workflow_args.{unknown} does not exist; {hint}")
+    _refuse_unknown(given, kind)
     record = {name: task.raw_task[name] for name in record_keys if task.raw_task.get(name) is not None}
     try:
         return kind.model_validate(given | record)
     except ValidationError as error:
-        first = error.errors()[0]
-        names = [str(part) for part in first["loc"]]
-        where = ".".join(["raw_task" if names and names[0] in record else "workflow_args", *names])
-        seen = "missing" if first["type"] == "missing" else repr(first["input"])[:80]
-        raise TaskError(f"{where} is {seen}: {first['msg']}") from error
+        raise TaskError(_words(error.errors()[0], record)) from error
+
+
+def check_arguments(given: Mapping[str, Any], kind: type[BaseModel]) -> None:
+    """Check ``workflow_args`` where there is no record yet, which may give what is missing.
+
+    Raises:
+        TaskError: An argument that does not exist, or a value it cannot have.
+    """
+    _refuse_unknown(given, kind)
+    try:
+        kind.model_validate(dict(given))
+    except ValidationError as error:
+        wrong = next((one for one in error.errors() if one["type"] != "missing"), None)
+        if wrong is not None:
+            raise TaskError(_words(wrong, {})) from error
+
+
+def _refuse_unknown(given: Mapping[str, Any], kind: type[BaseModel]) -> None:
+    unknown = next((name for name in given if name not in kind.model_fields), None)
+    if unknown is not None:
+        near = difflib.get_close_matches(str(unknown), kind.model_fields, n=1)
+        known = f"there are {', '.join(kind.model_fields)}" if kind.model_fields else "the workflow takes none"
+        raise TaskError(f"workflow_args.{unknown} does not exist; {f'did you mean {near[0]!r}?' if near else known}")
+
+
+def _words(finding: Any, record: Mapping[str, Any]) -> str:
+    names = [str(part) for part in finding["loc"]]
+    where = ".".join(["raw_task" if names and names[0] in record else "workflow_args", *names])
+    seen = "missing" if finding["type"] == "missing" else repr(finding["input"])[:80]
+    return f"{where} is {seen}: {finding['msg']}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from trinity_mq.config import FormatConfig
 from trinity_mq.experience import Experience
@@ -177,6 +177,8 @@ class Workflow:
     """:meth:`run_async` is the one that is written."""
     needs_history: ClassVar[bool] = False
     """The rollout model must record its calls (``explorer.rollout_model.enable_history``)."""
+    arguments_kind: ClassVar[type[BaseModel] | None] = None
+    """What ``workflow_args`` may hold; checked before a run starts. None: anything."""
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None

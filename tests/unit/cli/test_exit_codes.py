@@ -28,3 +28,7 @@ def test_a_finished_run_is_not_resumed() -> None:
     assert closing_line(130, "trinity-mq run x.yaml", finished=False) == (
         "not finished (exit code 130); resume with the same command: trinity-mq run x.yaml"
     )
+
+
+def test_the_same_command_is_no_advice_where_it_would_fail_again() -> None:
+    assert "resume with the same command" not in str(closing_line(3, "trinity-mq run x", finished=False, curable=False))

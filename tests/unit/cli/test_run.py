@@ -233,6 +233,21 @@ def test_what_fails_for_good_ends_the_run_and_says_why(bench: Bench) -> None:
     assert "trained nothing (exit code 4); when the cause is mended, start it with the same command: " in out
 
 
+def test_what_can_be_known_before_the_start_is_said_then_and_leaves_no_trace(bench: Bench) -> None:
+    wrong = [
+        "model.tiny=null",
+        "model.model_path=/no/such/model",
+        "buffer.taskset={storage_type: queue, workflow_args: {x: 1}}",
+    ]
+    code, out, err = bench.finish("run", str(bench.config), *wrong)
+    assert (code, out) == (2, "")
+    arguments, model = err.splitlines()
+    assert arguments == "trinity-mq run: taskset 'train': workflow_args.x does not exist; the workflow takes none"
+    assert model.startswith("model.model_path /no/such/model: no such folder; give a Hugging Face folder or a hub id")
+    code, _, err = bench.finish()
+    assert (code, err) == (0, ""), "another model than at the start that was refused"
+
+
 def test_a_run_that_reached_its_end_without_a_train_step_is_no_success(bench: Bench) -> None:
     (bench.run_dir / "steps").write_text("0")
     code, out, _ = bench.finish()
@@ -250,7 +265,7 @@ def test_a_run_that_fails_after_train_steps_ended_early(bench: Bench) -> None:
         os.kill(trainer, signal.SIGKILL)
         out, _ = process.communicate(timeout=50)
     assert process.returncode == 3
-    assert "not finished (exit code 3); resume with the same command: " in out
+    assert "not finished (exit code 3); the same command would fail again. When the cause is mended " in out
 
 
 def test_a_wrong_password_is_one_line(bench: Bench) -> None:

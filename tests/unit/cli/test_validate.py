@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from trinity_mq.cli.commands.validate import PLAIN_WORKFLOWS
 from trinity_mq.cli.main import main
 from trinity_mq.runtime import plugins
+from trinity_mq.workflows import load_workflow
 
 
 def write(folder: Path, text: str) -> str:
@@ -21,6 +23,10 @@ def test_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"name: x\nmodel: {{tiny: {{}}}}\nbuffer: {{taskset: {{name: mine, path: {tmp_path}/t.jsonl}}}}"
     assert main(["validate", write(tmp_path, text), "seed=3"]) == 0
     assert "taskset 'mine': 1 tasks" in capsys.readouterr().out
+
+
+QUEUE = "model: {{tiny: {{}}}}\nbuffer: {{taskset: {{storage_type: queue, {}}}}}"
+NO_TEMPLATE = "model.tiny has no chat template, so it answers no chat requests, and workflow 'async_simple_workflow'"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +47,27 @@ def test_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "model: {tiny: {}}\noperator: {operators: [{name: reward_filtr}]}",
             "did you mean 'reward_filter'",
         ),
+        ("model: {model_path: /no/such/model}", "model.model_path /no/such/model: no such folder"),
+        ("model: {tiny: {chat_template: ''}}\nbuffer: {taskset: {storage_type: synthetic, path: ops3}}", NO_TEMPLATE),
+        ("model: {tiny: {}, device: cuda}", "model.device is cuda, and torch sees no CUDA device here"),
+        (
+            "model: {tiny: {}}\nsynchronizer: {backend: nccl}",
+            "synchronizer.backend is nccl, which sends weights between GPUs, and torch sees no GPU here; use",
+        ),
+        (
+            "model: {tiny: {}, device: cpu}\nsynchronizer: {sync_method: nccl}",
+            "synchronizer.backend is nccl, which sends weights between GPUs, and model.device is cpu; use",
+        ),
+        ("model: {tiny: {}}\nexplorer: {rollout_model: {engine: vllm}}", "vLLM is not installed here; install"),
+        (QUEUE.format("workflow: math_boxed_workflow, workflow_args: {with_thing: true}"), "did you mean 'with_think'"),
+        (
+            QUEUE.format("workflow: math_boxed_workflow, workflow_args: {with_think: 7}"),
+            "workflow_args.with_think is 7",
+        ),
+        (
+            QUEUE.format("workflow_args: {with_think: true}"),
+            "workflow_args.with_think does not exist; the workflow takes",
+        ),
         (
             "model: {tiny: {}}\noperator: {operators: [{name: reward_filter, args: {treshold: 1}}]}",
             "operator.operators: operator 'reward_filter' cannot be made with args {'treshold': 1}",
@@ -48,11 +75,52 @@ def test_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("[]", "holds a list"),
     ],
 )
-def test_bad_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str) -> None:
+def test_bad_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("trinity_mq.models.engines.vllm.api.DISTRIBUTIONS", ("no-such-distribution",))
     assert main(["validate", write(tmp_path, text)]) == 2
     err = capsys.readouterr().err
     assert words in err
     assert len(err.splitlines()) == 1
+
+
+def test_every_problem_has_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "model: {model_path: /no/such/model}\nbuffer: {taskset: {path: /no/such.jsonl, workflow_args: {x: 1}}}"
+    assert main(["validate", write(tmp_path, text)]) == 2
+    tasks, arguments, model = capsys.readouterr().err.splitlines()
+    assert "/no/such.jsonl" in tasks
+    assert "workflow_args.x" in arguments
+    assert "/no/such/model" in model
+
+
+def test_a_model_folder_needs_a_chat_template_for_workflows_that_chat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    text = f"model: {{model_path: '{folder}'}}\nbuffer: {{taskset: {{storage_type: synthetic, path: ops3}}}}"
+    assert main(["validate", write(tmp_path, text)]) == 2
+    assert "has no chat template, so it answers no chat requests, and workflow" in capsys.readouterr().err
+    assert main(["validate", write(tmp_path, text), "buffer.taskset.storage_type=queue"]) == 0
+    assert "has no chat template" in capsys.readouterr().out
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(["validate", write(tmp_path, text)]) == 0
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert main(["validate", write(tmp_path, text)]) == 0
+    (folder / "config.json").unlink()
+    assert main(["validate", write(tmp_path, text)]) == 2
+    assert "config.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["validate", write(tmp_path, "model: {model_path: models/mine}")]) == 0, "may be a hub id"
+    (tmp_path / "models").mkdir()
+    assert main(["validate", write(tmp_path, "model: {model_path: models/mine}")]) == 2
 
 
 def test_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +150,23 @@ class Steps(AsyncStepWiseRewardWorkflow):
 """
 
 
+OPERATORS = """
+from trinity_mq.operators import ExperienceOperator, ExperienceOperatorV1
+
+class Plain(ExperienceOperatorV1):
+    def process(self, exps):
+        return exps, {}
+
+class Awaited(ExperienceOperator):
+    async def process(self, exps):
+        return exps, {}
+
+class Good(ExperienceOperator):
+    def process(self, exps):
+        return exps, {}
+"""
+
+
 def with_workflow(folder: Path, name: str, more: str = "") -> str:
     (folder / "plugins").mkdir()
     (folder / "plugins" / "validated_workflows.py").write_text(MINE)
@@ -95,7 +180,8 @@ def _path_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(plugins, "_added", {})
     yield
-    sys.modules.pop("validated_workflows", None)
+    for name in ("validated_workflows", "validated_operators"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.usefixtures("_path_as_before")
@@ -132,3 +218,25 @@ def test_a_plug_in_folder_that_is_not_there(tmp_path: Path, capsys: pytest.Captu
     text = "model: {tiny: {}}\nplugin_dirs: [nowhere]\nbuffer: {taskset: {storage_type: queue}}"
     assert main(["validate", write(tmp_path, text)]) == 2
     assert "plugin_dirs: there is no folder 'nowhere'" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_path_as_before")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("Plain", "Plain.process is a plain function"), ("Awaited", "Awaited.process is an async function"), ("Good", "")],
+)
+def test_an_operator_of_the_wrong_form_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    path = with_workflow(
+        tmp_path, "simple_workflow", f"operator: {{operators: [{{name: validated_operators.{name}}}]}}"
+    )
+    (tmp_path / "plugins" / "validated_operators.py").write_text(OPERATORS)
+    assert main(["validate", path]) == (2 if said else 0)
+    assert said in capsys.readouterr().err
+
+
+def test_the_plain_workflows_take_no_arguments_and_no_history() -> None:
+    for name in PLAIN_WORKFLOWS:
+        for kind in (load_workflow(name), load_workflow(f"async_{name}")):
+            assert (kind.arguments_kind, kind.needs_history) == (None, False)

@@ -8,12 +8,18 @@ import uuid
 
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.cli.target import configuration
-from trinity_mq.config import Config, ConfigError
+from trinity_mq.config import Config, ConfigError, TasksetConfig
 from trinity_mq.data import open_taskset
+from trinity_mq.data.errors import TasksetError
 from trinity_mq.messages import DecodeError
+from trinity_mq.models.model_folder import has_chat_template, known_folder
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
+
+PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
+"""Built-in workflows, each also as ``async_``, that take no arguments and no recorded calls."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,15 +30,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def validate(arguments: argparse.Namespace) -> int:
     """Check a configuration and print a line on each part."""
     config = configuration(arguments)
-    for line in (
-        *check_tasksets(config),
-        *check_workflows(config),
-        *check_operators(config),
-        *check_blob_store(config),
-    ):
+    for line in check_all(config):
         print(line)
     print(f"{arguments.target}: run {config.name!r} is valid; it would use {config.path}")
     return 0
+
+
+def check_all(config: Config) -> list[str]:
+    """Check all that can be known before a run starts on this machine; return lines about its parts.
+
+    Raises:
+        ConfigError: All that is wrong, one line each.
+    """
+    lines, problems = [], []
+    for check in (check_tasksets, check_workflows, check_operators, check_models, check_devices, check_blob_store):
+        try:
+            lines += check(config)
+        except (ConfigError, TasksetError, FatalError) as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return lines
+
+
+def imports_torch(config: Config) -> bool:
+    """Return whether :func:`check_all` has to import torch for this configuration."""
+    on_devices = config.model.device == "cuda" or _is_over_nccl(config)
+    return bool(config.operator.operators) or on_devices or not all(map(_is_plain, _tasksets(config)))
+
+
+def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
+    return (config.buffer.taskset, *config.buffer.eval_tasksets)
+
+
+def _is_plain(taskset: TasksetConfig) -> bool:
+    return taskset.workflow.removeprefix("async_") in PLAIN_WORKFLOWS and not taskset.workflow_args
+
+
+def _is_over_nccl(config: Config) -> bool:
+    return config.synchronizer.sync_method == "collective" and config.synchronizer.backend == "nccl"
 
 
 def check_tasksets(config: Config) -> list[str]:
@@ -45,7 +81,7 @@ def check_tasksets(config: Config) -> list[str]:
     """
     add_plugins(config.plugin_dirs)
     found = []
-    for taskset in (config.buffer.taskset, *config.buffer.eval_tasksets):
+    for taskset in _tasksets(config):
         try:
             if taskset.reward_fn:  # else the workflow brings its own
                 create_reward(taskset.reward_fn, taskset.reward_fn_args)
@@ -63,15 +99,21 @@ def check_workflows(config: Config) -> list[str]:
     """Import the workflow of every taskset; return a line on each that is the user's own.
 
     Raises:
-        ConfigError: It is not known, cannot be imported, or records history, which is switched off.
+        ConfigError: It is not known, cannot be imported, does not take its arguments, or records history, which is
+            switched off.
     """
-    from trinity_mq.workflows import WORKFLOWS, load_workflow  # and torch with it
-
     own = []
-    for taskset in (config.buffer.taskset, *config.buffer.eval_tasksets):
+    for taskset in _tasksets(config):
+        if _is_plain(taskset):
+            continue
+        from trinity_mq.workflows import WORKFLOWS, Arguments, TaskError, check_arguments, load_workflow
+
         try:
             kind = load_workflow(taskset.workflow)
-        except UnknownNameError as error:
+            takes = kind.arguments_kind or (Arguments if taskset.workflow in WORKFLOWS else None)
+            if takes is not None:
+                check_arguments(taskset.workflow_args, takes)
+        except (UnknownNameError, TaskError) as error:
             raise ConfigError(f"taskset {taskset.name!r}: {error}") from error
         if kind.needs_history and not config.explorer.rollout_model.enable_history:
             raise ConfigError(
@@ -89,14 +131,85 @@ def check_operators(config: Config) -> list[str]:
     Raises:
         ConfigError: One is not known, or does not take its arguments.
     """
+    if not config.operator.operators:
+        return []
     from trinity_mq.operators import OperatorConfigError, create_operators  # and torch with it
 
     try:
-        made = create_operators(config.operator.operators)
+        create_operators(config.operator.operators)
     except (UnknownNameError, OperatorConfigError) as error:
         raise ConfigError(f"operator.operators: {error}") from error
-    names = ", ".join(operator.name for operator in config.operator.operators)
-    return [f"operators, before the advantage: {names}"] if made else []
+    return [f"operators, before the advantage: {', '.join(operator.name for operator in config.operator.operators)}"]
+
+
+def check_models(config: Config) -> list[str]:
+    """Look for the folders of the models, without fetching or loading any; return a line on each that is to be fetched.
+
+    Raises:
+        ModelError: A folder is not there or is no model's.
+        ConfigError: The model has no chat template, which a workflow needs.
+    """
+    found = []
+    for model in (config.model, *(auxiliary.model for auxiliary in config.explorer.auxiliary_models)):
+        if model is None or model.model_path is None:
+            continue
+        folder = known_folder(model.model_path)
+        if folder is None:
+            found.append(f"model {model.model_path}: a hub id, fetched when the run starts")
+        elif model is config.model and not has_chat_template(folder):
+            found += _check_without_template(config, f"model {model.model_path}")
+    if config.model.tiny is not None and not config.model.tiny.chat_template:
+        found += _check_without_template(config, "model.tiny")
+    return found
+
+
+def _check_without_template(config: Config, model: str) -> list[str]:
+    from trinity_mq.workflows import WORKFLOWS  # and torch with it
+
+    known = f"{model} has no chat template, so it answers no chat requests"
+    for taskset in _tasksets(config):
+        if taskset.storage_type != "queue" and taskset.workflow in WORKFLOWS:
+            raise ConfigError(
+                f"{known}, and workflow {taskset.workflow!r} makes them: use an instruction-tuned model, or put a "
+                "chat_template.jinja into its folder"
+            )
+    return [known]
+
+
+def check_devices(config: Config) -> list[str]:
+    """Look for the devices and the software that engines, trainer and weight sync need on this machine.
+
+    Raises:
+        ConfigError: A device is not there.
+        ModelError: vLLM is not installed, or in another version.
+    """
+    if config.explorer.rollout_model.engine == "vllm":
+        from trinity_mq.models.engines.vllm.api import checked_version
+
+        checked_version()
+    over_nccl = _is_over_nccl(config)
+    if config.model.device != "cuda" and not over_nccl:
+        return []
+    import torch
+    from torch import distributed
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.model.device == "cuda" and not count:
+        raise ConfigError("model.device is cuda, and torch sees no CUDA device here; use model.device=auto or cpu")
+    if not over_nccl:
+        return []
+    missing = {
+        "model.device is cpu": config.model.device == "cpu",
+        "torch sees no GPU here": not count,
+        "this torch is built without NCCL": not distributed.is_nccl_available(),
+    }
+    if why := next((words for words, holds in missing.items() if holds), None):
+        raise ConfigError(
+            f"synchronizer.backend is nccl, which sends weights between GPUs, and {why}; use synchronizer.backend=gloo"
+        )
+    members = 1 + config.explorer.rollout_model.engine_num
+    enough = f"backend nccl: the trainer and each engine need a GPU of their own, {members} in all; here are {count}"
+    return [enough] if count < members else []
 
 
 def check_blob_store(config: Config) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.config import ModelConfig
+from trinity_mq.models.model_folder import cached_folder
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -51,19 +52,8 @@ def tokenizer_folder(model: ModelConfig, run_folder: Path) -> Path | None:
     else:
         folder = Path(str(model.model_path)).expanduser()
         if not folder.is_dir():
-            return _cached(str(model.model_path))
+            return cached_folder(str(model.model_path), TOKENIZER_FILE)
     return folder if (folder / TOKENIZER_FILE).is_file() else None
-
-
-def _cached(hub_id: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(hub_id, TOKENIZER_FILE)
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def spelled(ids: Sequence[int], texts: Sequence[str | None]) -> str:

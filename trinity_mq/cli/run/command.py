@@ -6,13 +6,14 @@ import argparse
 import asyncio
 import contextlib
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 from trinity_mq.bus.addresses import Addresses
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.cli.commands.timeline import write_timeline
-from trinity_mq.cli.commands.validate import check_tasksets
+from trinity_mq.cli.commands.validate import check_all, imports_torch
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run.display import PlainDisplay, open_display
 from trinity_mq.cli.run.exit_codes import EPILOG, closing_line, exit_code
@@ -20,7 +21,8 @@ from trinity_mq.cli.run.report import make_report, save_failures, train_steps
 from trinity_mq.cli.run.session import Session
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.target import configuration
-from trinity_mq.config import Config
+from trinity_mq.config import Config, ConfigError
+from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.supervisor import ProcessEvent
 from trinity_mq.telemetry import setup_logging
 
@@ -44,15 +46,37 @@ def run(arguments: argparse.Namespace) -> int:
             print(make_report(config.name, folder.path))
             print("this run has finished: to run again give another name (name=...) or remove its folder")
             return exit_code(finished=True, steps=train_steps(folder.path))
+        _check(config, arguments)
         for change in folder.adopt():
             print(f"warning: changed since the last start: {change}", file=sys.stderr)
         broker = Addresses.of(config.broker)
         if broker is not None:
             broker.read()  # what is wrong with it is better said now
         url = None if broker is None else broker.text()
-        check_tasksets(config)
         setup_logging("supervisor", "supervisor", folder.path, config.monitor.log_level)
         return _run(config, folder, url, arguments)
+
+
+def _check(config: Config, arguments: argparse.Namespace) -> None:
+    """Check what can be known before the start, as ``trinity-mq validate`` does; where torch is needed, in a process
+    that ends.
+
+    Raises:
+        ConfigError: Something is wrong.
+    """
+    if not imports_torch(config):
+        check_all(config)
+        return
+    words = ["validate", arguments.target, *arguments.overrides]
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_mq.cli.main", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(done.stderr.strip().removeprefix("trinity-mq validate: "))
 
 
 def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse.Namespace) -> int:
@@ -72,7 +96,8 @@ def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse
     print(make_report(config.name, folder.path))
     again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
     code = 128 + session.signal if session.signal else exit_code(finished=session.finished, steps=session.steps)
-    if (line := closing_line(code, again, finished=session.finished)) is not None:
+    curable = all(failure.code != EXIT_FATAL for failure in session.failures)
+    if (line := closing_line(code, again, finished=session.finished, curable=curable)) is not None:
         print(line)
     return code
 

@@ -23,8 +23,15 @@ def exit_code(*, finished: bool, steps: int | None) -> int:
     return ENDED_EARLY if steps else TRAINED_NOTHING
 
 
-def closing_line(code: int, again: str, *, finished: bool) -> str | None:
-    """Return what to do after a run that ended with ``code``; ``again`` is its command line."""
+def closing_line(code: int, again: str, *, finished: bool, curable: bool = True) -> str | None:
+    """Return what to do after a run that ended with ``code``.
+
+    Args:
+        code: Its exit code.
+        again: Its command line.
+        finished: It came to its end.
+        curable: No agent failed with an error that a restart meets again.
+    """
     if code == TRAINED:
         return None
     if finished:
@@ -34,4 +41,9 @@ def closing_line(code: int, again: str, *, finished: bool) -> str | None:
         )
     if code == TRAINED_NOTHING:
         return f"trained nothing (exit code {code}); when the cause is mended, start it with the same command: {again}"
+    if not curable:
+        return (
+            f"not finished (exit code {code}); the same command would fail again. When the cause is mended it goes "
+            f"on with the run: {again}"
+        )
     return f"not finished (exit code {code}); resume with the same command: {again}"

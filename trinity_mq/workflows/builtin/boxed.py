@@ -38,6 +38,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
     """
 
     default_reward_fn = "math_boxed"
+    arguments_kind = BoxedArguments
     arguments: BoxedArguments
 
     def reset(self, task: Task) -> None:

@@ -116,6 +116,7 @@ class OnPolicyDistillWorkflow(SimpleWorkflow):
     The rule's reward, where the task has one, is kept beside it.
     """
 
+    arguments_kind = DistillationArguments
     arguments: DistillationArguments
 
     def reset(self, task: Task) -> None:

@@ -123,6 +123,7 @@ class RubricJudgeWorkflow(SimpleWorkflow):
     The judge is ``workflow_args.judge``, an auxiliary model.
     """
 
+    arguments_kind = RubricArguments
     arguments: RubricArguments
 
     def reset(self, task: Task) -> None:

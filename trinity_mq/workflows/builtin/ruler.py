@@ -69,6 +69,7 @@ class RulerWorkflow(SimpleWorkflow):
     ``explorer.max_repeat_times_per_runner`` unset, so that these are all runs of the task.
     """
 
+    arguments_kind = RulerArguments
     arguments: RulerArguments
 
     def reset(self, task: Task) -> None:

@@ -44,6 +44,8 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
     context ended before. What a tool says is in the prompt of the next turn: it is not trained on.
     """
 
+    arguments_kind = ToolAgentArguments
+
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
     ) -> None:

@@ -26,6 +26,7 @@ class ToolCallWorkflow(SimpleWorkflow):
     """
 
     default_reward_fn = "tool_call"
+    arguments_kind = ToolCallArguments
 
     def reset(self, task: Task) -> None:
         self.tools = tools_of(task, arguments_of(task, ToolCallArguments))
