@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 from trinity_mq.bus import Bus, BusUnavailable, Consumer, Delivery, Envelope, Queue, StreamCut
 
@@ -58,3 +58,22 @@ async def read_up_to_now(
             f"the stream {stream.name} did not deliver within {seconds:g} s what was published to it: see its state "
             "with `rabbitmqctl list_queues name state`, and delete it with `trinity-mq broker clean` if it is broken"
         )
+
+
+async def read_at(bus: Bus, stream: Queue, offsets: Collection[int], seconds: float) -> dict[int, Delivery]:
+    """Return the messages at ``offsets`` of a stream by offset; those beyond its end are left out after ``seconds`` of
+    silence.
+
+    Raises:
+        StreamCut: Retention has cut the first of them.
+    """
+    found: dict[int, Delivery] = {}
+    missing = set(offsets)
+    if not missing:
+        return found
+    async with await bus.consume(stream, prefetch=len(missing), offset=min(missing)) as consumer:
+        while missing and (delivery := await next_or_quiet(bus, consumer, seconds)) is not None:
+            if (offset := delivery.offset) is not None and offset in missing:
+                found[offset] = delivery
+                missing.discard(offset)
+    return found

@@ -24,6 +24,8 @@ EXPERIENCES = "application/vnd.trinity-mq.experiences"
 """Content type of experience parts and chunks."""
 REFERENCE = "application/vnd.trinity-mq.reference"
 """Content type of an ExperienceReference, whose experience body lies in the blob store."""
+OFFSETS_HEADER = "offsets"
+"""Header of a dead BatchReady: the offsets of its chunks on the ready stream, separated by commas."""
 
 GIVEN_BACK, FAILED, RETURNED, FAILURES = "given-back", "failed-tries", "returned", "failures"
 """Headers of a message that an agent gave back: see :class:`PastDeliveries`."""

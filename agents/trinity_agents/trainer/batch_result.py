@@ -9,22 +9,18 @@ from typing import Any
 
 import structlog
 
+from trinity_agents.trainer.decisions import MAX_STARTS, MAX_STARTS_REPAIRED, repaired_key
 from trinity_agents.trainer.source import TrainBatch
 from trinity_mq.bus import Envelope, HeaderValue, Topology
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.rules import Versions
-from trinity_mq.messages import Progress
+from trinity_mq.messages import BatchReady
 from trinity_mq.messages.batches import StepOutcome
-from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.deliveries import OFFSETS_HEADER, envelope
 from trinity_mq.training.checkpoint import StepAttempts
 from trinity_mq.training.learner import Learner
 
 log = structlog.get_logger(__name__)
-
-MAX_STARTS = 2
-"""Starts on one batch that crashed; the next start skips it."""
-MAX_STARTS_REPAIRED = 1
-"""The same for one that goes along with another: what kills may be either, and the other gets a start without it."""
 
 
 def staleness(versions: Versions | None, step: int) -> int:
@@ -120,9 +116,11 @@ async def train_on(
     """
     parts = [batch, *batch.co_batched, *batch.repaired]
     own = 1 + len(batch.co_batched)
+    keys = [part.ticket for part in parts[:own]] + [repaired_key(part.ticket, part.op) for part in batch.repaired]
     limits = [MAX_STARTS] * own + [MAX_STARTS_REPAIRED] * len(batch.repaired)
     ends = {
-        number: _unfit(part, attempts, limit) for number, (part, limit) in enumerate(zip(parts, limits, strict=True))
+        number: _unfit(part, attempts.starts(key), limit)
+        for number, (part, key, limit) in enumerate(zip(parts, keys, limits, strict=True))
     }
     usable = [number for number, end in ends.items() if end is None]
     sizes = {number: len(parts[number].experiences) for number in usable}
@@ -134,9 +132,9 @@ async def train_on(
             _fresh, [parts[number] for number in usable], step, max_staleness
         )
         stale = dict(zip(usable, found, strict=True))
-        tickets = [parts[number].ticket for number in usable if parts[number].experiences]
-        if tickets:
-            with attempts.noted(tickets):
+        noted = [keys[number] for number in usable if parts[number].experiences]
+        if noted:
+            with attempts.noted(noted):
                 metrics |= await learner.step(kept, step + 1)
     stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
     for number in usable:
@@ -154,16 +152,16 @@ async def train_on(
     return replace(first, metrics=metrics, co_batched=others[: own - 1], repaired=others[own - 1 :])
 
 
-def _unfit(batch: TrainBatch, attempts: StepAttempts, max_starts: int) -> BatchResult | None:
+def _unfit(batch: TrainBatch, starts: int, max_starts: int) -> BatchResult | None:
     """Return why nothing is done with ``batch``, None if there is no reason."""
     if batch.state != "ready":
         log.warning("batch_skipped", batch=batch.batch, state=batch.state, reason=batch.reason)
         return BatchResult(batch.state, batch.reason)
-    if attempts.starts(batch.ticket) < max_starts:
+    if starts < max_starts:
         return None
     # its starts stay on record: a restart from an older checkpoint meets it again, and must skip it again
-    starts = "1 start" if max_starts == 1 else f"{max_starts} starts"
-    return BatchResult("skipped", f"the trainer did not survive {starts} on this batch", kills=True)
+    counted = "1 start" if max_starts == 1 else f"{max_starts} starts"
+    return BatchResult("skipped", f"the trainer did not survive {counted} on this batch", kills=True)
 
 
 def _fresh(
@@ -183,12 +181,22 @@ def _fresh(
     return stale, kept, metrics
 
 
-def skipped_batch_dead_letter(progress_event: Progress, by: str, topology: Topology) -> Envelope:
-    """Return the dead letter of a batch that is not tried again: its progress with the reason."""
+def skipped_batch_dead_letter(batch: TrainBatch, reason: str, by: str, topology: Topology) -> Envelope:
+    """Return the dead letter of a batch that is not tried again until ``trinity-mq dead replay`` publishes it again:
+    the BatchReady of its set, with the stream offsets of the chunks.
+    """
     headers: dict[str, HeaderValue] = {
-        "dead-reason": progress_event.reason or "",
+        "dead-reason": reason,
         "dead-by": by,
         "dead-queue": topology.ready.name,
-        "ticket": progress_event.ticket,
+        OFFSETS_HEADER: ",".join(map(str, batch.offsets)),
     }
-    return envelope(progress_event, message_id=f"skipped-{progress_event.ticket}", headers=headers)
+    message = BatchReady(
+        batch=batch.batch,
+        ticket=batch.ticket,
+        op=batch.op,
+        chunks=len(batch.offsets),
+        experiences=len(batch.experiences),
+        metrics=batch.metrics,
+    )
+    return envelope(message, message_id=f"skipped-{batch.ticket}-{batch.op}", headers=headers)

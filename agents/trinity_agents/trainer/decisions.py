@@ -5,10 +5,20 @@ events in, decisions out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from trinity_mq.messages import BatchReady
+
+MAX_STARTS = 2
+"""Starts on one batch that crashed; the next start skips it."""
+MAX_STARTS_REPAIRED = 1
+"""The same for one that goes along with another: what kills may be either, and the other gets a start without it."""
+
+
+def repaired_key(ticket: str, op: str) -> str:
+    """Return under what the starts on a set that repairs a failed ticket are counted: each replay has a start."""
+    return f"{ticket}/{op}"
 
 
 @dataclass(slots=True)
@@ -47,13 +57,22 @@ class _Sets:
 
 class Decider:
     """Reads the ready stream in order. The first complete ``(ticket, op)``, by its BatchReady, decides its ticket;
-    other sets are freed. A ticket that was decided as failed is progress, and may still be repaired: the first complete
-    set that operators make of it afterwards (``trinity-mq dead replay``) is handed out once, beside a later batch.
+    other sets are freed. A ticket that was decided as failed, or that trainers did not survive, is progress, and may
+    still be repaired: the first complete set that comes of it afterwards (``trinity-mq dead replay``) is handed out
+    once, beside a later batch.
     """
 
-    def __init__(self, consumed: Iterable[str] = (), next_offset: int = 0, failed: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        consumed: Iterable[str] = (),
+        next_offset: int = 0,
+        failed: Iterable[str] = (),
+        starts: Callable[[str], int] = lambda _: 0,
+    ) -> None:
         self.consumed: set[str] = set(consumed)
         """Tickets that are done with: trained on, or skipped for good."""
+        self._starts = starts
+        """Starts that crashed, by ticket or :func:`repaired_key`."""
         self._failed: set[str] = set(failed)
         """Tickets decided as failed and not repaired yet, or not consumed since."""
         self._repaired: dict[str, tuple[int, Decision]] = {}
@@ -92,7 +111,7 @@ class Decider:
             self._repaired[message.ticket] = sets.first_offset, decision
             return decision
         self._held[message.ticket] = sets.first_offset
-        if message.state == "failed":
+        if message.state == "failed" or self._starts(message.ticket) >= MAX_STARTS:
             self._failed.add(message.ticket)
         self._decided[decision.batch] = decision
         return decision
@@ -127,8 +146,9 @@ class Decider:
         ticket = decision.ready.ticket
         if self._repaired.get(ticket, (0, None))[1] is decision:
             del self._repaired[ticket]
-            self._failed.discard(ticket)
-            self.consumed.add(ticket)
+            if self._starts(repaired_key(ticket, decision.ready.op)) < MAX_STARTS_REPAIRED:
+                self._failed.discard(ticket)
+                self.consumed.add(ticket)
             return
         self._decided.pop(decision.batch, None)
         self._held.pop(ticket, None)

@@ -69,6 +69,7 @@ class TrainLoop:
             blobs,
             in_batch_order=self._in_batch_order,
             batches_per_step=config.trainer.batches_per_step,
+            starts=self._starts,
         )
         self.source.changed = agent.woken
         self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
@@ -89,6 +90,10 @@ class TrainLoop:
             may_begin=self.evaluation_ended,
             fingerprint=fingerprint,
         )
+
+    def _starts(self, key: str) -> int:
+        """Return how many train steps on a batch crashed."""
+        return self._attempts.starts(key)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -312,9 +317,9 @@ class TrainLoop:
         ended = [(one, end, self._progress_of(n, one, end)) for n, (one, end) in enumerate(results, first)]
         results = zip(batch.repaired, result.repaired, strict=True)
         repaired = [(one, end, self._progress_of(self.progress, one, end)) for one, end in results]
-        for _, end, event in (*ended, *repaired):
+        for one, end, _ in (*ended, *repaired):
             if end.kills:
-                letter = skipped_batch_dead_letter(event, agent.id, agent.topology)
+                letter = skipped_batch_dead_letter(one, end.reason or "", agent.id, agent.topology)
                 await agent.bus.publish(agent.topology.exchange("dead"), "ready", letter)
         self.source.consumed()
         self._in_hand = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import structlog
 
 from trinity_agents.trainer.decisions import Chunk, Decider, Decision
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
-from trinity_mq.bus.streams import next_or_quiet
+from trinity_mq.bus.streams import next_or_quiet, read_at
 from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.messages import BatchReady, Mark, RunEnd
 from trinity_mq.messages.batches import BatchState
@@ -47,6 +47,8 @@ class TrainBatch:
     experiences: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
+    offsets: list[int] = field(default_factory=list)
+    """Offsets of its chunks on the stream."""
     co_batched: list[TrainBatch] = field(default_factory=list)
     """The other batches of its train step, in order (``trainer.batches_per_step``)."""
     repaired: list[TrainBatch] = field(default_factory=list)
@@ -71,10 +73,12 @@ class StreamSource:
         *,
         in_batch_order: bool = True,
         batches_per_step: int = 1,
+        starts: Callable[[str], int] = lambda _: 0,
     ) -> None:
         self._bus, self._topology, self._by, self._store = bus, topology, by, store
         self._in_batch_order, self._batches_per_step = in_batch_order, batches_per_step
-        self._decider = Decider()
+        self._starts = starts
+        self._decider = Decider(starts=starts)
         self._consumed_batches = 0
         """All batches up to this one are consumed."""
         self._ahead: set[int] = set()
@@ -140,7 +144,13 @@ class StreamSource:
     async def _read(self, decision: Decision) -> TrainBatch:
         ready = decision.ready
         batch = TrainBatch(
-            decision.batch, ready.ticket, ready.op, ready.state, metrics=dict(ready.metrics), reason=ready.reason
+            decision.batch,
+            ready.ticket,
+            ready.op,
+            ready.state,
+            metrics=dict(ready.metrics),
+            reason=ready.reason,
+            offsets=[chunk.offset for chunk in decision.chunks],
         )
         await self._fetch([chunk for chunk in decision.chunks if not chunk.body])
         try:
@@ -167,23 +177,17 @@ class StreamSource:
         Raises:
             FatalError: The stream does not hold them any more.
         """
-        missing = {chunk.offset: chunk for chunk in released}
-        if not missing:
-            return
-        offset = min(missing)
         try:
-            async with await self._bus.consume(self._topology.ready, prefetch=len(missing), offset=offset) as feed:
-                while missing:
-                    delivery = await next_or_quiet(self._bus, feed, MARK_TIMEOUT)
-                    if delivery is None:
-                        raise FatalError(
-                            f"the ready stream has held messages at the offsets {sorted(missing)}, which are not found "
-                            "again: its data was lost. Bring that back, or start under another name"
-                        )
-                    if (chunk := missing.pop(delivery.offset or 0, None)) is not None:
-                        chunk.body = delivery.body
+            found = await read_at(self._bus, self._topology.ready, [chunk.offset for chunk in released], MARK_TIMEOUT)
         except StreamCut as error:
             raise _cut_off(error) from error
+        for chunk in released:
+            if chunk.offset not in found:
+                raise FatalError(
+                    f"the ready stream has held a message at offset {chunk.offset}, which is not found again: its data "
+                    "was lost. Bring that back, or start under another name"
+                )
+            chunk.body = found[chunk.offset].body
 
     def consumed(self) -> None:
         """The batches that :meth:`next` returned last are done with, repaired ones among them."""
@@ -211,7 +215,7 @@ class StreamSource:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken."""
-        self._decider = Decider(state["consumed"], state["offset"], state.get("failed", ()))
+        self._decider = Decider(state["consumed"], state["offset"], state.get("failed", ()), self._starts)
         self._decider.ended = state.get("ended")
         self._consumed_batches, self._ahead = state["batches"], set()
         self._advance(set(state.get("ahead", ())))

@@ -1,4 +1,4 @@
-"""``trinity-mq dead replay``: which letters go back to the operators, and what is said of the others."""
+"""``trinity-mq dead replay``: which letters go back to operators or trainer, and what is said of the others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from trinity_mq.bus import Bus, Envelope, Topology, create_bus
 from trinity_mq.cli.main import main
 from trinity_mq.config import BrokerConfig
-from trinity_mq.messages import BatchClosed, decode
-from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.messages import BatchClosed, BatchReady, decode
+from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
 
 pytestmark = pytest.mark.broker
 
@@ -91,5 +91,47 @@ def test_without_operators_queue_the_letter_stays(
 
     async def after(bus: Bus, topology: Topology) -> None:
         assert await bus.depth(topology.dead.name) == 1
+
+    do(broker_url, unique_run, after)
+
+
+def test_a_batch_that_trainers_did_not_survive_goes_back_to_the_ready_stream(
+    broker_url: str, unique_run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["dead", "replay", unique_run, "--broker", broker_url]
+
+    async def before(bus: Bus, topology: Topology) -> None:
+        await bus.declare(topology.dead, topology.ready)
+        for n in range(2):
+            headers: dict[str, str | int | float | bool] = {"ticket": "t1", "op": "o", "n": n, "run_id": "r"}
+            chunk = Envelope(body=b"TMQX%d" % n, kind="experience_chunk", content_type=EXPERIENCES, headers=headers)
+            await bus.publish(topology.exchange("ready"), "1", chunk)
+        for batch, ticket, offsets in ((1, "t1", "0,1"), (2, "t2", "0,1"), (3, "t3", "0,700"), (4, "t4", "0")):
+            found = BatchReady(batch=batch, ticket=ticket, op="o", chunks=2, experiences=8)
+            letter = envelope(found, headers={"dead-reason": "no", "offsets": offsets, "run_id": "r"})
+            await bus.publish(topology.exchange("dead"), "ready", letter)
+
+    do(broker_url, unique_run, before)
+    assert main(words) == 1
+    said = capsys.readouterr().out
+    assert "batch 1 is with the trainer again (ticket t1)" in said
+    assert "batch 2: its experiences are gone (ticket t2): the ready stream holds something else at offset 0" in said
+    assert "batch 3: its experiences are gone (ticket t3): the ready stream holds something else at offset 0" in said
+    assert "does not decode: header offsets is '0', wanted 2 offsets of the ready stream" in said
+
+    async def after(bus: Bus, topology: Topology) -> None:
+        assert await bus.depth(topology.dead.name) == 3
+        async with await bus.consume(topology.ready, offset=2) as feed, asyncio.timeout(10):
+            *chunks, last = [await anext(feed) for _ in range(3)]
+        ready = decode(last.body, BatchReady)
+        assert (ready.batch, ready.ticket, ready.chunks, ready.state) == (1, "t1", 2, "ready")
+        assert ready.op != "o"
+        assert [chunk.body for chunk in chunks] == [b"TMQX0", b"TMQX1"]
+        assert [(one.headers["ticket"], one.headers["op"], one.headers["n"]) for one in chunks] == [
+            ("t1", ready.op, 0),
+            ("t1", ready.op, 1),
+        ]
+        assert {one.run_id for one in (*chunks, last)} == {"r"}
+        assert {one.content_type for one in chunks} == {EXPERIENCES}
 
     do(broker_url, unique_run, after)

@@ -6,15 +6,17 @@ import argparse
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from trinity_mq.bus import Bus, Delivery, Incoming, Topology
+from trinity_mq.bus import Bus, Delivery, Envelope, HeaderValue, Incoming, QueueGone, StreamCut, Topology
+from trinity_mq.bus.streams import read_at
+from trinity_mq.bus.topology import batch_key
 from trinity_mq.cli.arguments import add_actions, add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, find_target, reached
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.interrupts import run_to_the_end
-from trinity_mq.messages import BatchClosed, DecodeError, decode
-from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.messages import BatchClosed, BatchReady, DecodeError, decode
+from trinity_mq.runtime.deliveries import EXPERIENCES, OFFSETS_HEADER, envelope
 
 QUIET_SECONDS = 2.0
 """Seconds without another letter after which the list ends, if the queue holds fewer than it reported."""
@@ -29,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_broker(listing)
     listing.add_argument("--limit", type=int, default=100, help="largest number listed (default: 100)")
     again = add(
-        "replay", "publish batches that operators could not process again, after the operators were repaired", replay
+        "replay",
+        "publish batches again that operators could not process or trainers did not survive, once that is repaired",
+        replay,
     )
     add_target(again)
     add_broker(again)
@@ -70,14 +74,15 @@ def row(letter: Incoming) -> tuple[str, ...]:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Publish batches that operators could not process again; return 1 if one could not be published."""
+    """Publish dead batches again; return 1 if one could not be published."""
     target = find_target(arguments)
     republished, problems, kept = run_to_the_end(_replay(target, set(arguments.batch)))
     for line in (*republished, *problems):
         print(line)
     if republished:
         print(
-            "what the operators make of them goes to the ready stream, where `trinity-mq inspect` shows it. A trainer "
+            "what the operators make of them, and what a trainer did not survive, goes to the ready stream, where "
+            "`trinity-mq inspect` shows it. A trainer "
             "that has passed a batch by now takes what is at most synchronizer.max_staleness train steps old along "
             "with its next batch (sample/repaired_batches), and counts the rest (sample/dropped_stale_groups)"
         )
@@ -93,48 +98,95 @@ async def _replay(target: Target, batches: set[str]) -> tuple[list[str], list[st
 
 
 async def republish_batches(bus: Bus, topology: Topology, batches: set[str]) -> tuple[list[str], list[str], int]:
-    """Publish manifests among the dead letters again, all or those of ``batches``.
+    """Publish again the batches among the dead letters, all or those of ``batches``: manifests for the operators,
+    processed batches for the trainer.
 
     Returns:
         A line for each batch that was published, one for each that could not be, and the number of letters left.
 
     Raises:
-        CommandError: The operators' queue does not exist.
+        CommandError: The queue that a batch goes to does not exist.
     """
     republished: list[str] = []
     problems: list[str] = []
     tickets: set[str] = set()
     total = kept = await bus.depth(topology.dead.name) or 0
     async for letter in _each(bus, topology, total):
-        if letter.kind != BatchClosed.kind or (batches and str(letter.headers.get("batch")) not in batches):
+        found = _REPUBLISH.get(letter.kind or "")
+        if found is None or (batches and str(letter.headers.get("batch")) not in batches):
             continue
+        kind, republish = found
         try:
-            manifest = decode(letter.body, BatchClosed, letter.content_type)
-            problem = await _problem(bus, topology, manifest)
+            batch = decode(letter.body, kind, letter.content_type)
+            if batch.ticket not in tickets:
+                republished.append(await republish(bus, topology, batch, letter))
+                tickets.add(batch.ticket)
         except DecodeError as error:
-            problem = f"letter {letter.message_id}: does not decode: {error}"
-        if problem is not None:
-            problems.append(problem)
+            problems.append(f"letter {letter.message_id}: does not decode: {error}")
             continue
-        if manifest.ticket not in tickets:
-            again = envelope(manifest, message_id=f"closed-{manifest.ticket}-{uuid.uuid4().hex}")
-            if not await bus.publish(topology.exchange("batches"), "closed", again):
-                raise CommandError(f"the queue {topology.closed.name} does not exist: start the run, and try again")
-            tickets.add(manifest.ticket)
-            republished.append(f"batch {manifest.batch} is with the operators again (ticket {manifest.ticket})")
+        except _Lost as error:
+            problems.append(f"batch {batch.batch}: its experiences are gone (ticket {batch.ticket}): {error}")
+            continue
         await letter.ack()
         kept -= 1
     return republished, problems, kept
 
 
-async def _problem(bus: Bus, topology: Topology, manifest: BatchClosed) -> str | None:
-    """Return why a batch cannot be processed any more, None if it can."""
-    if await bus.depth(topology.batch_queue(manifest.batch, manifest.ticket).name) is not None:
-        return None
-    return (
-        f"batch {manifest.batch}: its experiences are gone (ticket {manifest.ticket}): another operator has processed "
-        "it, or the 7 days for which they are kept are over"
-    )
+class _Lost(Exception):
+    """The experiences of a batch are not there any more."""
+
+
+async def _to_operators(bus: Bus, topology: Topology, manifest: BatchClosed, letter: Incoming) -> str:
+    if await bus.depth(topology.batch_queue(manifest.batch, manifest.ticket).name) is None:
+        raise _Lost("another operator has processed it, or the 7 days for which they are kept are over")
+    again = envelope(manifest, message_id=f"closed-{manifest.ticket}-{uuid.uuid4().hex}")
+    await _publish(bus, topology, "batches", "closed", again)
+    return f"batch {manifest.batch} is with the operators again (ticket {manifest.ticket})"
+
+
+async def _to_trainer(bus: Bus, topology: Topology, ready: BatchReady, letter: Incoming) -> str:
+    """Publish the chunks of a processed batch again, from where they are on the ready stream, under an id of their own:
+    the trainer counts its starts on them anew.
+    """
+    op, key = uuid.uuid4().hex, batch_key(ready.batch)
+    listed = str(letter.headers.get(OFFSETS_HEADER) or "")
+    offsets = [int(word) for word in listed.split(",") if word.isdecimal()]
+    if len(offsets) != ready.chunks:
+        raise DecodeError(f"header {OFFSETS_HEADER} is {listed!r}, wanted {ready.chunks} offsets of the ready stream")
+    try:
+        chunks = await read_at(bus, topology.ready, offsets, QUIET_SECONDS)
+    except (StreamCut, QueueGone) as error:
+        raise _Lost(f"the ready stream does not keep them any more: {error}") from error
+    own = {"run_id": letter.run_id} if letter.run_id else {}
+    for n, offset in enumerate(offsets):
+        chunk = chunks.get(offset)
+        if chunk is None or (chunk.headers.get("ticket"), chunk.headers.get("op")) != (ready.ticket, ready.op):
+            raise _Lost(f"the ready stream holds something else at offset {offset}")
+        headers: dict[str, HeaderValue] = {"batch": ready.batch, "ticket": ready.ticket, "op": op, "n": n, **own}
+        content_type = chunk.content_type or EXPERIENCES
+        message = Envelope(
+            body=chunk.body,
+            kind="experience_chunk",
+            message_id=f"{ready.ticket}-{op}-{n}",
+            content_type=content_type,
+            headers={"version": 1, **headers},
+        )
+        await _publish(bus, topology, "ready", key, message)
+    again = envelope(ready.model_copy(update={"op": op}), message_id=f"ready-{ready.ticket}-{op}", headers={**own})
+    await _publish(bus, topology, "ready", key, again)
+    return f"batch {ready.batch} is with the trainer again (ticket {ready.ticket})"
+
+
+_REPUBLISH: dict[str, tuple[type[BatchClosed] | type[BatchReady], Callable[..., Awaitable[str]]]] = {
+    BatchClosed.kind: (BatchClosed, _to_operators),
+    BatchReady.kind: (BatchReady, _to_trainer),
+}
+"""By kind of the dead letter."""
+
+
+async def _publish(bus: Bus, topology: Topology, exchange: str, key: str, message: Envelope) -> None:
+    if not await bus.publish(topology.exchange(exchange), key, message):
+        raise CommandError(f"the queue of {topology.exchange(exchange)} does not exist: start the run, and try again")
 
 
 async def _letters(target: Target, limit: int) -> tuple[Sequence[Incoming], int]:

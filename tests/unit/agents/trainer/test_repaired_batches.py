@@ -17,7 +17,7 @@ from trinity_agents.simulation import Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.cli.commands.dead import republish_batches
 from trinity_mq.experience import Experience
-from trinity_mq.messages import Progress
+from trinity_mq.messages import BatchReady, Progress
 from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
 from trinity_mq.testing.fakes import FakeLearner
@@ -173,6 +173,44 @@ def test_one_that_kills_the_trainer_is_given_up_and_the_batch_it_came_with_is_no
     assert "did not survive 1 start on" in str(letter["dead-reason"])
     assert len(trained_uids(sim)) == 4 * (BATCHES - 1)
     assert sim.trainer.loop.step == BATCHES - 1
+
+
+class DiesOnBatch(FakeLearner):
+    """Does not survive a step on one batch until what is wrong with it is repaired."""
+
+    async def step(self, experiences: Any, step_number: int) -> dict[str, float]:
+        if not Choosy.repaired and any(one.eid.batch == BROKEN for one in experiences):
+            raise MemoryError
+        return await super().step(experiences, step_number)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_batch_that_trainers_did_not_survive_can_be_replayed(tmp_path: Path, restarted: bool) -> None:
+    """Restarted: from a checkpoint before all of this, by a trainer that finds both sets on the stream."""
+    sim = Simulation(tmp_path, (FRESH, "trainer.save_interval=50"), batches=BATCHES)
+    Choosy.repaired = False
+
+    async def trainers() -> None:
+        for _ in range(2):
+            with pytest.raises(ExceptionGroup):
+                await sim.make_trainer(learner=DiesOnBatch(0.5)).run()
+        if restarted:
+            third = asyncio.get_running_loop().create_task(sim.make_trainer(learner=DiesOnBatch(0.5)).run())
+            await until(lambda: len(sets()) == 2)
+            await killed(third)
+        await sim.make_trainer(learner=DiesOnBatch(0.5)).run()
+
+    def sets() -> set[str]:
+        return {one.op for one in sim.published(BatchReady) if one.batch == BROKEN}
+
+    run_virtually(sim.run(trainer=trainers, beside=lambda: replayed(sim)), limit=1000)
+    assert [letter["kind"] for letter in sim.dead_letters()] == ["batch_ready"] * restarted
+    assert len(sets()) == 2, "what was published again is a set of its own"
+    (line,) = repaired_lines(sim)
+    assert (line["batch"], line["outcome"], len(line["uids"])) == (BROKEN, "trained", 4)
+    assert [entry["outcome"] for entry in history(sim) if entry["batch"] == BROKEN] == ["skipped", "trained"]
+    assert set(trained_uids(sim).values()) == {1}
+    assert len(trained_uids(sim)) == 4 * BATCHES
 
 
 def test_with_no_batch_after_it_it_is_said_that_it_was_not_used(tmp_path: Path, logs: list[Any]) -> None:
