@@ -38,6 +38,8 @@ CLOCK_TICK = 1.0
 """Seconds between two looks at the timeouts."""
 INTAKE = 64
 """Submissions that are taken in at a time, with one save."""
+OPEN_EVALUATIONS = 512
+"""Submitted evaluations that are open at a time: enough to keep runners busy; each is a ticket in every heartbeat."""
 NO_MORE_BATCHES = "the run has opened its last batch"
 KEEP_QUEUES_INTERVAL = 24 * 3600.0
 """Seconds between two declarations of a batch queue, which expires after seven days without one or a reader."""
@@ -318,7 +320,7 @@ class ExplorerLoop:
     @property
     def _room(self) -> int:
         """Number of submissions that are taken in now."""
-        return min(INTAKE, self.source.room - self.batches.open_submitted)
+        return min(INTAKE, self.source.room, OPEN_EVALUATIONS - self.batches.open_submitted)
 
     async def _take_in(self, group: Sequence[Delivery]) -> None:
         """Accept a group of submissions, save once, then acknowledge them."""

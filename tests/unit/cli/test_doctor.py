@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from argparse import Namespace
 from dataclasses import replace
@@ -22,6 +23,7 @@ from trinity_mq.cli.doctor.command import doctor, lines
 from trinity_mq.cli.doctor.facts import API_PATHS, Facts, Needs, ask_machine, ask_rabbitmqctl, management_url
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import NodeError
+from trinity_mq.training.checkpoint import CheckpointStore, TrainerState
 
 GIB = 2**30
 DAY = 24 * 3600 * 1000
@@ -301,9 +303,12 @@ def test_facts_about_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (found["folder"], found["checkpoint_bytes"]) == (folder, 0)
     assert found["folder_free"] > 0
     assert set(found) == set(HERE)
-    saved = folder / "checkpoints" / "step-1"
-    saved.mkdir(parents=True)
-    (saved / "model.safetensors").write_bytes(bytes(1536 * 1024))
+
+    async def write(checkpoint: Path) -> None:
+        (checkpoint / "model.safetensors").write_bytes(bytes(1536 * 1024))
+
+    state = TrainerState(generation=1, step=1, progress=1, source={})
+    asyncio.run(CheckpointStore(folder / "checkpoints", keep=1).save(write, state))
     found = ask_machine(folder)
     assert "the last checkpoint has 1.5 MiB" in list(findings(MACHINE_CHECKS, found, NEEDS))[-1].seen
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trinity_agents.explorer import loop
 from trinity_agents.explorer.state import StateFile
 from trinity_agents.explorer.task_source import LEAST_PENDING
 from trinity_agents.simulation import Simulation, until
@@ -67,13 +68,16 @@ def test_the_explorer_takes_in_what_it_needs_and_leaves_the_rest_in_the_broker(
     assert all(told[f"s{n}"] == ["cancelled"] for n in range(6, MANY)), "the rest is answered, once each"
 
 
-def test_submitted_evaluations_are_taken_in_as_earlier_ones_end(tmp_path: Path) -> None:
+def test_submitted_evaluations_are_taken_in_as_earlier_ones_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "OPEN_EVALUATIONS", 20)
     sim = Simulation(tmp_path, batches=1)
     most = 0
 
     async def scene() -> None:
         nonlocal most
-        await submit_many(sim, 3 * LEAST_PENDING, is_eval=True)
+        await submit_many(sim, 60, is_eval=True)
         await until(lambda: sim.explorer.exploration is not None)
         open_now = sim.explorer.exploration.batches  # type: ignore[union-attr]
         while not sim.explorer.exploration.state.finished:  # type: ignore[union-attr]
@@ -81,8 +85,8 @@ def test_submitted_evaluations_are_taken_in_as_earlier_ones_end(tmp_path: Path) 
             await asyncio.sleep(0.05)
 
     run_virtually(sim.run(beside=scene), limit=3000)
-    assert 0 < most <= LEAST_PENDING
-    assert answers(sim) == {f"s{n}": ["finished"] for n in range(3 * LEAST_PENDING)}
+    assert most == 20
+    assert answers(sim) == {f"s{n}": ["finished"] for n in range(60)}
 
 
 def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: Path) -> None:
