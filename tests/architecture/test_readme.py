@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
+from trinity_mq.config import OperatorConfig
 from trinity_mq.experience import Experience
 from trinity_mq.messages import BatchReady
+from trinity_mq.operators import OperatorConfigError, create_operators, run_chain
 from trinity_mq.rewards import create_reward
 from trinity_mq.rewards.registry import parts_of
 from trinity_mq.workflows import Task
@@ -23,6 +26,8 @@ ROOMS = ("", "agents/trinity_agents", "trinity_mq", "docs")
 SIBLINGS = ("trinity_mq/sync", "trinity_mq/bus", "trinity_mq/models")
 WRITING_AN_OPERATOR = (ROOT / "docs" / "writing-an-operator.md").read_text(encoding="utf-8")
 STEP_WISE = ROOT / "examples" / "step_wise.py"
+SIZES_AND_REWARDS = ((256, 3.0), (257, 1.0), (1, 0.5), (1, -1.0), (1, None))
+"""Response tokens and rewards of the experiences that the documented operators get."""
 LONGEST = 30
 """Lines that a step-wise workflow may take."""
 
@@ -106,10 +111,21 @@ def test_the_reward_of_the_documents_judges() -> None:
     assert parts_of(reward, "8", "7", finished=False) == {"accuracy": 0.0, "brevity": 0.0}
 
 
-async def test_the_operator_of_the_documents_filters() -> None:
-    operator = defined(blocks()["KeepShort"])["KeepShort"](max_tokens=2)
-    short, long = Experience(tokens=[1, 2, 3], prompt_length=1), Experience(tokens=[1, 2, 3, 4], prompt_length=1)
-    assert await operator.process([short, long]) == ([short], {"dropped": 1})
+async def test_the_operators_of_the_documents_run_as_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_package.py").write_text(blocks()["KeepShort"] + blocks()["Bounded"], encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    (section,) = re.findall(r"```yaml\n(operator:.*?)```", WRITING_AN_OPERATOR, re.DOTALL)
+    configured = [OperatorConfig(**one) for one in yaml.safe_load(section)["operator"]["operators"]]
+    configured.insert(1, OperatorConfig(name="my_package.Bounded", args={"most": 2}))
+    exps = [Experience(tokens=[1] + [2] * size, prompt_length=1, reward=reward) for size, reward in SIZES_AND_REWARDS]
+    kept, metrics = await run_chain(create_operators(configured), exps)
+    assert [(exp.response_length, exp.reward) for exp in kept] == [(256, 2.0), (1, 0.5)]
+    assert metrics["experience_pipeline/0_KeepShort/dropped"] == 1
+    assert metrics["experience_pipeline/1_Bounded/lowered"] == 1
+    with pytest.raises(OperatorConfigError, match="max_tokens is 'many'"):
+        create_operators([OperatorConfig(name="my_package.KeepShort", args={"max_tokens": "many"})])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

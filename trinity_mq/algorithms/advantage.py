@@ -18,6 +18,9 @@ from trinity_mq.experience.ragged import Ragged
 Group = dict[str, float]
 """Run id to reward."""
 
+LARGEST = 1e30
+"""A number beyond this or below its negative counts as it: squares must be finite, and advantages in float32."""
+
 
 def group_relative_advantages(
     batch: ExperienceBatch, config: AlgorithmConfig
@@ -31,7 +34,8 @@ def group_relative_advantages(
     * of the group's rewards for ``std_level="group"``;
     * of all centred rewards ``r - m`` of the batch for ``"batch"`` (as in REINFORCE++-baseline, arXiv 2501.03262);
 
-    or plain ``r - m`` for ``"none"`` (Dr. GRPO, arXiv 2503.20783). A group of one, or with equal rewards, gets 0.
+    or plain ``r - m`` for ``"none"`` (Dr. GRPO, arXiv 2503.20783). A group of one, or with equal rewards, gets 0. A
+    reward beyond +-``LARGEST`` counts as that.
 
     Dropped, with all their experiences, and counted: runs without a finite reward, then groups with fewer than
     ``config.effective_min_group_runs`` runs left.
@@ -93,8 +97,8 @@ def with_advantages(batch: ExperienceBatch, scores: Sequence[float]) -> Experien
 def run_values(batch: ExperienceBatch, numbers: Sequence[Any]) -> tuple[dict[str, Group], int]:
     """Return the values of the runs by task (``tid``) and run (``rid``), in the order in which these appear.
 
-    The value of a run is the number of its last step (largest ``eid.step``; of equals the one listed last). A run whose
-    number is none, or not finite, does not count; its task may be left with no run.
+    The value of a run is the number of its last step (largest ``eid.step``; of equals the one listed last), within
+    ``LARGEST``. A run whose number is none, or not finite, does not count; its task may be left with no run.
 
     Args:
         batch: A whole batch.
@@ -111,7 +115,7 @@ def run_values(batch: ExperienceBatch, numbers: Sequence[Any]) -> tuple[dict[str
     groups: dict[str, Group] = {tid: {} for tid in tids}
     for rid, number in last.items():
         if is_finite(numbers[number]):
-            groups[tids[number]][rid] = float(numbers[number])
+            groups[tids[number]][rid] = max(-LARGEST, min(LARGEST, float(numbers[number])))
     return groups, len(last) - sum(map(len, groups.values()))
 
 
@@ -124,7 +128,11 @@ def spread(name: str, numbers: Sequence[float]) -> dict[str, float]:
     """Return ``{name}/mean``, ``/max`` and ``/min``; nothing without numbers."""
     if not numbers:
         return {}
-    return {f"{name}/mean": statistics.fmean(numbers), f"{name}/max": max(numbers), f"{name}/min": min(numbers)}
+    try:
+        mean = statistics.fmean(numbers)
+    except OverflowError:  # their sum
+        mean = math.fsum(number / len(numbers) for number in numbers)
+    return {f"{name}/mean": mean, f"{name}/max": max(numbers), f"{name}/min": min(numbers)}
 
 
 def _centre(group: Group) -> Group:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.base import Section
 
@@ -91,4 +93,21 @@ class OperatorConfig(Section):
     name: str
     """Registered name or dotted path."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of its constructor."""
+    """Keyword arguments of its constructor, checked against its annotations when it is made."""
+
+    @field_validator("args")
+    @classmethod
+    def _finite(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _refuse_infinite("args", value)
+        return value
+
+
+def _refuse_infinite(where: str, value: Any) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value}, wanted a finite number")
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _refuse_infinite(f"{where}.{key}", each)
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            _refuse_infinite(f"{where}[{number}]", each)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any, get_type_hints
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from trinity_mq.config import OperatorConfig
 from trinity_mq.operators.base import AuxiliaryModels, ExperienceOperator, ExperienceOperatorV1, WrappedOperator
@@ -59,7 +62,7 @@ def _create(config: OperatorConfig, auxiliary_models: AuxiliaryModels | None) ->
             "ExperienceOperatorV1, or `def process`, which runs in a thread, in one of ExperienceOperator"
         )
     try:
-        made = found(**config.args)
+        made = found(**_checked(found, config.args))
     except (TypeError, ValueError) as error:
         raise OperatorConfigError(
             f"operator {config.name!r} cannot be made with args {config.args!r}: {error}"
@@ -67,3 +70,26 @@ def _create(config: OperatorConfig, auxiliary_models: AuxiliaryModels | None) ->
     operator = WrappedOperator(made) if isinstance(made, ExperienceOperator) else made
     operator.set_auxiliary_model(auxiliary_models)
     return operator
+
+
+def _checked(kind: type, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``args`` as the types that the constructor of ``kind`` is annotated with, where it is.
+
+    Raises:
+        ValueError: One of them is no such value.
+    """
+    try:
+        hints = get_type_hints(kind.__init__)  # type: ignore[misc]
+    except (NameError, TypeError):  # some name is imported for type checkers only
+        hints = {}
+    return {name: _value(name, value, hints[name]) if name in hints else value for name, value in args.items()}
+
+
+def _value(name: str, value: Any, wanted: Any) -> Any:
+    try:
+        return TypeAdapter(wanted).validate_python(value)
+    except PydanticUserError:  # a class that pydantic knows nothing of
+        return value
+    except ValidationError as error:
+        reasons = "; ".join(one["msg"] for one in error.errors(include_url=False))
+        raise ValueError(f"{name} is {value!r}: {reasons}") from error

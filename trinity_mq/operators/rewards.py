@@ -29,7 +29,7 @@ class RewardShaping(ColumnOperator):
         ValueError: A configuration is something else; at construction.
     """
 
-    def __init__(self, reward_shaping_configs: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, reward_shaping_configs: Sequence[Any] = ()) -> None:
         self.changes = [_change(number, given) for number, given in enumerate(reward_shaping_configs)]
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:
@@ -100,7 +100,7 @@ def response_lengths(batch: ExperienceBatch) -> list[int]:
 
 def _differences(before: Sequence[Any], after: Sequence[Any], count: str) -> dict[str, float]:
     changes = [new - old for old, new in zip(before, after, strict=True) if is_finite(old)]
-    found = spread("reward_diff", changes)
+    found = spread("reward_diff", list(filter(is_finite, changes)))
     return {
         count: float(sum(change != 0 for change in changes)),
         **{name.replace("/", "_"): value for name, value in found.items()},

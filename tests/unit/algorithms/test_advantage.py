@@ -123,6 +123,17 @@ def test_a_run_without_a_reward_is_dropped_with_all_its_steps(missing: float | N
     assert metrics["rollout/partial_groups"] == 0
 
 
+@pytest.mark.parametrize("level", ["group", "batch", "none"])
+@pytest.mark.parametrize("rewards", [(1e308, -1e308, 1e308, 0.0), (1.7e308, 1.7e308, 1.7e308, 1.6e308), (1e38, -3e38)])
+def test_huge_rewards_give_finite_advantages_and_metrics(level: str, rewards: tuple[float, ...]) -> None:
+    runs = [experience(task, run, reward) for task in range(2) for run, reward in enumerate(rewards)]
+    kept, metrics = advantages(runs, config(std_level=level))
+    assert ids(kept) == ids(runs)
+    assert all(math.isfinite(value(one)) for one in kept)
+    assert all(map(math.isfinite, metrics.values()))
+    assert metrics["rollout/missing_rewards"] == 0
+
+
 def test_a_group_that_loses_all_its_runs_is_partial_and_nothing_is_left_to_average() -> None:
     kept, metrics = advantages([experience(0, run, None) for run in range(4)], config())
     assert kept == []

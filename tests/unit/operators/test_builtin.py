@@ -166,6 +166,44 @@ def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int, int]) -> None:
         create_operators([OperatorConfig(name="length_penalty", args=args)])
 
 
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+async def test_huge_rewards_are_no_obstacle(name: str) -> None:
+    huge = {"metrics": {"quality": 1e308, "accuracy": -1e308}, "info": {"cost": 1e-308}}
+    exps = [
+        exp(task, run, reward=reward, **huge) for task in range(2) for run, reward in enumerate((1e308, -1e308, 1e308))
+    ]
+    _, metrics = await chain(name, exps, **ARGUMENTS.get(name, {}))
+    assert metrics["experience_pipeline/experience_count"] <= 6
+
+
+ARGUMENTS_THAT_DO_NOT_FIT = [
+    ("reward_filter", {"threshold": "x"}, "threshold is 'x'"),
+    ("reward_filter", {"threshold": None}, "threshold is None"),
+    ("reward_filter", {"threshold": [1]}, r"threshold is \[1\]"),
+    ("reward_std_filter", {"threshold": {}}, "threshold is {}"),
+    ("dapo_dynamic_sampling", {"correct_threshold": "half"}, "correct_threshold is 'half'"),
+    ("dapo_dynamic_sampling", {"metric_key": 3}, "metric_key is 3"),
+    ("length_penalty", {"max_response_length": 10.5, "cache_length": 4}, "max_response_length is 10.5"),
+    ("length_penalty", LENGTHS | {"penalty_factor": "x"}, "penalty_factor is 'x'"),
+    ("reward_shaping_mapper", {"reward_shaping_configs": 3}, "reward_shaping_configs is 3"),
+    ("reward_filter", {"treshold": 1.0}, "treshold"),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "message"), ARGUMENTS_THAT_DO_NOT_FIT)
+def test_arguments_that_do_not_fit_are_refused_when_the_operator_is_made(
+    name: str, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OperatorConfigError, match=f"operator '{name}' cannot be made.*{message}"):
+        create_operators([OperatorConfig(name=name, args=args)])
+
+
+@pytest.mark.parametrize("args", [{"threshold": math.nan}, {"a": [{"b": math.inf}]}, {"a": {"b": (-math.inf,)}}])
+def test_arguments_that_are_no_finite_numbers_are_refused_when_the_configuration_is_read(args: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"args.* is (nan|-?inf), wanted a finite number"):
+        OperatorConfig(name="reward_filter", args=args)
+
+
 async def test_pass_rates() -> None:
     exps = [exp(0, run, step, reward=float(run == 0)) for run in range(4) for step in range(run + 1)]
     exps += [exp(1, run, reward=1.0) for run in range(2)] + [exp(2, 0, reward=None, info={"kept": 1})]

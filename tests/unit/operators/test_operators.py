@@ -1,5 +1,6 @@
 import asyncio
 import math
+import random
 import sys
 import threading
 
@@ -50,6 +51,19 @@ class Synchronous(ExperienceOperator):
 
     def close(self):
         self.closed_in = threading.current_thread()
+
+
+class Annotated(ExperienceOperatorV1):
+    def __init__(self, size: int, names: tuple[str, ...] = (), chance: random.Random | None = None, free=None):
+        self.given = size, names, chance, free
+
+    async def process(self, exps):
+        return exps, {}
+
+
+class AnnotatedForTypeCheckersOnly(Annotated):
+    def __init__(self, size: "NotImported"):  # noqa: F821
+        super().__init__(size)
 
 
 class Asynchronous(ExperienceOperatorV1):
@@ -337,6 +351,18 @@ def test_unknown_names_and_wrong_arguments_teach():
         create_operators([OperatorConfig(name="reward_filter", args={"treshold": 1})])
     with pytest.raises(OperatorConfigError, match="wanted a subclass"):
         create_operators([OperatorConfig(name=f"{THIS}.exp")])
+
+
+def test_the_arguments_of_an_own_operator_are_checked_against_its_annotations():
+    def given(kind="Annotated", **args):
+        (operator,) = create_operators([OperatorConfig(name=f"{THIS}.{kind}", args=args)])
+        return operator.given
+
+    assert given(size=3, names=["a", "b"], free={"any": "thing"}) == (3, ("a", "b"), None, {"any": "thing"})
+    for wrong in ({"size": "x"}, {"size": 1.5}, {"size": 1, "names": [2]}, {"size": 1, "names": "ab"}):
+        with pytest.raises(OperatorConfigError, match=f"Annotated' cannot be made.*{list(wrong)[-1]} is "):
+            given(**wrong)
+    assert given("AnnotatedForTypeCheckersOnly", size="x")[0] == "x"
 
 
 def test_every_registered_operator_can_be_made():
