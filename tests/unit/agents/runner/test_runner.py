@@ -882,8 +882,8 @@ def test_the_beat_names_the_oldest_slices_in_hand() -> None:
         async with world.living(runner):
             await asyncio.sleep(5)
             detail = runner.detail()
-            assert (detail.running, len(detail.slices)) == (18, 16)
-            assert [entry[:3] for entry in detail.slices] == [("t1", task, 4) for task in range(16)]
+            assert (detail.running, len(detail.slices)) == (18, 4)
+            assert [entry[:3] for entry in detail.slices] == [("t1", task, 4) for task in range(4)]
             assert all(5.0 <= entry[3] < 6.0 for entry in detail.slices)
 
     run_virtually(main())
