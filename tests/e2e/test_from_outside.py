@@ -47,7 +47,7 @@ async def test_tasks_come_back_and_rubbish_is_parked(tmp_path: Path) -> None:
             script = command(
                 "examples/submit_task.py", "--broker", url, "--run", "outside", "--question", "3,7,2=", "--answer", "7"
             )
-            words = json.dumps({"raw_task": {"question": "1,2,3=", "answer": "3"}, "is_eval": True})
+            words = json.dumps({"raw_task": {"question": "1,2,3=", "answer": "3"}})
             cli = command(
                 "-m",
                 "trinity_mq.cli.main",
@@ -78,7 +78,11 @@ async def test_tasks_come_back_and_rubbish_is_parked(tmp_path: Path) -> None:
             assert code == 0, err
             assert json.loads(out)["outcome"] == "finished"
             assert cli_code == 0, cli_err
-            assert json.loads(cli_out)["outcome"] == "finished"
+            told = json.loads(cli_out)
+            assert told["outcome"] == "finished"
+            assert told["completed_runs"] == told["total_runs"] == len(told["answers"]) == 8
+            assert [one["run"] for one in told["answers"]] == list(range(8))
+            assert all(one["text"] and one["reward"] is not None for one in told["answers"])
             kinds, experiences = [], []
             async with asyncio.timeout(60), replies.iterator() as answers:
                 async for answer in answers:

@@ -80,4 +80,5 @@ async def test_a_task_from_outside_while_a_run_goes_on(here: Path) -> None:
         await until(lambda: any("trainer/step" in line for line in read_metrics(folder / "metrics.jsonl")), 120.0)
         outcome = json.loads(await said(submit, here))
         assert outcome["outcome"] == "finished"
+        assert len(outcome["answers"]) == outcome["completed_runs"] == 8
         assert running.returncode is None

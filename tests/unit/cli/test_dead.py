@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from trinity_mq.bus import Envelope, Incoming, Topology, create_bus
-from trinity_mq.cli.commands.dead import row
+from trinity_mq.cli.commands.dead import COLUMNS, paragraph, row
 from trinity_mq.cli.main import main
 from trinity_mq.config import BrokerConfig
 
@@ -24,6 +24,17 @@ def test_what_the_broker_itself_dead_lettered() -> None:
     assert row(letter) == ("q", "-", "rejected", "-", "-", "0", "-")
 
 
+def test_a_letter_is_readable_on_a_terminal_of_80_columns() -> None:
+    reason = "operator 'judge' failed 3 times: " + "KeyError: 'score' in my_operators.py, line 17; " * 4
+    cells = ("tmq.my-first-run.closed", "batch_closed", reason, "0_Judge", "12", "812", f"closed-{'0' * 32}-{'1' * 32}")
+    lines = paragraph(3, cells, 80)
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "3. batch_closed from tmq.my-first-run.closed, batch 12, operator 0_Judge, 812"
+    assert lines[1] == "   bytes"
+    assert " ".join(" ".join(lines).split()).count("KeyError: 'score' in my_operators.py, line 17;") == 4
+    assert lines[-1] == f"   id closed-{'0' * 32}-{'1' * 32}"
+
+
 @pytest.mark.broker
 def test_listing_leaves_them_where_they_are(
     broker_url: str, unique_run: str, capsys: pytest.CaptureFixture[str]
@@ -35,7 +46,7 @@ def test_listing_leaves_them_where_they_are(
         await bus.declare(topology.dead)
         for n in range(3):
             letter = Envelope(
-                body=b"x", kind="odd", message_id=f"m{n}", headers={"kind": "odd", "dead-reason": "because"}
+                body=b"x", kind="odd", message_id=f"m{n}", headers={"kind": "odd", "dead-reason": "because\nof it"}
             )
             await bus.publish(topology.exchange("dead"), "odd", letter)
         await bus.close()
@@ -47,6 +58,12 @@ def test_listing_leaves_them_where_they_are(
     for _ in range(2):
         assert main(words) == 0
         out = capsys.readouterr().out
-        assert [name for name in ("m0", "m1", "m2", "because") if name not in out] == []
+        head, *rows = [line.split("\t") for line in out.splitlines()]
+        assert head == list(COLUMNS)
+        assert [(cells[2], cells[6]) for cells in rows] == [
+            ("because of it", "m0"),
+            ("because of it", "m1"),
+            ("because of it", "m2"),
+        ]
     assert main([*words, "--limit", "2"]) == 0
-    assert "2 of 3 shown" in capsys.readouterr().out
+    assert capsys.readouterr().err == "2 of 3 shown (--limit)\n"

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.cli.commands.submit import read_task
+from trinity_mq.bus import Incoming
+from trinity_mq.cli.commands.submit import Replies, read_task
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.main import main
+from trinity_mq.experience import EID, Experience
+from trinity_mq.messages import SubmissionOutcome, encode
+from trinity_mq.runtime.deliveries import EXPERIENCES
 
 TASK = '{"raw_task": {"question": "+372="}, "repeat_times": 2}'
 
@@ -49,3 +53,42 @@ def test_a_run_must_be_known(
     monkeypatch.delenv("TRINITY_MQ_BROKER_URL", raising=False)
     assert main(["submit", *words, "--task", TASK]) == 2
     assert error in capsys.readouterr().err
+
+
+def reply(message: SubmissionOutcome | bytes, message_id: str) -> Incoming:
+    kind = "experience_part" if isinstance(message, bytes) else message.kind
+    body = message if isinstance(message, bytes) else encode(message)
+    headers = {"kind": kind}
+    content_type = EXPERIENCES if isinstance(message, bytes) else None
+    return Incoming(
+        body=body, exchange="", routing_key="k", queue="q", message_id=message_id, headers=headers,
+        content_type=content_type,
+    )  # fmt: skip
+
+
+def test_answers_come_with_the_outcome_in_any_order_and_each_once() -> None:
+    def answered(run: int) -> bytes:
+        one = Experience(
+            eid=EID(run=run), tokens=[1, 2], prompt_length=1, response_text=f"text {run}", reward=float(run)
+        )
+        return Experience.serialize_many([one])
+
+    outcome = SubmissionOutcome(submission_id="s", batch=3, ticket="t", outcome="finished", experiences=2)
+    replies = Replies()
+    for message in (reply(answered(1), "b"), reply(outcome, "o"), reply(answered(1), "b")):
+        replies.take(message)
+        assert not replies.complete
+    assert replies.missing == 1
+    replies.take(reply(answered(0), "a"))
+    assert replies.complete
+    assert replies.answers(None) == [
+        {"run": 0, "step": 0, "text": "text 0", "reward": 0.0},
+        {"run": 1, "step": 0, "text": "text 1", "reward": 1.0},
+    ]
+
+
+def test_an_answer_that_cannot_be_read_is_explained() -> None:
+    replies = Replies()
+    replies.take(reply(b"\xc1", "a"))
+    with pytest.raises(CommandError, match="an answer cannot be read"):
+        replies.answers(None)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import shutil
+import sys
+import textwrap
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
@@ -43,23 +46,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def list_dead(arguments: argparse.Namespace) -> int:
-    """Print a table of dead letters, oldest first; they stay where they are."""
+    """Print dead letters, oldest first, and leave them there: as paragraphs on a terminal, else as lines with tabs."""
     target = find_target(arguments)
     letters, total = run_to_the_end(_letters(target, arguments.limit))
     if not total:
         print(f"run {target.run!r} has no dead letters")
         return 0
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, caption=f"{len(letters)} of {total} shown" if len(letters) < total else None)
-    for column in COLUMNS:
-        table.add_column(column, overflow="fold")
-    for letter in letters:
-        table.add_row(*row(letter))
-    Console().print(table)
+    rows = [row(letter) for letter in letters]
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [line for number, one in enumerate(rows, 1) for line in paragraph(number, one, width)]
+    else:
+        lines = ["\t".join(" ".join(cell.split()) for cell in cells) for cells in (COLUMNS, *rows)]
+    for line in lines:
+        print(line)
+    if len(letters) < total:
+        print(f"{len(letters)} of {total} shown (--limit)", file=sys.stderr)
     return 0
+
+
+def paragraph(number: int, cells: Sequence[str], width: int) -> list[str]:
+    """Return one letter for a terminal: what it is, its reason, and its message id, in lines of at most ``width``."""
+    letter = dict(zip(COLUMNS, cells, strict=True))
+    parts = [f"{name} {letter[name]}" for name in ("batch", "operator") if letter[name] != "-"]
+    head = ", ".join([f"{number}. {letter['kind']} from {letter['queue']}", *parts, f"{letter['bytes']} bytes"])
+    found = textwrap.wrap(head, width, subsequent_indent="   ")
+    for text in (letter["reason"], f"id {letter['message_id']}"):
+        found += textwrap.wrap(text, width, initial_indent="   ", subsequent_indent="   ")
+    return found
 
 
 def row(letter: Incoming) -> tuple[str, ...]:

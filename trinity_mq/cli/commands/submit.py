@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import difflib
 import json
 import sys
@@ -13,12 +14,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trinity_mq.bus import Bus, Envelope, Topology
+from trinity_mq.bus import Bus, Envelope, Incoming, Topology
 from trinity_mq.cli.arguments import add_broker, add_target
-from trinity_mq.cli.broker.connection import connected, find_target
+from trinity_mq.cli.broker.connection import Target, connected, find_target
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import JSON_CONTENT_TYPE, SubmissionOutcome, TaskBody, TaskSubmission, decode
+from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, open_store, resolve
 
 EXAMPLE = '{"raw_task": {"question": "+372=", "answer": "7"}}'
 
@@ -30,14 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--task", metavar="JSON", default="-", help="the task, @FILE for a file, - for standard input (default)"
     )
-    parser.add_argument("--wait", metavar="SECONDS", type=float, help="wait for the outcome and print it as JSON")
+    parser.add_argument(
+        "--wait", metavar="SECONDS", type=float, help="wait for the outcome and the answers, and print them as JSON"
+    )
     parser.add_argument(
         "--id", default="", help="submission id; a task with an id that is known is not run again (default: a new one)"
     )
 
 
 def submit(arguments: argparse.Namespace) -> int:
-    """Publish a task; with ``--wait`` print its outcome as JSON, 1 when it did not finish."""
+    """Publish a task; with ``--wait`` print its outcome and answers as JSON, 1 when it did not finish."""
     target = find_target(arguments)
     submission = TaskSubmission(task=read_task(arguments.task), submission_id=arguments.id)
     if target.broker.url is None:
@@ -45,11 +48,61 @@ def submit(arguments: argparse.Namespace) -> int:
             f"run {target.run!r} does not run now, nor does its private broker: start it with `trinity-mq run`, then "
             "submit the task"
         )
-    outcome = asyncio.run(_submit(target.run, target.broker, submission, arguments.wait))
-    if outcome is None:
+    replies = asyncio.run(_submit(target, submission, arguments.wait))
+    if replies is None or replies.outcome is None:
         return 0
-    print(json.dumps(outcome.model_dump(mode="json")))
-    return 0 if outcome.outcome in {"finished", "partial"} else 1
+    answers = replies.answers(open_store(target.broker, target.run))
+    shown = {**replies.outcome.model_dump(mode="json"), "answers": answers}
+    print(json.dumps(shown, indent=2 if sys.stdout.isatty() else None, ensure_ascii=False))
+    if replies.missing:
+        print(f"{replies.missing} parts of the answers did not come within {arguments.wait:g} s", file=sys.stderr)
+    return 0 if replies.outcome.outcome in {"finished", "partial"} else 1
+
+
+class Replies:
+    """What comes back for one submission: its outcome, and the experiences of its runs in parts, in any order."""
+
+    def __init__(self) -> None:
+        self.outcome: SubmissionOutcome | None = None
+        self._parts: dict[str | None, Incoming] = {}
+
+    def take(self, message: Incoming) -> None:
+        """Take in a message; one that came before counts once."""
+        if message.kind == SubmissionOutcome.kind:
+            self.outcome = self.outcome or decode(message.body, SubmissionOutcome, message.content_type)
+        else:
+            self._parts[message.message_id] = message
+
+    @property
+    def missing(self) -> int:
+        """Parts that the outcome announced and that have not come."""
+        return 0 if self.outcome is None else max(0, self.outcome.experiences - len(self._parts))
+
+    @property
+    def complete(self) -> bool:
+        """The outcome has come, and all parts that it announced."""
+        return self.outcome is not None and not self.missing
+
+    def answers(self, store: BlobStore | None) -> list[dict[str, Any]]:
+        """Return the text and the reward of each answer, by run and step.
+
+        Raises:
+            CommandError: A part cannot be read.
+        """
+        if not self._parts:
+            return []
+        from trinity_mq.experience import DecodeError, Experience  # and torch with it
+
+        try:
+            bodies = [resolve(store, one.body, one.content_type) for one in self._parts.values()]
+            experiences = [one for body in bodies for one in Experience.deserialize_many(body)]
+        except (DecodeError, StoreUnavailable) as error:
+            raise CommandError(f"the outcome came, and an answer cannot be read: {error}") from error
+        experiences.sort(key=lambda one: (one.eid.run, one.eid.step))
+        return [
+            {"run": one.eid.run, "step": one.eid.step, "text": one.response_text, "reward": one.reward}
+            for one in experiences
+        ]
 
 
 def read_task(text: str) -> TaskBody:
@@ -83,30 +136,30 @@ def read_task(text: str) -> TaskBody:
         raise CommandError(f"the task's {where}: {first['msg']}, got {first['input']!r}") from error
 
 
-async def _submit(
-    run: str, broker: BrokerConfig, submission: TaskSubmission, wait: float | None
-) -> SubmissionOutcome | None:
-    async with connected(run, broker, "submit") as (bus, topology):
+async def _submit(target: Target, submission: TaskSubmission, wait: float | None) -> Replies | None:
+    async with connected(target.run, target.broker, "submit") as (bus, topology):
         if wait is None:
             await _publish(bus, topology, submission, None)
             return None
         # exclusive: it goes with this process, whatever becomes of it
-        replies = topology.listener("submit", uuid.uuid4().hex, "replies")
-        await bus.declare(replies)
-        async with await bus.consume(replies) as subscription:
-            await _publish(bus, topology, submission, replies.name)
-            try:
+        queue = topology.listener("submit", uuid.uuid4().hex, "replies")
+        await bus.declare(queue)
+        replies = Replies()
+        async with await bus.consume(queue) as subscription:
+            await _publish(bus, topology, submission.model_copy(update={"want_experiences": True}), queue.name)
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait):
                     async for delivery in subscription:
                         await delivery.ack()
-                        if delivery.kind == SubmissionOutcome.kind:
-                            return decode(delivery.body, SubmissionOutcome, delivery.content_type)
-            except TimeoutError:
-                raise CommandError(
-                    f"no outcome within {wait:g} s; the task is with run {run!r} and may still be done "
-                    "(see `trinity-mq status`)"
-                ) from None
-    raise CommandError("the reply queue was closed before the outcome came")
+                        replies.take(delivery)
+                        if replies.complete:
+                            return replies
+    if replies.outcome is None:
+        raise CommandError(
+            f"no outcome within {wait:g} s; the task is with run {target.run!r} and may still be done "
+            "(see `trinity-mq status`)"
+        )
+    return replies
 
 
 async def _publish(bus: Bus, topology: Topology, submission: TaskSubmission, reply_to: str | None) -> None:
