@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,12 +14,14 @@ import yaml
 
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import Config, ConfigError, literal, load_config
-from trinity_mq.runtime.process import is_run_over, mark_run_over, write_atomic
+from trinity_mq.runtime.process import is_run_over, mark_run_over, unmark_run_over, write_atomic
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock"
-FIXED_SECTIONS = ("model", "algorithm")
-"""Sections that checkpoint and learning-rate schedule depend on; a run cannot go on with others."""
+NEW_RUN = ("model.", "algorithm.", "seed", "buffer.taskset.selector")
+"""Keys, or their beginnings, on which checkpoint, schedule and the order of the tasks depend; a run cannot go on with
+others. All other settings may change between its starts.
+"""
 _ELSEWHERE = ("run_dir", "broker.url", "broker.url_file", "broker.password_file")
 """Keys that may change between starts, because they only say where things are."""
 
@@ -122,28 +125,36 @@ class RunFolder(LockedFolder):
         """The folder of a private broker."""
         return self.path / "broker"
 
-    def adopt(self) -> list[str]:
-        """Write the configuration into the folder; return what changed since the last start, one line a key.
+    def changes(self) -> list[str]:
+        """Return the settings that changed since the last start, one line a key.
 
         Raises:
-            ConfigError: A section changed that makes it another run, or the folder's own file cannot be read.
+            ConfigError: One changed that makes it another run, or the folder's own file cannot be read.
         """
-        self.logs.mkdir(parents=True, exist_ok=True)
         now = _flat(self._config.model_dump(mode="json"))
         before = self._known()
         changes = [] if before is None else _changes(before, now)
-        other = [line for key, line in changes if key.split(".")[0] in FIXED_SECTIONS]
+        # how many batches an epoch has depends on their size
+        fixed = NEW_RUN if now["buffer.total_steps"] is not None else (*NEW_RUN, "buffer.batch_size")
+        other = [line for key, line in changes if key.startswith(fixed)]
         if other:
             raise ConfigError(
-                f"run {self.name!r} in {self.path} was started with another {' and '.join(FIXED_SECTIONS)}: "
-                f"{'; '.join(other)}. Start it under another name (name=...), or put the old values back"
+                f"run {self.name!r} in {self.path} was started with other settings that it cannot go on without: "
+                f"{'; '.join(other)}. Put the old values back, start a run of another name (name=...), or train anew "
+                "with --fresh, which moves this folder aside"
             )
+        return [line for _, line in changes]
+
+    def adopt(self) -> list[str]:
+        """Write the configuration into the folder; return and raise what :meth:`changes` does."""
+        changes = self.changes()
+        self.logs.mkdir(parents=True, exist_ok=True)
         data = self._config.model_dump(mode="json")
         data["run_dir"] = str(self.path)
         data["broker"]["url"] = None  # may hold a password; agents get it from the environment
         # readable by the owner only: ${oc.env:NAME} is filled in by now, which may be a secret
         write_atomic(self.config_file, yaml.safe_dump(literal(data), sort_keys=False).encode(), mode=0o600)
-        return [line for _, line in changes]
+        return changes
 
     @property
     def finished(self) -> bool:
@@ -153,6 +164,26 @@ class RunFolder(LockedFolder):
     def mark_finished(self) -> None:
         """Mark the run as finished."""
         mark_run_over(self.path)
+
+    def unmark_finished(self) -> None:
+        """Remove the mark of a finished run that goes on."""
+        unmark_run_over(self.path)
+
+    def move_aside(self) -> Path:
+        """Rename the folder to the first free of ``<folder>.1``, ``<folder>.2`` and so on; return that.
+
+        Raises:
+            CommandError: It cannot be renamed.
+        """
+        numbers = itertools.count(1)
+        aside = next(path for n in numbers if not (path := self.path.with_name(f"{self.path.name}.{n}")).exists())
+        try:
+            return self.path.rename(aside)
+        except OSError as error:
+            raise CommandError(
+                f"run folder {self.path} cannot be moved to {aside}: {error.strerror or error}; move it yourself, or "
+                "start under another name (name=...)"
+            ) from error
 
     def _known(self) -> dict[str, Any] | None:
         if not self.config_file.exists():

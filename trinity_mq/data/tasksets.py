@@ -81,7 +81,8 @@ class Taskset:
             if key not in {"epoch", "cursor"} and state.get(key) != now:
                 raise TasksetError(
                     f"taskset {self.config.name!r}: the saved position belongs to {key} {state.get(key)!r}, this one "
-                    f"has {now!r}; put the old data and settings back, or begin a new run_dir"
+                    f"has {now!r}; put the old data and settings back, or train anew with `trinity-mq run CONFIG "
+                    "--fresh`"
                 )
         epoch, cursor = state.get("epoch"), state.get("cursor")
         if not (isinstance(epoch, int) and isinstance(cursor, int) and epoch >= 0 and 0 <= cursor <= len(self._rows)):

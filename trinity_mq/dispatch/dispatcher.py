@@ -372,7 +372,7 @@ class Dispatcher:
             raise FatalError(
                 f"nothing was found on the results stream from offset {self.results_offset} on, not even our own mark: "
                 "the stream is shorter than the saved state says, so this is not the broker (or not the data) it was "
-                "made with. Bring that back, or start under another name"
+                "made with. Bring that back, or train anew with --fresh"
             )
         return delivery
 

@@ -125,6 +125,11 @@ def mark_run_over(folder: Path) -> None:
     write_atomic(folder / _RUN_MARKER, json.dumps({"time": time.time()}).encode())
 
 
+def unmark_run_over(folder: Path) -> None:
+    """Remove the marker of a run that goes on; none is fine."""
+    (folder / _RUN_MARKER).unlink(missing_ok=True)
+
+
 def _default_mode() -> int:
     umask = os.umask(0)
     os.umask(umask)

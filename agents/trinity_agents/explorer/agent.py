@@ -22,7 +22,7 @@ from trinity_mq.config import Config
 from trinity_mq.messages import ExplorerStatus, Heartbeat, TaskBody
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.runtime.process import mark_run_over
+from trinity_mq.runtime.process import mark_run_over, unmark_run_over
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.telemetry import MetricsWriter
 
@@ -128,6 +128,7 @@ class Explorer(Agent):
             await asyncio.to_thread(mark_run_over, self._folder)
             await asyncio.sleep(HEARTBEAT_LEASE)  # for agents that started at the same time
             return
+        await asyncio.to_thread(unmark_run_over, self._folder)  # it was extended
         hosted = self.exploration.hosted
         try:
             await hosted.start()

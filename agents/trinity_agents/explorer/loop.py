@@ -81,6 +81,10 @@ class ExplorerLoop:
         """Loop time at which submissions were last taken in."""
         self.hosted = HostedEngines(agent, engines, auxiliaries, on_commit=self._on_commit)
         self.source = TaskSource(config, state, taskset)
+        total = self.source.total_batches
+        if state.ended and total is not None and total > state.opened:
+            log.info("run_extended", batches=total, before=state.opened)
+            state.ended = state.finished = False
         self.evaluations = Evaluations(
             config, state, self.dispatcher, self.hosted, eval_sets, save=self.save, report=agent.report, woken=woken
         )

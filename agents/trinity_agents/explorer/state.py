@@ -124,8 +124,7 @@ class StateFile:
         except (sqlite3.Error, LookupError, TypeError, ValueError, ValidationError, msgpack.UnpackException) as error:
             raise FatalError(
                 f"{self._path}: the explorer's state does not decode ({' '.join(str(error).split())[:200]}). Restore "
-                "the file, or start a "
-                "run under another name"
+                "the file, or train anew with `trinity-mq run CONFIG --fresh`"
             ) from error
 
     def _assembled(self, found: dict[str, bytes]) -> ExplorerState:

@@ -79,7 +79,7 @@ class Decider:
         """First offset and set of failed tickets, in stream order."""
         self.next_offset = next_offset
         self.ended: int | None = None
-        """Batches of the run, once known."""
+        """Batches of the run, once known; None again where a later batch shows that it was extended."""
         self._open: dict[str, _Sets] = {}
         self._decided: dict[int, Decision] = {}
         self._held: dict[str, int] = {}
@@ -114,6 +114,8 @@ class Decider:
         if message.state == "failed" or self._starts(message.ticket) >= MAX_STARTS:
             self._failed.add(message.ticket)
         self._decided[decision.batch] = decision
+        if self.ended is not None and decision.batch > self.ended:
+            self.ended = None  # the run was extended after its end
         return decision
 
     def other(self, offset: int) -> None:

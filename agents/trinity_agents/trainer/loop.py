@@ -242,7 +242,9 @@ class TrainLoop:
 
     @property
     def _is_at_end(self) -> bool:
-        return self.source.ended is not None and self.progress >= self.source.ended
+        ended, total = self.source.ended, self.agent.peers.explorer.total_batches
+        is_extended = ended is not None and total is not None and total > ended
+        return ended is not None and self.progress >= ended and not is_extended
 
     @property
     def _wanted(self) -> int:
@@ -300,6 +302,7 @@ class TrainLoop:
     async def _consume(self) -> None:
         agent, loop = self.agent, asyncio.get_running_loop()
         agent.set_state("working", None)
+        self.finished = False  # a run that had come to its end may be extended
         batch = await self.source.next()
         batches = [batch, *batch.co_batched]
         self._in_hand = [one.ticket for one in batches]

@@ -185,7 +185,7 @@ class StreamSource:
             if chunk.offset not in found:
                 raise FatalError(
                     f"the ready stream has held a message at offset {chunk.offset}, which is not found again: its data "
-                    "was lost. Bring that back, or start under another name"
+                    "was lost. Bring that back, or train anew with --fresh"
                 )
             chunk.body = found[chunk.offset].body
 
@@ -260,7 +260,7 @@ class StreamSource:
                     raise FatalError(
                         f"nothing was found on the ready stream from offset {offset} on, not even our own mark: "
                         "the stream is shorter than the checkpoint says, so this is not the broker (or not the "
-                        "data) it was made with. Bring that back, or start under another name"
+                        "data) it was made with. Bring that back, or train anew with --fresh"
                     )
                 await self._take(delivery, nonce)
 
@@ -308,7 +308,7 @@ class StreamSource:
 def _cut_off(error: StreamCut) -> FatalError:
     return FatalError(
         f"the checkpoint needs the ready stream from offset {error.asked}, but retention has cut it: it begins at "
-        f"{error.got}. Raise broker.ready_max_bytes, or start under another name"
+        f"{error.got}. Raise broker.ready_max_bytes, or train anew with --fresh"
     )
 
 

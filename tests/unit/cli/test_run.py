@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from trinity_mq.bus import Topology, create_bus
 from trinity_mq.cli.run_folder import RunFolder
-from trinity_mq.config import load_config
+from trinity_mq.config import BrokerConfig, load_config
+from trinity_mq.messages import TaskBody, TaskSlice
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.process import wait_exit
 
 pytestmark = pytest.mark.broker
@@ -102,16 +105,18 @@ class Bench:
         )
         package = folder / "stand-ins" / "trinity_agents"
         package.mkdir(parents=True)
-        (package / "__init__.py").write_text("")
+        # what has no stand-in is found behind them
+        own_path = "from pkgutil import extend_path\n__path__ = extend_path(__path__, __name__)\n"
+        (package / "__init__.py").write_text(own_path)
         for role in ROLES:
             (package / role).mkdir()
-            (package / role / "__init__.py").write_text("")
+            (package / role / "__init__.py").write_text(own_path)
             (package / role / "agent.py").write_text(f"ROLE = {role!r}\n{STAND_IN}")
         self.run_dir = folder / "run"
         self.run_dir.mkdir()
 
     def start(self, *words: str, **variables: str) -> subprocess.Popen[str]:
-        path = f"{self.folder / 'stand-ins'}:{ROOT}"
+        path = f"{self.folder / 'stand-ins'}:{ROOT}:{ROOT / 'agents'}"
         return subprocess.Popen(
             [sys.executable, "-m", "trinity_mq.cli.main", *(words or ("run", str(self.config)))],
             stdout=subprocess.PIPE,
@@ -154,6 +159,36 @@ def test_to_the_end_and_once_more(bench: Bench) -> None:
     assert "accuracy    0.000 -> 0.750" in out
     assert "this run has finished" in out
     assert (bench.run_dir / "logs" / "trainer-0.out").read_text().count("up") == 1
+
+
+def test_fresh_begins_anew_beside_the_old_folder_and_without_what_is_on_the_broker(bench: Bench) -> None:
+    bench.finish()
+    topology = Topology(load_config(bench.config).name)
+    old = topology.batch_queue(1, "old")
+
+    async def leave_something() -> None:
+        bus = create_bus(BrokerConfig(url=bench.url), topology, "test")
+        await bus.connect()
+        await bus.declare(old)
+        left = envelope(TaskSlice(batch=1, ticket="old", task_id=0, task=TaskBody()))
+        assert await bus.publish(topology.exchange("tasks"), "train.1", left)
+        await bus.close()
+
+    async def depths() -> list[int | None]:
+        bus = create_bus(BrokerConfig(url=bench.url), topology, "test")
+        await bus.connect()
+        found = [await bus.depth(name) for name in (old.name, topology.tasks_train.name)]
+        await bus.close()
+        return found
+
+    asyncio.run(leave_something())
+    code, out, err = bench.finish("run", str(bench.config), "--fresh", "seed=1")
+    assert (code, err) == (0, "")
+    assert f"the earlier run is in {bench.run_dir}.1" in out
+    assert "evaluation at step 3: held_out accuracy 0.750" in out
+    for folder in (bench.run_dir, bench.run_dir.with_name("run.1")):
+        assert (folder / "logs" / "trainer-0.out").read_text().count("up") == 1
+    assert asyncio.run(depths()) == [None, 0]
 
 
 def test_ctrl_c_drains_and_the_same_command_resumes(bench: Bench) -> None:

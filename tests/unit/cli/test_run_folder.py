@@ -31,9 +31,10 @@ def test_the_resolved_configuration_is_what_agents_read(tmp_path: Path) -> None:
 
 
 def test_changes_are_told_except_of_places(tmp_path: Path) -> None:
-    RunFolder(config(tmp_path, seed=3)).adopt()
-    changed = config(tmp_path, seed=4, buffer={"total_steps": 7}, broker={"url": "amqp://h/"})
-    assert RunFolder(changed).adopt() == ["seed: 3 -> 4", "buffer.total_steps: None -> 7"]
+    RunFolder(config(tmp_path)).adopt()
+    changed = config(tmp_path, buffer={"total_steps": 7, "batch_size": 4}, broker={"url": "amqp://h/"})
+    assert RunFolder(changed).changes() == ["buffer.batch_size: 32 -> 4", "buffer.total_steps: None -> 7"]
+    assert RunFolder(changed).adopt() == ["buffer.batch_size: 32 -> 4", "buffer.total_steps: None -> 7"]
     assert RunFolder(changed).adopt() == []
 
 
@@ -43,12 +44,16 @@ def test_changes_are_told_except_of_places(tmp_path: Path) -> None:
         ({"model": {"tiny": {"hidden_size": 32}}}, "model.tiny.hidden_size: 64 -> 32"),
         ({"model": {"model_path": "/m"}}, "model.model_path: None -> '/m'"),
         ({"algorithm": {"repeat_times": 4}}, "algorithm.repeat_times: 8 -> 4"),
+        ({"seed": 1}, "seed: 0 -> 1"),
+        ({"buffer": {"batch_size": 4}}, "buffer.batch_size: 32 -> 4"),
     ],
 )
-def test_another_model_or_algorithm_is_another_run(tmp_path: Path, sections: dict[str, Any], key: str) -> None:
+def test_what_checkpoints_and_the_order_of_tasks_depend_on_needs_another_run(
+    tmp_path: Path, sections: dict[str, Any], key: str
+) -> None:
     RunFolder(config(tmp_path)).adopt()
     before = (tmp_path / "config.yaml").read_bytes()
-    with pytest.raises(ConfigError, match="another name") as caught:
+    with pytest.raises(ConfigError, match=r"of another name .* or train anew with --fresh") as caught:
         RunFolder(config(tmp_path, **sections)).adopt()
     assert key in str(caught.value)
     assert (tmp_path / "config.yaml").read_bytes() == before

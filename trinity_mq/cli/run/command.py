@@ -16,6 +16,7 @@ from trinity_mq.cli.commands.timeline import write_timeline
 from trinity_mq.cli.commands.validate import check_all, imports_torch
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run.display import PlainDisplay, open_display
+from trinity_mq.cli.run.earlier_start import HOW_TO_GO_ON, extension, start_anew
 from trinity_mq.cli.run.exit_codes import EPILOG, closing_line, exit_code
 from trinity_mq.cli.run.report import make_report, save_failures, train_steps
 from trinity_mq.cli.run.session import Session
@@ -34,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq run``."""
     add_target(parser)
     parser.add_argument("--plain", action="store_true", help="print lines instead of a live table")
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="train anew: move the run's folder aside, delete what it left on the broker, begin with batch 1",
+    )
     parser.epilog = EPILOG
 
 
@@ -41,14 +47,23 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a configuration to its end; return one of :mod:`trinity_mq.cli.run.exit_codes`, 130 or 143."""
     config = configuration(arguments)
     folder = RunFolder(config)
+    if arguments.fresh:
+        _check(config, arguments)  # before anything is moved
+        for line in start_anew(config, folder):
+            print(line)
     with folder.locked():
         if folder.finished:
-            print(make_report(config.name, folder.path))
-            print("this run has finished: to run again give another name (name=...) or remove its folder")
-            return exit_code(finished=True, steps=train_steps(folder.path))
-        _check(config, arguments)
+            extended = extension(config, folder.changes())
+            if extended is None:
+                print(make_report(config.name, folder.path))
+                print(f"this run has finished: {HOW_TO_GO_ON}")
+                return exit_code(finished=True, steps=train_steps(folder.path))
+            print(extended)
+        if not arguments.fresh:
+            _check(config, arguments)
         for change in folder.adopt():
             print(f"warning: changed since the last start: {change}", file=sys.stderr)
+        folder.unmark_finished()
         broker = Addresses.of(config.broker)
         if broker is not None:
             broker.read()  # what is wrong with it is better said now

@@ -37,7 +37,7 @@ def closing_line(code: int, again: str, *, finished: bool, curable: bool = True)
     if finished:
         return (
             f"trained nothing (exit code {code}): every batch was without anything to train on, and the model is as it "
-            "was. When the cause is mended, start the run anew"
+            "was. When the cause is mended, train anew with --fresh"
         )
     if code == TRAINED_NOTHING:
         return f"trained nothing (exit code {code}); when the cause is mended, start it with the same command: {again}"

@@ -153,7 +153,7 @@ def test_damage_is_one_line_that_names_the_file_and_the_way_out(tmp_path: Path, 
     with pytest.raises(FatalError) as caught:
         StateFile(path).load()
     assert str(path) in str(caught.value)
-    assert "start a run under another name" in str(caught.value)
+    assert "--fresh" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

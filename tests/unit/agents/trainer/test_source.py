@@ -268,7 +268,7 @@ def test_a_stream_shorter_than_the_offset_is_an_error_after_a_while() -> None:
     (error,) = caught.value.exceptions
     assert isinstance(error, FatalError)
     assert "offset 50" in str(error)
-    assert "another name" in str(error)
+    assert "--fresh" in str(error)
 
 
 def test_an_outage_while_it_waits_for_its_mark_is_not_taken_for_a_shorter_stream() -> None:

@@ -1,0 +1,82 @@
+"""``trinity-mq run`` in a folder whose run has finished: told, extended, or refused; and begun anew."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from trinity_agents.explorer.state import ExplorerState, StateFile
+from trinity_mq.bus.addresses import URL_VARIABLE
+from trinity_mq.cli.main import main
+from trinity_mq.cli.run.earlier_start import extension, start_anew
+from trinity_mq.cli.run_folder import RunFolder
+from trinity_mq.config import load_config
+
+
+def finished_run(folder: Path, batches: int, *settings: str) -> Path:
+    """Write the configuration of a run, and its folder as it is after so many batches; return the configuration."""
+    path = folder / "c.yaml"
+    path.write_text(
+        f"name: earlier\nrun_dir: {folder}/run\nmodel: {{tiny: {{}}}}\nbuffer:\n  batch_size: 4\n"
+        "  taskset: {storage_type: synthetic, path: max3, limit: 10}\n"
+    )
+    config = load_config(path, settings)
+    RunFolder(config).adopt()
+    RunFolder(config).mark_finished()
+    state = ExplorerState(opened=batches, closed=batches, ended=True, finished=True)
+    asyncio.run(StateFile(folder / "run" / "state" / "explorer.msgpack").save(state))
+    return path
+
+
+def test_with_its_settings_it_says_how_to_go_on_and_how_to_begin_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = finished_run(tmp_path, 3, "buffer.total_steps=3")
+    main(["run", str(path), "buffer.total_steps=3"])
+    out = capsys.readouterr().out
+    assert "this run has finished" in out
+    assert "buffer.total_steps=N" in out
+    assert "--fresh" in out
+
+
+def test_other_settings_are_no_silent_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = finished_run(tmp_path, 3, "buffer.total_steps=3")
+    assert main(["run", str(path), "buffer.total_steps=3", "trainer.save_interval=7"]) == 2
+    error = capsys.readouterr().err
+    assert "finished after 3 batches" in error
+    assert "trainer.save_interval: 50 -> 7" in error
+    assert "--fresh" in error
+    assert main(["run", str(path), "buffer.total_steps=3", "seed=7"]) == 2
+    assert "it cannot go on without: seed: 0 -> 7" in capsys.readouterr().err
+    assert (tmp_path / "run" / "finished").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "settings", "total"),
+    [
+        (("buffer.total_steps=3",), ("buffer.total_steps=5", "trainer.save_interval=7"), 5),
+        (("buffer.total_epochs=1",), ("buffer.total_epochs=2",), 5),  # 10 tasks, 4 a batch
+        (("buffer.total_steps=3",), ("buffer.total_epochs=2",), 5),
+    ],
+)
+def test_more_batches_extend_it(tmp_path: Path, before: tuple[str], settings: tuple[str], total: int) -> None:
+    config = load_config(finished_run(tmp_path, 3, *before), settings)
+    line = extension(config, RunFolder(config).changes())
+    assert line is not None
+    assert f"finished after 3 batches and goes on to batch {total}; the learning rate decays" in line
+
+
+def test_begun_anew_the_folder_is_moved_aside_and_nothing_in_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(URL_VARIABLE, raising=False)
+    config = load_config(finished_run(tmp_path, 3))
+    for number in (1, 2):
+        RunFolder(config).adopt()
+        (tmp_path / "run" / "metrics.jsonl").write_text(f"{number}")
+        assert start_anew(config, RunFolder(config)) == [f"the earlier run is in {tmp_path}/run.{number}"]
+        assert (tmp_path / f"run.{number}" / "metrics.jsonl").read_text() == f"{number}"
+        assert not (tmp_path / "run").exists()
+    assert start_anew(config, RunFolder(config)) == []

@@ -1,0 +1,76 @@
+"""A start of a run that was started before: a finished one goes on for more batches, and any can be begun anew."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from trinity_mq.bus.addresses import Addresses
+from trinity_mq.cli.broker.clean import delete_run, saved_tickets
+from trinity_mq.cli.broker.connection import Target
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.interrupts import run_to_the_end
+from trinity_mq.cli.run_folder import RunFolder
+from trinity_mq.config import Config
+from trinity_mq.runtime.errors import FatalError
+
+HOW_TO_GO_ON = "to train on, ask for more batches (buffer.total_steps=N); to train anew, add --fresh"
+
+
+def extension(config: Config, changes: Sequence[str]) -> str | None:
+    """Return a line that says how a finished run goes on, as the configuration now asks for more batches; None if it
+    has nothing to do.
+
+    Args:
+        config: The configuration of this start.
+        changes: Settings that changed since the last start.
+
+    Raises:
+        CommandError: Settings changed that have no effect on a finished run.
+    """
+    if not changes:
+        return None
+    opened, total = _lengths(config)
+    if total is None or total <= opened:
+        raise CommandError(
+            f"run {config.name!r} has finished after {opened} batches, so these settings would have no effect: "
+            f"{'; '.join(changes)}. Leave them out to see its report; {HOW_TO_GO_ON}"
+        )
+    schedule = "; the learning rate decays over the new length" if _decays(config) else ""
+    return f"this run had finished after {opened} batches and goes on to batch {total}{schedule}"
+
+
+def start_anew(config: Config, folder: RunFolder) -> list[str]:
+    """Delete what the run left on a broker that is not its own, and move its folder aside; return lines for a person.
+
+    Raises:
+        CommandError: Somebody works on the run, or the folder cannot be moved.
+        BusRefused, BusUnavailable: The broker does not let us in, or is not there.
+    """
+    if not folder.path.exists() and Addresses.of(config.broker) is None:
+        return []
+    lines: list[str] = []
+    with folder.locked():
+        broker = Addresses.of(config.broker)
+        if broker is not None:  # a private one is in the folder
+            tickets: list[str] = []
+            with contextlib.suppress(FatalError):  # a state that cannot be read: the broker's messages name tickets too
+                tickets = saved_tickets(config)
+            url = config.broker.model_copy(update={"url": broker.text(), "url_file": None})
+            lines += run_to_the_end(delete_run(Target(config.name, url, config), tickets))
+        if folder.config_file.exists():
+            lines.append(f"the earlier run is in {folder.move_aside()}")
+    return lines
+
+
+def _lengths(config: Config) -> tuple[int, int | None]:
+    """Return the number of batches that the run has opened, and that of the whole run, None where that is unknown."""
+    from trinity_agents.explorer.state import ExplorerState, StateFile
+    from trinity_agents.explorer.task_source import TaskSource, open_tasksets
+
+    state = StateFile(config.path / "state" / "explorer.msgpack").load()
+    return state.opened, TaskSource(config, ExplorerState(), open_tasksets(config)[0]).total_batches
+
+
+def _decays(config: Config) -> bool:
+    return config.algorithm.optimizer.lr_scheduler_type != "constant"
