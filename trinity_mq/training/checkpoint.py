@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,10 @@ class CheckpointStore:
             except RestartMe:
                 raise
             except Exception as error:
-                self._check_generation(state)  # whose start removes what an earlier one left half done
+                with suppress(
+                    OSError, ValueError
+                ):  # a newer trainer's start removes what an earlier one left half done
+                    self._check_generation(state)
                 raise self._error(f"save {final.name}", error) from error
             finally:
                 await run_to_end(pool, lambda: shutil.rmtree(partial, ignore_errors=True))

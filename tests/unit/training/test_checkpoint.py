@@ -263,10 +263,12 @@ async def test_generations_rise_with_every_start_and_above_every_checkpoint(tmp_
     assert store.next_generation(after=11) == 12
 
 
-def test_a_counter_that_is_no_number_is_an_error(tmp_path: Path) -> None:
+async def test_a_counter_that_is_no_number_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "generation").write_text("many")
     with pytest.raises(CheckpointError, match=r"count the start.*many"):
         CheckpointStore(tmp_path, 2).next_generation()
+    with pytest.raises(CheckpointError, match=r"cannot save progress-000001.*many"):
+        await CheckpointStore(tmp_path, 2).save(writer(), state(1))
 
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None:
