@@ -247,7 +247,8 @@ async def main() -> None:
     if options.profile:
         options.profile.mkdir(parents=True, exist_ok=True)
     settings = [
-        Setting(tokens, count, max(200, options.tasks * 64 // max(64, tokens)))
+        # not too few: a batch has a latency of its own, whatever the number of its tasks
+        Setting(tokens, count, max(min(options.tasks, 2000), options.tasks * 64 // max(64, tokens)))
         for tokens in options.tokens
         for count in options.runners
     ]

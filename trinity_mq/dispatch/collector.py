@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 UNBOUND_BEFORE_DELETE = 1.0
 """Seconds between unbinding a batch queue and deleting it: deleting it under publishers closes their connections."""
 PREFETCH = 256
-INLINE = 256 * 1024
+INLINE = 1024 * 1024
 """Upper bound in bytes of a part that is decoded on the event loop: handing it to a thread would take longer."""
 BURST = 16
 """Parts read before other tasks of the event loop run."""

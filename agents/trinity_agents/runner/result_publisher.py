@@ -12,12 +12,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 from pydantic import ValidationError
+from torch import Tensor
 
 from trinity_agents.runner.in_flight_slice import InFlightSlice
 from trinity_mq.bus import Bus, MessageTooLarge, Topology
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import BrokerConfig
 from trinity_mq.experience import DecodeError, EncodeError, Experience, ExperienceBatch
+from trinity_mq.experience.fields import TENSOR_FIELDS
 from trinity_mq.messages import BatchId, Outcome, TaskResult, TaskResults, TaskSlice, Version
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
@@ -37,18 +39,17 @@ RETURNED_PAUSE = 0.2
 """Seconds between tries of a part that came back although its queue exists, unless a beat comes first."""
 REPLACED_PAUSE = 1.0
 """Seconds after which a batch queue that is missing, though its ticket is open, is looked for once more."""
-SMALL = 64 * 1024
-"""Bytes up to which experiences are encoded on the event loop, and share a message: a thread costs more."""
-SHARED = 256 * 1024
-"""Upper bound of the bytes of a message that several attempts share: it blocks the loop for about 1 ms."""
+SHARED = 1024 * 1024
+"""Bytes up to which experiences are encoded on the event loop, where those of several attempts share a message. That
+blocks the loop for about 1 ms; a thread, and a body for each attempt, cost several times as much in all."""
+EXPERIENCE_COST = SHARED // 128
+"""Bytes that an experience counts as at least: encoding it takes its time, however short it is."""
 MOST_RESULTS = 64
 """Upper bound of the results in one message."""
 CROWD = 8
 """Slices in flight from which on a message waits for others: some are likely to end soon."""
 LINGER = 0.005
 """Seconds that a message waits. Four times that leaves a third of two cores idle where tasks take no time."""
-TOKEN_BYTES = 32
-"""Upper bound of the bytes of one token over all fields."""
 PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
@@ -80,9 +81,10 @@ class ResultPublisher:
         self._bus, self._topology, self._config, self._store = bus, topology, config, store
         self._in_flight_count = in_flight_count
         self._runner, self._woken, self._abandoned = runner, woken, abandoned
+        self._shared_limit = min(SHARED, config.max_message_bytes // 2)
         self._shared_parts = BatchedPublish(
             self._publish_shared_part,
-            max_batch_size=SHARED,
+            max_batch_size=self._shared_limit,
             size_of=lambda member: member.size,
             linger_seconds=self._pause,
         )
@@ -136,13 +138,13 @@ class ResultPublisher:
         try:
             if not experiences:
                 return self.result(in_flight, end, outcome=outcome)
-            if size <= SMALL:
+            if size <= self._shared_limit:
                 result = self.result(in_flight, end, outcome=outcome, parts=1)
                 member = Member(task_slice, in_flight.attempt, experiences, size, outcome.version_min)
                 ticket = (task_slice.batch, task_slice.ticket, in_flight.delivery.run_id)
                 taken = await self._taken(in_flight, functools.partial(self._shared_parts.publish, ticket, member))
             else:
-                contents = await self._contents(in_flight, experiences, size)
+                contents = await self._contents(in_flight, experiences)
                 result = self.result(in_flight, end, outcome=outcome, parts=len(contents))
                 taken = await self._publish(in_flight, contents, outcome.version_min)
         except (EncodeError, DecodeError, MessageTooLarge, ValidationError) as error:
@@ -175,7 +177,7 @@ class ResultPublisher:
     def _pause(self) -> float:
         return LINGER if self._in_flight_count() >= CROWD else 0.0
 
-    async def _contents(self, in_flight: InFlightSlice, experiences: list[Experience], size: int) -> list[Content]:
+    async def _contents(self, in_flight: InFlightSlice, experiences: list[Experience]) -> list[Content]:
         """Return the parts of one attempt, stored where they are too large for a message."""
         limit = self._bus.max_message_bytes
         split = functools.partial(split_to_size, compression=self._config.compression, store=self._store)
@@ -258,20 +260,23 @@ class ResultPublisher:
 
 
 def size_at_most(experiences: Sequence[Experience]) -> int:
-    """Return an upper bound of the encoded bytes, more than ``SMALL`` where a cheap look gives none."""
+    """Return an upper bound of the encoded bytes, each experience counted as ``EXPERIENCE_COST`` at least; more than
+    ``SHARED`` where a cheap look gives none.
+    """
     size = 0
     for each in experiences:
-        if (
-            each.messages
-            or each.tools
-            or each.multi_modal_inputs
-            or each.chosen is not None
-            or each.routed_experts is not None
-        ):
-            return SMALL + 1
-        size += TOKEN_BYTES * each.tokens.shape[0] + len(each.prompt_text or "") + len(each.response_text or "")
+        if each.messages or each.tools or each.multi_modal_inputs or each.custom_fields:
+            return SHARED + 1
+        own = len(each.prompt_text or "") + len(each.response_text or "")
+        for name in TENSOR_FIELDS:
+            value = getattr(each, name)
+            if isinstance(value, Tensor):
+                own += value.nbytes
+            elif value is not None:
+                return SHARED + 1
         for value in each.info.values():
             if type(value) not in PLAIN:
-                return SMALL + 1
-            size += len(value) if isinstance(value, str) else 0
+                return SHARED + 1
+            own += len(value) if isinstance(value, str) else 0
+        size += max(own, EXPERIENCE_COST)
     return size

@@ -13,6 +13,7 @@ from tests.unit.agents.operator.test_operator import close, make_world, manifest
 from tests.unit.agents.operator.test_operator import make as make_operator
 from tests.unit.agents.runner.test_runner import make, parts, results, unanswered
 from tests.unit.agents.world import World, a_slice, an_outcome, experience, send_slice
+from trinity_agents.runner.result_publisher import EXPERIENCE_COST, SHARED, size_at_most
 from trinity_mq.dispatch.collector import Collector
 from trinity_mq.dispatch.tickets import new_ticket
 from trinity_mq.experience import Experience
@@ -113,12 +114,33 @@ def test_a_closed_batch_makes_each_of_them_late() -> None:
     assert unanswered(world) == 0
 
 
+def test_experiences_of_a_thousand_tokens_share_messages_too() -> None:
+    """A body costs much more than its bytes: encoding 8 experiences takes as long for 1024 tokens as for 64."""
+    world = World("runner.concurrency=16")
+
+    async def does(task_slice: TaskSlice) -> SliceOutcome:
+        await asyncio.sleep(1.0)
+        return an_outcome(task_slice, experiences=[experience(task_slice.task_id, n, length=1024) for n in range(8)])
+
+    run_virtually(done(world, make(world, does), 16))
+    assert len(results(world)) == 16
+    assert len(parts(world)) <= 4
+    assert max(len(stored.body) for stored in parts(world)) <= SHARED
+
+
+def test_however_short_they_are_so_many_share_a_message_and_no_more() -> None:
+    few = [experience(0, run) for run in range(8)]
+    assert size_at_most(few) == 8 * EXPERIENCE_COST == SHARED // 16
+    few[3].teacher_logprobs = [0.0]  # type: ignore[assignment]
+    assert size_at_most(few) > SHARED, "whoever assigns what is no tensor is judged where it is encoded"
+
+
 def test_long_ones_travel_alone() -> None:
     world = World()
 
     async def does(task_slice: TaskSlice) -> SliceOutcome:
         await asyncio.sleep(1.0)
-        return an_outcome(task_slice, experiences=[experience(task_slice.task_id, task_slice.run_base, length=4000)])
+        return an_outcome(task_slice, experiences=[experience(task_slice.task_id, task_slice.run_base, length=200_000)])
 
     run_virtually(done(world, make(world, does), 4))
     assert len(parts(world)) == 4
