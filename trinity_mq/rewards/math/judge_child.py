@@ -15,7 +15,7 @@ from trinity_mq.runtime.children import limit_memory, serve
 
 
 def main(cpu_seconds: float, memory: int) -> None:
-    """Answer ``[truth, answer, marked]`` by ``true`` or ``false`` until the input ends."""
+    """Answer ``[truth, answer]`` by ``true`` or ``false`` until the input ends."""
     logging.disable(logging.CRITICAL)
     limit_memory(memory)
     from math_verify import LatexExtractionConfig, parse, verify
@@ -23,9 +23,9 @@ def main(cpu_seconds: float, memory: int) -> None:
     # Not ExprExtractionConfig: it hands text to sympy's parser, which evaluates it as Python.
     targets = (LatexExtractionConfig(boxed_match_priority=0),)
 
-    def same(truth: str, answer: str, marked: bool) -> bool:
+    def same(truth: str, answer: str) -> bool:
         wanted = parse(f"\\boxed{{{truth}}}", targets, parsing_timeout=None)
-        seen = parse(f"\\boxed{{{answer}}}" if marked else answer, targets, parsing_timeout=None)
+        seen = parse(f"\\boxed{{{answer}}}", targets, parsing_timeout=None)
         return bool(wanted and seen and verify(wanted, seen, timeout_seconds=None))
 
     def answer(question: bytes) -> bytes:

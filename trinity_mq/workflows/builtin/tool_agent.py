@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from trinity_mq.rewards.registry import parts_of
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.simple import question_of, truth_of
 from trinity_mq.workflows.builtin.tools import Result, Toolbox
+from trinity_mq.workflows.dual import compute
 from trinity_mq.workflows.step_wise import RewardedAtTheEnd
 from trinity_mq.workflows.workflow import Task
 
@@ -87,7 +89,8 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
 
     async def final_reward(self, exps: list[Experience]) -> float:
         """Return what the last answer is worth; its parts and how the tools were used become metrics."""
-        parts = parts_of(self.reward_fn, self.answer, truth_of(self.task), finished=self.finished)
+        judge = functools.partial(parts_of, self.reward_fn, self.answer, truth_of(self.task), finished=self.finished)
+        parts = await compute(self.is_async, judge, "reward")
         metrics = {**parts, "tool_calls": float(self.calls), "tool_errors": float(self.errors)}
         for experience in exps:
             experience.metrics.update(metrics)
