@@ -23,9 +23,10 @@ class FormatConfig(Section):
 class TasksetConfig(Section):
     """A source of tasks.
 
-    ``file``: JSON lines at ``path``. ``huggingface``: a dataset folder or hub id at ``path`` (extra ``datasets``).
-    ``synthetic``: problems of the generator named ``path``, such as ``ops3``, without any file. ``queue``: tasks
-    submitted from outside.
+    ``file``: the file at ``path``, JSON lines (``.jsonl``, ``.ndjson``), a JSON list (``.json``), CSV with names in its
+    first line (``.csv``, ``.tsv``) or Parquet (``.parquet``, extra ``parquet``). ``huggingface``: a dataset folder or
+    hub id at ``path`` (extra ``datasets``). ``synthetic``: problems of the generator named ``path``, such as ``ops3``,
+    without any file. ``queue``: tasks submitted from outside.
     """
 
     name: str = "train"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import msgpack
 
 from trinity_mq.config import TasksetConfig
 from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.files import read_file
 from trinity_mq.data.synthetic import problems
 
 Record = Mapping[str, Any]
@@ -52,36 +52,10 @@ def _synthetic(config: TasksetConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _file(config: TasksetConfig) -> Iterator[tuple[str, Any]]:
-    path = Path(config.path).expanduser()
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise TasksetError(f"taskset {config.name!r}: {path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise TasksetError(f"taskset {config.name!r}: {path} is not UTF-8 text: {error.reason}") from error
-    return _json_list(config, path, text) if path.suffix == ".json" else _json_lines(config, path, text)
-
-
-def _json_lines(config: TasksetConfig, path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    # Only line feeds end a line: JSON strings may hold the others that splitlines() knows.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield f"{path}:{number}", _json(config, f"{path}:{number}", line)
-
-
-def _json_list(config: TasksetConfig, path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    rows = _json(config, str(path), text)
-    if not isinstance(rows, list):
-        raise TasksetError(f"taskset {config.name!r}: {path} holds a {type(rows).__name__}, wanted a list of records")
-    for number, row in enumerate(rows):
-        yield f"{path}[{number}]", row
-
-
-def _json(config: TasksetConfig, where: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TasksetError(f"taskset {config.name!r}: {where}: not JSON: {error or 'nested too deep'}") from error
+        yield from read_file(Path(config.path).expanduser())
+    except TasksetError as error:
+        raise TasksetError(f"taskset {config.name!r}: {error}") from error
 
 
 def _hugging_face(config: TasksetConfig) -> Iterator[tuple[str, Any]]:

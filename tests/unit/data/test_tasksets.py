@@ -4,7 +4,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from trinity_mq.config import FormatConfig, TasksetConfig
 from trinity_mq.data import TasksetError, open_taskset
@@ -115,6 +117,37 @@ def test_a_json_list_is_read(tmp_path):
     assert questions(open_taskset(file_config(path)).all_tasks()) == ["q"]
 
 
+@pytest.mark.parametrize(("name", "separator"), [("tasks.csv", ","), ("TASKS.CSV", ","), ("tasks.tsv", "\t")])
+def test_csv_is_read_with_the_names_of_its_first_line(tmp_path, name, separator):
+    path = tmp_path / name
+    lines = (["question", "answer", "note"], ['"a, ""b""\nc\td"', "1", ""], [], ["\u00e4\u2028", "2", "x"])
+    path.write_text("\ufeff" + "\r\n".join(separator.join(line) for line in lines), encoding="utf-8", newline="")
+    tasks = open_taskset(file_config(path)).all_tasks()
+    assert [body.raw_task for body in tasks] == [
+        {"question": 'a, "b"\nc\td', "answer": "1", "note": ""},
+        {"question": "\u00e4\u2028", "answer": "2", "note": "x"},
+    ]
+
+
+def test_parquet_is_read(tmp_path):
+    path = tmp_path / "tasks.parquet"
+    rows = [{"question": f"q{i}", "answer": i, "image": b"\x00", "tags": ["a", None]} for i in range(3)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [body.raw_task for body in open_taskset(file_config(path)).all_tasks()] == rows
+    rows[1]["answer"] = None
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(TasksetError, match=r"tasks\.parquet\[1\]: has nothing at 'answer'"):
+        open_taskset(file_config(path))
+
+
+def test_parquet_without_the_package_names_the_extra(tmp_path, monkeypatch):
+    path = tmp_path / "tasks.parquet"
+    path.touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(TasksetError, match=r"pip install 'trinity-mq\[parquet\]'"):
+        open_taskset(file_config(path))
+
+
 def test_line_separators_inside_of_strings_and_a_byte_order_mark_are_no_harm(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('\ufeff{"question": "a\u2028b\u0085c", "answer": "1"}\r\n', encoding="utf-8")
@@ -138,6 +171,17 @@ def test_line_separators_inside_of_strings_and_a_byte_order_mark_are_no_harm(tmp
         ("t.jsonl", b"\xff\xfe\x00", r"t\.jsonl is not UTF-8"),
         ("t.jsonl", b"", "holds no records"),
         ("t.json", b'{"question": "q"}', r"t\.json holds a dict, wanted a list"),
+        ("t.csv", b"question,answer\n1,2\n1,2,3\n", r"t\.csv:3: has 3 cells, wanted 2"),
+        ("t.csv", b"question,answer\n1\n", r"t\.csv:2: has 1 cells, wanted 2"),
+        ("t.csv", b"question,question\n1,2\n", r"t\.csv:1: the columns are question, question, wanted each name once"),
+        ("t.csv", b'question,answer\n"1,2\n', r"t\.csv:2: cannot be read as CSV"),
+        ("t.csv", b"question,answer\n" + b"1" * 200_000 + b",2\n", r"t\.csv:2: cannot be read as CSV: field larger"),
+        ("t.csv", b"prompt,answer\n1,2\n", r"t\.csv:2: has nothing at 'question' \(its keys: prompt, answer"),
+        ("t.csv", b"question,answer\n", "holds no records"),
+        ("t.csv", b"\xff\xfe\x00", r"t\.csv is not UTF-8"),
+        ("t.parquet", b"PAR1", r"t\.parquet cannot be read as Parquet"),
+        ("t.xlsx", b"PK", r"t\.xlsx ends in '\.xlsx', wanted one of \.jsonl, .*\.csv, \.tsv, \.parquet"),
+        ("t", b"{}", r"t ends in '', wanted one of \.jsonl"),
         ("t.json", b'[{"question": "q"}]', r"t\.json\[0\]: has nothing at 'answer'"),
     ],
 )

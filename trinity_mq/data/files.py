@@ -1,0 +1,117 @@
+"""Reads the records of a file in the format that its name says."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from trinity_mq.data.errors import TasksetError
+
+Located = Iterator[tuple[str, Any]]
+"""Where a record stands, for messages, and the record, not checked yet."""
+
+
+def read_file(path: Path) -> Located:
+    """Return the records of ``path``, each with the place where it stands.
+
+    Raises:
+        TasksetError: The file is not there, cannot be read, is not what its name says, or in no format that is read.
+    """
+    reader = FORMATS.get(path.suffix.lower())
+    try:
+        if reader is not None:
+            return reader(path)
+        with path.open("rb"):  # that it is not there comes before its format
+            pass
+    except OSError as error:
+        raise TasksetError(f"{path} cannot be read: {error.strerror or error}") from error
+    raise TasksetError(
+        f"{path} ends in {path.suffix!r}, wanted one of {', '.join(FORMATS)}: convert it, or load it with "
+        "storage_type: huggingface"
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TasksetError(f"{path} is not UTF-8 text: {error.reason}") from error
+
+
+def _json_lines(path: Path) -> Located:
+    # Only line feeds end a line: JSON strings may hold the others that splitlines() knows.
+    lines = enumerate(_text(path).split("\n"), 1)
+    return ((f"{path}:{number}", _json(f"{path}:{number}", line)) for number, line in lines if line.strip())
+
+
+def _json_list(path: Path) -> Located:
+    rows = _json(str(path), _text(path))
+    if not isinstance(rows, list):
+        raise TasksetError(f"{path} holds a {type(rows).__name__}, wanted a list of records")
+    return ((f"{path}[{number}]", row) for number, row in enumerate(rows))
+
+
+def _json(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TasksetError(f"{where}: not JSON: {error or 'nested too deep'}") from error
+
+
+def _separated(path: Path) -> Located:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    return _rows(path, csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True))
+
+
+def _rows(path: Path, reader: Any) -> Located:
+    """Return each row as a record of texts by the names in the first one; rows without any cell are passed over."""
+    names: list[str] | None = None
+    try:
+        for row in reader:
+            where = f"{path}:{reader.line_num}"
+            if names is None:
+                names = row
+                if len(set(names)) < len(names):
+                    raise TasksetError(f"{where}: the columns are {', '.join(names)}, wanted each name once")
+            elif row and len(row) != len(names):
+                raise TasksetError(
+                    f"{where}: has {len(row)} cells, wanted {len(names)}, one for each column of the first line; a "
+                    'cell with a separator or a line break in it stands in "quotes"'
+                )
+            elif row:
+                yield where, dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise TasksetError(f"{path}:{reader.line_num}: cannot be read as CSV: {error}") from error
+
+
+def _parquet(path: Path) -> Located:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise TasksetError(
+            f"{path}: Parquet needs the package pyarrow: pip install 'trinity-mq[parquet]', or give a JSONL file"
+        ) from error
+    with path.open("rb") as file:
+        try:
+            rows = parquet.read_table(file).to_pylist()
+        except ArrowException as error:
+            raise TasksetError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}") from error
+    return ((f"{path}[{number}]", row) for number, row in enumerate(rows))
+
+
+FORMATS: Mapping[str, Callable[[Path], Located]] = MappingProxyType(
+    {
+        ".jsonl": _json_lines,
+        ".ndjson": _json_lines,
+        ".json": _json_list,
+        ".csv": _separated,
+        ".tsv": _separated,
+        ".parquet": _parquet,
+    }
+)
+"""Readers of the formats by the end of a file's name."""
