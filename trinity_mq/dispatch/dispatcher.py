@@ -329,16 +329,23 @@ class Dispatcher:
         key = f"{ticket.lane}.{batch_key(ticket.batch)}"
         try:
             await self.bus.publish(self.topology.exchange("tasks"), key, message)
-        except MessageTooLarge as error:
+        except MessageTooLarge:
             if not ticket.is_finished(task_slice.task_id):
-                ticket.decide_rest(task_slice.task_id, "failed", str(error))
+                reason = (
+                    f"the task takes {len(message.body)} bytes in a message, over broker.max_message_bytes "
+                    f"({self.bus.max_message_bytes}): give large fields such as images as paths or URLs, or raise it"
+                )
+                ticket.decide_rest(task_slice.task_id, "failed", reason)
                 self._failed(ticket, task_slice.task_id)
 
     def _failed(self, ticket: Ticket, *tasks: int) -> None:
         """Report tasks that failed before any runner had them."""
         for task in tasks:
-            reason = ticket.results_of(task)[-1].message
-            log.warning("task_not_published", batch=ticket.batch, task=ticket.first_task + task, reason=reason)
+            results = ticket.results_of(task)
+            name, reason = ticket.first_task + task, results[-1].message
+            log.warning("task_not_published", batch=ticket.batch, task=name, reason=reason)
+            for result in results:
+                self.failures.add(ticket, result)
             self.on_task_done(ticket, task)
         self.changed.notify()
 

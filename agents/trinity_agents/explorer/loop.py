@@ -332,15 +332,21 @@ class ExplorerLoop:
         self._taken_in_at = asyncio.get_running_loop().time()
         for delivery in group:
             message = await decode_or_dead_letter(agent.bus, agent.topology, delivery, agent.id, expect=TaskSubmission)
-            if isinstance(message, TaskSubmission):
-                name = message.submission_id or delivery.message_id or ""
-                ref = SubmissionRef(
-                    submission_id=name,
-                    reply_to=delivery.reply_to,
-                    correlation_id=delivery.correlation_id,
-                    want_experiences=message.want_experiences,
-                )
-                found.append((delivery, message, ref))
+            if not isinstance(message, TaskSubmission):
+                continue
+            name = message.submission_id or delivery.message_id
+            if not name:
+                reason = "a submission needs a submission_id or a message_id"
+                await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
+                await acknowledge(delivery)
+                continue
+            ref = SubmissionRef(
+                submission_id=name,
+                reply_to=delivery.reply_to,
+                correlation_id=delivery.correlation_id,
+                want_experiences=message.want_experiences,
+            )
+            found.append((delivery, message, ref))
         seen = await self._file.known([ref.submission_id for _, _, ref in found])
         evaluations: list[Ticket] = []
         for delivery, message, ref in found:
@@ -360,10 +366,6 @@ class ExplorerLoop:
     async def _submitted(self, delivery: Delivery, message: TaskSubmission, ref: SubmissionRef) -> list[Ticket]:
         """Accept or refuse a submission that is not a repeat; return the ticket of an evaluation."""
         agent, limit = self.agent, self.config.broker.max_task_bytes
-        if not ref.submission_id:
-            reason = "a submission needs a submission_id or a message_id"
-            await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
-            return []
         task = self.source.completed(message.task)
         if (size := len(encode(task))) > limit:
             reason = f"the task takes {size} bytes in a message; broker.max_message_bytes leaves {limit} for it"
@@ -371,14 +373,15 @@ class ExplorerLoop:
             await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
             return []
         self.source.submit(task, ref)
+        if not task.is_eval:
+            return []
         if self.state.finished:
             await self._refuse(ref, "cancelled", NO_MORE_BATCHES)
-        elif task.is_eval:
-            batch, one = f"{self.state.closed}/submitted-{self.state.submitted}", ref.model_copy(update={"task_id": 0})
-            ticket = self.dispatcher.make_ticket([task], batch, deliver="none", lane="eval", submissions=[one])
-            self.dispatcher.tickets[ticket.ticket] = ticket  # saved with the submission's id
-            return [ticket]
-        return []
+            return []
+        batch, one = f"{self.state.closed}/submitted-{self.state.submitted}", ref.model_copy(update={"task_id": 0})
+        ticket = self.dispatcher.make_ticket([task], batch, deliver="none", lane="eval", submissions=[one])
+        self.dispatcher.tickets[ticket.ticket] = ticket  # saved with the submission's id
+        return [ticket]
 
     async def _follow_trainer(self) -> None:
         """Read the trainer's counters from its heartbeats: a lost event costs one heartbeat."""

@@ -9,7 +9,7 @@ import sqlite3
 import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,11 +117,19 @@ class StateFile:
             self._known = None
             return ExplorerState()
         try:
-            with closing(self._connect()) as database:
+            with self._database() as database:
                 found: dict[str, bytes] = dict(database.execute("SELECT name, body FROM part"))
             self._known = found.pop("writer")
             return self._assembled(found)
-        except (sqlite3.Error, LookupError, TypeError, ValueError, ValidationError, msgpack.UnpackException) as error:
+        except (
+            OSError,
+            sqlite3.Error,
+            LookupError,
+            TypeError,
+            ValueError,
+            ValidationError,
+            msgpack.UnpackException,
+        ) as error:
             raise FatalError(
                 f"{self._path}: the explorer's state does not decode ({' '.join(str(error).split())[:200]}). Restore "
                 "the file, or train anew with `trinity-mq run CONFIG --fresh`"
@@ -153,7 +161,7 @@ class StateFile:
         if not self._path.exists():
             return set()
         places = ",".join("?" * len(submissions))
-        with closing(self._connect()) as database:
+        with self._database() as database:
             found = database.execute(f"SELECT id FROM submission WHERE id IN ({places})", tuple(submissions))
             return {name for (name,) in found}
 
@@ -219,21 +227,16 @@ class StateFile:
         rows = [("core", msgpack.packb(changes.core)), *((name, _pack(content)) for name, content in changes.parts)]
         mark = uuid.uuid4().bytes
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with closing(self._connect()) as database:
-                database.executescript(SCHEMA)
-                database.execute("BEGIN IMMEDIATE")
-                self._compare(database)
-                for owner in changes.gone:  # "0" is the character behind "/"
-                    database.execute("DELETE FROM part WHERE name > ? AND name < ?", (f"{owner}/", f"{owner}0"))
-                database.executemany("INSERT OR REPLACE INTO part VALUES (?, ?)", [*rows, ("writer", mark)])
-                database.executemany(
-                    "INSERT OR IGNORE INTO submission VALUES (?)", [(one,) for one in changes.accepted]
-                )
-                database.execute("COMMIT")
-        except sqlite3.OperationalError as error:
-            code = errno.ENOSPC if "full" in str(error) else errno.EIO
-            raise OSError(code, f"the explorer's state cannot be written: {error}", str(self._path)) from error
+        with self._database() as database:
+            database.executescript(SCHEMA)
+            database.execute("BEGIN IMMEDIATE")
+            self._compare(database)
+            for owner in changes.gone:  # "0" is the character behind "/"
+                database.execute("DELETE FROM part WHERE name > ? AND name < ?", (f"{owner}/", f"{owner}0"))
+            database.executemany("INSERT OR REPLACE INTO part VALUES (?, ?)", [*rows, ("writer", mark)])
+            accepted = [(name,) for name in changes.accepted]
+            database.executemany("INSERT OR IGNORE INTO submission VALUES (?)", accepted)
+            database.execute("COMMIT")
         self._known = mark
 
     def _check(self) -> None:
@@ -241,7 +244,7 @@ class StateFile:
             if self._known is not None:
                 raise _taken_over(self._path)
             return
-        with closing(self._connect()) as database:
+        with self._database() as database:
             self._compare(database)
 
     def _compare(self, database: sqlite3.Connection) -> None:
@@ -249,8 +252,15 @@ class StateFile:
         if (found and found[0]) != self._known:
             raise _taken_over(self._path)
 
-    def _connect(self) -> sqlite3.Connection:
-        return sqlite3.connect(self._path, timeout=LOCK_SECONDS, isolation_level=None)
+    @contextmanager
+    def _database(self) -> Iterator[sqlite3.Connection]:
+        """Open the database; closing it undoes what was not committed. Raises OSError."""
+        try:
+            with closing(sqlite3.connect(self._path, timeout=LOCK_SECONDS, isolation_level=None)) as database:
+                yield database
+        except sqlite3.OperationalError as error:
+            code = errno.ENOSPC if "full" in str(error) else errno.EIO
+            raise OSError(code, f"the explorer's state cannot be used: {error}", str(self._path)) from error
 
 
 def _taken_over(path: Path) -> RestartMe:

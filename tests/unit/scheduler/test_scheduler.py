@@ -91,6 +91,20 @@ def test_all_results_of_a_batch_each_once() -> None:
     play(Stage(), scene)
 
 
+def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_others_are_run() -> None:
+    async def scene(scheduler: Scheduler) -> None:
+        large = Task(repeat_times=2, raw_task={"n": 9, "image": b"x" * 100_000})
+        scheduler.schedule([*tasks(2), large], 1)
+        statuses, experiences = await scheduler.get_results(1)
+        assert sorted(status.ok for status in statuses) == [False, True, True]
+        (failed,) = [status for status in statuses if not status.ok]
+        assert (failed.completed_runs, failed.total_runs) == (0, 2)
+        assert "over broker.max_message_bytes (65536)" in str(failed.message)
+        assert len(experiences) == 2
+
+    play(Stage("broker.max_message_bytes=65536"), scene)
+
+
 def test_an_unknown_batch_and_no_tasks_give_nothing_at_once() -> None:
     async def scene(scheduler: Scheduler) -> None:
         started = now()

@@ -48,7 +48,10 @@ def test_a_task_larger_than_a_message_fails_with_the_reason_and_the_run_goes_on(
     first = sim.published(BatchClosed)[0]
     assert first.outcomes == {"finished": 2, "failed": 2}
     assert len(reasons) == 2
-    assert all("is over broker.max_message_bytes (65536)" in str(reason) for reason in reasons)
+    assert all("over broker.max_message_bytes (65536)" in str(reason) for reason in reasons)
+    (shown,) = sim.explorer.exploration.dispatcher.failures.listed()  # type: ignore[union-attr]
+    assert shown.failed >= 2
+    assert "over broker.max_message_bytes" in shown.text
 
 
 def test_a_submission_larger_than_a_slice_is_refused_with_the_reason(tmp_path: Path) -> None:

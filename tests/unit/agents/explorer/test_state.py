@@ -186,21 +186,23 @@ def test_what_another_wrote_meanwhile_is_not_written_over(tmp_path: Path) -> Non
     assert StateFile(path).load().opened == 5
 
 
-def test_a_file_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = StateFile(tmp_path / "explorer.db")
     asyncio.run(file.save(ExplorerState()))
     with sqlite3.connect(tmp_path / "explorer.db") as database:
         pages = database.execute("PRAGMA page_count").fetchone()[0]
-    connect = file._connect
+    connect = sqlite3.connect
 
-    def with_a_full_disk() -> sqlite3.Connection:
-        database = connect()
+    def with_a_full_disk(*what: Any, **how: Any) -> sqlite3.Connection:
+        database = connect(*what, **how)
         database.execute(f"PRAGMA max_page_count = {pages}")
         return database
 
-    file._connect = with_a_full_disk  # type: ignore[method-assign]
+    monkeypatch.setattr(sqlite3, "connect", with_a_full_disk)
     state = ExplorerState(pending=[PendingTask(task=TaskBody(raw_task={"text": "x" * 100_000}))])
-    with pytest.raises(OSError, match="the explorer's state cannot be written: database or disk is full") as caught:
+    with pytest.raises(OSError, match="the explorer's state cannot be used: database or disk is full") as caught:
         asyncio.run(file.save(state))
     assert caught.value.errno == errno.ENOSPC
     assert StateFile(tmp_path / "explorer.db").load() == ExplorerState()

@@ -13,7 +13,8 @@ from trinity_agents.explorer.state import StateFile
 from trinity_agents.explorer.task_source import LEAST_PENDING
 from trinity_agents.simulation import Simulation, until
 from trinity_mq.bus import Envelope, Queue
-from trinity_mq.messages import SubmissionOutcome, TaskSlice
+from trinity_mq.messages import SubmissionOutcome, TaskBody, TaskSlice, TaskSubmission
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 
 MANY = 400
@@ -99,11 +100,15 @@ def test_a_group_with_repeats_and_unusable_bodies_loses_nothing_else(tmp_path: P
         for number in (1, 1, 2):
             await sim.submit(number, reply_to=REPLIES.name)
         await sim.submit(2, reply_to=REPLIES.name)
-        await client.publish(sim.topology.exchange("tasks"), "submit", Envelope(body=b"\xc1", kind="task_submission"))
+        exchange = sim.topology.exchange("tasks")
+        await client.publish(exchange, "submit", Envelope(body=b"\xc1", kind="task_submission"))
+        for _ in range(2):
+            await client.publish(exchange, "submit", envelope(TaskSubmission(task=TaskBody()), message_id=""))
         await until(lambda: sim.explorer.exploration.state.opened == 1)  # type: ignore[union-attr]
         await sim.submit(1, reply_to=REPLIES.name)
         await sim.submit(3, reply_to=REPLIES.name)
 
     run_virtually(sim.run(beside=scene), limit=1000)
     assert answers(sim) == {"s1": ["finished"], "s2": ["finished"], "s3": ["finished"]}
-    assert len(sim.dead_letters()) == 1
+    reasons = sorted(str(headers["dead-reason"])[:24] for headers in sim.dead_letters())
+    assert reasons == ["a submission needs a sub", "a submission needs a sub", "does not decode: body of"]
