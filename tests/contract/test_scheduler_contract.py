@@ -147,7 +147,20 @@ def test_batches_beside_each_other_keep_apart(world: SchedulerWorld) -> None:
         found = await asyncio.gather(*(scheduler.get_results(batch) for batch in ("2/eval", 2, 1)))
         for batch, (statuses, experiences) in zip(("2/eval", 2, 1), found, strict=True):
             assert len(statuses) == 2
-            assert {one.eid.batch for one in experiences} == {batch}
+            wanted = set() if batch == "2/eval" else {batch}
+            assert {one.eid.batch for one in experiences} == wanted, "an evaluation has statuses only"
+
+    world.play(scene)
+
+
+def test_experiences_of_an_evaluation_are_returned_where_that_is_asked_for(world: SchedulerWorld) -> None:
+    async def scene(stage: Stage) -> None:
+        scheduler = stage.scheduler
+        scheduler.schedule(stage.tasks(0.0, is_eval=True), "3/eval", deliver="caller")
+        assert len((await scheduler.get_results("3/eval"))[1]) == 1
+        runner = RunnerWrapper(0, None, [], scheduler.config, scheduler=scheduler)
+        status, experiences, _ = await runner.run_with_retry(TaskWrapper(stage.task(is_eval=True, repeat=2), "3/eval"))
+        assert (status.ok, status.completed_runs, experiences) == (True, 1, [])
 
     world.play(scene)
 

@@ -149,7 +149,8 @@ class RunnerConfig(Section):
     """Evaluation slices in flight in one runner, in addition to those of training. None: as ``concurrency``."""
     concurrent_mode: ConcurrentMode = "asynchronous"
     """Execution of the runs of a slice where an instance of a workflow does one run. ``sequential``: one after the
-    other, by one instance if the workflow can be reset. ``asynchronous``: concurrently, each by an instance of its own.
+    other, by one instance if the workflow can be reset, which the runner keeps for later slices (not those that have a
+    process of their own). ``asynchronous``: concurrently, each by an instance of its own.
     ``multi-threading``: the same, and each asynchronous workflow in a thread with an event loop and connections of its
     own."""
     blocking: Literal["thread", "process"] = "thread"

@@ -219,6 +219,12 @@ class ModelWrapper(RecordedModel):
         vars(clone).update(history=History(), seeds=self.seeds.clone(), _owns_clients=False, _openai=[])
         return clone
 
+    def become(self, other: ModelWrapper) -> None:
+        """Be as ``other``, a new wrapper of the same model, for another run of who holds this one and its OpenAI
+        clients.
+        """
+        vars(self).update({**vars(other), "_openai": self._openai})
+
     async def aclose(self) -> None:
         """Close the OpenAI clients handed out, and the connections unless they are shared."""
         handed_out, self._openai = self._openai, []

@@ -14,7 +14,7 @@ from trinity_mq.models import EngineClients, InferenceModel, ModelWrapper
 from trinity_mq.models.engine_selection import auxiliary_models
 from trinity_mq.rewards import UnknownNameError
 from trinity_mq.rollout.attempts import Job, Limits, RunGroup
-from trinity_mq.rollout.instances import Instances
+from trinity_mq.rollout.instances import Instance, Instances
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.rollout.status import SliceOutcome, Status
@@ -53,9 +53,11 @@ class WorkflowRunner:
         self.auxiliary_models = list(auxiliary_models or ())
         self.runner_id = runner_id
         self._clients = EngineClients()
+        self._idle: list[Instance] = []
 
     def run_task(self, task: Task, repeat_times: int = 1, run_id_base: int = 0) -> tuple[Status, list[Experience]]:
-        """Do ``repeat_times`` runs of ``task``; return what became of it, and the experiences of the finished runs.
+        """Do ``repeat_times`` runs of ``task``; return what became of it, and the experiences of the finished runs, an
+        evaluation's too: a Scheduler returns none of those.
 
         Raises:
             RuntimeError: Called on an event loop, which it would block, or no model was given.
@@ -137,7 +139,10 @@ class WorkflowRunner:
             return False
 
     async def close(self) -> None:
-        """Close the connections to engines; a further task opens new ones."""
+        """Close the connections to engines, and forget the instances kept; a further task opens new ones."""
+        idle, self._idle[:] = list(self._idle), []
+        for instance in idle:
+            await instance.aclose()
         await self._clients.aclose()
 
     async def _run(
@@ -174,7 +179,7 @@ class WorkflowRunner:
             task,
             job.kind,
             lambda engine, run_seed: self._wrap(job, engine, run_seed, pinned, shared),
-            keep=mode == "sequential" and job.kind.can_reset and not job.kind.can_repeat,
+            idle=self._idle if mode == "sequential" and job.kind.can_reset else None,
         )
         groups = [RunGroup(job, each, instances) for each in ([runs] if job.kind.can_repeat else [[n] for n in runs])]
         try:

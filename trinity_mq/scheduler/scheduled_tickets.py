@@ -203,7 +203,7 @@ class ScheduledTickets:
     ) -> Ticket:
         """Schedule ``tasks``; ``batch`` receives those that are completed."""
         deliver: Deliver = more["deliver"]
-        if deliver == "caller":
+        if deliver != "pipeline":
             more["keep_partial"] = True
         ticket = self._dispatcher.make_ticket(
             [task.to_body() for task in tasks],

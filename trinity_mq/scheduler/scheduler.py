@@ -109,7 +109,7 @@ class Scheduler:
                 self._connected = False
                 await self.bus.close()
 
-    def schedule(self, tasks: Sequence[Task], batch_id: BatchId, *, deliver: Deliver = "caller") -> str | None:
+    def schedule(self, tasks: Sequence[Task], batch_id: BatchId, *, deliver: Deliver | None = None) -> str | None:
         """Schedule ``tasks`` under ``batch_id`` (an int, or a string that starts with one); returns the ticket, None
         for no tasks. What is scheduled under one batch id at a time is returned together, each task with an id of its
         own.
@@ -117,13 +117,14 @@ class Scheduler:
         Args:
             tasks: Evaluation tasks (``is_eval`` of the first one) go by a queue of their own.
             batch_id: May be used again, also while it is open.
-            deliver: Receiver of the experiences: the ``caller`` of :meth:`get_results`, the run's operators and trainer
-                (``pipeline``: once all statuses were returned), or ``none``.
+            deliver: Receiver of the experiences: the ``caller`` of :meth:`get_results` alone, whom no operator and no
+                trainer follows; the run's operators and trainer (``pipeline``: once all statuses were returned); or
+                ``none``. By default the caller, and none for evaluation tasks, whose statuses have the metrics.
         """
         if not tasks:
             return None
         batch = self._scheduled.batches.setdefault(batch_id, CompletedTasks())
-        return self._scheduled.add(tasks, batch_id, batch, deliver=deliver).ticket
+        return self._scheduled.add(tasks, batch_id, batch, deliver=deliver or _receiver(tasks[0])).ticket
 
     def task_done_callback(self, async_task: CompletedTask) -> None:
         """Do nothing; subclasses override it and must not block. It is called once for each scheduled task that is done
@@ -182,12 +183,12 @@ class Scheduler:
     async def run_one(
         self, task: Task, batch_id: BatchId, *, run_id_base: int = 0, part_of: object = None
     ) -> tuple[list[Status], list[Experience]]:
-        """Have one task done and return its status and experiences to this caller alone, whatever else is scheduled
-        under ``batch_id``. Its runs are numbered from ``run_id_base`` on; parts of the same object ``part_of`` that are
-        under way together are one task.
+        """Have one task done and return its status and experiences (of an evaluation none) to this caller alone,
+        whatever else is scheduled under ``batch_id``. Its runs are numbered from ``run_id_base`` on; parts of the same
+        object ``part_of`` that are under way together are one task.
         """
         batch = CompletedTasks()
-        self._scheduled.add([task], batch_id, batch, deliver="caller", first_run=run_id_base, part_of=part_of)
+        self._scheduled.add([task], batch_id, batch, deliver=_receiver(task), first_run=run_id_base, part_of=part_of)
         try:
             return await self._results_of(batch, None, None, True)
         except asyncio.CancelledError:
@@ -367,3 +368,8 @@ class Scheduler:
             await asyncio.wait([waiter])
         if not waiter.cancelled():
             waiter.result()
+
+
+def _receiver(task: Task) -> Deliver:
+    """Return who gets the experiences of a task where nothing is said."""
+    return "none" if task.is_eval else "caller"

@@ -68,6 +68,7 @@ class Noted(Workflow):
     histories: ClassVar[list] = []
     at_work: ClassVar[int] = 0
     most: ClassVar[int] = 0
+    question = "q"
 
     @classmethod
     def reset_all(cls):
@@ -88,7 +89,7 @@ class Noted(Workflow):
     async def run_async(self):
         self.begin()
         self.loops.add((asyncio.get_running_loop(), threading.current_thread()))
-        assert self.task.raw_task == {"question": "q"}
+        assert self.task.raw_task == {"question": self.question}
         self.task.raw_task["question"] = "spoilt"
         await asyncio.sleep(0.02)
         try:
@@ -136,6 +137,30 @@ async def test_sequential_runs_are_done_one_after_the_other_by_one_instance(ran,
     assert (len(Noted.instances), len(Noted.resets), Noted.most) == (1, 2, 1)
     assert Noted.histories == [1, 1, 1]  # each run sees its own only
     assert len({request["seed"] for request in engine.requests}) == 3
+
+
+async def test_sequential_slices_share_an_instance_which_is_reset_to_each_task(engine):
+    Noted.reset_all()
+    runner = WorkflowRunner(config("sequential"))
+    for record in ("q", "other", "q"):
+        Resets.question = record
+        one = task_slice("Resets", runs=2)
+        task = one.task.model_copy(update={"raw_task": {"question": record}, "rollout_args": {"top_k": len(record)}})
+        outcome = await runner.run_slice(one.model_copy(update={"task": task}), lambda: engine.model)
+        assert (outcome.runs, outcome.message) == ([0, 1], None)
+    await runner.close()
+    assert (len(Noted.instances), len(Noted.resets)) == (1, 5)
+    assert Noted.histories == [1] * 6
+    assert [request["top_k"] for request in engine.requests] == [1, 1, 5, 5, 1, 1]
+
+
+async def test_asynchronous_slices_share_no_instance(engine):
+    Noted.reset_all()
+    runner = WorkflowRunner(config("asynchronous"))
+    for _ in range(2):
+        await runner.run_slice(task_slice("Resets", runs=1), lambda: engine.model)
+    await runner.close()
+    assert (len(Noted.instances), Noted.resets) == (2, [])
 
 
 async def test_sequential_runs_of_what_cannot_be_reset_have_instances_of_their_own(ran):

@@ -39,10 +39,6 @@ class RecordedModel:
         self.sampling, self.headers = sampling, headers
         """Sampling parameters of a call that gives none; headers of every request."""
         self.not_ready_timeout, self.request_timeout = not_ready_timeout, request_timeout
-        self.start_over(seed)
-
-    def start_over(self, seed: int | None) -> None:
-        """Forget all answers and start a new sequence of seeds, for another run on the same workflow instance."""
         self.history, self.seeds = History(), Seeds(seed)
         self.answered_by: Version | None = None
         """Version that gave the latest answer."""
