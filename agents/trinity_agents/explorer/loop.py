@@ -181,6 +181,7 @@ class ExplorerLoop:
             agent.set_state("working", "submitted tasks to be answered")
             await agent.woken.wait(CLOCK_TICK)
         agent.report(state.opened, {"rollout/tasks/left_over": float(state.left_over_tasks)})
+        state.left_over_tasks = 0  # a run that goes on for more batches counts anew
         state.finished = True
         await self.save()
         return True
