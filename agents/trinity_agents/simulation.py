@@ -214,7 +214,7 @@ class Simulation:
 
     def state(self) -> ExplorerState:
         """Return the explorer's state as saved."""
-        return StateFile(self.folder / "state" / "explorer.db").load()
+        return StateFile.of(self.folder).load()
 
     async def client(self) -> Bus:
         """Return a connection for a client of the run."""

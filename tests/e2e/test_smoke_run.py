@@ -78,4 +78,9 @@ async def test_ctrl_c_drains_and_the_same_command_resumes(tmp_path: Path) -> Non
     assert steps == list(range(1, 31)), "drained means saved: nothing was done twice"
     history = lineage(tmp_path / "run" / "history", 2, 30)
     assert len({entry["ticket"] for entry in history}) == 30
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*overrides, "buffer.total_steps=33")) as run:
+        code, output = await run.ended(200.0)
+    assert code == 0, output
+    assert "finished after 30 batches and goes on to batch 33" in output
+    assert [step for step, _ in run.values("trainer/step")] == list(range(1, 34))
     await asyncio.sleep(0)

@@ -90,7 +90,7 @@ class Explorer(Agent):
         self.engines = list(engines) or [engine]
         self.auxiliaries = list(auxiliaries)
         self._folder = folder or config.path
-        self._file = StateFile(self._folder / "state" / "explorer.db")
+        self._file = StateFile.of(self._folder)
         self._taskset, self._eval_sets = taskset, eval_sets or {}
         self.exploration: ExplorerLoop | None = None
 

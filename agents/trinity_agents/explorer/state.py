@@ -105,6 +105,11 @@ class StateFile:
         self._unused = itertools.count()
         """Numbers of further pending tasks."""
 
+    @classmethod
+    def of(cls, run_folder: Path) -> StateFile:
+        """Return the file of a run."""
+        return cls(run_folder / "state" / "explorer.db")
+
     # -- reading
 
     def load(self) -> ExplorerState:

@@ -184,7 +184,7 @@ class TrainLoop:
             raise FatalError(
                 f"the checkpoints in {self.folder / 'checkpoints'} are of run {self._saved_run}, but the explorer's "
                 f"state is of run {explorers}: one of the two was removed, or comes from elsewhere. To go on with the "
-                "old run, bring its state/explorer.msgpack back; to train anew, start with `trinity-mq run CONFIG "
+                "old run, bring its folder state/ back; to train anew, start with `trinity-mq run CONFIG "
                 "--fresh`, or move checkpoints/ and history/ out of the run folder"
             )
         own = self.agent.bus.run_id

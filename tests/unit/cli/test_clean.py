@@ -43,7 +43,7 @@ def test_what_a_run_left_goes(
     words = ["broker", "clean", str(config), "--broker", broker_url]
 
     async def play() -> None:
-        await StateFile(tmp_path / "run" / "state" / "explorer.db").save(state)
+        await StateFile.of(tmp_path / "run").save(state)
         bus = create_bus(BrokerConfig(url=broker_url), topology, "test")
         await bus.connect()
         await bus.declare(*topology.durable, *batches)

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from trinity_agents.explorer.state import ExplorerState, StateFile
+from trinity_agents.simulation import Simulation
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.cli.main import main
 from trinity_mq.cli.run.earlier_start import extension, start_anew
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import load_config
+from trinity_mq.testing.virtual_time import run_virtually
 
 
 def finished_run(folder: Path, batches: int, *settings: str) -> Path:
@@ -26,7 +28,7 @@ def finished_run(folder: Path, batches: int, *settings: str) -> Path:
     RunFolder(config).adopt()
     RunFolder(config).mark_finished()
     state = ExplorerState(opened=batches, closed=batches, ended=True, finished=True)
-    asyncio.run(StateFile(folder / "run" / "state" / "explorer.msgpack").save(state))
+    asyncio.run(StateFile.of(folder / "run").save(state))
     return path
 
 
@@ -66,6 +68,15 @@ def test_more_batches_extend_it(tmp_path: Path, before: tuple[str], settings: tu
     line = extension(config, RunFolder(config).changes())
     assert line is not None
     assert f"finished after 3 batches and goes on to batch {total}; the learning rate decays" in line
+
+
+def test_its_length_is_read_from_the_state_that_an_explorer_left(tmp_path: Path) -> None:
+    run_virtually(Simulation(tmp_path / "run", batches=2).run(), limit=1000)
+    words = ["buffer.taskset.storage_type=synthetic", "buffer.taskset.path=max3", "buffer.total_steps=5"]
+    config = load_config({"name": "r", "run_dir": f"{tmp_path}/run", "model": {"tiny": {}}}, words)
+    assert str(extension(config, ["buffer.total_steps: 2 -> 5"])).startswith(
+        "this run had finished after 2 batches and goes on to batch 5"
+    )
 
 
 def test_begun_anew_the_folder_is_moved_aside_and_nothing_in_it_is_lost(

@@ -34,7 +34,7 @@ def saved_tickets(config: Config) -> list[str]:
     """Return the tickets that have a queue, as far as the explorer's state in the run folder knows."""
     from trinity_agents.explorer.state import StateFile
 
-    state = StateFile(config.path / "state" / "explorer.db").load()
+    state = StateFile.of(config.path).load()
     return [*state.tickets, *state.following.tickets]
 
 

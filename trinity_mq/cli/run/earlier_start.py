@@ -68,7 +68,7 @@ def _lengths(config: Config) -> tuple[int, int | None]:
     from trinity_agents.explorer.state import ExplorerState, StateFile
     from trinity_agents.explorer.task_source import TaskSource, open_tasksets
 
-    state = StateFile(config.path / "state" / "explorer.msgpack").load()
+    state = StateFile.of(config.path).load()
     return state.opened, TaskSource(config, ExplorerState(), open_tasksets(config)[0]).total_batches
 
 
