@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import re
 import sys
@@ -88,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     passing or not. 130, 143: interrupted by SIGINT, SIGTERM.
     """
     arguments = argparse.Namespace(command=None)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character is no reason to fail
+            stream.reconfigure(errors="replace")
     # workflows and rewards of the user's own lie where the command is given; agents, started with -m, look there too
     sys.path.append(str(Path.cwd()))
     try:

@@ -172,6 +172,8 @@ class GateStatus(Status):
     """Syncs that were committed."""
     aborts: int = 0
     """Attempts at a sync that were aborted."""
+    trouble: str = ""
+    """Why the last attempt was aborted; empty where it was committed."""
     pulls: int = 0
     """Committed versions fetched by single engines."""
     canary_failures: int = 0

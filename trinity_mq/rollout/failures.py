@@ -88,4 +88,7 @@ def _is_own(file: str) -> bool:
 
 def _shown(file: str) -> str:
     path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):  # it lies elsewhere, or the working directory is gone
+        return path.name

@@ -54,6 +54,20 @@ def test_plain_line_says_it_all() -> None:
     )
 
 
+def test_the_last_line_is_of_the_end_and_shows_no_gauge_that_is_over() -> None:
+    stream = io.StringIO()
+    display, view = PlainDisplay(stream, clock=lambda: "12:00:00"), full(299)
+    display.show(view, [], NOW)
+    for agent, role in (("trainer-0", "trainer"), ("explorer-0", "explorer"), ("runner-0", "runner")):
+        detail = {"progress": 300, "committed": (1, 300)} if role == "trainer" else {}
+        beat(view, agent, role, 3, state="finished", detail=detail, at=NOW + 0.5)
+    display.show(view, [], NOW + 0.5)
+    display.close()
+    assert stream.getvalue().splitlines()[-1] == (
+        "12:00:00 step 300/300 | reward 0.710 | ops3 accuracy 0.894 (step 100) | policy 1.300 | agents 0/3"
+    )
+
+
 def test_plain_line_of_nothing() -> None:
     assert plain_line(EMPTY, NOW).startswith("step 0/? | reward - | tokens/s - | policy - | staleness - | left -")
 

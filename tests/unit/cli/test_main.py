@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -144,6 +145,37 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def test_a_terminal_that_knows_ascii_alone_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "größe.yaml").write_text("model: {tiny: {}, strange: 1}")
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_mq.cli.main", "validate", str(tmp_path / "größe.yaml")],
+        capture_output=True,
+        env={**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert b"Traceback" not in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_mq.cli.main", "status", str(metrics_of_a_run(tmp_path))],
+        capture_output=True,
+        env={**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"},
+        check=False,
+    )
+    assert b"Traceback" not in done.stderr
+    assert b"reward      0.000 -> 0.667  ???" in done.stdout
+
+
+def metrics_of_a_run(folder: Path) -> Path:
+    run_dir = folder / "runs" / "r"
+    run_dir.mkdir(parents=True)
+    (run_dir / "broker").mkdir()
+    (run_dir / "finished").write_text("{}")
+    lines = [{"time": 1.0, "role": "explorer", "step": n, "rollout/reward/mean": n / 3} for n in range(3)]
+    (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (run_dir / "config.yaml").write_text(f"name: r\nmodel: {{tiny: {{}}}}\nrun_dir: {run_dir}\n")
+    return run_dir
 
 
 def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path) -> None:

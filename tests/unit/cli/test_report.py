@@ -30,6 +30,28 @@ def test_report_of_a_run(tmp_path: Path) -> None:
     assert lines[7] == f"  logs        {tmp_path}/logs"
 
 
+def test_where_reward_and_accuracy_are_flat_the_curve_that_moved_is_shown(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
+    for step in range(1, 4):
+        writer.write(step, {"rollout/reward/mean": 0.0, "actor/pg_loss": 0.0, "advantage/kl/mean": 3.0 - step})
+    writer.close()
+    lines = make_report("r", tmp_path).splitlines()
+    assert lines[1].startswith("  reward      0.000 -> 0.000")
+    assert lines[2] == "  advantage/kl/mean 2.000 -> 0.000  █▅▁"
+    moving = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
+    moving.write(4, {"rollout/reward/mean": 0.5})
+    moving.close()
+    assert "advantage/kl/mean" not in make_report("r", tmp_path)
+
+
+def test_the_tensorboard_command_of_a_folder_with_spaces_can_be_pasted(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs"
+    writer = MetricsWriter(folder, "trainer", "trainer-0", tensorboard=False)
+    writer.write(1, {"actor/pg_loss": 0.0})
+    writer.close()
+    assert f"`tensorboard --logdir '{folder}/tensorboard'`" in make_report("r", folder)
+
+
 def test_report_of_a_run_that_got_nowhere(tmp_path: Path) -> None:
     assert "no metrics yet" in make_report("r", tmp_path)
 

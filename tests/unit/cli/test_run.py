@@ -229,6 +229,7 @@ def test_a_broker_that_is_not_there(bench: Bench) -> None:
     assert "secret" not in err
     with bench.start("run", str(bench.config), "broker.connect_timeout=3600", **elsewhere) as process:
         read_until(process, lambda line: "on the given broker" in line)
+        read_until(process, lambda line: "waits for the broker, 1 of 3600 s: no connection to" in line)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=50)
     assert (process.returncode, err.splitlines()[1:]) == (130, [])

@@ -65,7 +65,9 @@ def test_time_left_follows_the_recent_pace() -> None:
         view.receive(trainer(step, step + 1), 2.0 * step)
     assert view.seconds_left(20.0) == pytest.approx(10 * 2.0)
     assert view.seconds_left(21.0) == pytest.approx(10 * 2.0 - 1)
-    assert view.seconds_left(1000.0) == 0.0
+    assert view.seconds_left(1000.0) is None, "it is overdue: nobody knows"
+    view.receive(trainer(20, 30), 1001.0)
+    assert view.seconds_left(2000.0) == 0.0
 
 
 def test_time_left_starts_anew_when_the_trainer_goes_back() -> None:
@@ -220,3 +222,10 @@ def test_each_batch_without_anything_to_train_on_is_news() -> None:
     view.receive(explorer(3), 0.0)
     view.receive(explorer(4, empty={**empty, "batch": 1, "in_a_row": 1}), 0.0)
     assert len(view.take_news()) == 1
+
+
+def test_the_reason_of_an_aborted_sync_is_news_once() -> None:
+    view = RunView("r", 10)
+    for seq, trouble in enumerate(["no GPU", "no GPU", "", "no GPU"], 1):
+        view.receive(beat("trainer", "trainer-0", seq, detail={"sync": {"trouble": trouble}}), 0.0)
+    assert view.take_news() == ["a weight sync was aborted, and is tried again: no GPU"] * 2

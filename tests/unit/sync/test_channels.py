@@ -136,6 +136,12 @@ def test_the_configuration_chooses(tmp_path: Path) -> None:
     gc.collect()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_nccl_without_a_gpu_ends_the_trainer_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FatalError, match="this process has no GPU or a torch without NCCL"):
+        open_channel(config(tmp_path, sync_method="collective", backend="nccl"))
+
+
 def test_names_of_the_reference_are_taken() -> None:
     sync = SyncConfig.model_validate({"sync_method": "nccl"})
     assert (sync.sync_method, sync.backend) == ("collective", "nccl")

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.addresses import URL_FILE_VARIABLE, URL_VARIABLE, Addresses, broker_url
+from trinity_mq.bus.base import NOT_CONNECTED
 from trinity_mq.cli.broker.own import own_broker
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.target import broker_of_name, find_configuration, known_runs
 from trinity_mq.config import BrokerConfig, Config
 
+TROUBLE_LOOK, TROUBLE_INTERVAL = 0.5, 10.0
+"""Seconds between two looks at what keeps a bus from connecting, and between two lines about it."""
 COMMAND_CONNECT_TIMEOUT = 10.0
 """Seconds: a person waits for a command, no daemon."""
 
@@ -98,8 +102,10 @@ def _note(line: str) -> None:
 
 
 @asynccontextmanager
-async def connected(run: str, broker: BrokerConfig, who: str) -> AsyncIterator[tuple[Bus, Topology]]:
-    """Open a bus to the run's broker.
+async def connected(
+    run: str, broker: BrokerConfig, who: str, waiting: Callable[[str], None] | None = None
+) -> AsyncIterator[tuple[Bus, Topology]]:
+    """Open a bus to the run's broker; ``waiting`` is called with a line whenever it has to be waited for.
 
     Raises:
         CommandError: The run's name does not fit.
@@ -110,8 +116,24 @@ async def connected(run: str, broker: BrokerConfig, who: str) -> AsyncIterator[t
     except ValueError as error:
         raise CommandError(str(error)) from error
     bus = create_bus(broker, topology, who)
-    await bus.connect()
+    told = asyncio.create_task(_tell_trouble(bus, broker.connect_timeout, waiting or (lambda _line: None)))
+    try:
+        await bus.connect()
+    finally:
+        told.cancel()
     try:
         yield bus, topology
     finally:
         await bus.close()
+
+
+async def _tell_trouble(bus: Bus, seconds: float, waiting: Callable[[str], None]) -> None:
+    """Call ``waiting`` at the first trouble, and then every ten seconds, until cancelled."""
+    loop = asyncio.get_running_loop()
+    began, told = loop.time(), -TROUBLE_INTERVAL
+    while True:
+        await asyncio.sleep(TROUBLE_LOOK)
+        waited = loop.time() - began
+        if bus.trouble not in {None, NOT_CONNECTED} and waited - told >= TROUBLE_INTERVAL:
+            told = waited
+            waiting(f"waits for the broker, {waited:.0f} of {seconds:g} s: {bus.trouble}")

@@ -53,9 +53,11 @@ class PlainDisplay:
     def __init__(self, stream: TextIO, clock: Callable[[], str] = lambda: time.strftime("%H:%M:%S")) -> None:
         self._stream, self._clock = stream, clock
         self._last: tuple[float, int, int] | None = None
+        self._shown: tuple[RunView, float] | None = None
         self._left = False
 
     def show(self, view: RunView, news: list[str], now: float) -> None:
+        self._shown = view, now
         for text in news:
             self._write(text)
         alive = [agent.alive for agent in view.agents(now)]
@@ -64,6 +66,10 @@ class PlainDisplay:
             self._write(plain_line(view, now))
 
     def close(self) -> None:
+        if self._shown is not None and self._last is not None:
+            view, now = self._shown
+            if self._last[1:] != (view.step, sum(agent.alive for agent in view.agents(now))):
+                self._write(plain_line(view, now))
         self._left = True
 
     def _due(self, step: int, alive: list[bool], now: float) -> bool:
@@ -88,7 +94,8 @@ def plain_line(view: RunView, now: float) -> str:
     """Return the state in one line."""
     agents = view.agents(now)
     parts = [f"step {_steps(view)}", *(f"{name} {value}" for name, value in _figures(view, now))]
-    parts.append("queues " + " ".join(f"{name} {depth}" for name, depth in _depths(view)))
+    if _gauges_hold(view, now):
+        parts.append("queues " + " ".join(f"{name} {depth}" for name, depth in _depths(view)))
     parts.append(f"agents {sum(agent.alive for agent in agents)}/{len(agents)}")
     for agent in agents:
         if agent.waits_for and agent.waits_seconds >= WAIT_SHOWN:
@@ -133,7 +140,9 @@ def picture(view: RunView, now: float) -> RenderableType:
         since = duration(agent.waits_seconds) if agent.waits_for else ""
         agents.add_row(agent.id, agent.state, agent.waits_for or "", since, style=style)
     queues = Text.assemble(("queues  ", "dim"), _named(_depths(view)))
-    parts: list[RenderableType] = [head, _named(_figures(view, now)), queues, agents]
+    parts: list[RenderableType] = [head, _named(_figures(view, now)), agents]
+    if _gauges_hold(view, now):
+        parts.insert(2, queues)
     parts += [Text(failure.line(), style="red") for failure in view.failures]
     if view.gate.members:
         engines = _table("member of the gate", "version", "state")
@@ -173,10 +182,16 @@ def _depths(view: RunView) -> Sequence[tuple[str, str]]:
     return [(name, "-" if depth is None else str(depth)) for name, depth in view.depths.items()]
 
 
+def _gauges_hold(view: RunView, now: float) -> bool:
+    """Return whether rates, staleness and queue depths are of now: not once every agent has ended."""
+    agents = view.agents(now)
+    return not agents or any(agent.alive for agent in agents)
+
+
 def _figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
     tokens = next((view.metrics[name] for name in TOKENS_PER_SECOND if name in view.metrics), None)
     left = view.seconds_left(now)
-    return [
+    figures = [
         ("reward", _number(view.metrics.get(REWARD), ".3f")),
         *((f"{taskset} accuracy", f"{value:.3f} (step {step})") for taskset, (step, value) in view.results.items()),
         ("tokens/s", _number(tokens, ",.0f")),
@@ -184,6 +199,8 @@ def _figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
         ("staleness", _number(view.metrics.get(STALENESS), "g")),
         ("left", "-" if left is None else duration(left)),
     ]
+    gauges = {"tokens/s", "staleness", "left"}
+    return figures if _gauges_hold(view, now) else [(name, text) for name, text in figures if name not in gauges]
 
 
 def _number(value: float | None, form: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,15 @@ LOST: Mapping[str, str] = {
 FAILURES_FILE = "failures.json"
 """File in a run's folder with the failures that its supervisor was told of."""
 
+OTHERS = (
+    "rollout/accuracy/mean",
+    "advantage/kl/mean",
+    "actor/pg_loss",
+    "actor/entropy",
+    "rollout/rollout_vs_train_logprob_diff/mean",
+)
+"""Metrics of which the report shows the first that moved, where accuracy and reward did not."""
+
 Point = tuple[int, float]
 
 
@@ -46,8 +57,11 @@ def make_report(run: str, run_dir: Path) -> str:
         ("accuracy", f"{_rise(points)}  {taskset}, steps {points[0][0]} to {points[-1][0]}")
         for taskset, points in sorted(results.items())
     ]
-    if rewards := curve(lines, REWARD):
-        rows.append(("reward", _rise(rewards)))
+    curves = [*results.values(), curve(lines, REWARD)]
+    if curves[-1]:
+        rows.append(("reward", _rise(curves[-1])))
+    if not any(map(_moved, curves)) and (name := next((n for n in OTHERS if _moved(curve(lines, n))), None)):
+        rows.append((name, _rise(curve(lines, name))))
     rows.append(("lost", ", ".join(f"{count} {words}" for words, count in lost(lines).items()) or "nothing"))
     rows += [("failures", failure.line()) for failure in load_failures(run_dir)]
     rows += _places(run_dir)
@@ -55,7 +69,7 @@ def make_report(run: str, run_dir: Path) -> str:
     times = [line["time"] for line in every if isinstance(line.get("time"), int | float)]
     took = duration(max(times) - min(times)) if times else "an unknown time"
     head = f"run {run}: {steps} step{'' if steps == 1 else 's'}, {took} from first to last"
-    return "\n".join([head, *(f"  {name:<12}{text}" for name, text in rows)])
+    return "\n".join([head, *(f"  {name:<11} {text}" for name, text in rows)])
 
 
 def save_failures(run_dir: Path, failures: Sequence[FailureStatus]) -> None:
@@ -103,17 +117,22 @@ def lost(lines: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {words: count for words, count in sums.items() if count}
 
 
+def _moved(points: Sequence[Point]) -> bool:
+    return len({value for _, value in points if math.isfinite(value)}) > 1
+
+
 def _rise(points: Sequence[Point]) -> str:
     values = [value for _, value in points]
     return f"{values[0]:.3f} -> {values[-1]:.3f}  {sparkline(values)}"
 
 
 def _places(run_dir: Path) -> list[tuple[str, str]]:
+    tensorboard = shlex.join(["tensorboard", "--logdir", str(run_dir / "tensorboard")])
     final, timeline = run_dir / "final", run_dir / TIMELINE_FILE
     return [
         ("model", f"{final}  (Hugging Face folder)" if final.is_dir() else "none yet"),
         ("checkpoint", str(newest_checkpoint(run_dir) or "none yet")),
-        ("metrics", f"{run_dir / METRICS_FILE}, and `tensorboard --logdir {run_dir / 'tensorboard'}`"),
+        ("metrics", f"{run_dir / METRICS_FILE}, and `{tensorboard}`"),
         *([("timeline", str(timeline))] if timeline.is_file() else []),
         ("logs", str(run_dir / "logs")),
     ]

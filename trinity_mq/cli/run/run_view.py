@@ -77,6 +77,7 @@ class RunView:
         self._told: set[str] = set()
         """Texts of failures that were news."""
         self._empty: EmptyBatchStatus | None = None
+        self._sync_trouble = ""
         self._news: list[str] = []
         self._told_left_over = False
 
@@ -100,6 +101,10 @@ class RunView:
         if isinstance(heartbeat.detail, ExplorerStatus):
             self._receive_explorer(heartbeat.detail)
         elif isinstance(heartbeat.detail, TrainerStatus):
+            trouble = heartbeat.detail.sync.trouble if heartbeat.detail.sync else ""
+            if trouble and trouble != self._sync_trouble:
+                self.add_news(f"a weight sync was aborted, and is tried again: {trouble}")
+            self._sync_trouble = trouble
             self._receive_train_steps(heartbeat.detail.step if heartbeat.detail.generation else None)
             step = heartbeat.detail.progress
             if step is not None and step != self.step:
@@ -184,12 +189,13 @@ class RunView:
         return [detail for detail in details if isinstance(detail, TrainerStatus)]
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the time until the last step at the recent pace, None where it is not known."""
+        """Return the time until the last step at the recent pace, None where that is not known or over."""
         if self.total is None or len(self._passed) < 2:
             return None
         (first, step), (last, now_step) = self._passed[0], self._passed[-1]
         a_step = (last - first) / (now_step - step)
-        return max(0.0, (self.total - now_step) * a_step - (now - last))
+        left = (self.total - now_step) * a_step - (now - last)
+        return left if left > 0 else 0.0 if now_step >= self.total else None
 
 
 def _said(event: ProcessEvent) -> str:

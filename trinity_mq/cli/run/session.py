@@ -84,7 +84,7 @@ class Session:
                 broker = self._config.broker
                 if not self._in_file:
                     broker = broker.model_copy(update={"url": url})
-                async with connected(self._config.name, broker, "supervisor") as (bus, topology):
+                async with connected(self._config.name, broker, "supervisor", self._tell) as (bus, topology):
                     await self._supervise(bus, topology, url)
         except asyncio.CancelledError:
             if self.signal is None or task is None:
@@ -172,6 +172,10 @@ class Session:
         while True:
             self._draw()
             await asyncio.sleep(REFRESH_SECONDS)
+
+    def _tell(self, text: str) -> None:
+        self.run_view.add_news(text)
+        self._draw()
 
     def _draw(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trinity_mq.config import Config
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.sync.channels.base import Channel
 
 
@@ -20,9 +21,11 @@ def open_channel(config: Config) -> Channel:
     """Return the channel that ``synchronizer.sync_method`` names. Nothing is opened or written yet.
 
     Raises:
-        FatalError: ``synchronizer.checkpoint_path`` is a URL that no library here opens.
+        FatalError: ``synchronizer.checkpoint_path`` is a URL that no library here opens, or ``synchronizer.backend`` is
+            nccl and this process cannot use it.
     """
     from trinity_mq.sync.channels.checkpoint.channel import CheckpointChannel
+    from trinity_mq.sync.channels.collective.broadcast import nccl_missing
     from trinity_mq.sync.channels.collective.channel import CollectiveChannel
     from trinity_mq.sync.channels.memory.channel import MemoryChannel
 
@@ -35,5 +38,7 @@ def open_channel(config: Config) -> Channel:
     else:
         files_or_memory = MemoryChannel(sync.host, sync.bucket_bytes, sync.sync_timeout)
     if sync.sync_method == "collective":
+        if sync.backend == "nccl" and (missing := nccl_missing()) is not None:
+            raise FatalError(missing)
         return CollectiveChannel(sync.host, sync.bucket_bytes, sync.sync_timeout, sync.backend, files_or_memory)
     return files_or_memory

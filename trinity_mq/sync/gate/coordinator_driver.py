@@ -71,6 +71,8 @@ class CoordinatorDriver:
         """Notified when membership, phase or committed version may have changed."""
         self.syncs = 0
         self.aborts = 0
+        self.trouble = ""
+        """Why the last attempt was aborted."""
         self.last_seconds = 0.0
         self._judge = Canary(dtype)
         self._weights, self._channel, self._canary = weights, channel, list(canary)
@@ -125,6 +127,7 @@ class CoordinatorDriver:
             seconds=self.last_seconds,
             syncs=self.syncs,
             aborts=self.aborts,
+            trouble=self.trouble,
             pulls=machine.pulled,
             canary_failures=machine.canary_failures,
             quarantined=len(machine.quarantined()),
@@ -173,9 +176,11 @@ class CoordinatorDriver:
                     continue
                 if isinstance(outcome, Committed):
                     self.syncs += 1
+                    self.trouble = ""
                     self.last_seconds = loop.time() - started
                     return
                 self.aborts += 1
+                self.trouble = outcome.reason
                 log.warning("sync_aborted", version=version, reason=outcome.reason, lost=outcome.lost)
                 # time for those who failed to join again, and no busy loop where every try fails at once
                 await asyncio.sleep(min(LONGEST_PAUSE, RETRY_PAUSE * failures))

@@ -28,6 +28,16 @@ ROOM_ON_DEVICE = 1.25
 have arrived; with less they go to the host, bucket by bucket."""
 
 
+def nccl_missing() -> str | None:
+    """Return why this process cannot use NCCL, None if it can."""
+    if dist.is_nccl_available() and torch.cuda.is_available():
+        return None
+    return (
+        "synchronizer.backend is nccl, and this process has no GPU or a torch without NCCL; trainer and engines need a "
+        "GPU each, else use gloo"
+    )
+
+
 class Group:
     """One epoch's process group, seen from one rank."""
 
@@ -44,11 +54,8 @@ class Group:
         """Device on which broadcast tensors must be; of several GPUs the one that this process uses."""
         if self._backend == "gloo":
             return torch.device("cpu")
-        if not (dist.is_nccl_available() and torch.cuda.is_available()):
-            raise ChannelError(
-                "synchronizer.backend is nccl, and this process has no GPU or a torch without NCCL; trainer and "
-                "engines need a GPU each, else use gloo"
-            )
+        if (missing := nccl_missing()) is not None:
+            raise ChannelError(missing)
         return torch.device("cuda", torch.cuda.current_device())
 
     def barrier(self, attempt: int) -> None:
