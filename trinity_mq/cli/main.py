@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        problem = _expected(error)
+        problem = expected_error(error)
         if problem is None:
             raise
         from trinity_mq.telemetry import mask_passwords
@@ -118,12 +118,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER
 
 
-def _expected(error: BaseException) -> BaseException | None:
+def expected_error(error: BaseException) -> BaseException | None:
     """Return the error that tells the user what to do, also out of the groups that concurrent tasks raise."""
     if isinstance(error, BaseExceptionGroup):
-        found = [_expected(inner) for inner in error.exceptions]
+        found = [expected_error(inner) for inner in error.exceptions]
         return found[0] if found and None not in found else None
-    return error if _is_one_of(error, EXPECTED) else None
+    if _is_one_of(error, EXPECTED):
+        return error
+    from trinity_mq.runtime.process import disk_full
+
+    full = disk_full(error)
+    return None if full is None else OSError(full)
 
 
 def _is_one_of(error: BaseException, names: Sequence[str]) -> bool:

@@ -6,6 +6,8 @@ EXIT_RESTART = 75
 """A passing failure: start the agent again (sysexits EX_TEMPFAIL)."""
 EXIT_RECYCLE = 79
 """No failure: start a fresh process in its place."""
+EXIT_DISK_FULL = 74
+"""The disk is full: starting again does not help before there is room (sysexits EX_IOERR)."""
 EXIT_FATAL = 78
 """Starting again does not help (sysexits EX_CONFIG)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -108,6 +109,20 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def disk_full(error: BaseException) -> str | None:
+    """Return in one line which path has no room left and what to do, None if neither ``error`` nor a cause says so."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in {errno.ENOSPC, errno.EDQUOT}:
+            where = f"{cause.filename}: " if cause.filename else ""
+            return (
+                f"{where}the disk is full ({os.strerror(cause.errno)}); make room there and start the run again: what "
+                "was saved before is whole"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def is_run_over(folder: Path) -> bool:

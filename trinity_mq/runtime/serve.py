@@ -17,9 +17,17 @@ from trinity_mq.bus import AddressError, Bus, BusRefused, BusUnavailable, Stream
 from trinity_mq.config import Config
 from trinity_mq.messages import Role
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
-from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RECYCLE, EXIT_RESTART, FatalError, RecycleMe, RestartMe
+from trinity_mq.runtime.errors import (
+    EXIT_DISK_FULL,
+    EXIT_FATAL,
+    EXIT_RECYCLE,
+    EXIT_RESTART,
+    FatalError,
+    RecycleMe,
+    RestartMe,
+)
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.runtime.process import die_with_parent, when_parent_ends
+from trinity_mq.runtime.process import die_with_parent, disk_full, when_parent_ends
 from trinity_mq.runtime.service import LifeSigns
 from trinity_mq.runtime.supervisor import PARENT_VARIABLE
 from trinity_mq.telemetry import setup_logging
@@ -46,8 +54,9 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     """Run the agent that ``build`` makes until its work is over or it was asked to drain.
 
     Returns:
-        0 when done; ``EXIT_FATAL`` when a restart would fail the same way; ``EXIT_RESTART`` when a fresh process can go
-        on, ``EXIT_RECYCLE`` when one should; 1 for an unexpected error (its traceback is in the log).
+        0 when done; ``EXIT_FATAL`` when a restart would fail the same way, ``EXIT_DISK_FULL`` when it would before
+        there is room; ``EXIT_RESTART`` when a fresh process can go on, ``EXIT_RECYCLE`` when one should; 1 for an
+        unexpected error (its traceback is in the log).
     """
     parent = int(os.environ.get(PARENT_VARIABLE) or 0) or None
     if parent is not None:
@@ -65,6 +74,8 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
         return 130
     except BaseException as error:
         cause = first_leaf(error)
+        if (full := disk_full(cause)) is not None:
+            return _end(agent_id, cause if isinstance(cause, FatalError) else FatalError(full), EXIT_DISK_FULL)
         if isinstance(cause, FatalError | AddressError | BusRefused | StreamCut):
             return _end(agent_id, cause, EXIT_FATAL)
         if isinstance(cause, RecycleMe):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from trinity_mq.config import SupervisorConfig
-from trinity_mq.runtime.errors import EXIT_FATAL, EXIT_RECYCLE
+from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, EXIT_RECYCLE
 
 EXIT_NOT_STARTED = 127
 """Exit code of a program that cannot be started, as in a shell."""
@@ -86,9 +86,10 @@ class _Child:
 class Supervisor:
     """Runs a set of processes, each in a session of its own, output to ``<log_dir>/<name>.out``.
 
-    An exit code of 0 means finished; 78 (EX_CONFIG) that starting again does not help; 79 asks for a fresh process at
-    once, which is not counted; any other end is followed by a restart after a growing delay. A process that was
-    restarted more than ``max_restarts`` times within ``restart_window`` has failed, and then all others are drained.
+    An exit code of 0 means finished; 78 (EX_CONFIG) that starting again does not help, 74 that the disk is full; 79
+    asks for a fresh process at once, which is not counted; any other end is followed by a restart after a growing
+    delay. A process that was restarted more than ``max_restarts`` times within ``restart_window`` has failed, and then
+    all others are drained.
 
     Args:
         specs: The processes.
@@ -246,6 +247,8 @@ class Supervisor:
         self._emit(child, "died", code=code)
         if code == EXIT_FATAL:
             return self._fail(child, code, "starting it again does not help")
+        if code == EXIT_DISK_FULL:  # its output may have had no room either
+            return self._fail(child, code, f"a disk is full, see `df -h {self._log_dir.parent}`: make room")
         now = asyncio.get_running_loop().time()
         child.restarts.append(now)
         while child.restarts[0] <= now - self._config.restart_window:

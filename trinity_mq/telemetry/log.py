@@ -5,6 +5,7 @@ structlog goes through the standard library, so that what other libraries log ar
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -77,6 +78,7 @@ class _LogFile(logging.FileHandler):
         folder = run_dir / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(folder / f"{agent_id}.jsonl", mode="a", encoding="utf-8")
+        self._told = False
         whose = {"role": role, "agent": agent_id, "pid": os.getpid()}
 
         def add_agent(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -96,6 +98,21 @@ class _LogFile(logging.FileHandler):
                 foreign_pre_chain=[structlog.stdlib.ExtraAdder()],
             )
         )
+
+    def close(self) -> None:
+        """Close the file; what it has no room for is lost, and was said."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the name of the base class
+        """Say once, in one line, that the log cannot be written: a full disk is no reason for a traceback a line."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with contextlib.suppress(OSError):
+                sys.stderr.write(f"{self.baseFilename} cannot be written: {error.strerror or error}\n")
 
 
 class _ShortErrors(logging.Handler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -25,7 +26,8 @@ class MetricsWriter:
     def __init__(self, run_dir: Path, role: str, agent_id: str, tensorboard: bool = True) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._whose = {"role": role, "agent": agent_id}
-        self._file = os.open(run_dir / METRICS_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._path = run_dir / METRICS_FILE
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._end_torn_line()
         self._events: EventFileWriter | None = _event_files(run_dir / "tensorboard" / role) if tensorboard else None
 
@@ -43,9 +45,13 @@ class MetricsWriter:
         line = numbers | {"time": round(now, 3), **self._whose, "step": step}
         first = {key: line[key] for key in ("time", "role", "agent", "step")}
         data = (dump_line(first | line) + "\n").encode()
-        written = os.write(self._file, data)
+        try:
+            written = os.write(self._file, data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
         if written != len(data):
-            raise OSError(f"{METRICS_FILE}: only {written} of {len(data)} bytes could be written; is the disk full?")
+            reason = f"only {written} of {len(data)} bytes could be written"
+            raise OSError(errno.ENOSPC, reason, str(self._path))
         if self._events is not None:
             _add_scalars(self._events, now, step, numbers)
 

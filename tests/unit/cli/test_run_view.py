@@ -48,6 +48,14 @@ def test_metrics_are_kept_until_newer_ones_come() -> None:
     }
 
 
+def test_rates_of_an_earlier_start_are_forgotten_and_rewards_are_not() -> None:
+    view = RunView("r", 10)
+    values = {"rollout/reward/mean": 0.5, "perf/tokens_per_second": 100.0, "sample/staleness/max": 1.0}
+    view.receive(metrics("trainer", 1, **values), 0.0)
+    view.forget_rates()
+    assert view.metrics == {"rollout/reward/mean": 0.5}
+
+
 def test_an_evaluation_is_news_once() -> None:
     view = RunView("r", 10)
     view.receive(metrics("explorer", 50, **{"eval/held_out/accuracy/mean@1": 0.25}), 0.0)

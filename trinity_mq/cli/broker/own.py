@@ -12,7 +12,7 @@ from trinity_mq.config import SupervisorConfig
 from trinity_mq.local_broker.base import LocalNode
 from trinity_mq.local_broker.choose import local_broker
 from trinity_mq.local_broker.node import NodeError
-from trinity_mq.runtime.process import wait_exit
+from trinity_mq.runtime.process import disk_full, wait_exit
 
 
 @contextlib.asynccontextmanager
@@ -30,14 +30,14 @@ async def own_broker(folder: Path, config: SupervisorConfig, report: Callable[[s
     node = await local_broker(folder)
     try:
         async with asyncio.TaskGroup() as group:
-            keeping = group.create_task(_keep(node, config, report), name="keep the broker")
+            keeping = group.create_task(_keep(node, folder, config, report), name="keep the broker")
             yield node.url
             keeping.cancel()
     finally:
         await node.stop()
 
 
-async def _keep(node: LocalNode, config: SupervisorConfig, report: Callable[[str], None]) -> None:
+async def _keep(node: LocalNode, folder: Path, config: SupervisorConfig, report: Callable[[str], None]) -> None:
     url, crashes, loop = node.url, collections.deque[float](), asyncio.get_running_loop()
     while True:
         if node.pid is not None:
@@ -49,6 +49,10 @@ async def _keep(node: LocalNode, config: SupervisorConfig, report: Callable[[str
             raise NodeError(f"the broker died {len(crashes)} times within {config.restart_window:g} s")
         report("the broker died and is started again")
         await node.kill()  # clears away what is left of it
-        await node.launch()
+        try:
+            await node.launch()
+        except OSError as error:
+            why = disk_full(error) or error.strerror or str(error)
+            raise NodeError(f"the broker died and cannot be started again in {folder}: {why}") from error
         if node.url != url:
             raise NodeError("the broker died and another program took its port: start the run again")

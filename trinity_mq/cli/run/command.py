@@ -15,6 +15,7 @@ from trinity_mq.cli.arguments import add_target
 from trinity_mq.cli.commands.timeline import write_timeline
 from trinity_mq.cli.commands.validate import check_all, imports_torch
 from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.main import expected_error
 from trinity_mq.cli.run.display import PlainDisplay, open_display
 from trinity_mq.cli.run.earlier_start import HOW_TO_GO_ON, extension, start_anew
 from trinity_mq.cli.run.exit_codes import EPILOG, closing_line, exit_code
@@ -24,8 +25,9 @@ from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.target import configuration
 from trinity_mq.config import Config, ConfigError
 from trinity_mq.runtime.errors import EXIT_FATAL
+from trinity_mq.runtime.process import disk_full
 from trinity_mq.runtime.supervisor import ProcessEvent
-from trinity_mq.telemetry import setup_logging
+from trinity_mq.telemetry import mask_passwords, setup_logging
 
 OUTPUT_LINES = 3
 """Lines of a failed agent's output that are printed."""
@@ -99,15 +101,22 @@ def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse
     session = Session(config, folder, display, url)
     try:
         asyncio.run(session.run())
+    except Exception as error:
+        if not session.started or (problem := expected_error(error)) is None:
+            raise
+        print(mask_passwords(f"the run has ended: {problem}"), file=sys.stderr)
     finally:
         display.close()
     for failure in session.failures:
         print(_failure_report(failure, folder.logs), file=sys.stderr)
-    if session.finished:
-        folder.mark_finished()
-    save_failures(folder.path, session.run_view.failures)
-    with contextlib.suppress(CommandError):  # nothing was done that took time
-        write_timeline(folder.path)
+    try:
+        if session.finished:
+            folder.mark_finished()
+        save_failures(folder.path, session.run_view.failures)
+        with contextlib.suppress(CommandError):  # nothing was done that took time
+            write_timeline(folder.path)
+    except OSError as error:  # such as a full disk: what the run did is reported all the same
+        print(f"warning: {disk_full(error) or error}", file=sys.stderr)
     print(make_report(config.name, folder.path))
     again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
     code = 128 + session.signal if session.signal else exit_code(finished=session.finished, steps=session.steps)

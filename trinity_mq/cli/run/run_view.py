@@ -161,6 +161,11 @@ class RunView:
         news, self._news = self._news, []
         return news
 
+    def forget_rates(self) -> None:
+        """Drop the metrics that hold for the moment alone, such as those of an earlier start."""
+        for name in (*TOKENS_PER_SECOND, STALENESS):
+            self.metrics.pop(name, None)
+
     def final_state(self, agent: str) -> str | None:
         """Return the state in which an agent ended, ``finished`` or ``gone``; None while it has not."""
         heartbeat, _ = self._heartbeats.get(agent, (None, 0.0))

@@ -62,8 +62,14 @@ class Session:
         for message in self._metrics.read():
             self.run_view.receive(message, 0.0)
         self.run_view.take_news()  # of an earlier start
+        self.run_view.forget_rates()
         self._supervisor: Supervisor | None = None
         self._changed = Notifier()
+
+    @property
+    def started(self) -> bool:
+        """Whether the agents have been started."""
+        return self._supervisor is not None
 
     @property
     def steps(self) -> int | None:
