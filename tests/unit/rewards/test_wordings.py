@@ -82,7 +82,7 @@ def test_a_cut_response_counts_by_its_marks_only(form: str, name: str) -> None:
 def test_the_solutions_of_gsm8k_in_every_wording(name: str) -> None:
     wordings = [wording for form in WORDINGS.values() for wording in form]
     lines = (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    for place, solution in enumerate(json.loads(line)["answer"] for line in lines):
+    for place, solution in enumerate(json.loads(line)["answer"] for line in lines[::3]):
         steps, answer = solution.rsplit("#### ", 1)
         for wording in (wordings[place % len(wordings)], wordings[-1 - place % len(wordings)]):
             response = steps + wording.replace("N", answer.replace(",", ""))
@@ -120,14 +120,14 @@ MARK = st.sampled_from(
 
 
 @given(wording=ANY_WORDING, number=NUMBER, other=NUMBER, name=st.sampled_from(REWARDS))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_a_wrong_number_is_never_right(wording: str, number: str, other: str, name: str) -> None:
     same = Fraction(number.replace(",", "")) == Fraction(other.replace(",", ""))
     assert accuracy(name, wording.replace("N", number), other) == float(same)
 
 
 @given(mark=MARK, before=WORDS, behind=WORDS, number=NUMBER, truth=NUMBER, name=st.sampled_from(REWARDS))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_words_around_a_number_do_not_change_the_verdict(
     mark: str, before: str, behind: str, number: str, truth: str, name: str
 ) -> None:
@@ -157,7 +157,7 @@ ANSWERED = st.sampled_from(
     name=st.sampled_from(REWARDS),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_a_markdown_heading_is_no_mark(
     heading: str, answered: str, number: str, first: bool, name: str, data: st.DataObject
 ) -> None:

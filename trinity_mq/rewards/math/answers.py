@@ -29,7 +29,7 @@ from trinity_mq.rewards.math.grammar import Quantity, plain, quantities, reads_a
 from trinity_mq.rewards.math.judge import LONGEST, same
 from trinity_mq.rewards.text import boxed, tagged
 
-TAIL = 2000
+TAIL = 1000
 """Characters of a marked text that are read, and at the end of a text in which an unmarked answer is looked for."""
 CANDIDATES = 20
 """Lines with ``####``, or sentences, that are looked at from the end of a text."""
@@ -57,6 +57,8 @@ _LETTERED = re.compile(
 )
 _INTRODUCED = re.compile(r"\banswers?\b|(?:[:=]|\b(?:is|are|was|were|equals))[\s*$]*$", re.IGNORECASE)
 _EQUAL = re.compile(r"[=\u2248]|\\(?:approx|simeq)")
+_NOT = re.compile(r"\bnot\b", re.IGNORECASE)
+_CHOICE = re.compile(r"\b(?:between|either|from)\b", re.IGNORECASE)
 _LIST_MARKER = re.compile(r"^\s*\d+[.)]\s+(?=\S)")
 _HEADING = re.compile(r"^\s{0,3}#{1,6}(?=[\s#])")
 _MARKUP = re.compile(r"\\(?:boxed|fbox)\s?\{?|</?\w+>|#{4,}")
@@ -105,7 +107,7 @@ def read(text: str, *, latex: bool) -> Answer:
         return Answer("")
     shown = plain(text)
     found = quantities(shown, latex=latex)
-    if len(found) == 1:
+    if len(found) == 1 and not _NOT.search(shown[: found[0].start]):
         return _answer(shown, found[0])
     return Answer(shown.strip(" \n\t.:*$") or text.strip())
 
@@ -141,8 +143,9 @@ def _marked(text: str, *, finished: bool, words: bool) -> Iterator[Answer]:
 def _inside_tag(content: str, words: bool) -> Answer:
     if len(content) > TAIL or len(quantities(plain(content), latex=False)) > 1:
         inner = (*_after_hashes(content, words), *_in_sentences(content, words))
-        if inner:
-            return inner[0]
+        stated_inside = inner[0] if inner else _clause(content.strip()[:LONGEST_LINE], words)
+        if stated_inside is not None:
+            return stated_inside
     return _read_text(content)
 
 
@@ -212,8 +215,8 @@ def _clause(rest: str, words: bool) -> Answer | None:
         return read(clause, latex=False) if words and reads_as_words(clause) else None
     lead = shown[: found[0].start]
     if len(found) == 1:
-        return None if _NUMBERED.search(lead) or re.search(r"\bnot\b", lead) else _read_text(clause)
-    if re.search(r"[^\W\d_]", lead):
+        return None if _NUMBERED.search(lead) or _NOT.search(lead) else _read_text(clause)
+    if re.search(r"[^\W\d_]", lead) and not _CHOICE.search(lead):
         return None
     return Answer(shown.strip(" .:*$")) if _JOINED.search(shown) else _answer(shown, found[-1 if "=" in shown else 0])
 

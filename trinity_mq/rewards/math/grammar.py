@@ -32,7 +32,7 @@ MAX_EXPONENT = 64
 MAX_BITS = 4000
 
 _UNITS = re.compile(
-    r"(?:km|cm|mm|kg|mg|ml|lbs?|oz|ft|yd|mi|mph|kph|hrs?|mins?|secs?|am|pm|st|nd|rd|th|[gmk]b)[\u00b2\u00b3]?",
+    r"(?:km|cm|mm|kg|mg|ml|lbs?|oz|ft|yd|mi|mph|kph|hrs?|mins?|secs?|am|pm|st|nd|rd|th|[gmk]b|usd|eur|gbp)[\u00b2\u00b3]?",
     re.IGNORECASE,
 )
 """Units that may stand right behind a number; other letters there are a product."""
@@ -50,10 +50,10 @@ _COMMA = r"(?:\{,\}|,\\!|\\,|,)"
 _TOKEN = re.compile(
     rf"""
     (?P<number>(?:\d{{1,3}}(?:{_COMMA}\d{{3}}){{1,12}}(?!{_COMMA}?\d)|\d+)(?:\.\d+)?|\.\d+)
+    |(?P<stop>=>|->|\\(?:to|Rightarrow|implies|therefore|because|l?dots)(?![A-Za-z]))
     |(?P<op>\\(?:times|cdot|div)(?![A-Za-z])|\*\*|[-+*/^\u2212\u2013\u00d7\u00b7\u00f7\u2044])
     |(?P<equal>\\(?:approx|simeq)(?![A-Za-z])|\u2248|=(?!>))
     |(?P<unit>\\?%|[\u00b0\u00a2]|\\degree(?![A-Za-z]))
-    |(?P<stop>=>|->|\\(?:to|Rightarrow|implies|therefore|because|l?dots)(?![A-Za-z]))
     |(?P<space>[^\S\n]+|\\?[{_CURRENCY}]|[~`]|\\[,;:!\ ()\[\]]|\\(?:displaystyle|q?quad|[bB]igg?)(?![A-Za-z]))
     |(?P<frac>\\[dtc]?frac(?![A-Za-z]))
     |(?P<name>(?:\\[A-Za-z]+|[^\W\d_](?![^\W_]|['\u2019]\w))(?:_\{{[^{{}}]*\}}|_\w+)?|[<>\u221a]|(?<=\d):(?=\d))
@@ -70,12 +70,16 @@ _CHANGES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"<<[^<>]*>>", ""),  # the calculator marks of GSM8K
-        (r"\\(?:left|right)(?![A-Za-z])", ""),
+        (r"\\(?:left|right)(?![A-Za-z])|\\(?:begin|end)\s?\{(?:align|equation|gather|split)(?:ed)?\*?\}", ""),
+        (r"</?[A-Za-z]\w*>", " "),
         # words in formulas, with the exponent of a unit
         (r"\\(?:text\w*|mbox|operatorname|math(?:rm|bf|it|sf|tt))\s?\{([^{}]*)\}(?:\s?\^\s?\{?[23]\}?)?", r" \1 "),
         # units with an exponent or a divisor, degrees
         (r"(\d\s*(?:km|cm|mm|ft|in|inches|feet)|\d\s+m)\s?\^\s?\{?[23]\}?", r"\1 "),
-        (r"(\d\s*(?:km|cm|m|ft|mi|kg|mg|g|ml|L|l))\s?/\s?(?:s|h|hr|min|sec|kg|g|ml|L|l)\b(?:\^\{?2\}?)?", r"\1 "),
+        (
+            r"(\d(?:\\[,;: ]|\s)*(?:[kc]?m|ft|mi|[km]?g|m?[lL]))\s?/\s?(?:s|hr?|min|sec|k?g|m?[lL])\b(?:\^\{?2\}?)?",
+            r"\1 ",
+        ),
         (r"\^\s?\{?\s?\\circ\s?\}?", "\u00b0"),
         # emphasis
         (r"(?<![\w*\\)])(\*{1,3}|_{1,3})(?=\S)([^*\n]*?\S)\1(?![\w*(])", r" \2 "),
@@ -158,30 +162,36 @@ def _tokens(text: str, latex: bool) -> Iterator[_Token]:
     for match in _TOKEN.finditer(text):
         kind, found = match.lastgroup or "other", match[0]
         tight = match.start() == last.end
-        match kind:
-            case "space":
-                continue
-            case "line" if latex:
-                continue
-            case "name" if found in _UNIT_LETTERS and last.kind == "number" and not (latex and tight):
-                kind = "unit"
-            case "name" if found in {"a", "A", "I"} and not (latex or (tight and last.kind != "stop")):
-                kind = "word"
-            case "name" if found == "a" and latex and re.match(r"\s+[A-Za-z]{2}", text[match.end() :]):
-                kind = "word"
-            case "name" if not (latex or tight) and found.isupper() and last.kind == "number":
-                kind = "word"
-            case "word" if tight and last.kind == "number":
-                attached = _UNITS.fullmatch(found) or (_looks_like_a_word(found) and len(found) > 5 * latex)
-                kind = "unit" if attached else "name"
-            case "word" if latex and not _looks_like_a_word(found):
-                kind = "name"
-            case "other" if latex and found in "|!":
-                kind = "name"
-            case "other" | "line":
-                kind = "stop"
+        if kind == "space" or (kind == "line" and latex):
+            continue
+        if kind == "name":
+            article = found == "a" and re.match(r"\s+[A-Za-z]{2}", text[match.end() : match.end() + 9]) is not None
+            kind = _kind_of_name(found, last, tight, article, latex)
+        elif kind == "word":
+            kind = _kind_of_word(found, tight and last.kind == "number", latex)
+        elif kind in {"other", "line"}:
+            kind = "name" if latex and found in {"|", "!"} else "stop"
         last = _Token(kind, _SIGNS.get(found, found), match.start(), match.end())
         yield last
+
+
+def _kind_of_name(found: str, last: _Token, tight: bool, article: bool, latex: bool) -> str:
+    """Return whether a letter or command is a unit, a word, or what it looks like."""
+    behind_number = last.kind == "number"
+    if found in _UNIT_LETTERS and (last.text == "\u00b0" or (behind_number and not (latex and tight))):
+        return "unit"
+    if latex:
+        return "word" if article else "name"
+    is_word = found in {"a", "A", "I"} and not (tight and last.kind != "stop")
+    return "word" if is_word or (behind_number and not tight and found.isupper()) else "name"
+
+
+def _kind_of_word(found: str, attached: bool, latex: bool) -> str:
+    """Return whether letters are a word, a unit that is attached to a number, or a product."""
+    if attached:
+        is_unit = _UNITS.fullmatch(found) or (_looks_like_a_word(found) and len(found) > 5 * latex)
+        return "unit" if is_unit else "name"
+    return "name" if latex and not _looks_like_a_word(found) else "word"
 
 
 def _looks_like_a_word(text: str) -> bool:
