@@ -44,6 +44,36 @@ make_venv() {
     said=$("$python" -m venv "$venv" 2>&1) || give_up "$python -m venv failed: ${said##*$'\n'}"
 }
 
+# What pip is doing, from its output, with the file of pins that it was given: rewritten in place on a terminal, else a line for each large step and every 15 s.
+pip_progress() {
+    local every=15 began=$SECONDS shown=$SECONDS count=0 total line now="begins" status
+    [ ! -t 1 ] || every=1
+    total=$(grep -c == "$1")
+    while :; do
+        status=0
+        IFS= read -r -t "$every" line || status=$?
+        [ "$status" = 0 ] || [ "$status" -gt 128 ] || break # the end; above 128: nothing new
+        if [ "$status" = 0 ]; then
+            case $line in
+                Collecting\ *)
+                    count=$((count + 1)) line=${line#Collecting }
+                    now="package $count of at most $total: ${line%%[!A-Za-z0-9._-]*}"
+                    ;;
+                *Downloading\ *MB*) now="downloads ${line##*Downloading }" shown=-$every ;;
+                "Installing collected packages"*) now="installs $count packages" shown=-$every ;;
+            esac
+        fi
+        [ $((SECONDS - shown)) -ge "$every" ] || continue
+        shown=$SECONDS
+        if [ -t 1 ]; then
+            printf '\r\033[K%s s: %.70s' $((SECONDS - began)) "$now"
+        else
+            printf '%s s: %s\n' $((SECONDS - began)) "$now"
+        fi
+    done
+    [ ! -t 1 ] || printf '\r\033[K'
+}
+
 make_environment() {
     local python stamp=$venv/.installed wanted
     find_python
@@ -56,7 +86,7 @@ make_environment() {
     wanted=$(cat pyproject.toml constraints-cpu.txt | sha256sum | cut -d' ' -f1)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted $PWD" ]; then
         say "dependencies, as pinned in constraints-cpu.txt (minutes, once)"
-        "$venv/bin/python" -m pip install -qq --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]' ||
+        "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]' | pip_progress constraints-cpu.txt ||
             give_up "pip could not install what constraints-cpu.txt pins: is the network there, and the package index?"
         echo "$wanted $PWD" >"$stamp"
     fi

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -51,6 +53,19 @@ PIP_FAILS = """
 case $* in
     *"-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     *"pip install"*) echo "ERROR: No matching distribution found" >&2; exit 1 ;;
+    *"pip --version"*) [ "${0##*/}" = python ] ;;
+esac
+"""
+PIP_INSTALLS = """
+case $* in
+    *"-m venv"*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    *"pip install"*)
+        echo "Collecting aio-pika<11,>=10.2 (from trinity-mq==0.1.0)"
+        echo "  Using cached aio_pika-10.2.1-py3-none-any.whl.metadata (12 kB)"
+        echo "Collecting torch>=2.8"
+        echo "Downloading torch-2.9.1-cp311-cp311-linux_x86_64.whl (190.1 MB)"
+        echo "Installing collected packages: torch, aio-pika"
+        ;;
     *"pip --version"*) [ "${0##*/}" = python ] ;;
 esac
 """
@@ -102,11 +117,11 @@ class Clone:
         stamp = f"{hashlib.sha256(pins).hexdigest()} {self.folder}\n"
         (self.folder / ".venv/.installed").write_text(stamp)
 
-    def run(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, stdout: Any = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(self.folder / words[0]), *words[1:]],
             cwd=self.folder.parent, env={"PATH": str(self.bin), "HOME": "/", "PLACE": str(self.place)} | environment,
-            capture_output=True, text=True, check=False, timeout=50,
+            stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=50,
         )  # fmt: skip
 
     def change(self, name: str, old: str, new: str) -> None:
@@ -163,6 +178,23 @@ class TestOneLineNamesWhatIsMissing:
         (clone.bin / "sha256sum").unlink()
         expected = r".*scripts/_setup\.sh, line \d+ ended with 127: wanted=.*sha256sum.*"
         assert re.fullmatch(expected, clone.why(script, status=127))
+
+
+def test_what_pip_does_is_shown(clone: Clone) -> None:
+    clone.has("python3", PIP_INSTALLS)
+    done = clone.run("scripts/demo", **BROKER)
+    steps = [line.partition(" s: ")[2] for line in done.stdout.splitlines() if " s: " in line]
+    assert steps == ["downloads torch-2.9.1-cp311-cp311-linux_x86_64.whl (190.1 MB)", "installs 2 packages"]
+
+
+def test_what_pip_does_is_shown_in_place_on_a_terminal(clone: Clone) -> None:
+    clone.has("python3", PIP_INSTALLS)
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as terminal:
+        with os.fdopen(theirs, "wb") as output:
+            clone.run("scripts/demo", stdout=output, **BROKER)
+        shown = terminal.read(4096).decode()
+    assert "\r\x1b[K0 s: downloads torch-2.9.1-" in shown
 
 
 @pytest.mark.parametrize("uid", [0, 1000])
