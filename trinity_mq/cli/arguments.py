@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 Run = Callable[[argparse.Namespace], int]
 
 
 def add_target(parser: argparse.ArgumentParser, also: str = "", *, optional: bool = False) -> None:
     """Add ``TARGET``, which names a run (``also`` something else), and the settings over those of its configuration."""
-    parser.add_argument(
+    target = parser.add_argument(
         "target",
         metavar="TARGET",
         nargs="?" if optional else None,
         help=" ".join(["a YAML file such as examples/arithmetic.yaml, a run's folder, or a run's name", also]).strip(),
     )
-    parser.add_argument(
+    target.completer = complete_target  # type: ignore[attr-defined]  # read by argcomplete
+    overrides = parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
         help="settings over those of the file or folder, such as buffer.total_steps=10",
     )
+    overrides.completer = complete_setting  # type: ignore[attr-defined]
+
+
+def complete_target(prefix: str, **_: Any) -> Iterator[str]:
+    """Yield YAML files, folders and runs that begin with ``prefix``."""
+    from argcomplete.completers import FilesCompleter
+
+    from trinity_mq.cli.target import run_names
+
+    yield from FilesCompleter(("yaml", "yml"))(prefix)
+    yield from run_names()
+
+
+def complete_setting(**_: Any) -> Iterator[str]:
+    """Yield the beginnings of settings; those of items of lists are for the first item."""
+    from trinity_mq.cli.settings import all_settings
+
+    for setting in all_settings():
+        yield f"{setting.key.replace('<n>', '0')}="
 
 
 def add_broker(parser: argparse.ArgumentParser, *more: str) -> None:

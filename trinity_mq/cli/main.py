@@ -27,6 +27,11 @@ COMMANDS = (
     ("operator", "commands.agents:run_agent", "run one operator by itself: processes experiences"),
     ("trainer", "commands.agents:run_agent", "run one trainer by itself: steps the optimizer"),
     ("validate", "commands.validate:validate", "check a configuration and its tasksets, start nothing"),
+    (
+        "settings",
+        "settings:settings",
+        "show all settings, or those of a section",
+    ),
     ("doctor", "doctor.command:doctor", "check a live broker and this machine, and say what to do; changes nothing"),
     (
         "health",
@@ -142,14 +147,20 @@ class _CommandParser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self._target = target
 
+    def load(self) -> None:
+        """Add the command's arguments, once."""
+        path, _, function = self._target.partition(":")
+        if path:
+            self._target = ""
+            module = importlib.import_module(path)
+            if function:
+                self.set_defaults(function=getattr(module, function))
+            module.add_arguments(self)
+
     def parse_known_args(  # type: ignore[override]  # the overloads of the base say the same
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        path, _, function = self._target.partition(":")
-        module = importlib.import_module(path)
-        if function:
-            self.set_defaults(function=getattr(module, function))
-        module.add_arguments(self)
+        self.load()
         known, rest = super().parse_known_args(args, namespace)
         # argparse takes the words up to the first option only; settings may also stand behind one
         if hasattr(known, "overrides"):
@@ -166,10 +177,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and end")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser)
-    for name, target, words in COMMANDS:
-        commands.add_parser(
+    parsers = {
+        name: commands.add_parser(
             name, help=words, description=words[0].upper() + words[1:] + ".", target=f"trinity_mq.cli.{target}"
         )
+        for name, target, words in COMMANDS
+    }
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions, and wants nothing else
+        import argcomplete
+
+        for word in os.environ.get("COMP_LINE", "").split():
+            if word in parsers:
+                parsers[word].load()  # before its arguments are looked at
+        argcomplete.autocomplete(parser)
     return parser
 
 

@@ -69,8 +69,13 @@ def broker_of_name(name: str, overrides: Sequence[str]) -> BrokerConfig:
     return load_config({"name": name, "model": {"tiny": {}}}, overrides).broker
 
 
+def run_names() -> list[str]:
+    """Return the names of the folders of runs below ``runs``."""
+    return sorted(path.parent.name for path in RUNS.glob(f"*/{CONFIG_FILE}"))
+
+
 def known_runs() -> str:
     """Return the end of an error: which runs have folders below ``runs``; empty where none has."""
-    names = sorted(path.parent.name for path in RUNS.glob(f"*/{CONFIG_FILE}"))
+    names = run_names()
     shown = [*names[:5], *(["..."] if len(names) > 5 else [])]
     return f"; runs here: {', '.join(shown)} (`trinity-mq list`)" if names else ""

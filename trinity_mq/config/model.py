@@ -10,19 +10,26 @@ from trinity_mq.config.base import Section
 
 
 class TinyModelConfig(Section):
-    """A small Qwen3 with random weights and a tokenizer of single characters; nothing is downloaded. Numbers as in a
-    Hugging Face configuration.
+    """A small Qwen3 with random weights and a tokenizer of single characters; nothing is downloaded. The names are
+    those of a Hugging Face configuration.
     """
 
     characters: str = "0123456789+-=,"
     """The vocabulary, besides padding and end of sequence. Text with other characters is refused."""
     hidden_size: int = Field(default=64, ge=8)
+    """Width of the residual stream."""
     intermediate_size: int = Field(default=256, ge=8)
+    """Width of the feed-forward layers."""
     num_hidden_layers: int = Field(default=2, ge=1)
+    """Transformer layers."""
     num_attention_heads: int = Field(default=2, ge=1)
+    """Attention heads of a layer; each has keys and values of its own."""
     head_dim: int = Field(default=32, ge=2)
+    """Width of an attention head."""
     initializer_range: float = Field(default=0.05, gt=0)
+    """Standard deviation of the random weights."""
     max_position_embeddings: int = Field(default=64, ge=8)
+    """Longest sequence, in tokens."""
     chat_template: str = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     """Jinja template; without constant tokens, on which a tiny model would spend its capacity."""
 
@@ -46,9 +53,9 @@ class ModelConfig(Section):
     max_model_len: int = Field(default=4096, ge=8)
     """Prompt and response together, in tokens."""
     max_prompt_tokens: int = Field(default=2048, ge=1)
-    """Longest prompt."""
+    """Longest prompt, in tokens."""
     max_response_tokens: int = Field(default=2048, ge=1)
-    """Longest response."""
+    """Longest response, in tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights; float32 is recommended on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

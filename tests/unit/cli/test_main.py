@@ -80,6 +80,7 @@ def test_every_command_leads_to_a_function() -> None:
         "operator": ["x"],
         "trainer": ["x", "a.b=c"],
         "validate": ["x"],
+        "settings": [],
         "submit": ["x", "--wait", "3"],
         "list": [],
         "status": ["r", "--broker", "amqp://h/"],
@@ -106,6 +107,32 @@ def test_settings_may_stand_behind_an_option() -> None:
         assert cli._parser().parse_args(words).overrides == ["a.b=c"]
     with pytest.raises(SystemExit):
         cli._parser().parse_args(["run", "x", "--plain", "word"])
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("trinity-mq sta", ["status"]),
+        ("trinity-mq dead re", ["replay"]),
+        ("trinity-mq dead list mi", ["mine.yaml", "mine"]),
+        ("trinity-mq validate m", ["mine.yaml", "mine"]),
+        ("trinity-mq run mine.yaml buffer.total_", ["buffer.total_steps=", "buffer.total_epochs="]),
+        ("trinity-mq run mine.yaml buffer.eval_tasksets.0.li", []),
+        ("trinity-mq broker permissions mine --role s", ["submitter"]),
+    ],
+)
+def test_a_shell_is_told_what_may_come_next(tmp_path: Path, line: str, found: list[str]) -> None:
+    (tmp_path / "mine.yaml").write_text("")
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.yaml").write_text("")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
+    answer = {"_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
+    argv = [sys.executable, "-m", "trinity_mq.cli.main"]
+    root = str(Path(__file__).parents[3])
+    environ = {**os.environ, **asked, **answer, "PYTHONPATH": f"{root}:{root}/agents"}
+    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [word.strip() for word in (tmp_path / "answer").read_text().split("\n") if word] == found
 
 
 def test_only_the_module_of_the_given_command_is_imported() -> None:

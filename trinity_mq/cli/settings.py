@@ -1,0 +1,183 @@
+"""``trinity-mq settings``: a reference of all settings, made from the models of the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.config import Config
+
+PAGE = Path("docs/settings.md")
+UNITS = ("seconds", "bytes", "tokens", "batches", "steps", "runs", "processes")
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+HEAD = """# Settings
+
+Written by `trinity-mq settings --out docs/settings.md` from the models in `trinity_mq/config/`; edit those.
+
+In a YAML file the parts of a key are nested sections; on the command line a key stands with its value:
+`buffer.total_steps=10`. Items of lists are counted from 0: `buffer.eval_tasksets.0.limit=8`. Values may hold
+OmegaConf's interpolations: `${oc.env:NAME,default}` is an environment variable, `${model.max_model_len}` another
+setting, `\\${` a plain `${`. A key that is not here is refused.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting."""
+
+    key: str
+    """Its sections and its name, with dots between; ``<n>`` is the place of an item of a list."""
+    type: str
+    default: str
+    unit: str
+    meaning: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq settings``."""
+    parser.add_argument("section", metavar="SECTION", nargs="?", default="", help="such as buffer; default: all")
+    parser.add_argument("--out", metavar="FILE", help=f"write the whole page there, such as {PAGE}")
+
+
+def settings(arguments: argparse.Namespace) -> int:
+    """Print the settings of a section, or write the page of all; 0 when done."""
+    if arguments.out is not None:
+        try:
+            Path(arguments.out).write_text(page(), encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"{arguments.out} cannot be written: {error.strerror or error}") from error
+        return 0
+    start = f"{arguments.section}." if arguments.section else ""
+    wanted = [one for one in all_settings() if f"{one.key}.".startswith(start)]
+    if not wanted:
+        known = ", ".join(title for title, _, _ in _tables(Config, "", {}) if title)
+        raise CommandError(f"there is no section or setting {arguments.section!r}; known sections: {known}")
+    for one in wanted:
+        print(f"{one.key}  ({', '.join(part for part in (one.type, one.unit, f'default {one.default}') if part)})")
+        print(textwrap.fill(one.meaning.replace("`", ""), 100, initial_indent="    ", subsequent_indent="    "))
+    return 0
+
+
+def page() -> str:
+    """Return the reference of all settings in Markdown."""
+    parts = [HEAD]
+    for title, words, found in _tables(Config, "", {}):
+        rows = [f"| `{one.key}` | {one.type} | {one.default} | {one.unit} | {one.meaning} |" for one in found]
+        parts += [f"## {title or 'Top level'}\n", f"{words}\n", "| setting | type | default | unit | meaning |"]
+        parts += ["|---|---|---|---|---|", *rows, ""]
+    return "\n".join(parts)
+
+
+def all_settings() -> list[Setting]:
+    """Return every setting of a configuration, section by section."""
+    return [one for _, _, found in _tables(Config, "", {}) for one in found]
+
+
+def _tables(
+    model: type[BaseModel], prefix: str, told: dict[type[BaseModel], str]
+) -> Iterator[tuple[str, str, list[Setting]]]:
+    """Yield the title, the description and the settings of a section and of those in it.
+
+    Args:
+        model: The section.
+        prefix: Of its keys.
+        told: Where each kind of section is described; those that come again refer to it.
+    """
+    meanings, own, inner = _docstrings(model), [], []
+    for name, field in model.model_fields.items():
+        section, key = _section(field.annotation), f"{prefix}{name}"
+        if section is None:
+            own.append(_setting(key, field, meanings.get(name, "")))
+            continue
+        is_list = get_origin(field.annotation) is tuple
+        is_new = section not in told
+        if is_new:
+            told[section] = key
+            inner.append((section, f"{key}.<n>." if is_list else f"{key}."))
+        if is_list or not is_new or (not field.is_required() and field.get_default(call_default_factory=True) is None):
+            own.append(_setting(key, field, meanings.get(name, ""), told[section]))
+    yield prefix.rstrip("."), _plain(inspect.getdoc(model) or ""), own
+    for section, path in inner:
+        yield from _tables(section, path, told)
+
+
+def _setting(key: str, field: FieldInfo, meaning: str, section: str = "") -> Setting:
+    kind = _type(field.annotation)
+    if section and section != key:
+        kind = f"{kind} as `{section}`"
+    found = [(sign, getattr(one, name, None)) for one in field.metadata for name, sign in BOUNDS.items()]
+    limits = [f"{sign} {limit:,}".replace(",", " ") for sign, limit in found if limit is not None]
+    return Setting(
+        key=key,
+        type=", ".join([kind, *limits]),
+        default=_default(field),
+        unit=_unit(meaning) if {int, float} & {field.annotation, *get_args(field.annotation)} else "",
+        meaning=_plain(meaning),
+    )
+
+
+def _unit(meaning: str) -> str:
+    """Return the unit that the first sentence of a description names, empty where it names none."""
+    first = re.sub(r"``.*?``", "", meaning).lower().split(". ")[0]
+    return next((word for word in re.findall(r"[a-z]+", first) if word in UNITS), "")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json", exclude_defaults=True)
+    shown = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=1000)
+    return f"`{shown.removesuffix('...' + chr(10)).strip()}`"
+
+
+def _type(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin in {Union, types.UnionType}:
+        return " or ".join(_type(one) for one in inner)
+    if origin is Literal:
+        return ", ".join(f"`{one}`" for one in inner)
+    if origin is tuple:
+        return f"list of {_type(inner[0])}" if inner[-1] is Ellipsis else f"list of {len(inner)} {_type(inner[0])}"
+    if origin is dict:
+        return f"map of {_type(inner[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    name = str(getattr(annotation, "__name__", annotation))
+    return {"NoneType": "null", "str": "text", "Any": "anything"}.get(name, name)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    found = [one for one in (annotation, *get_args(annotation)) if isinstance(one, type) and issubclass(one, BaseModel)]
+    return found[0] if found else None
+
+
+def _docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the text below each field of a model, where it is declared."""
+    found: dict[str, str] = {}
+    for cls in reversed([one for one in model.__mro__ if issubclass(one, BaseModel) and one is not BaseModel]):
+        (declared,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(declared, ast.ClassDef)
+        for field, text in zip(declared.body, declared.body[1:], strict=False):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    found[name] = words
+    return found
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("``", "`").replace("|", "\\|").split())
