@@ -65,8 +65,8 @@ async def test_a_first_run_and_what_is_there_to_see_of_it(here: Path) -> None:
     """The run is named on the command line, and has finished when the other commands ask for it."""
     validate, run, listing, status, inspect, dead = commands("Your own run")
     assert "is valid" in await said(validate, here)
-    assert "run my-first-run: 20 steps" in await said(run, here)
-    assert re.search(r"^my-first-run +finished +20/20 ", await said(listing, here), re.MULTILINE)
+    assert "run my-first-run: 40 steps" in await said(run, here)
+    assert re.search(r"^my-first-run +finished +40/40 ", await said(listing, here), re.MULTILINE)
     assert "this run has finished" in await said(status, here)
     assert "advantage" in await said(inspect, here)
     assert "run 'my-first-run' has no dead letters" in await said(dead, here)

@@ -110,6 +110,9 @@ def test_status_answers_from_the_folder_of_a_run_that_does_not_run(
 def test_a_task_for_a_run_that_does_not_run_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "mine", "--task", '{"raw_task": {}}']) == 2
     assert "run 'mine' does not run now" in capsys.readouterr().err
+    RunFolder(load_config("c.yaml", ["name=mine"])).mark_finished()
+    assert main(["submit", "mine", "--task", '{"raw_task": {}}']) == 2
+    assert "run 'mine' has finished and takes no more tasks" in capsys.readouterr().err
 
 
 def test_list_shows_the_runs_below_a_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

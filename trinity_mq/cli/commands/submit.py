@@ -43,6 +43,8 @@ def submit(arguments: argparse.Namespace) -> int:
     """Publish a task; with ``--wait`` print its outcome and answers as JSON, 1 when it did not finish."""
     target = find_target(arguments)
     submission = TaskSubmission(task=read_task(arguments.task), submission_id=arguments.id)
+    if target.folder is not None and target.folder.finished:
+        raise CommandError(f"run {target.run!r} has finished and takes no more tasks")
     if target.broker.url is None:
         raise CommandError(
             f"run {target.run!r} does not run now, nor does its private broker: start it with `trinity-mq run`, then "
