@@ -126,7 +126,7 @@ def test_new_dead_letters_are_news() -> None:
     view.set_depths({"dead": None, "closed": 1})
     view.set_depths({"dead": 2, "closed": 0})
     view.set_depths({"dead": 2, "closed": 0})
-    assert view.take_news() == ["2 dead letters: see `trinity-mq dead list`"]
+    assert view.take_news() == ["2 dead letters: see `trinity-mq dead list r`"]
     assert view.depths == {"dead": 2, "closed": 0}
 
 

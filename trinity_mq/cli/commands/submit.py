@@ -159,7 +159,7 @@ async def _submit(target: Target, submission: TaskSubmission, wait: float | None
     if replies.outcome is None:
         raise CommandError(
             f"no outcome within {wait:g} s; the task is with run {target.run!r} and may still be done "
-            "(see `trinity-mq status`)"
+            f"(see `trinity-mq status {target.run}`)"
         )
     return replies
 

@@ -139,7 +139,7 @@ class RunView:
         """Take in the depths of queues, by the names to be shown."""
         dead, before = depths.get("dead"), self.depths.get("dead")
         if dead and dead > (before or 0):
-            self.add_news(f"{dead} dead letter{'s' if dead > 1 else ''}: see `trinity-mq dead list`")
+            self.add_news(f"{dead} dead letter{'s' if dead > 1 else ''}: see `trinity-mq dead list {self.run}`")
         self.depths = dict(depths)
 
     def add_event(self, event: ProcessEvent) -> None:
