@@ -30,6 +30,8 @@ class Ragged:
     """First row of each item."""
     scalar: bool = False
     """Items are tensors without dimensions, of one row each."""
+    gapless: bool = False
+    """Items follow each other from the first row to the last, and are all of ``flat``."""
 
     def __len__(self) -> int:
         """Return the number of items."""
@@ -37,9 +39,9 @@ class Ragged:
 
     @classmethod
     def packed(cls, flat: Tensor, lengths: Indexes, scalar: bool = False) -> Ragged:
-        """Return items that follow each other in ``flat`` without gaps."""
+        """Return items that follow each other in ``flat`` without gaps, and are all of it."""
         rows = np.maximum(lengths, 0)
-        return cls(flat, lengths, rows.cumsum() - rows, scalar)
+        return cls(flat, lengths, rows.cumsum() - rows, scalar, True)
 
     @property
     def empty(self) -> bool:
@@ -52,6 +54,8 @@ class Ragged:
 
     def dense(self) -> Tensor:
         """Return the items' rows one after the other; a view where they lie so already."""
+        if self.gapless:
+            return self.flat
         rows = np.maximum(self.lengths, 0)
         total = int(rows.sum())
         moved = self.starts - (rows.cumsum() - rows)
@@ -64,9 +68,10 @@ class Ragged:
 
     def items(self) -> list[Tensor | None]:
         """Return the tensor of each item, None where it has none; views."""
-        if len(self) and not self.scalar and self.lengths.min() >= 0:
+        lengths = self.lengths.tolist()
+        if lengths and not self.scalar and min(lengths) >= 0:
             # "unsafe" only for autograd, which has no part in this; the views are the same and cost less
-            return list(torch.unsafe_split_with_sizes(self.dense(), self.lengths.tolist()))
+            return list(torch.unsafe_split_with_sizes(self.dense(), lengths))
         return [self[number] for number in range(len(self))]
 
     def __getitem__(self, number: int) -> Tensor | None:

@@ -65,8 +65,20 @@ def first_bad(
         prompts: Prompt length of each.
         lengths: First dimension of each tensor field, -1 where absent; a field absent from all may be left out.
     """
+    tokens, mask = lengths["tokens"], lengths.get("action_mask")
+    if mask is not None and DPO not in kinds and PROMPT_TRUNCATED not in statuses:
+        response = tokens - prompts
+        columns = (lengths[name] for name in RESPONSE_FIELDS if name in lengths)
+        if (
+            "routed_experts" not in lengths
+            and prompts.min() >= 1
+            and response.min() >= 1
+            and all(column is mask or (column == response).all() for column in columns)
+            and (mask == response).all()
+        ):
+            return None  # most batches: nothing is missing or odd
     absent = np.full(len(kinds), -1, dtype=np.int64)
-    tokens, mask = lengths["tokens"], lengths.get("action_mask", absent)
+    mask = absent if mask is None else mask
     dpo, cut = _are(kinds, DPO), _are(statuses, PROMPT_TRUNCATED)
     response = np.where(cut, mask, tokens - prompts)
     bad = (prompts < 1) | (tokens < 1) | (~dpo & ((mask < 0) | (~cut & (response < 1))))
@@ -104,6 +116,8 @@ def responses_of(kinds: Sequence[str], tensors: Tensors) -> Indexes:
     responses = np.full(len(kinds), NO_RESPONSE)
     if "action_mask" in tensors:
         lengths = column_lengths(tensors["action_mask"])
+        if DPO not in kinds and lengths.min() >= 0:
+            return lengths
         responses = np.where(_are(kinds, DPO) | (lengths < 0), responses, lengths)
     return responses
 
@@ -142,8 +156,9 @@ def sound_versions(counts: Indexes, rows: Indexes, responses: Indexes) -> bool:
     if not len(rows):
         return True
     starts = rows[:, 0]
-    rising = np.diff(starts, prepend=0) > 0
     heads = (counts.cumsum() - counts)[counts > 0]
+    rising = starts > 0
+    rising[1:] &= starts[1:] > starts[:-1]
     rising[heads] = starts[heads] == 0
-    ends = np.maximum(responses, 1)
-    return bool(rising.all() and rows.min() >= 0 and (starts < np.repeat(ends, counts)).all())
+    ends = np.maximum(responses, 1).repeat(counts)
+    return bool(rising.all() and rows.min() >= 0 and (starts < ends).all())

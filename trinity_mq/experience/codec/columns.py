@@ -14,6 +14,7 @@ All arrays are little-endian. A column that is absent from all is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ import numpy.typing as npt
 from trinity_mq.experience.codec.documents import DocumentReader, DocumentWriter
 from trinity_mq.experience.errors import DecodeError, EncodeError
 from trinity_mq.experience.fields import short
-from trinity_mq.experience.ragged import Indexes
 
 Column = dict[str, Any]
 Unpack = Callable[[Column, int, str], list[Any]]
@@ -145,27 +145,24 @@ def _joined(parts: Sequence[bytes | None], key: str) -> Column:
     return {key: b"".join([part for part in parts if part is not None]), "l": pack_lengths(lengths)}
 
 
-def _bounds(column: Column, key: str, count: int | None, name: str) -> tuple[bytes, Indexes, Indexes, Indexes]:
-    """Return the data of a column of texts or documents, and length (-1 where absent), start and end of each."""
-    lengths = unpack_array(column.get("l"), INT32, count, name)
+def _bounds(column: Column, key: str, count: int | None, name: str) -> tuple[bytes, list[int], list[int]]:
+    """Return the data of a column of texts or documents, the length of each (-1 where absent), and where those that are
+    present begin and end: one number more than they are.
+    """
+    lengths: list[int] = unpack_array(column.get("l"), INT32, count, name).tolist()
     data = column.get(key)
-    present = lengths.clip(min=0)
-    ends = present.cumsum(dtype=np.int64)
-    if not isinstance(data, bytes) or (lengths < -1).any() or (ends[-1] if len(ends) else 0) != len(data):
+    bounds = [0, *accumulate(lengths if min(lengths, default=0) >= 0 else [one for one in lengths if one >= 0])]
+    if not isinstance(data, bytes) or min(lengths, default=0) < -1 or bounds[-1] != len(data):
         raise DecodeError(f"{name}: the lengths do not add up to the data: {short(data)}")
-    return data, lengths, ends - present, ends
+    return data, lengths, bounds
 
 
-def _slices(data: Any, starts: Indexes, ends: Indexes) -> list[Any]:
-    return [data[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-
-
-def _with_gaps(values: list[Any], lengths: Indexes) -> list[Any]:
+def _with_gaps(values: list[Any], lengths: list[int]) -> list[Any]:
     """Return one of ``values`` for each length, None for those of -1."""
     if len(values) == len(lengths):
         return values
     given = iter(values)
-    return [None if length < 0 else next(given) for length in lengths.tolist()]
+    return [None if length < 0 else next(given) for length in lengths]
 
 
 def unpack_texts(column: Column, count: int, name: str) -> list[Any]:
@@ -175,24 +172,23 @@ def unpack_texts(column: Column, count: int, name: str) -> list[Any]:
             raise DecodeError(f"{name}: the constant is {short(column['c'])}, wanted text")
         return [column["c"]] * count
     codes = column.get("k")
-    data, lengths, starts, ends = _bounds(column, "s", count if codes is None else None, name)
-    present = lengths >= 0
-    starts, ends = starts[present], ends[present]
+    data, lengths, bounds = _bounds(column, "s", count if codes is None else None, name)
     try:
         if data.isascii():
-            found = _slices(data.decode(), starts, ends)
+            text = data.decode()
+            found = [text[start:end] for start, end in pairwise(bounds)]
         else:
-            found = [part.decode() for part in _slices(data, starts, ends)]
+            found = [data[start:end].decode() for start, end in pairwise(bounds)]
     except UnicodeDecodeError as error:
         raise DecodeError(f"{name}: not UTF-8: {error}") from error
     texts = _with_gaps(found, lengths)
     if codes is None:
         return texts
-    numbers = unpack_array(codes, INT32, count, name)
-    if (numbers < -1).any() or (numbers >= len(texts)).any():
+    numbers = unpack_array(codes, INT32, count, name).tolist()
+    if min(numbers, default=0) < -1 or max(numbers, default=-1) >= len(texts):
         raise DecodeError(f"{name}: refers to a text beyond the {len(texts)} that there are")
     texts.append(None)  # where -1 points
-    return list(map(texts.__getitem__, numbers.tolist()))
+    return list(map(texts.__getitem__, numbers))
 
 
 def pack_documents(values: Sequence[Any], name: str, writer: DocumentWriter) -> Column:
@@ -203,9 +199,8 @@ def pack_documents(values: Sequence[Any], name: str, writer: DocumentWriter) -> 
 
 def unpack_documents(column: Column, count: int, name: str, reader: DocumentReader) -> list[Any]:
     """Return the values of a column of documents."""
-    data, lengths, starts, ends = _bounds(column, "d", count, name)
-    present = lengths >= 0
+    data, lengths, bounds = _bounds(column, "d", count, name)
     try:
-        return _with_gaps(reader.read_all(data, starts[present], ends[present]), lengths)
+        return _with_gaps(reader.read_all(data, bounds), lengths)
     except DecodeError as error:
         raise DecodeError(f"{name}: {error}") from error

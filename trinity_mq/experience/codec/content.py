@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 from types import NoneType
 from typing import Any
 
@@ -146,15 +147,13 @@ class _Openers:
         """Return runs of policy versions."""
         counts = unpack_array(column.get("l"), INT32, count, name)
         flat = unpack_array(column.get("i"), INT64, None, name)
-        sizes = np.maximum(counts, 0).astype(np.int64)
-        if (counts < -1).any() or 3 * int(sizes.sum()) != len(flat):
+        sizes = np.maximum(counts, 0, dtype=np.int64)
+        bounds = [0, *accumulate(sizes.tolist())]
+        if counts.min() < -1 or 3 * bounds[-1] != len(flat):
             raise DecodeError(f"{name}: the lengths do not add up to {len(flat)} numbers")
         numbers = iter(flat.tolist())
         rows = list(zip(numbers, numbers, numbers, strict=True))
-        ends = sizes.cumsum()
-        found: list[Any] = [rows[start:end] for start, end in zip((ends - sizes).tolist(), ends.tolist(), strict=True)]
-        if not sizes.all():
-            found = [item or None for item in found]
+        found: list[Any] = [rows[start:end] or None for start, end in pairwise(bounds)]
         responses = responses_of(self._kinds, self._tensors)
         if sound_versions(sizes, flat.reshape(-1, 3), responses):
             return found

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from trinity_mq.experience.errors import DecodeError, EncodeError
 from trinity_mq.experience.fields import short
-from trinity_mq.experience.ragged import Indexes
 from trinity_mq.messages.msgpack_scan import MAX_NESTING, QUICK_ARRAY_LENGTH, container_bytes, measure, scan
 
 MAX_CONTAINERS = 1 << 18
@@ -134,24 +133,25 @@ class DocumentReader:
         self._tensors = tensors
         self._containers = 0
 
-    def read_all(self, data: bytes, starts: Indexes, ends: Indexes) -> list[Any]:
-        """Return the values in the documents that ``data`` is made of without gaps, the first one at 0.
+    def read_all(self, data: bytes, bounds: Sequence[int]) -> list[Any]:
+        """Return the values in the documents that ``data`` is made of without gaps, from 0 to the last of ``bounds``.
 
         Raises:
             DecodeError: As :meth:`read`.
         """
-        if not len(starts) or (starts == ends).any():
-            return [self.read(data[start:end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-        first = np.frombuffer(data, dtype=np.uint8)[starts]
-        if not (first & _NO_ITEMS != _MAP_OF_FEW).any() and container_bytes(data) <= MAX_CONTAINERS - self._containers:
-            values = self._flat_maps(data, ends)
-            # a repeated key shows in the size
-            if values is not None and list(map(len, values)) == (first & _ITEMS_OF_FEW).tolist():
-                self._containers += len(values)
-                return values
-        return [self.read(data[start:end]) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        starts, ends = bounds[:-1], bounds[1:]
+        if starts and max(starts) < len(data):  # none at the end is empty
+            first = [data[start] for start in starts]
+            few = {byte & _NO_ITEMS for byte in set(first)} == {_MAP_OF_FEW}
+            if few and container_bytes(data) <= MAX_CONTAINERS - self._containers:
+                values = self._flat_maps(data, ends)
+                # a repeated key shows in the size
+                if values is not None and list(map(len, values)) == [byte & _ITEMS_OF_FEW for byte in first]:
+                    self._containers += len(values)
+                    return values
+        return [self.read(data[start:end]) for start, end in zip(starts, ends, strict=True)]
 
-    def _flat_maps(self, data: bytes, ends: Indexes) -> list[Any] | None:
+    def _flat_maps(self, data: bytes, ends: Sequence[int]) -> list[Any] | None:
         """Return the maps in ``data`` if they hold no lists and maps, as most do; else None."""
         unpacker = msgpack.Unpacker(
             raw=False,
@@ -165,7 +165,7 @@ class DocumentReader:
         unpack, tell = unpacker.unpack, unpacker.tell
         values = []
         try:
-            for end in ends.tolist():
+            for end in ends:
                 values.append(unpack())
                 if tell() != end:
                     return None

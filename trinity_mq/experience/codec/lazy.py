@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 Opener = Callable[[], list[Any]]
+
+
+class Once:
+    """Calls an opener when it is first called itself, and returns the same column from then on."""
+
+    __slots__ = ("_column", "_opener")
+
+    def __init__(self, opener: Opener) -> None:
+        self._opener, self._column = opener, None
+
+    _column: list[Any] | None
+
+    def __call__(self) -> list[Any]:
+        if self._column is None:
+            self._column = self._opener()
+        return self._column
 
 
 class PlainColumns(dict[str, Any]):
@@ -17,7 +33,7 @@ class PlainColumns(dict[str, Any]):
 
     def put_off(self, name: str, opener: Opener) -> None:
         """Let a column be what ``opener`` returns."""
-        self[name] = cache(opener)
+        self[name] = Once(opener)
 
     def __getitem__(self, name: str) -> list[Any]:
         """Return a column, opened."""

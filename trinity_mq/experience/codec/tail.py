@@ -193,8 +193,8 @@ def part_of(name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -
     """
     lengths = unpack_array(entry.get("lengths"), INT32, count, f"lengths of {name}").astype(np.int64)
     least = int(lengths.min()) if len(lengths) else 0
-    present = lengths if least >= 0 else np.maximum(lengths, 0)
-    if flat.dim() < 1 or least < -1 or int(present.sum()) != flat.shape[0]:
+    bounds = (lengths if least >= 0 else np.maximum(lengths, 0)).cumsum()
+    if flat.dim() < 1 or least < -1 or (int(bounds[-1]) if len(bounds) else 0) != flat.shape[0]:
         raise DecodeError(f"lengths of {name} do not add up to shape {tuple(flat.shape)}")
     scalar = bool(entry.get("scalar"))
     if scalar and (flat.dim() != 1 or (np.abs(lengths) != 1).any()):
