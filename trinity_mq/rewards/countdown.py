@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from trinity_mq.rewards.text import boxed, tagged
+from trinity_mq.rewards.truth import takes_any_truth
 
 LONGEST = 300
 """Characters of a formula that are looked at."""
@@ -24,6 +25,7 @@ class FormulaError(ValueError):
     """A text is no formula of whole numbers, + - * / and parentheses."""
 
 
+@takes_any_truth
 def countdown_reward(
     response: str, truth: str | None, *, finished: bool, format_score: float = 0.1, score: float = 1.0
 ) -> dict[str, float]:

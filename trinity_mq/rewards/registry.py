@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trinity_mq.rewards.lookup import lookup
+from trinity_mq.rewards.truth import truth_text
 
 REWARDS: Mapping[str, str] = {
     "accuracy_reward": "trinity_mq.rewards.math.rewards:accuracy_reward",
@@ -86,10 +87,8 @@ class _Reward:
     def __init__(self, fn: Any, counts: bool) -> None:
         self.function, self._counts = fn, counts
 
-    def __call__(
-        self, response: str, truth: str | None, *, finished: bool, tokens: int | None = None
-    ) -> Mapping[str, float]:
-        more = {"tokens": tokens} if self._counts else {}
+    def __call__(self, response: str, truth: Any, *, finished: bool, tokens: int | None = None) -> Mapping[str, float]:
+        more, truth = {"tokens": tokens} if self._counts else {}, truth_text(truth)
         parts: Mapping[str, float] = self.function(response, truth, finished=finished, **more)
         return parts
 

@@ -6,6 +6,8 @@ import re
 from collections import deque
 from typing import Literal
 
+from trinity_mq.rewards.truth import takes_any_truth
+
 EXACT_WEIGHT = 0.5
 POSITION_WEIGHT = 0.8
 LENGTH_WEIGHT = 0.2
@@ -19,11 +21,13 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s?\{")
 Form = Literal["boxed", "think_answer", "think_boxed"]
 
 
+@takes_any_truth
 def exact_match(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
     """Return accuracy 1 if ``response`` is ``truth`` but for white space around it, and ended by itself; else 0."""
     return {"accuracy": float(finished and truth is not None and response.strip() == truth.strip())}
 
 
+@takes_any_truth
 def char_match(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
     """Return accuracy (exact text that ended by itself) and, where that is 0, credit for what is right.
 

@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 
+from trinity_mq.rewards.truth import takes_any_truth
+
 MAX_CALLS = 16
 """Calls of a response that are looked at; one with more is wrong."""
 LONGEST = 20_000
@@ -18,6 +20,7 @@ Call = tuple[str, dict[str, str]]
 """Name, and the canonical JSON of each argument."""
 
 
+@takes_any_truth
 def tool_call(
     response: str, truth: str | None, *, finished: bool, partial_weight: float = PARTIAL_WEIGHT
 ) -> dict[str, float]:

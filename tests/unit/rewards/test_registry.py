@@ -1,3 +1,4 @@
+import inspect
 import subprocess
 import sys
 
@@ -120,3 +121,26 @@ def test_rewards_import_no_torch():
         "import sys, trinity_mq.rewards.registry as r; r.create_reward('gsm8k', {}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "truth"),
+    [
+        *((name, "18", 18) for name in ("exact_match", "char_match", "math_answer", "accuracy_reward", "math_reward")),
+        *((name, "\\boxed{0}", 0) for name in ("math_boxed", "gsm8k", "math_dapo_reward")),
+        ("countdown_reward", "<answer>3 + 4</answer>", {"target": 7, "numbers": [3, 4]}),
+        ("tool_call", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', [{"name": "f", "arguments": {}}]),
+    ],
+)
+def test_a_right_answer_need_not_be_text(name, response, truth):
+    found = lookup("reward function", name, REWARDS)
+    judge = found() if inspect.isclass(found) else found
+    assert judge(response, truth, finished=True)["accuracy"] == 1
+    assert create_reward(name, {})(response, truth, finished=True)["accuracy"] == 1
+
+
+def test_functions_of_ones_own_get_the_right_answer_as_text():
+    def mine(response, truth, *, finished):
+        return {"accuracy": float(truth == '{"number": 18}')}
+
+    assert create_reward(mine, {})("18", {"number": 18}, finished=True) == {"accuracy": 1.0}

@@ -28,6 +28,7 @@ from typing import NamedTuple
 from trinity_mq.rewards.math.grammar import Quantity, plain, quantities, reads_as_words
 from trinity_mq.rewards.math.judge import LONGEST, same
 from trinity_mq.rewards.text import boxed, tagged
+from trinity_mq.rewards.truth import takes_any_truth
 
 TAIL = 1000
 """Characters of a marked text that are read, and at the end of a text in which an unmarked answer is looked for."""
@@ -74,6 +75,7 @@ class Answer(NamedTuple):
     """``number`` stands before a percent sign."""
 
 
+@takes_any_truth
 def correct(response: str, truth: str | None, *, finished: bool) -> bool:
     """Return whether ``response``, ``finished`` or cut at a limit, states the answer that ``truth`` states."""
     if not truth:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from trinity_mq.rewards.math.answers import stated, wanted
 from trinity_mq.rewards.math.grammar import reads_as_words
+from trinity_mq.rewards.truth import takes_any_truth
 
 
+@takes_any_truth
 def math_answer(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
     r"""Return accuracy 1 if the number that ``response`` states equals that of ``truth`` exactly, else 0.
 

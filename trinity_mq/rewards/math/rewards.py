@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trinity_mq.rewards.math.answers import correct, equal, read, wanted
 from trinity_mq.rewards.text import Form, boxed, has_form
+from trinity_mq.rewards.truth import takes_any_truth
 
 
 def accuracy_reward(response: str, truth: str | None, *, finished: bool) -> dict[str, float]:
@@ -30,6 +31,7 @@ def math_reward(
     return parts
 
 
+@takes_any_truth
 def math_boxed(
     response: str, truth: str | None, *, finished: bool, with_think: bool = False, format_score_coef: float = 0.1
 ) -> dict[str, float]:

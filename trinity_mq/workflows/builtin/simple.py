@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.rewards import create_reward, parts_of
+from trinity_mq.rewards.truth import truth_text
 from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.dual import DualWorkflow, call, compute
 from trinity_mq.workflows.workflow import Task, TaskError
@@ -32,9 +32,8 @@ def question_of(task: Task) -> str:
 
 
 def truth_of(task: Task) -> str | None:
-    """Return the right answer of a task as text: what is no text, as JSON."""
-    truth: Any = task.truth
-    return truth if truth is None or isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
+    """Return the right answer of a task as text; see :func:`truth_text`."""
+    return truth_text(task.truth)
 
 
 class SimpleWorkflow(DualWorkflow):
