@@ -53,6 +53,7 @@ COMMANDS = (
     ),
     ("debug", "debug.command", "try one thing by itself, without a broker"),
     ("dead", "commands.dead", "list dead letters, and run batches among them again"),
+    ("clean", "broker.clean:clean", "delete the queues, exchanges and blobs of a run that is over for good"),
     ("broker", "broker.command", "run a private RabbitMQ node in a folder, or clean up after a run on any broker"),
     (
         "convert-experiences",

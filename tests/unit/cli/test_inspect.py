@@ -129,6 +129,19 @@ def test_only_what_is_wanted(wanted: dict[str, str], runs: list[Any]) -> None:
     play(act)
 
 
+def test_of_a_known_run_nothing_of_earlier_runs_of_its_name_is_shown() -> None:
+    async def act(stream: Stream) -> None:
+        for run_id, task in (("earlier", 1), ("this", 2)):
+            stream.bus.run_id = run_id
+            await stream.whole(1, made(1, task=task))
+        summary = await stream.look()
+        assert [run[1] for run in stream.runs] == [2]
+        assert summary.foreign == 2
+        assert any("earlier runs of this name" in note for note in summary.notes)
+
+    play(act)
+
+
 def test_a_failed_batch_that_was_run_again_is_seen() -> None:
     async def act(stream: Stream) -> None:
         await stream.ready(1, 0, state="failed", reason="its operator failed")

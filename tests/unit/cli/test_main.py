@@ -85,6 +85,7 @@ def test_every_command_leads_to_a_function() -> None:
         "list": [],
         "status": ["r", "--broker", "amqp://h/"],
         "dead": ["list", "x"],
+        "clean": ["r"],
         "broker": ["start", "folder"],
         "debug": ["workflow", "x"],
         "doctor": ["r"],

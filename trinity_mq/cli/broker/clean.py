@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from trinity_mq.bus import Bus, Delivery, LockHeld, Queue, Topology
 from trinity_mq.bus.streams import next_or_quiet, read_up_to_now
+from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, find_target, reached
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.interrupts import run_to_the_end
@@ -19,6 +20,15 @@ from trinity_mq.transport.blobs import PARTS, BlobStore, StoreUnavailable, open_
 
 QUIET_SECONDS = 3.0
 """Seconds without a message after which a queue holds no more: others may take some meanwhile."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq clean``, which is ``trinity-mq broker clean`` too."""
+    add_target(parser)
+    add_broker(parser)
+    parser.add_argument(
+        "--blob-store", metavar="URL", help="where its blobs are (default: broker.blob_store of the file)"
+    )
 
 
 def clean(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
-from trinity_mq.cli.arguments import add_actions, add_broker, add_target
+from trinity_mq.cli.arguments import add_actions
+from trinity_mq.cli.broker.clean import add_arguments as add_clean_arguments
 from trinity_mq.cli.broker.clean import clean
 from trinity_mq.cli.broker.own import own_broker
 from trinity_mq.cli.errors import CommandError
@@ -52,12 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     users.add_argument("--user", metavar="NAME", help="the broker's user (default: RUN-ROLE)")
     users.add_argument("--vhost", metavar="NAME", default="/", help="the virtual host (default: /)")
     users.add_argument("--replies", action="store_true", help="agent: may answer submitters; see deploy/permissions.md")
-    cleaning = add("clean", "delete the queues, exchanges and blobs of a run that is over for good", clean)
-    add_target(cleaning)
-    add_broker(cleaning)
-    cleaning.add_argument(
-        "--blob-store", metavar="URL", help="where its blobs are (default: broker.blob_store of the file)"
-    )
+    add_clean_arguments(add("clean", "the same as `trinity-mq clean`", clean))
 
 
 def serve(arguments: argparse.Namespace) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.bus.addresses import URL_FILE_VARIABLE, URL_VARIABLE, Addresses, broker_url
@@ -18,6 +20,7 @@ from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.target import broker_of_name, find_configuration, known_runs
 from trinity_mq.config import BrokerConfig, Config
+from trinity_mq.runtime.errors import FatalError
 
 TROUBLE_LOOK, TROUBLE_INTERVAL = 0.5, 10.0
 """Seconds between two looks at what keeps a bus from connecting, and between two lines about it."""
@@ -72,6 +75,15 @@ def find_target(arguments: argparse.Namespace, blob_store: str | None = None) ->
         broker = BrokerConfig(**{**broker.model_dump(), "blob_store": blob_store})
     timeout = min(broker.connect_timeout, COMMAND_CONNECT_TIMEOUT)
     return Target(name, broker.model_copy(update={"url": url, "url_file": None, "connect_timeout": timeout}), config)
+
+
+def saved_run_id(run_folder: Path) -> str | None:
+    """Return the id of the run as its explorer saved it, None where that cannot be read."""
+    from trinity_agents.explorer.state import StateFile
+
+    with contextlib.suppress(FatalError):
+        return StateFile.of(run_folder).load().run_id or None
+    return None
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_mq.cli.arguments import add_broker, add_target
-from trinity_mq.cli.broker.connection import Target, find_target, reached
+from trinity_mq.cli.broker.connection import Target, find_target, reached, saved_run_id
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
 from trinity_mq.cli.interrupts import run_to_the_end
@@ -82,6 +82,8 @@ async def _stream(target: Target, choice: Choice, printer: Printer) -> StreamSum
     from trinity_mq.transport.blobs import open_store
 
     async with reached(target, "inspect") as (bus, topology):
+        if target.folder is not None:
+            bus.run_id = saved_run_id(target.folder.path)
         reader = ReadyReader(bus, topology, choice, open_store(target.broker, target.run), printer.take)
         try:
             return await reader.read()

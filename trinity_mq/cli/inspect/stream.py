@@ -58,6 +58,8 @@ class StreamSummary:
     """Number of experiences in batches that were decoded."""
     notes: list[str] = field(default_factory=list)
     """Remarks for the user."""
+    foreign: int = 0
+    """Messages of other runs of this name, which are left out where the bus knows the run's id."""
     incomplete: list[str] = field(default_factory=list)
     """Batches of which only some chunks are on the stream."""
 
@@ -104,6 +106,8 @@ class ReadyReader:
         while offset is not None:
             offset = await self._from(offset, quiet)
         self.summary.incomplete = list(dict.fromkeys(self._open.values()))
+        if self.summary.foreign:
+            self.summary.notes.append(f"{self.summary.foreign} messages of earlier runs of this name are left out")
         return self.summary
 
     async def _mark(self) -> float:
@@ -129,7 +133,9 @@ class ReadyReader:
                             "(broker.ready_max_bytes)"
                         )
                     first = False
-                    if await self._is_last(delivery):
+                    if self._bus.is_foreign(delivery):
+                        self.summary.foreign += 1
+                    elif await self._is_last(delivery):
                         return None
             except StreamCut as error:
                 return error.got
