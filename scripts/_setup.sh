@@ -74,6 +74,15 @@ pip_progress() {
     [ ! -t 1 ] || printf '\r\033[K'
 }
 
+# Installs into $venv and shows progress: the file of pins to count by, then arguments of pip. Warnings are left out.
+pip_install() {
+    local pins=$1 errors=$venv/.pip-errors
+    shift
+    "$venv/bin/python" -m pip install --disable-pip-version-check "$@" 2>"$errors" | pip_progress "$pins" && return
+    grep -v '^WARNING' "$errors" >&2
+    return 1
+}
+
 make_environment() {
     local python stamp=$venv/.installed wanted
     find_python
@@ -86,7 +95,7 @@ make_environment() {
     wanted=$(cat pyproject.toml constraints-cpu.txt | sha256sum | cut -d' ' -f1)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted $PWD" ]; then
         say "dependencies, as pinned in constraints-cpu.txt (minutes, once)"
-        "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints-cpu.txt -e '.[dev]' | pip_progress constraints-cpu.txt ||
+        pip_install constraints-cpu.txt -c constraints-cpu.txt -e '.[dev]' ||
             give_up "pip could not install what constraints-cpu.txt pins: is the network there, and the package index?"
         echo "$wanted $PWD" >"$stamp"
     fi

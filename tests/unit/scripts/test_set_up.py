@@ -161,6 +161,7 @@ class TestOneLineNamesWhatIsMissing:
         clone.has("python3", PIP_FAILS)
         expected = "pip could not install what constraints-cpu.txt pins: is the network there, and the package index?"
         assert clone.why(script) == expected
+        assert "ERROR: No matching distribution found" in clone.run(f"scripts/{script}").stderr
 
     def test_a_broker(self, clone: Clone, script: str) -> None:
         clone.install()
