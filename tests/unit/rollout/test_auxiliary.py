@@ -17,6 +17,7 @@ from trinity_mq.models.engine_selection import BACKOFF, STALE, Answering, auxili
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.attempts import lost_engine
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
+from trinity_mq.runtime.deliveries import CrashNotes, PastDeliveries
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 
@@ -117,10 +118,13 @@ class Held:
         from trinity_mq.rollout.run_results import RunResults
 
         self.task_slice, self.results, self.running, self.seconds = task_slice, RunResults(), False, 0.0
-        self.delivery = type("Delivery", (), {"deliveries_before": before})()
+        self.past, self.name = PastDeliveries(returned=before), "slice"
 
     def absorb_cancel(self):
         return False
+
+
+ALONE = {"on_detached": lambda work: None, "crash_notes": CrashNotes()}
 
 
 def judge(engine, name):
@@ -135,9 +139,7 @@ async def test_a_workflow_gets_them_in_the_order_of_the_configuration(workflow, 
         second.script = lambda body: completion("bad")
         models = Alive(policy.model, critic=judge(second, "critic"), judge=judge(first, "judge"))
         pool = ProcessPool(1)
-        executor = SliceExecutor(
-            config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, on_detached=lambda work: None
-        )
+        executor = SliceExecutor(config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, **ALONE)
         outcome = await executor.execute(Held(a_slice(workflow), before))
         await executor.close()
     assert outcome.message is None
@@ -160,9 +162,7 @@ async def test_without_a_living_judge_the_slice_waits_and_says_for_whom(workflow
 async def test_an_evaluation_is_answered_by_the_model_it_names(workflow, before):
     async with scripted_engine() as policy, scripted_engine("j") as other:
         models = Alive(policy.model, judge=judge(other, "judge"), critic=judge(other, "critic"))
-        executor = SliceExecutor(
-            config(), models, workflows=WorkflowRunner(config(), None), isolated=None, on_detached=lambda work: None
-        )
+        executor = SliceExecutor(config(), models, workflows=WorkflowRunner(config(), None), isolated=None, **ALONE)
         asked = a_slice(workflow, is_eval=True, rollout_args={"model": "judge"})
         outcome = await executor.execute(Held(asked, before))
         assert len(outcome.runs) == 1
@@ -198,9 +198,7 @@ async def test_a_judge_that_is_lost_is_named_and_left_out_and_the_rollout_engine
     async with scripted_engine() as policy, scripted_engine("j") as other:
         models = Moving(policy.model, judge(other, "judge"), judge=dead, critic=judge(other, "critic"))
         pool = ProcessPool(1)
-        executor = SliceExecutor(
-            config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, on_detached=lambda work: None
-        )
+        executor = SliceExecutor(config(), models, workflows=WorkflowRunner(config(), None), isolated=pool, **ALONE)
         task_slice = a_slice(workflow).model_copy(update={"max_retry_times": retries})
         outcome = await executor.execute(Held(task_slice, before))
         await executor.close()
