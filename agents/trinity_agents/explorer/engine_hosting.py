@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from trinity_agents.explorer.hosted_engines import HostedEngines
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
-from trinity_mq.messages import EngineStatus, Heartbeat
+from trinity_mq.messages import EngineStatus, ExplorerStatus, Heartbeat
 from trinity_mq.runtime.agent import Agent
-from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.serve import run_daemon
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class EngineHosting(Agent):
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id)
         self.hosted = HostedEngines(self, engines)
+        self._is_of_another_run = False
 
     def detail(self) -> EngineStatus:
         """Return the ids of the hosted engines; without a URL the host is not taken for an engine itself."""
@@ -42,6 +43,18 @@ class EngineHosting(Agent):
     def hosted_heartbeats(self) -> list[Heartbeat]:
         """Return the engines' heartbeats."""
         return self.hosted.heartbeats()
+
+    def follow_run(self, explorer: ExplorerStatus) -> None:
+        """Belong to the run of the explorer that schedules.
+
+        Raises:
+            RestartMe: It has begun another run: the engines hold weights, and versions, of the one before.
+        """
+        before = self.bus.run_id
+        self._is_of_another_run = before is not None and before != explorer.run_id
+        if self._is_of_another_run:
+            raise RestartMe(f"the explorer has begun another run: {explorer.run_id} in place of {before}")
+        super().follow_run(explorer)
 
     async def serve(self) -> None:
         """Keep the engines running and synchronised until drained or the run is over.
@@ -71,7 +84,7 @@ class EngineHosting(Agent):
             await self.with_background(self.woken.until(self._is_over), self.restart_without_lock(), *background)
             await self.hosted.leave()
         finally:
-            await self.hosted.close(stop=self._is_over())
+            await self.hosted.close(stop=self._is_over() or self._is_of_another_run)
 
     def _is_over(self) -> bool:
         return self.draining.is_set() or self.peers.explorer.finished

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from trinity_agents.explorer.engine_hosting import EngineHosting
 from trinity_agents.simulation import RECORDED, Simulation, killed, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.bus.memory.queues import Stored, WorkQueue
 from trinity_mq.messages import BatchClosed, ExplorerStatus
-from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.testing.fakes import FakeEngine
 from trinity_mq.testing.virtual_time import run_virtually
 
 BATCHES = 4
@@ -183,3 +185,46 @@ def test_only_the_explorer_that_schedules_announces_the_run(tmp_path: Path) -> N
 
     run_virtually(sim.run(explorer=explorer), limit=1000)
     assert statuses[0].run_id == ""
+
+
+class Stopped(FakeEngine):
+    stopped = False
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+def test_a_host_of_engines_that_lives_on_stops_them_and_starts_anew(tmp_path: Path) -> None:
+    """They hold weights of the earlier run, under version numbers that the new one uses again."""
+    first = Simulation(tmp_path / "first", SETTINGS, batches=BATCHES)
+    second = Simulation(tmp_path / "second", SETTINGS, batches=BATCHES, broker=first.broker)
+    engine, errors = Stopped("far-engine"), []
+
+    async def scene() -> None:
+        async def host() -> None:
+            bus, topology = first.bus(), first.topology
+            try:
+                await EngineHosting(first.config, bus=bus, topology=topology, agent_id="far", engines=[engine]).run()
+            except ExceptionGroup as group:
+                errors.append(group.subgroup(RestartMe))
+
+        async def explorer() -> None:
+            task = asyncio.get_running_loop().create_task(first.make_explorer().run())
+            await until(lambda: bool(engine.served) and bool(first.trainers) and first.trainer.loop.progress == 1)
+            assert not engine.stopped
+            await killed(task)
+            await second.make_explorer().run()
+
+        async def trainer() -> None:
+            task = asyncio.get_running_loop().create_task(first.make_trainer().run())
+            await until(lambda: bool(second.explorers))
+            await killed(task)
+            await second.make_trainer().run()
+
+        await first.run(explorer=explorer, trainer=trainer, beside=host)
+
+    run_virtually(scene(), limit=20_000)
+    assert errors != [None]
+    assert len(errors) == 1
+    assert engine.stopped
+    assert trained(second) == manifests(second)
