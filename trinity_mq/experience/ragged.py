@@ -46,6 +46,8 @@ class Ragged:
     @property
     def empty(self) -> bool:
         """Whether no item has a tensor."""
+        if self.gapless and self.flat.shape[0]:
+            return False  # a row is an item's
         return not len(self.lengths) or bool(self.lengths.max() < 0)
 
     def select(self, indexes: Indexes | slice) -> Ragged:

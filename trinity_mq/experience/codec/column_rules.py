@@ -47,7 +47,7 @@ def check_columns(values: PlainColumns, tensors: Tensors, count: int) -> None:
     if None in prompts:
         raise ExperienceError("prompt_length is None, wanted a whole number")
     lengths = {name: column_lengths(column) for name, column in tensors.items()}
-    if "tokens" not in lengths or (lengths["tokens"] < 0).any():
+    if "tokens" not in lengths or lengths["tokens"].min() < 0:
         raise ExperienceError("tokens is None in an experience, wanted token ids")
     check_batch(kinds, statuses, prompts, lengths)
     for heat in set(values.get("temperature", ())) - {None}:

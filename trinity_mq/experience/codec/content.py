@@ -235,7 +235,7 @@ class _Entries:
 
 def _joined(name: str, known: Column, part: Ragged) -> Column:
     """Return the column with one part more; two parts with a tensor for the same item are an error."""
-    if any(((part.lengths >= 0) & (other.lengths >= 0)).any() for other in known):
+    if known and any(((part.lengths >= 0) & (other.lengths >= 0)).any() for other in known):
         raise DecodeError(f"tensors: {name!r} gives an experience a second tensor for the same field")
     return (*known, part)
 

@@ -12,6 +12,7 @@ import struct
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -121,7 +122,7 @@ def read_tail(blob: memoryview) -> dict[str, Tensor]:
         raise DecodeError(f"tail: the safetensors header is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise DecodeError(f"tail: the safetensors header is {short(header)}, wanted a map")
-    data = _as_tensor(blob[start:])
+    data = _as_array(blob[start:])
     tensors: dict[str, Tensor] = {}
     covered = 0
     for name, entry in header.items():
@@ -142,15 +143,15 @@ class _Lent:
         return {**self._data.__array_interface__, "data": (self._data.ctypes.data, False)}
 
 
-def _as_tensor(data: memoryview) -> Tensor:
-    """Return bytes as uint8 ``[bytes]``, a view where they lie at an address that every dtype can be read from."""
+def _as_array(data: memoryview) -> npt.NDArray[np.uint8]:
+    """Return bytes as an array, a view where they lie at an address that every dtype can be read from."""
     if not len(data):
-        return torch.empty(0, dtype=torch.uint8)
-    row = np.asarray(_Lent(data))
-    return torch.from_numpy(row if row.ctypes.data % 8 == 0 else row.copy())
+        return np.empty(0, dtype=np.uint8)
+    row: npt.NDArray[np.uint8] = np.asarray(_Lent(data))
+    return row if row.ctypes.data % 8 == 0 else row.copy()
 
 
-def _entry(name: str, entry: Any, data: Tensor, covered: int) -> tuple[Tensor, int]:
+def _entry(name: str, entry: Any, data: npt.NDArray[np.uint8], covered: int) -> tuple[Tensor, int]:
     """Return the tensor of one header entry, which begins where the one before ended, and its end."""
     fields = entry if isinstance(entry, dict) else {}
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields.get("dtype"), str) else None
@@ -167,16 +168,17 @@ def _entry(name: str, entry: Any, data: Tensor, covered: int) -> tuple[Tensor, i
         if max(shape) >= 1 << 31:
             raise DecodeError(f"tail: entry {name!r} has shape {shape} without data")
         return torch.empty(shape, dtype=dtype), end
-    part = data[begin:end]
-    if dtype is torch.bool and part.numpy().max() > 1:
+    if dtype is torch.bool and data[begin:end].max() > 1:
         raise DecodeError(f"tail: entry {name!r} holds booleans other than 0 and 1")
-    return part.view(dtype).view(shape), end
+    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=begin)
+    return flat if len(shape) == 1 else flat.view(shape), end
 
 
 def _naturals(value: Any) -> list[int] | None:
     """Return ``value`` if it is a list of whole numbers from 0 that torch can count with."""
-    fits = isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
-    return value if fits else None
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        return None
+    return value if min(value, default=0) >= 0 and max(value, default=0) < 1 << 62 else None
 
 
 def part_of(name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -> Ragged:
@@ -193,10 +195,11 @@ def part_of(name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -
     """
     lengths = unpack_array(entry.get("lengths"), INT32, count, f"lengths of {name}").astype(np.int64)
     least = int(lengths.min()) if len(lengths) else 0
-    bounds = (lengths if least >= 0 else np.maximum(lengths, 0)).cumsum()
+    rows = lengths if least >= 0 else np.maximum(lengths, 0)
+    bounds = rows.cumsum()
     if flat.dim() < 1 or least < -1 or (int(bounds[-1]) if len(bounds) else 0) != flat.shape[0]:
         raise DecodeError(f"lengths of {name} do not add up to shape {tuple(flat.shape)}")
     scalar = bool(entry.get("scalar"))
     if scalar and (flat.dim() != 1 or (np.abs(lengths) != 1).any()):
         raise DecodeError(f"{name} is marked scalar with lengths other than 1")
-    return Ragged.packed(flat, lengths, scalar)
+    return Ragged(flat, lengths, bounds - rows, scalar, gapless=True)
