@@ -116,7 +116,10 @@ class Asks(Workflow):
     is_async = True
 
     async def run_async(self):
-        return await self.model.chat_async([{"role": "user", "content": "q"}])
+        experiences = await self.model.chat_async([{"role": "user", "content": "q"}])
+        for experience in experiences:
+            experience.reward = 1.0
+        return experiences
 
 
 async def test_runs_on_an_engine_that_dies_go_elsewhere_at_the_cost_of_no_attempt():
