@@ -36,7 +36,7 @@ from torch import Tensor
 
 from trinity_mq.experience import EID, Experience, ExperienceBatch, decode, encode
 
-SHAPES = ((8, 512), (64, 1024), (256, 256), (256, 2048))
+SHAPES = ((8, 64), (8, 512), (64, 1024), (256, 256), (256, 2048))
 """Experiences and mean tokens of each."""
 QUICK_SHAPES = ((8, 64), (16, 128))
 SECONDS_PER_SHAPE = 6.0

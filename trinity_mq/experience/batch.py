@@ -183,10 +183,10 @@ class ExperienceBatch(Sequence[Experience]):
         columns: dict[str, Iterable[Any]] = {
             name: column_items(column, self._count) for name, column in self._tensors.items()
         }
-        columns |= {name: self._values[name] for name in self._values if name in FIELD_NAMES}
+        columns |= {name: column for name, column in self._values.opened_items() if name in FIELD_NAMES}
         for name, kind in layout.OWN_DOCUMENTS.items():
-            column = columns.get(name)
-            columns[name] = [kind() if item is None else item for item in column or [None] * self._count]
+            column = columns.get(name) or [None] * self._count
+            columns[name] = [kind() if item is None else item for item in column] if None in column else column
         columns["eid"] = self._eids()
         if self._multi_modal:
             columns[layout.MULTI_MODAL] = self._inputs()
@@ -334,4 +334,5 @@ def encode(experiences: Sequence[Experience], compression: Compression = "none")
 
 def decode(data: Body) -> list[Experience]:
     """Return the experiences in ``data``, which they do not keep; see :meth:`ExperienceBatch.decode`."""
-    return ExperienceBatch.decode(bytearray(data)).into_list()
+    head, tail = decode_frame(bytearray(data))
+    return ExperienceBatch(*unpack(head, read_tail(tail), opened=True)).into_list()

@@ -112,6 +112,9 @@ def _head(data: memoryview) -> Any:
     try:
         if len(data) <= QUICK_HEAD:
             try:
+                head = msgpack.unpackb(data, raw=False, strict_map_key=True, max_array_len=0, max_map_len=QUICK_COLUMNS)
+                if msgpack.packb(head, use_bin_type=True) == data:
+                    return head  # so no name comes twice; asking for each map takes longer
                 return _unpacked(data, QUICK_COLUMNS)
             except ValueError:
                 scan(data)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trinity_mq.experience.codec.lazy import PlainColumns
 from trinity_mq.experience.fields import RESPONSE_FIELDS, ExperienceError, sampling_temperature
-from trinity_mq.experience.ragged import Column, Indexes, column_lengths
+from trinity_mq.experience.ragged import Column, Indexes, column_lengths, equal, least
 from trinity_mq.experience.rules import (
     DPO,
     PROMPT_TRUNCATED,
@@ -27,6 +27,8 @@ Tensors = dict[str, Column]
 """Tensor columns by name, those that are None in all left out."""
 
 
+_TYPES, _STATUSES = frozenset(TYPES), frozenset(TRUNCATE_STATUSES)
+
 NO_RESPONSE = np.iinfo(np.int64).max
 """More tokens than any response has: where there is none to compare with."""
 
@@ -38,8 +40,8 @@ def check_columns(values: PlainColumns, tensors: Tensors, count: int) -> None:
         ExperienceError: As :func:`check_lengths`, with the index of the first bad experience.
     """
     kinds, prompts = values.get("experience_type", [None]), values.get("prompt_length", [None])
-    statuses = values.get("truncate_status", [None] * count)
-    if not set(kinds) <= set(TYPES) or not set(statuses) <= set(TRUNCATE_STATUSES):
+    statuses = values.get("truncate_status") or [None] * count
+    if not _TYPES.issuperset(kinds) or not _STATUSES.issuperset(statuses):
         raise ExperienceError(
             f"experience_type {set(kinds)} and truncate_status {set(statuses)}, wanted only {TYPES} and "
             f"{TRUNCATE_STATUSES}"
@@ -47,7 +49,7 @@ def check_columns(values: PlainColumns, tensors: Tensors, count: int) -> None:
     if None in prompts:
         raise ExperienceError("prompt_length is None, wanted a whole number")
     lengths = {name: column_lengths(column) for name, column in tensors.items()}
-    if "tokens" not in lengths or lengths["tokens"].min() < 0:
+    if "tokens" not in lengths or least(lengths["tokens"]) < 0:
         raise ExperienceError("tokens is None in an experience, wanted token ids")
     check_batch(kinds, statuses, prompts, lengths)
     for heat in set(values.get("temperature", ())) - {None}:
@@ -71,10 +73,10 @@ def first_bad(
         columns = (lengths[name] for name in RESPONSE_FIELDS if name in lengths)
         if (
             "routed_experts" not in lengths
-            and prompts.min() >= 1
-            and response.min() >= 1
-            and all(column is mask or (column == response).all() for column in columns)
-            and (mask == response).all()
+            and least(prompts) >= 1
+            and least(response) >= 1
+            and all(column is mask or equal(column, response) for column in columns)
+            and equal(mask, response)
         ):
             return None  # most batches: nothing is missing or odd
     absent = np.full(len(kinds), -1, dtype=np.int64)
@@ -113,13 +115,12 @@ def check_batch(
 
 def responses_of(kinds: Sequence[str], tensors: Tensors) -> Indexes:
     """Return the response tokens of each experience, :data:`NO_RESPONSE` where there is no single response (dpo)."""
-    responses = np.full(len(kinds), NO_RESPONSE)
-    if "action_mask" in tensors:
-        lengths = column_lengths(tensors["action_mask"])
-        if DPO not in kinds and lengths.min() >= 0:
-            return lengths
-        responses = np.where(_are(kinds, DPO) | (lengths < 0), responses, lengths)
-    return responses
+    if "action_mask" not in tensors:
+        return np.full(len(kinds), NO_RESPONSE)
+    lengths = column_lengths(tensors["action_mask"])
+    if DPO not in kinds and least(lengths) >= 0:
+        return lengths
+    return np.where(_are(kinds, DPO) | (lengths < 0), NO_RESPONSE, lengths)
 
 
 def _are(column: Sequence[Any], value: str) -> npt.NDArray[np.bool_]:
@@ -139,26 +140,27 @@ def check_all_versions(column: Sequence[Any], responses: Indexes) -> list[Versio
         ExperienceError: As :func:`check_versions`.
     """
     if set(map(type, column)) <= {list, NoneType}:
-        present = [rows or () for rows in column]
-        flat = list(chain.from_iterable(present))
-        if set(map(type, flat)) <= {tuple} and set(map(len, flat)) <= {3}:
-            numbers = list(chain.from_iterable(flat))
-            if set(map(type, numbers)) <= {int} and all(-(1 << 63) <= number < 1 << 63 for number in set(numbers)):
-                rows = np.array(numbers, dtype=np.int64).reshape(-1, 3)
-                if sound_versions(np.array(list(map(len, present)), dtype=np.int64), rows, responses):
-                    return [rows or None for rows in column]
+        rows = list(chain.from_iterable(filter(None, column)))
+        if set(map(type, rows)) <= {tuple} and set(map(len, rows)) <= {3}:
+            ints = set(map(type, chain.from_iterable(rows))) <= {int}
+            if ints and sound_versions(column, responses):
+                return [rows or None for rows in column]
     limits = [None if size == NO_RESPONSE else size for size in responses.tolist()]
     return [check_versions(rows, limit) for rows, limit in zip(column, limits, strict=True)]
 
 
-def sound_versions(counts: Indexes, rows: Indexes, responses: Indexes) -> bool:
-    """Return whether ``rows`` of versions, so many for each experience, keep the rules of :func:`check_versions`."""
-    if not len(rows):
-        return True
-    starts = rows[:, 0]
-    heads = (counts.cumsum() - counts)[counts > 0]
-    rising = starts > 0
-    rising[1:] &= starts[1:] > starts[:-1]
-    rising[heads] = starts[heads] == 0
-    ends = np.maximum(responses, 1).repeat(counts)
-    return bool(rising.all() and rows.min() >= 0 and (starts < ends).all())
+def sound_versions(column: Sequence[Versions | None], responses: Indexes) -> bool:
+    """Return whether rows of three whole numbers keep the rules of :func:`check_versions`; arguments as
+    :func:`check_all_versions`.
+    """
+    for rows, response in zip(column, responses.tolist(), strict=True):
+        if not rows:
+            continue
+        previous = -1
+        for start, generation, step in rows:
+            if start <= previous or generation < 0 or step < 0:
+                return False
+            previous = start
+        if rows[0][0] or (previous and previous >= response):
+            return False
+    return True

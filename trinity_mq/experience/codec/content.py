@@ -42,7 +42,7 @@ from trinity_mq.experience.codec.columns import (
 )
 from trinity_mq.experience.codec.documents import DocumentReader, DocumentWriter
 from trinity_mq.experience.codec.lazy import PlainColumns
-from trinity_mq.experience.codec.tail import MAX_TENSORS, TailWriter, part_of
+from trinity_mq.experience.codec.tail import MAX_TENSORS, RowLengths, TailWriter, part_of
 from trinity_mq.experience.errors import DecodeError, EncodeError
 from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short
 from trinity_mq.experience.ragged import Column, Ragged, column_copy, column_items, column_lengths, column_of
@@ -103,7 +103,14 @@ _UNPACKERS: dict[str, Unpack] = {
 }
 
 _READ_AT_ONCE = ("experience_type", "truncate_status", *layout.INT_COLUMNS, *layout.FLOAT_COLUMNS)
-"""Columns by which the others are checked; the rest is opened when asked for."""
+"""Columns by which the others are checked."""
+_READ_LATER = (
+    *(name for name in _UNPACKERS if name not in _READ_AT_ONCE),
+    *layout.DOCUMENT_COLUMNS,
+    layout.VERSIONS,
+    layout.CUSTOM_FIELDS,
+)
+"""Columns that are opened when asked for."""
 
 
 def pack(count: int, values: PlainColumns, tensors: Tensors, multi_modal: Tensors) -> tuple[dict[str, Any], list[Any]]:
@@ -143,19 +150,25 @@ class _Openers:
         self._held = held
         self._reader: DocumentReader | None = None
 
+    def of(self, name: str) -> Unpack:
+        """Return what opens the column of this name."""
+        if name == layout.VERSIONS:
+            return self.versions
+        return self.custom_fields if name == layout.CUSTOM_FIELDS else self.documents
+
     def versions(self, column: dict[str, Any], count: int, name: str) -> list[Any]:
         """Return runs of policy versions."""
         counts = unpack_array(column.get("l"), INT32, count, name)
         flat = unpack_array(column.get("i"), INT64, None, name)
-        sizes = np.maximum(counts, 0, dtype=np.int64)
-        bounds = [0, *accumulate(sizes.tolist())]
-        if counts.min() < -1 or 3 * bounds[-1] != len(flat):
+        sizes = counts.tolist()
+        bounds = [0, *accumulate(sizes if min(sizes) >= 0 else [max(size, 0) for size in sizes])]
+        if min(sizes) < -1 or 3 * bounds[-1] != len(flat):
             raise DecodeError(f"{name}: the lengths do not add up to {len(flat)} numbers")
         numbers = iter(flat.tolist())
         rows = list(zip(numbers, numbers, numbers, strict=True))
         found: list[Any] = [rows[start:end] or None for start, end in pairwise(bounds)]
         responses = responses_of(self._kinds, self._tensors)
-        if sound_versions(sizes, flat.reshape(-1, 3), responses):
+        if sound_versions(found, responses):
             return found
         try:
             return check_all_versions(found, responses)
@@ -204,6 +217,7 @@ class _Entries:
         self._count = count
         if head.keys() != tail.keys():
             raise DecodeError(f"head and tail name different tensors: {short(list(head))}, {short(list(tail))}")
+        self._known: dict[tuple[bytes, int | None], RowLengths] = {}
         made = 0
         for name, entry in head.items():
             if not isinstance(entry, dict) or not isinstance(entry.get("lengths"), bytes):
@@ -217,20 +231,28 @@ class _Entries:
 
     def _take(self, name: str, entry: dict[str, Any], flat: Tensor) -> None:
         field, key = entry.get("field"), entry.get("key")
-        if field == layout.DOCUMENT_TENSORS:
-            known = len(self.documents[0]) if self.documents else None
-            self.documents = _joined(name, self.documents, part_of(name, entry, flat, known))
-        elif field == layout.MULTI_MODAL and isinstance(key, str):
-            part = part_of(name, entry, flat, self._count)
-            self.multi_modal[key] = _joined(name, self.multi_modal.get(key, ()), part)
-        elif isinstance(field, str) and field in TENSOR_FIELDS:
+        if isinstance(field, str) and field in TENSOR_FIELDS:
             _, dtypes, dims = TENSOR_FIELDS[field]
             if flat.dtype not in dtypes or flat.dim() != dims or "scalar" in entry:
                 raise DecodeError(f"tensors: {name!r} is {short(flat)}, wanted {dims} dimensions of {dtypes}")
-            part = part_of(name, entry, flat, self._count)
-            self.fields[field] = _joined(name, self.fields.get(field, ()), part)
+            part = self._part(name, entry, flat, self._count)
+            self.fields[field] = _joined(name, self.fields[field], part) if field in self.fields else (part,)
+        elif field == layout.DOCUMENT_TENSORS:
+            known = len(self.documents[0]) if self.documents else None
+            self.documents = _joined(name, self.documents, self._part(name, entry, flat, known))
+        elif field == layout.MULTI_MODAL and isinstance(key, str):
+            part = self._part(name, entry, flat, self._count)
+            self.multi_modal[key] = _joined(name, self.multi_modal.get(key, ()), part)
         elif not isinstance(field, str) or field == layout.MULTI_MODAL:
             raise DecodeError(f"tensors: entry {name!r} is {short(entry)}, wanted a field, for inputs with a key")
+
+    def _part(self, name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -> Ragged:
+        """Return the part that an entry is; entries of equal lengths, such as response fields, share them."""
+        key = entry["lengths"], count
+        rows = self._known.get(key)
+        if rows is None:
+            rows = self._known[key] = RowLengths.unpacked(entry["lengths"], count, name)
+        return part_of(name, entry, flat, rows)
 
 
 def _joined(name: str, known: Column, part: Ragged) -> Column:
@@ -240,10 +262,12 @@ def _joined(name: str, known: Column, part: Ragged) -> Column:
     return (*known, part)
 
 
-def unpack(head: dict[str, Any], tail: dict[str, Tensor]) -> tuple[int, PlainColumns, Tensors, Tensors]:
+def unpack(
+    head: dict[str, Any], tail: dict[str, Tensor], *, opened: bool = False
+) -> tuple[int, PlainColumns, Tensors, Tensors]:
     """Return what a head and a tail describe: a count, plain columns, tensor columns and multi-modal columns.
 
-    Texts, ids, versions and documents are opened when asked for.
+    Texts, ids, versions and documents are opened when asked for, unless ``opened`` says that they are wanted at once.
 
     Raises:
         DecodeError: They do not describe valid experiences; what is opened later raises it then.
@@ -271,22 +295,23 @@ def unpack(head: dict[str, Any], tail: dict[str, Tensor]) -> tuple[int, PlainCol
     if any(name not in columns for name in layout.EID_COLUMNS):
         raise DecodeError("a part of an eid is missing")
     openers = _Openers(values["experience_type"], tensors, found.documents)
-    unpackers: dict[str, Unpack] = {
-        **_UNPACKERS,
-        **dict.fromkeys(layout.DOCUMENT_COLUMNS, openers.documents),
-        layout.VERSIONS: openers.versions,
-        layout.CUSTOM_FIELDS: openers.custom_fields,
-    }
-    for name, unpack_column in unpackers.items():
-        if name in columns and name not in values:
-            values.put_off(name, partial(_unpacked, columns, name, count, unpack_column))
+    for name in _READ_LATER:
+        if name in columns:
+            unpack_column = _UNPACKERS.get(name) or openers.of(name)
+            if opened:
+                values[name] = _unpacked(columns, name, count, unpack_column)
+            else:
+                values.put_off(name, partial(_unpacked, columns, name, count, unpack_column))
     return count, values, tensors, _present(found.multi_modal)
 
 
 def _present(columns: Tensors) -> Tensors:
     """Return the columns without parts, and without columns, that no experience has."""
-    kept = {name: tuple(part for part in column if not part.empty) for name, column in columns.items()}
-    return {name: column for name, column in kept.items() if column}
+    kept = {}
+    for name, column in columns.items():
+        if parts := tuple([part for part in column if not part.empty]):
+            kept[name] = parts
+    return kept
 
 
 def _unpacked(columns: dict[str, Any], name: str, count: int, unpack_column: Unpack) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import msgpack
@@ -24,8 +24,8 @@ TENSOR, ARRAY = 1, 2
 _ATOMS = frozenset({str, int, float, bool, type(None), bytes, msgpack.Timestamp})
 _LEAVES = _ATOMS | {Tensor, np.ndarray}
 _NUMBER_BYTES = 4
-_MAP_OF_FEW, _ITEMS_OF_FEW, _NO_ITEMS = 0x80, 0x0F, 0xF0
-"""First byte of a map of up to 15 items, and where in it their number is and is not."""
+_MAP_OF_FEW, _ITEMS_OF_FEW = 0x80, 0x0F
+"""First byte of a map of up to 15 items, and where in it their number is."""
 
 
 class DocumentWriter:
@@ -139,20 +139,15 @@ class DocumentReader:
         Raises:
             DecodeError: As :meth:`read`.
         """
-        starts, ends = bounds[:-1], bounds[1:]
-        if starts and max(starts) < len(data):  # none at the end is empty
-            first = [data[start] for start in starts]
-            few = {byte & _NO_ITEMS for byte in set(first)} == {_MAP_OF_FEW}
-            if few and container_bytes(data) <= MAX_CONTAINERS - self._containers:
-                values = self._flat_maps(data, ends)
-                # a repeated key shows in the size
-                if values is not None and list(map(len, values)) == [byte & _ITEMS_OF_FEW for byte in first]:
-                    self._containers += len(values)
-                    return values
-        return [self.read(data[start:end]) for start, end in zip(starts, ends, strict=True)]
+        if container_bytes(data) <= MAX_CONTAINERS - self._containers:
+            values = self._flat_maps(data, bounds)
+            if values is not None:
+                self._containers += len(values)
+                return values
+        return [self.read(data[start:end]) for start, end in pairwise(bounds)]
 
-    def _flat_maps(self, data: bytes, ends: Sequence[int]) -> list[Any] | None:
-        """Return the maps in ``data`` if they hold no lists and maps, as most do; else None."""
+    def _flat_maps(self, data: bytes, bounds: Sequence[int]) -> list[Any] | None:
+        """Return the maps in ``data`` if they have few items and hold no lists and maps, as most do; else None."""
         unpacker = msgpack.Unpacker(
             raw=False,
             strict_map_key=True,
@@ -163,15 +158,16 @@ class DocumentReader:
         )
         unpacker.feed(data)
         unpack, tell = unpacker.unpack, unpacker.tell
-        values = []
+        values: list[Any] = []
         try:
-            for end in ends:
-                values.append(unpack())
-                if tell() != end:
+            for start, end in pairwise(bounds):
+                value = unpack()
+                if tell() != end or data[start] != _MAP_OF_FEW | len(value):  # a repeated key shows in the size
                     return None
+                values.append(value)
+            return values if _kinds(values) <= _LEAVES else None
         except (ValueError, TypeError, msgpack.UnpackException):
             return None  # read again one by one, for an error that says which
-        return values if _kinds(values) <= _LEAVES else None
 
     def _count(self, containers: int) -> None:
         self._containers += containers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -43,9 +43,8 @@ class PlainColumns(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a column, opened, or ``default``."""
-        if name not in self:
-            return default
-        return self[name]
+        found = super().get(name, default)
+        return found() if callable(found) else found
 
     def mapped(self, change: Callable[[list[Any]], list[Any]]) -> PlainColumns:
         """Return the same columns, changed; those not opened yet are changed when they are."""
@@ -59,6 +58,11 @@ class PlainColumns(dict[str, Any]):
 
     def _changed(self, name: str, change: Callable[[list[Any]], list[Any]]) -> list[Any]:
         return change(self[name])
+
+    def opened_items(self) -> Iterator[tuple[str, list[Any]]]:
+        """Yield every column with its name, opened."""
+        for name, found in super().items():
+            yield name, found() if callable(found) else found
 
     def open_all(self) -> None:
         """Open every column."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from trinity_mq.experience.codec.columns import INT32, pack_lengths, unpack_arra
 from trinity_mq.experience.codec.documents import distinct
 from trinity_mq.experience.errors import DecodeError, EncodeError
 from trinity_mq.experience.fields import short
-from trinity_mq.experience.ragged import Column, Ragged
+from trinity_mq.experience.ragged import Column, Indexes, Ragged, least
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -48,6 +48,7 @@ MAX_TENSORS = 1 << 19
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SIZE = struct.Struct("<Q")
+_HEADER = json.JSONDecoder(object_pairs_hook=distinct)
 
 
 class TailWriter:
@@ -117,7 +118,7 @@ def read_tail(blob: memoryview) -> dict[str, Tensor]:
             f"tail: a header of {size} bytes in {len(blob)}, wanted at most {MAX_HEADER_BYTES}, aligned to 8"
         )
     try:
-        header = json.loads(bytes(blob[_SIZE.size : start]), object_pairs_hook=distinct)
+        header = _HEADER.decode(str(blob[_SIZE.size : start], "utf-8"))
     except (ValueError, RecursionError) as error:
         raise DecodeError(f"tail: the safetensors header is not JSON: {error}") from error
     if not isinstance(header, dict):
@@ -135,20 +136,24 @@ def read_tail(blob: memoryview) -> dict[str, Tensor]:
 class _Lent:
     """Hands memory that is not to be written to on to numpy, which else passes that on to torch, which warns."""
 
-    def __init__(self, data: memoryview) -> None:
-        self._data = np.frombuffer(data, dtype=np.uint8)  # kept: the memory is alive for as long as this is
+    def __init__(self, data: npt.NDArray[np.uint8]) -> None:
+        self._data = data  # kept: the memory is alive for as long as this is
+        self.__array_interface__ = {**data.__array_interface__, "data": (_address(data), False)}
 
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return {**self._data.__array_interface__, "data": (self._data.ctypes.data, False)}
+
+def _address(data: npt.NDArray[np.uint8]) -> int:
+    address: int = data.__array_interface__["data"][0]
+    return address
 
 
 def _as_array(data: memoryview) -> npt.NDArray[np.uint8]:
     """Return bytes as an array, a view where they lie at an address that every dtype can be read from."""
     if not len(data):
         return np.empty(0, dtype=np.uint8)
-    row: npt.NDArray[np.uint8] = np.asarray(_Lent(data))
-    return row if row.ctypes.data % 8 == 0 else row.copy()
+    row = np.frombuffer(data, dtype=np.uint8)
+    if _address(row) % 8:
+        return row.copy()
+    return row if row.flags.writeable else np.asarray(_Lent(row))
 
 
 def _entry(name: str, entry: Any, data: npt.NDArray[np.uint8], covered: int) -> tuple[Tensor, int]:
@@ -176,30 +181,60 @@ def _entry(name: str, entry: Any, data: npt.NDArray[np.uint8], covered: int) -> 
 
 def _naturals(value: Any) -> list[int] | None:
     """Return ``value`` if it is a list of whole numbers from 0 that torch can count with."""
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+    if type(value) is not list:
         return None
-    return value if min(value, default=0) >= 0 and max(value, default=0) < 1 << 62 else None
+    for number in value:
+        if type(number) is not int or not 0 <= number < 1 << 62:
+            return None
+    return value
 
 
-def part_of(name: str, entry: dict[str, Any], flat: Tensor, count: int | None) -> Ragged:
+class RowLengths(NamedTuple):
+    """Lengths of the items of an entry, which follow each other in it."""
+
+    lengths: Indexes
+    """Rows of each, -1 where it has no tensor."""
+    starts: Indexes
+    total: int
+
+    @classmethod
+    def unpacked(cls, data: Any, count: int | None, name: str) -> RowLengths:
+        """Return what ``data`` holds as int32.
+
+        Args:
+            data: Packed lengths.
+            count: Items wanted, None for as many as there are lengths.
+            name: Of the entry, for errors.
+
+        Raises:
+            DecodeError: Not so many lengths, or one is less than -1.
+        """
+        lengths = unpack_array(data, INT32, count, f"lengths of {name}").astype(np.int64)
+        if not len(lengths):
+            return cls(lengths, lengths, 0)
+        smallest = least(lengths)
+        if smallest < -1:
+            raise DecodeError(f"lengths of {name} hold {smallest}, wanted -1 or more")
+        rows = lengths if smallest >= 0 else np.maximum(lengths, 0)
+        bounds = rows.cumsum()
+        return cls(lengths, bounds - rows, int(bounds[-1]))
+
+
+def part_of(name: str, entry: dict[str, Any], flat: Tensor, rows: RowLengths) -> Ragged:
     """Return the part of a column that an entry is.
 
     Args:
         name: Of the entry, for errors.
         entry: What the head says of it.
         flat: The concatenated tensor.
-        count: Items wanted, None for as many as there are lengths.
+        rows: The lengths that the head gives.
 
     Raises:
         DecodeError: The lengths do not make up the tensor.
     """
-    lengths = unpack_array(entry.get("lengths"), INT32, count, f"lengths of {name}").astype(np.int64)
-    least = int(lengths.min()) if len(lengths) else 0
-    rows = lengths if least >= 0 else np.maximum(lengths, 0)
-    bounds = rows.cumsum()
-    if flat.dim() < 1 or least < -1 or (int(bounds[-1]) if len(bounds) else 0) != flat.shape[0]:
+    if flat.dim() < 1 or rows.total != flat.shape[0]:
         raise DecodeError(f"lengths of {name} do not add up to shape {tuple(flat.shape)}")
     scalar = bool(entry.get("scalar"))
-    if scalar and (flat.dim() != 1 or (np.abs(lengths) != 1).any()):
+    if scalar and (flat.dim() != 1 or (np.abs(rows.lengths) != 1).any()):
         raise DecodeError(f"{name} is marked scalar with lengths other than 1")
-    return Ragged(flat, lengths, bounds - rows, scalar, gapless=True)
+    return Ragged(flat, rows.lengths, rows.starts, scalar, gapless=True)
