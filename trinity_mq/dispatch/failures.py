@@ -23,7 +23,21 @@ class Failures:
         self._kinds: dict[str, FailureStatus] = {}
 
     def add(self, ticket: Ticket, result: TaskResult) -> None:
-        """Count what went wrong in a slice; what a cut-off left unfinished is no failure."""
+        """Count what went wrong in a slice; what a cut-off left unfinished is no failure.
+
+        Slices pinned to a version wait for :meth:`add_ended`: they are done again if the engines took the next version
+        before them.
+        """
+        if ticket.pinned is None:
+            self._add(ticket, result)
+
+    def add_ended(self, ticket: Ticket) -> None:
+        """Count what went wrong in a pinned ticket that is not done again."""
+        for task_slice in ticket.slices if ticket.pinned is not None else ():
+            if task_slice.result is not None:
+                self._add(ticket, task_slice.result)
+
+    def _add(self, ticket: Ticket, result: TaskResult) -> None:
         cut_off = result.outcome in {"cancelled", "late"} or ticket.grace is not None
         failed = result.outcome != "finished"
         if cut_off or not (failed or result.message):

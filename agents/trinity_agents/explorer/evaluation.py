@@ -87,6 +87,8 @@ class Evaluations:
             log.warning("evaluation_again", label=label, pinned=tickets[0].pinned, served=served)
             for ticket in tickets:
                 del self._dispatcher.tickets[ticket.ticket]
+        for ticket in tickets:
+            self._dispatcher.failures.add_ended(ticket)
         metrics = {"time/eval": asyncio.get_running_loop().time() - began}
         detailed = self._config.monitor.detailed_stats
         for name, ticket in zip(names, tickets, strict=True):

@@ -173,3 +173,18 @@ def test_a_version_that_is_lost_is_replaced_but_not_for_ever() -> None:
     assert len(seen) == 2 * MAX_TRIES
     assert bench.reports[0][1]["eval/a/failed_runs"] == 2.0
     assert bench.state.tickets == {}
+    assert [kind.count for kind in bench.dispatcher.failures.listed()] == [4]  # those of the last try
+
+
+def test_slices_that_lost_their_version_are_no_failures_once_they_are_done_again() -> None:
+    bench = Bench(spoil=lambda task_slice: "failed" if task_slice.pinned == (1, 3) else None)
+    open_one = bench.dispatcher.open
+
+    async def opens(ticket: Any) -> None:
+        await open_one(ticket)
+        bench.gate.version = (1, 4)
+
+    bench.dispatcher.open = opens  # type: ignore[method-assign]
+    bench.play(4)
+    assert bench.reports[0][1].get("eval/a/failed_runs", 0.0) == 0.0
+    assert bench.dispatcher.failures.listed() == []
