@@ -1,0 +1,351 @@
+"""Every loss, weight and mask of the vectors: value, gradient and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.algorithms.vectors import VECTORS, Case, grid, of_kind, reduction_of, with_step_weights
+from trinity_mq.algorithms.corrections import correction, covariance, covariance_choice
+from trinity_mq.algorithms.evaluator import evaluate, over_step, scheduled, token_losses
+from trinity_mq.algorithms.ratios import anchor_logprob
+from trinity_mq.config.pieces import CovarianceKL, LossConfig, Schedule
+
+CLIP: dict[str, Any] = {"kind": "clip", "low": 0.2, "high": 0.2, "dual": 3.0}
+PLAIN: dict[str, Any] = CLIP | {"dual": None}
+REC: dict[str, Any] = {"kind": "log_linear"}
+
+
+def decoupled(*rules: dict[str, Any]) -> dict[str, Any]:
+    return {"anchor": "old", "surrogate": PLAIN, "correction": rules}
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "ppo": {"surrogate": CLIP},
+    "ppo/seq-mean-token-mean": {"surrogate": CLIP},
+    "ppo/seq-mean-token-sum": {"surrogate": CLIP},
+    "ppo/seq-mean-token-sum-norm": {"surrogate": CLIP},
+    "ppo/token-sum-norm": {"surrogate": CLIP},
+    "ppo/no-dual-clip": {"surrogate": PLAIN},
+    "dapo": {"surrogate": CLIP | {"high": 0.28, "dual": 10.0}},
+    "ppo/zero-advantage": {"surrogate": CLIP},
+    "ppo/fallback_to_policy_gradient": {"ratio": {"kind": "self"}, "surrogate": CLIP},
+    "ppo/sequence_masking": {"surrogate": CLIP, "correction": [{"kind": "sequence_mask", "bound": 0.1}]},
+    "gspo": {"ratio": {"kind": "sequence"}, "surrogate": PLAIN | {"low": 3e-4, "high": 4e-4}},
+    "gspo/sequence-form": {"ratio": {"kind": "sequence_mean"}, "surrogate": PLAIN | {"low": 3e-4, "high": 4e-4}},
+    "sapo": {"surrogate": {"kind": "gate"}},
+    "cispo": {"surrogate": {"kind": "truncate"}},
+    "cispo/mask_clip": {"surrogate": {"kind": "truncate", "mask_low": 0.2, "mask_high": 0.28}},
+    "cispo/scalerl": {"surrogate": {"kind": "truncate", "cap": 5.0}},
+    "topr": {"surrogate": {"kind": "truncate", "cap": 1.0, "only": "negative"}},
+    "topr/sequence": {
+        "ratio": {"kind": "sequence_product"},
+        "surrogate": {"kind": "truncate", "cap": 1.0, "only": "negative"},
+    },
+    "sppo": {"surrogate": {"kind": "log_ratio"}},
+    "opmd": {"surrogate": REC | {"divisor": 2.0}},
+    "importance_sampling": {"surrogate": {"kind": "linear"}},
+    "rec": {"surrogate": REC},
+    "rec/one-side+is": {"surrogate": REC | {"keep": "one_side", "weight": "ratio"}},
+    "rec/two-side+is": {"surrogate": REC | {"keep": "two_side", "weight": "ratio"}},
+    "rec/one-side": {"surrogate": REC | {"keep": "one_side"}},
+    "rec/ring+is": {"surrogate": REC | {"keep": "ring", "weight": "ratio"}},
+    "rec/advantage-weight": {"surrogate": REC | {"weight": "advantage"}},
+    "rec/k2": {"surrogate": REC, "regularisers": [{"kind": "square", "coef": 0.1}]},
+    "rec/forward-kl": {"surrogate": REC, "regularisers": [{"kind": "likelihood", "coef": 0.1}]},
+    "rec/gspo-one-side": {"ratio": {"kind": "sequence"}, "surrogate": REC | {"keep": "one_side", "weight": "ratio"}},
+    "dppo_tv/prime-rl-2026-08": {
+        "surrogate": {"kind": "linear"},
+        "correction": [{"kind": "divergence", "bound": 0.2}],
+        "regularisers": [{"kind": "square", "coef": 0.001}],
+    },
+    "ipo/prime-rl-2026-08": {
+        "surrogate": {"kind": "linear"},
+        "correction": [{"kind": "divergence", "bound": 0.1, "signed": False}],
+        "regularisers": [{"kind": "square", "coef": 0.001}],
+    },
+    "ipo/prime-rl-2026-09-default": {
+        "surrogate": {"kind": "linear"},
+        "correction": [{"kind": "divergence", "bound": 0.3, "signed": False}],
+    },
+    "dppo_tv/verl": {
+        "surrogate": {"kind": "linear", "cap": 20.0},
+        "correction": [{"kind": "divergence", "bound": 0.2}],
+    },
+    "dppo_kl/verl": {
+        "surrogate": {"kind": "linear", "cap": 20.0},
+        "correction": [{"kind": "divergence", "measure": "kl", "bound": 0.05}],
+    },
+    "rollout_is/skyrl": {"surrogate": REC | {"keep": "two_side", "weight": "ratio"}},
+    "vespo": {"ratio": {"kind": "sequence_product"}, "surrogate": {"kind": "vespo"}},
+    "gmpo": {
+        "ratio": {"kind": "geometric"},
+        "surrogate": {"kind": "linear"},
+        "reduction": {"kind": "sequence"},
+    },
+    "gpg": {"surrogate": REC},
+    "dro": {"surrogate": {"kind": "quadratic"}},
+    "luspo": {
+        "ratio": {"kind": "sequence_mean"},
+        "surrogate": PLAIN,
+        "reduction": {"kind": "sequence_sum"},
+    },
+    "kl_cov": {
+        "surrogate": {"kind": "linear"},
+        "regularisers": [{"kind": "covariance", "share": 0.3}],
+    },
+    "decoupled_ppo/tis/token": decoupled({"kind": "weight"}),
+    "decoupled_ppo/tis/sequence": decoupled({"kind": "weight", "level": "sequence"}),
+    "decoupled_ppo/icepop/token_0.5_5": decoupled({"kind": "weight", "low": 0.5, "high": 5.0, "beyond": "mask"}),
+    "decoupled_ppo/icepop/token_0.5_2": decoupled({"kind": "weight", "low": 0.5, "high": 2.0, "beyond": "mask"}),
+    "decoupled_ppo/mis/sequence_mask_3": decoupled(
+        {"kind": "weight", "level": "sequence", "high": 3.0, "beyond": "mask"}
+    ),
+    "decoupled_ppo/mis/sequence_mask_2": decoupled(
+        {"kind": "weight", "level": "sequence", "high": 2.0, "beyond": "mask"}
+    ),
+    "decoupled_ppo/mis/sequence_truncate_3": decoupled({"kind": "weight", "level": "sequence", "high": 3.0}),
+    "m2po": {"surrogate": {"kind": "linear"}, "correction": [{"kind": "second_moment"}]},
+    "decoupled_ppo/loglinear": {
+        "anchor": "loglinear",
+        "surrogate": PLAIN,
+        "correction": [{"kind": "weight", "high": None}],
+    },
+    "bypass/ppo_clip": {"surrogate": PLAIN},
+    "bypass/reinforce_seq_tis": {
+        "ratio": {"kind": "sequence_product"},
+        "surrogate": {"kind": "truncate", "cap": 2.0},
+    },
+    "bypass/reinforce_token_tis": {"surrogate": {"kind": "truncate", "cap": 2.0}},
+    "areal/decoupled_mask_5": decoupled({"kind": "weight", "high": 5.0, "beyond": "mask"}),
+    "areal/decoupled_mask_0.5_2": decoupled({"kind": "weight", "low": 0.5, "high": 2.0, "beyond": "mask"}),
+    "staleness_weight/0.9": {"surrogate": PLAIN, "correction": [{"kind": "staleness", "decay": 0.9}]},
+}
+"""Policy losses: the pieces that make each, its reduction excepted where the vector names that."""
+
+OWN_REDUCTION = {"gmpo", "luspo"}
+"""The vector's mode is not what the algorithm does."""
+
+SAMPLER = ("dppo_tv/prime-rl", "ipo/", "rollout_is/", "m2po", "decoupled_ppo/", "bypass/", "areal/")
+"""Vectors that read the sampler's logprobs; the others know one old policy only, which is the anchor here."""
+
+KL = {
+    "kl/k1": "k1",
+    "kl/k2": "k2",
+    "kl/k3": "k3",
+    "kl/low_var_kl": "k3_clamped",
+    "kl/abs": "abs",
+    "kl/corrected_k3": "k3_weighted",
+    "kl/k3+straight_through": "k3_k2",
+}
+LIKELIHOODS = {"sft": "none", "sft_is": "probability", "sft_phi": "uncertainty"}
+ELSEWHERE = {
+    "mix",
+    "mix_chord",
+    "dpo",
+    "dpo/label_smoothing",
+    "dpo/ipo",
+    "ref_kl/prime-rl",
+}
+UPSTREAM = {"sapo/trinity-0.6-upstream", "dpo/trinity-0.6-upstream"}
+"""Errors of Trinity-RFT 0.6.0, from which we differ."""
+
+
+def test_every_loss_of_the_file_has_its_test() -> None:
+    assert set(of_kind("loss")) == {*LOSSES, *KL, *LIKELIHOODS, *ELSEWHERE, *UPSTREAM}
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64), grid(expected), rtol=1e-9, atol=1e-9)
+
+
+def case_of(name: str) -> Case:
+    vector = VECTORS[name]
+    anchor = None if name.startswith(SAMPLER) else "old_logprob"
+    return Case(vector["fixture"], anchor=anchor, advantages=vector["args"].get("advantages"))
+
+
+def config_of(name: str, **pieces: Any) -> LossConfig:
+    reduction = {} if name in OWN_REDUCTION else {"reduction": reduction_of(VECTORS[name]["args"])}
+    return LossConfig.model_validate(pieces | reduction)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_policy_losses(name: str) -> None:
+    expected, case = VECTORS[name]["expected"], case_of(name)
+    config = config_of(name, **LOSSES[name])
+    view = replace(case.view, scale=case.scaled(config.reduction))
+    view = with_step_weights(view, config)
+    for one in config.regularisers:
+        if isinstance(one, CovarianceKL):
+            view = replace(view, chosen=covariance_choice(view, one))
+    terms = evaluate({"rl": view}, config, {"rl": 1.0})
+    close(terms.loss.detach(), expected["loss"])
+    terms.loss.backward()
+    close(case.logprob.grad, expected["grad_logprob"])
+    if expected["per_token"] is not None and not config.regularisers:
+        losses, _ = token_losses(view, config)
+        close(case.full(losses), expected["per_token"])
+    found = {metric: value.item() / view.tokens for metric, value in terms.sums.items()}
+    names = {"is_masked": "masked_frac"}
+    for metric, value in (expected["metrics"] or {}).items():
+        if names.get(metric, metric) in found:
+            assert found[names.get(metric, metric)] == pytest.approx(value, abs=1e-9), metric
+
+
+@pytest.mark.parametrize("name", KL)
+def test_estimates_of_the_kl_to_a_reference(name: str) -> None:
+    expected, case = VECTORS[name]["expected"], case_of(name)
+    config = config_of(name, kl={"kind": KL[name], "coef": 1.0})
+    view = replace(case.view, scale=case.scaled(config.reduction), advantage=torch.zeros_like(case.view.mu))
+    terms = evaluate({"rl": view}, config, {"rl": 1.0})
+    close(terms.reduced["kl_loss"], expected["loss"])
+    terms.loss.backward()
+    close(case.logprob.grad, expected["grad_logprob"])
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_likelihoods(name: str) -> None:
+    expected, case = VECTORS[name]["expected"], case_of(name)
+    config = config_of(name, imitation={"weight": LIKELIHOODS[name]})
+    terms = evaluate({"ce": replace(case.view, scale=case.scaled(config.reduction))}, config, {"ce": 1.0})
+    close(terms.loss.detach(), expected["loss"])
+    terms.loss.backward()
+    close(case.logprob.grad, expected["grad_logprob"])
+
+
+@pytest.mark.parametrize(("name", "weight"), [("mix", "none"), ("mix_chord", "uncertainty")])
+def test_a_mixture_reduces_each_component_over_its_own_tokens(name: str, weight: str) -> None:
+    expected, case = VECTORS[name]["expected"], case_of(name)
+    config = config_of(name, surrogate=CLIP, imitation={"weight": weight}, weights={"rl": 0.9, "ce": 0.1})
+    expert = torch.tensor([False, False, True])[case.view.segment]
+    views = {}
+    for component, kept in (("rl", ~expert), ("ce", expert)):
+        scales = case.scaled(config.reduction, kept)
+        views[component] = replace(case.view, scale=scales).where(kept)
+    terms = evaluate(views, config, config.weights.model_dump())
+    close(terms.loss.detach(), expected["loss"])
+    terms.loss.backward()
+    close(case.logprob.grad, expected["grad_logprob"])
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("dpo", {}), ("dpo/label_smoothing", {"label_smoothing": 0.1}), ("dpo/ipo", {"form": "ipo"})],
+)
+def test_pairs(name: str, args: dict[str, Any]) -> None:
+    expected, case = VECTORS[name]["expected"], Case("pairs")
+    config = LossConfig.model_validate({"pair": args})
+    view = replace(case.view, scale=torch.full_like(case.view.mu, 2 / case.view.segments))
+    terms = evaluate({"pair": view}, config, {"pair": 1.0})
+    close(terms.loss.detach(), expected["loss"])
+    terms.loss.backward()
+    close(case.logprob.grad, expected["grad_logprob"])
+    for metric, value in expected["metrics"].items():
+        close(terms.reduced[f"pair_{metric}"], value)
+
+
+def test_distillation_as_a_component() -> None:
+    name = "ref_kl/prime-rl"
+    expected, case = VECTORS[name]["expected"], case_of(name)
+    case = Case("losses")
+    config = config_of(name)
+    terms = evaluate({"ref_kl": replace(case.view, scale=case.scaled(config.reduction))}, config, {"ref_kl": 1.0})
+    close(terms.loss.detach(), expected["loss"])
+    terms.loss.backward()
+    close(case.logprob.grad, expected["grad_logprob"])
+
+
+def test_the_gate_is_not_the_detached_one_of_trinity() -> None:
+    case = case_of("sapo")
+    config = config_of("sapo/trinity-0.6-upstream", surrogate={"kind": "gate"})
+    evaluate({"rl": replace(case.view, scale=case.scaled(config.reduction))}, config, {"rl": 1.0}).loss.backward()
+    upstream = grid(VECTORS["sapo/trinity-0.6-upstream"]["expected"]["grad_logprob"])
+    assert case.logprob.grad is not None
+    assert float(upstream.abs().sum()) > 1.5 * float(case.logprob.grad.abs().sum())
+
+
+def test_pairs_are_not_one_logit_for_all_as_in_trinity() -> None:
+    expected = VECTORS["dpo"]["expected"]["loss"]
+    assert abs(expected - VECTORS["dpo/trinity-0.6-upstream"]["expected"]["loss"]) > 1e-3
+
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "weight/tis/token": {},
+    "weight/tis/sequence": {"level": "sequence"},
+    "weight/icepop/token_0.5_5": {"low": 0.5, "high": 5.0, "beyond": "mask"},
+    "weight/icepop/token_0.5_2": {"low": 0.5, "high": 2.0, "beyond": "mask"},
+    "weight/mis/sequence_mask_3": {"level": "sequence", "high": 3.0, "beyond": "mask"},
+    "weight/mis/sequence_mask_2": {"level": "sequence", "high": 2.0, "beyond": "mask"},
+    "weight/mis/sequence_truncate_3": {"level": "sequence", "high": 3.0},
+    "weight/tis/token+batch_normalize": {"normalize": True},
+}
+MASKS: dict[str, dict[str, Any]] = {
+    "mask/token_k1_0.5_2.0": {"low": 0.5, "high": 2.0},
+    "mask/token_k1_0.5_5.0": {"low": 0.5, "high": 5.0},
+    "mask/token_k2_0.1": {"estimate": "k2", "high": 0.1},
+    "mask/token_k3_0.2": {"estimate": "k3", "high": 0.2},
+    "mask/seq_sum_k1_0.5_2.0": {"level": "sequence_sum", "low": 0.5, "high": 2.0},
+    "mask/seq_mean_k1_0.999_1.001": {"level": "sequence_mean", "low": 0.999, "high": 1.001},
+    "mask/seq_mean_k1_0.95_1.05": {"level": "sequence_mean", "low": 0.95, "high": 1.05},
+    "mask/seq_mean_k3_0.01": {"estimate": "k3", "level": "sequence_mean", "high": 0.01},
+    "mask/seq_max_k2_0.05": {"estimate": "k2", "level": "sequence_max", "high": 0.05},
+    "mask/opsm_rollout_0.1": {"kind": "sequence_mask", "bound": 0.1},
+    "mask/m2po_areal_0.04": {"kind": "second_moment", "active": False},
+    "mask/m2po_paper_0.04": {"kind": "second_moment", "bypass": True},
+}
+
+
+def test_every_weight_and_mask_of_the_file_has_its_test() -> None:
+    assert (set(of_kind("weight")), set(of_kind("mask"))) == (set(WEIGHTS), set(MASKS))
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, *MASKS])
+def test_corrections(name: str) -> None:
+    args = dict(WEIGHTS[name] if name in WEIGHTS else MASKS[name])
+    kind = args.pop("kind", "weight" if name in WEIGHTS else "reject")
+    bypass = args.pop("bypass", False)
+    (rule,) = LossConfig.model_validate({"correction": [{"kind": kind, **args}]}).correction
+    view = Case("losses").view
+    anchor = anchor_logprob(view, "old")
+    log_weight = (view.logprob.detach() if bypass else anchor) - view.mu
+    close(Case("losses").full(correction(view, anchor, log_weight, rule, "seed")), VECTORS[name]["expected"])
+    assert over_step(rule) is (kind == "second_moment" or "normalize" in args)
+
+
+def test_anchor_between_sampler_and_policy() -> None:
+    case, expected = Case("losses"), VECTORS["prox_approx/loglinear"]["expected"]
+    close(case.full(anchor_logprob(case.view, "loglinear")), expected["prox_logprob"])
+
+
+def test_covariance() -> None:
+    case = Case("losses", anchor="old_logprob")
+    close(case.full(covariance(case.view)), VECTORS["clip_cov/covariance"]["expected"])
+
+
+def test_the_weight_of_imitation_follows_its_schedule() -> None:
+    vector = VECTORS["mix_chord/mu_schedule"]
+    schedule = Schedule(warmup_steps=10, decay_steps=20, peak=0.9, valley=0.05)
+    close([scheduled(schedule, step) for step in vector["inputs"]["steps"]], vector["expected"])
+
+
+@pytest.mark.parametrize("mode", list(VECTORS["normalisation/modes"]["expected"]))
+def test_reductions(mode: str) -> None:
+    args, case = VECTORS["normalisation/modes"]["args"], Case("losses", anchor="old_logprob")
+    norm = args["norm"] if mode.endswith("norm") else None
+    reduction = reduction_of({"loss_agg_mode": mode, "norm": norm})
+    losses, _ = token_losses(case.view, LossConfig.model_validate({"surrogate": PLAIN}))
+    total = (losses.detach() * case.scaled(reduction, prompts=args["prompt_groups"])).sum()
+    close(total, VECTORS["normalisation/modes"]["expected"][mode])
+
+
+@pytest.mark.parametrize("mode", list(VECTORS["normalisation/fully-masked-sequence"]["expected"]))
+def test_a_sequence_without_a_trained_token_counts_nowhere(mode: str) -> None:
+    vector = VECTORS["normalisation/fully-masked-sequence"]
+    case = Case("losses", anchor="old_logprob", mask=vector["inputs"]["mask"])
+    losses, _ = token_losses(case.view, LossConfig.model_validate({"surrogate": PLAIN}))
+    reduction = reduction_of({"loss_agg_mode": mode})
+    close((losses.detach() * case.scaled(reduction)).sum(), vector["expected"][mode])

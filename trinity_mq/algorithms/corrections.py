@@ -1,0 +1,188 @@
+"""Corrections for tokens that another policy sampled: a constant weight for each, 0 to leave it out.
+
+Denominators keep counting the tokens that are left out. Weights are without gradient. A rule is a function of a view;
+those of ``OVER_STEP`` want the view of the whole optimizer step, since they compare its tokens with each other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_mq.algorithms.view import TokenView, limited, segment_maxima, segment_means, segment_sums
+from trinity_mq.config.pieces import (
+    CovarianceClip,
+    CovarianceKL,
+    Divergence,
+    EntropyClip,
+    OffPolicySequenceMask,
+    Piece,
+    Reject,
+    SecondMoment,
+    StalenessWeight,
+    Weight,
+)
+
+
+def importance_weight(view: TokenView, log_weight: Tensor, args: Weight) -> Tensor:
+    """Return the bounded importance weight of each token; see :class:`Weight`.
+
+    Args:
+        view: The tokens.
+        log_weight: ``log old - log mu`` (``log pi - log mu`` where the anchor is the sampler), ``[tokens]``.
+        args: Level and bounds.
+    """
+    if args.level == "sequence":
+        log_weight = segment_sums(log_weight, view)
+    elif args.level == "geometric":
+        log_weight = segment_means(log_weight, view)
+    weight = limited(log_weight).exp()
+    if args.beyond == "truncate":
+        weight = weight.clamp(args.low, args.high) if (args.low, args.high) != (None, None) else weight
+    else:
+        inside = torch.ones_like(weight, dtype=torch.bool)
+        if args.low is not None:
+            inside &= weight >= args.low
+        if args.high is not None:
+            inside &= weight <= args.high
+        weight = torch.where(inside, weight, 0.0)
+    return weight / weight.mean() if args.normalize else weight
+
+
+def reject(view: TokenView, log_weight: Tensor, args: Reject) -> Tensor:
+    """Return 1 for the tokens that stay; see :class:`Reject`."""
+    x = limited(log_weight)
+    estimate = {"k1": -x, "k2": x.square() / 2, "k3": x.exp() - 1 - x}[args.estimate]
+    if args.level != "token":
+        over = {"sequence_sum": segment_sums, "sequence_mean": segment_means, "sequence_max": segment_maxima}
+        estimate = over[args.level](estimate, view)
+    if args.estimate == "k1":
+        ratio = estimate.exp()
+        return ((ratio >= args.low) & (ratio <= args.high)).to(x.dtype)
+    return (estimate <= args.high).to(x.dtype)
+
+
+def divergence(view: TokenView, log_weight: Tensor, args: Divergence) -> Tensor:
+    """Return 1 for the tokens whose probability is near the sampler's; see :class:`Divergence`."""
+    now, then = view.logprob.detach().exp(), view.mu.exp()
+    difference = now - then
+    distance = difference.abs() if args.measure == "tv" else bernoulli_kl(then, now)
+    out = distance > args.bound
+    if args.signed:
+        out &= difference * view.advantage > 0
+    return (~out).to(now.dtype)
+
+
+def bernoulli_kl(first: Tensor, second: Tensor) -> Tensor:
+    """Return ``KL(first || second)`` in nats of Bernoulli distributions with these probabilities."""
+    tiny = torch.finfo(first.dtype).eps
+    p, q = first.clamp(tiny, 1 - tiny), second.clamp(tiny, 1 - tiny)
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def second_moment(view: TokenView, log_weight: Tensor, args: SecondMoment) -> Tensor:
+    """Return 1 for the tokens of least squared log ratio whose mean is within the bound; see :class:`SecondMoment`."""
+    squares = log_weight.square()
+    judged = view.advantage * log_weight > 0 if args.active else torch.ones_like(squares, dtype=torch.bool)
+    ordered, places = torch.where(judged, squares, torch.inf).sort()
+    count = int(judged.sum())
+    means = ordered[:count].cumsum(0) / torch.arange(1, count + 1, device=squares.device)
+    kept = ~judged
+    kept[places[: int((means <= args.bound).sum())]] = True
+    return kept.to(squares.dtype)
+
+
+def off_policy_sequences(view: TokenView, anchor: Tensor, args: OffPolicySequenceMask) -> Tensor:
+    """Return 1 but for sequences of negative advantage that became unlikely; see :class:`OffPolicySequenceMask`."""
+    before = view.mu if args.against == "mu" else anchor
+    fall = segment_means(before - view.logprob.detach(), view)
+    return (~((view.advantage < 0) & (fall > args.bound))).to(fall.dtype)
+
+
+def staleness_weight(view: TokenView, args: StalenessWeight) -> Tensor:
+    """Return ``decay`` to the staleness of the sequence's oldest token."""
+    assert view.staleness is not None
+    return args.decay ** segment_maxima(view.staleness.to(view.mu.dtype), view)
+
+
+def entropy_clip(view: TokenView, args: EntropyClip) -> Tensor:
+    """Return 1 but for negative tokens that lower the entropy most; see :class:`EntropyClip`."""
+    assert view.entropy is not None
+    logprob = view.logprob.detach()
+    change = logprob.exp() * (view.entropy.detach() + logprob)
+    deviation = change.std(unbiased=False)
+    out = (view.advantage < 0) & (change - change.mean() < -args.bound * deviation)
+    return (~out).to(logprob.dtype)
+
+
+def covariance(view: TokenView) -> Tensor:
+    """Return ``(log pi - mean) (A - mean)`` of each token over the view (arXiv 2505.22617, equation 10)."""
+    logprob = view.logprob.detach()
+    return (logprob - logprob.mean()) * (view.advantage - view.advantage.mean())
+
+
+def covariance_clip(view: TokenView, args: CovarianceClip, seed: str) -> Tensor:
+    """Return 1 but for a random share of the tokens of high covariance; see :class:`CovarianceClip`."""
+    found = covariance(view)
+    candidates = torch.nonzero((found > args.low) & (found < args.high))[:, 0].tolist()
+    count = max(int(args.share * view.tokens), 1)
+    drawn = random.Random(seed).sample(candidates, min(count, len(candidates)))
+    kept = torch.ones_like(found)
+    kept[drawn] = 0.0
+    return kept
+
+
+def covariance_choice(view: TokenView, args: CovarianceKL) -> Tensor:
+    """Return True for the share of tokens of highest covariance, bool ``[tokens]``."""
+    count = max(int(args.share * view.tokens), 1)
+    chosen = torch.zeros(view.tokens, dtype=torch.bool, device=view.mu.device)
+    chosen[covariance(view).topk(min(count, view.tokens)).indices] = True
+    return chosen
+
+
+Rule = Callable[[TokenView, Tensor, Any], Tensor]
+
+RULES: dict[str, Rule] = {
+    "weight": importance_weight,
+    "reject": reject,
+    "divergence": divergence,
+    "second_moment": second_moment,
+    "staleness": lambda view, log_weight, args: staleness_weight(view, args),
+    "entropy_clip": lambda view, log_weight, args: entropy_clip(view, args),
+}
+"""By the kind in the configuration; each takes a view, the log weight and its arguments."""
+
+
+def correction(view: TokenView, anchor: Tensor, log_weight: Tensor, args: Piece, seed: str) -> Tensor:
+    """Return the weight of each token by the rule ``args``, ``[tokens]``."""
+    if isinstance(args, OffPolicySequenceMask):
+        return off_policy_sequences(view, anchor, args)
+    if isinstance(args, CovarianceClip):
+        return covariance_clip(view, args, seed)
+    return RULES[args.kind](view, log_weight, args)
+
+
+def corrections(
+    view: TokenView, anchor: Tensor, rules: Sequence[Piece], *, bypass: bool, seed: str = ""
+) -> Tensor | None:
+    """Return the product of the weights of ``rules``, ``[tokens]``, without gradient; None without rules.
+
+    Args:
+        view: The tokens; of the whole optimizer step if one of the rules compares them.
+        anchor: Logprobs that the ratio divides by, ``[tokens]``.
+        rules: The corrections.
+        bypass: The anchor is the sampler, so the policy itself is weighed against it.
+        seed: Decides what is drawn at random.
+    """
+    if not rules:
+        return None
+    with torch.no_grad():
+        log_weight = (view.logprob.detach() if bypass else anchor) - view.mu
+        weight = torch.ones_like(log_weight)
+        for number, args in enumerate(rules):
+            weight = weight * correction(view, anchor, log_weight, args, f"{seed}/{number}")
+    return weight

@@ -1,0 +1,187 @@
+"""The evaluator: what a composed loss gives for the tokens of one micro-batch.
+
+``loss = sum_c weight_c sum_t [surrogate(ratio, A) w + kl + regularisers - entropy]_t scale_t`` over components ``c``
+and their tokens ``t``. The scale comes from counts of the whole optimizer step (reduction.py), so losses of
+micro-batches and ranks are added up and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trinity_mq.algorithms.corrections import corrections
+from trinity_mq.algorithms.pairs import pair_loss
+from trinity_mq.algorithms.ratios import anchor_logprob, log_ratio
+from trinity_mq.algorithms.regularisers import reference_kl, regulariser
+from trinity_mq.algorithms.surrogates import likelihood, surrogate
+from trinity_mq.algorithms.view import TokenView, limited
+from trinity_mq.config.pieces import OVER_STEP, LossConfig, Piece, Schedule, Weight
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """A loss and what is worth knowing about it."""
+
+    loss: Tensor
+    """Scalar with gradient, reduced: the sum of its values over micro-batches is the loss of the optimizer step."""
+    reduced: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars that are reduced as the loss is; their sums over micro-batches are metrics."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars that are summed over tokens; divided by the tokens of the optimizer step they are metrics."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+def over_step(rule: Piece) -> bool:
+    """Return whether a correction needs all tokens of the optimizer step at once."""
+    return isinstance(rule, OVER_STEP) or (isinstance(rule, Weight) and rule.over_step)
+
+
+def step_weights(view: TokenView, config: LossConfig, seed: str) -> Tensor | None:
+    """Return the product of the corrections that compare the tokens of an optimizer step, ``[tokens]``.
+
+    Args:
+        view: All tokens of the optimizer step, with the logprobs of the policy before it.
+        config: The corrections.
+        seed: Decides what is drawn at random.
+    """
+    anchor = anchor_logprob(view, config.anchor)
+    rules = [rule for rule in config.correction if over_step(rule)]
+    return corrections(view, anchor, rules, bypass=config.anchor == "mu", seed=seed)
+
+
+def component_weights(config: LossConfig, step: int) -> dict[str, float]:
+    """Return the weight of each component in train step ``step`` (from 1), those of 0 left out."""
+    weights = config.weights.model_dump()
+    if config.ce_schedule is not None:
+        share = scheduled(config.ce_schedule, step)
+        weights |= {"rl": 1 - share, "ce": share}
+    return {name: weight for name, weight in weights.items() if weight}
+
+
+def scheduled(schedule: Schedule, step: int) -> float:
+    """Return the value of a schedule at train step ``step``: ``peak step / warmup`` up to the warm-up's end, then
+    ``valley + (peak - valley) (1 + cos(pi x)) / 2`` with ``x`` from 0 to 1 at ``decay_steps`` (arXiv 2508.11408).
+    """
+    if step < schedule.warmup_steps:
+        return schedule.peak * step / schedule.warmup_steps
+    if not schedule.decay_steps:
+        return schedule.peak
+    if step >= schedule.warmup_steps + schedule.decay_steps:
+        return schedule.valley
+    passed = (step - schedule.warmup_steps) / schedule.decay_steps
+    return schedule.valley + (schedule.peak - schedule.valley) * (1 + math.cos(math.pi * passed)) / 2
+
+
+def evaluate(
+    views: Mapping[str, TokenView], config: LossConfig, weights: Mapping[str, float], *, entropy_coef: float = 0.0
+) -> LossTerms:
+    """Return the loss of the components' tokens.
+
+    Args:
+        views: By component; those without tokens, or without weight, are left out.
+        config: The pieces.
+        weights: By component, see :func:`component_weights`.
+        entropy_coef: Weight of the entropy bonus of ``rl``.
+    """
+    found: list[tuple[float, LossTerms]] = []
+    for name, view in views.items():
+        weight = weights.get(name, 0.0)
+        if not weight or not view.tokens:
+            continue
+        match name:
+            case "rl":
+                found.append((weight, policy_terms(view, config, entropy_coef)))
+            case "ce":
+                loss = (likelihood(view.logprob, config.imitation).loss * view.scale).sum()
+                found.append((weight, LossTerms(loss, {"ce_loss": loss.detach()})))
+            case "ref_kl":
+                found.append((weight, distillation_terms(view, config)))
+            case "pair":
+                found.append((weight, pair_terms(view, config)))
+            case _:
+                raise ValueError(f"{name!r} is no component, wanted rl, ce, ref_kl or pair")
+    if not found:
+        raise ValueError(f"no tokens in {sorted(views)} for components {sorted(weights)}")
+    total = sum((weight * terms.loss for weight, terms in found[1:]), start=found[0][0] * found[0][1].loss)
+    return LossTerms(
+        total,
+        {name: value for _, terms in found for name, value in terms.reduced.items()},
+        {name: value for _, terms in found for name, value in terms.sums.items()},
+        {name: value for _, terms in found for name, value in terms.maxima.items()},
+    )
+
+
+def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return surrogate times corrections of each token, ``[tokens]``, and what is counted, ``[tokens]`` each."""
+    anchor = anchor_logprob(view, config.anchor)
+    ratio = log_ratio(view, anchor, config.ratio)
+    found = surrogate(ratio, view.logprob, view.advantage, config.surrogate)
+    local = [rule for rule in config.correction if not over_step(rule)]
+    weight = corrections(view, anchor, local, bypass=config.anchor == "mu")
+    if view.weight is not None:
+        weight = view.weight if weight is None else weight * view.weight
+    counts: dict[str, Tensor] = dict(found.counts)
+    loss = found.loss
+    if weight is not None:
+        # where, not a product: what is left out may be infinite
+        loss = torch.where(weight > 0, loss * weight, 0.0)
+        out = weight == 0
+        counts |= {"masked_frac": out, "masked_frac_pos": out & (view.advantage > 0)}
+        counts |= {"masked_frac_neg": out & (view.advantage < 0), "correction_weight": weight}
+    return loss, counts
+
+
+def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0) -> LossTerms:
+    """Return the loss of sampled tokens; see the module.
+
+    Sums are ``ppo_kl`` and ``ppo_kl_k3`` (estimators k1 and k3 of KL(anchor, policy) in nats,
+    http://joschu.net/blog/kl-approx.html), ``ratio_mean``, the counts of surrogate and corrections; maximum
+    ``ratio_max``.
+    """
+    loss, counts = token_losses(view, config)
+    anchor = anchor_logprob(view, config.anchor)
+    reduced = {"pg_loss": (loss.detach() * view.scale).sum()}
+    if config.kl is not None:
+        kl = reference_kl(view, anchor, config.kl)
+        loss = loss + config.kl.coef * kl
+        reduced["kl_loss"] = config.kl.coef * (kl.detach() * view.scale).sum()
+    for one in config.regularisers:
+        loss = loss + regulariser(view, anchor, one)
+    if view.entropy is not None and entropy_coef:
+        loss = loss - entropy_coef * view.entropy
+    with torch.no_grad():
+        change = limited(view.logprob - anchor)
+        ratio = change.exp()
+        sums = {name: count.sum() for name, count in counts.items()}
+        sums |= {"ppo_kl": -change.sum(), "ppo_kl_k3": (ratio - 1 - change).sum(), "ratio_mean": ratio.sum()}
+        maxima = {"ratio_max": ratio.max()}
+    return LossTerms((loss * view.scale).sum(), reduced, sums, maxima)
+
+
+def distillation_terms(view: TokenView, config: LossConfig) -> LossTerms:
+    """Return the loss of sampled tokens towards a teacher, see :class:`Distill`; reduced ``ref_kl``, the k1 estimate of
+    KL(policy, teacher) in nats.
+    """
+    assert view.teacher is not None
+    args = config.distillation
+    signal = view.teacher - view.logprob.detach()
+    change = limited(view.logprob - view.mu)
+    fell = view.mu.exp() - view.logprob.detach().exp() > args.bound
+    loss = torch.where(fell, 0.0, -signal * change.exp()) + args.square * change.square()
+    return LossTerms((loss * view.scale).sum(), {"ref_kl": -(signal * view.scale).sum()}, {"ref_kl_masked": fell.sum()})
+
+
+def pair_terms(view: TokenView, config: LossConfig) -> LossTerms:
+    """Return the loss of pairs; the scale of a pair is that of its chosen answer's tokens, see :func:`pair_loss`."""
+    losses, sums = pair_loss(view, config.pair)
+    first = torch.ones_like(view.segment, dtype=torch.bool)
+    first[1:] = view.segment[1:] != view.segment[:-1]
+    scale = view.scale[first][::2]
+    loss = (losses * scale).sum()
+    shares = {f"pair_{name}": value * scale[0] for name, value in sums.items()}
+    return LossTerms(loss, {"pair_loss": loss.detach(), **shares})

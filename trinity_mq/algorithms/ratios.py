@@ -1,0 +1,46 @@
+"""Log ratios between the policy and its anchor, a number for each token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trinity_mq.algorithms.view import TokenView, limited, segment_means, segment_sums
+from trinity_mq.config.pieces import Anchor, GeometricRatio, Piece
+
+
+def anchor_logprob(view: TokenView, anchor: Anchor) -> Tensor:
+    """Return the logprob that the ratio divides by, ``[tokens]``, without gradient.
+
+    ``loglinear`` puts it between the sampler's and the policy's logprob: ``log mu + a (log pi - log mu)`` with ``a =
+    (s - 1) / s`` of the token's staleness ``s``, 0 for fresh tokens (arXiv 2512.06547).
+    """
+    if anchor == "mu":
+        return view.mu
+    if anchor == "old":
+        assert view.old is not None
+        return view.old
+    assert view.staleness is not None
+    age = view.staleness.to(view.mu.dtype)
+    share = torch.where(age > 0, (age - 1) / age.clamp_min(1), 0.0).clamp(0, 1)
+    return view.mu + share * (view.logprob.detach() - view.mu)
+
+
+def log_ratio(view: TokenView, anchor: Tensor, ratio: Piece) -> Tensor:
+    """Return the log ratio of each token as ``ratio`` wants it, ``[tokens]``, with gradient, within +-20."""
+    if ratio.kind == "self":
+        return view.logprob - view.logprob.detach()
+    plain = limited(view.logprob - anchor)
+    match ratio.kind:
+        case "sequence":
+            return limited(view.logprob - view.logprob.detach() + segment_means(plain, view).detach())
+        case "sequence_mean":
+            return segment_means(plain, view)
+        case "sequence_product":
+            return limited(segment_sums(plain, view))
+    if isinstance(ratio, GeometricRatio):
+        sign = view.advantage.sign()
+        # PPO's clip in log space: the smaller of the two objectives
+        clipped = plain.clamp(-ratio.low, ratio.high)
+        return segment_means(sign * torch.minimum(sign * plain, sign * clipped), view)
+    return plain

@@ -1,0 +1,57 @@
+"""Terms that hold the policy near another one, a number for each token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trinity_mq.algorithms.view import TokenView, limited
+from trinity_mq.config.pieces import CovarianceKL, Piece, ReferenceKL
+
+
+def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> Tensor:
+    """Return an estimate of ``KL(pi || ref)`` per token in nats from samples of ``pi``.
+
+    Args:
+        difference: ``log pi - log ref``, ``[tokens]``.
+        kind: As in :class:`ReferenceKL`.
+        ratio: ``pi / anchor``, with gradient; for ``k3_weighted``.
+    """
+    k3 = (-difference).exp() - 1 + difference
+    match kind:
+        case "k1":
+            return difference
+        case "k2":
+            return difference.square() / 2
+        case "k3":
+            return k3
+        case "k3_clamped":
+            bounded = limited(difference)
+            return ((-bounded).exp() - 1 + bounded).clamp(-10, 10)
+        case "abs":
+            return difference.abs()
+        case "k3_weighted":
+            assert ratio is not None
+            return ratio.clamp(0, 2) * k3
+        case "k3_k2":
+            k2 = difference.square() / 2
+            return k3.detach() + k2 - k2.detach()
+    raise ValueError(f"{kind!r} is no estimator of the KL divergence")
+
+
+def reference_kl(view: TokenView, anchor: Tensor, args: ReferenceKL) -> Tensor:
+    """Return the estimate of ``KL(pi || ref)`` of each token, before its coefficient."""
+    assert view.ref is not None
+    ratio = limited(view.logprob - anchor).exp()
+    return kl_estimate(view.logprob - view.ref, args.kind, ratio)
+
+
+def regulariser(view: TokenView, anchor: Tensor, args: Piece) -> Tensor:
+    """Return the term of each token, its coefficient included."""
+    if isinstance(args, CovarianceKL):
+        assert view.chosen is not None
+        return torch.where(view.chosen, args.coef * limited(view.logprob - anchor).abs(), 0.0)
+    coef: float = args.coef  # type: ignore[attr-defined]  # all members of the union have one
+    if args.kind == "square":
+        return coef * limited(view.logprob - anchor).square()
+    return -coef * view.logprob

@@ -1,0 +1,161 @@
+"""Surrogates: from log ratio, logprob and advantage of each token to its loss. Pure functions over ``[tokens]``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_mq.config.pieces import (
+    Clip,
+    Gate,
+    Likelihood,
+    Linear,
+    LogLinear,
+    LogRatio,
+    Piece,
+    Quadratic,
+    Truncate,
+    Vespo,
+)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of each token and what is worth counting."""
+
+    loss: Tensor
+    """``[tokens]``, with gradient."""
+    counts: dict[str, Tensor] = field(default_factory=dict)
+    """bool ``[tokens]`` each; their shares of the trained tokens are metrics ``actor/<name>``."""
+
+
+def clip(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Clip) -> TokenLoss:
+    """Return PPO's clipped loss; see :class:`Clip`. Counted are the tokens whose gradient the clip cuts
+    (``pg_clipfrac``, by side ``_low`` and ``_high``) and the dual clip (``pg_clipfrac_lower``).
+    """
+    ratio = log_ratio.exp()
+    plain = -advantage * ratio
+    clipped = -advantage * ratio.clamp(1 - args.low, 1 + args.high)
+    loss = torch.maximum(plain, clipped)
+    cut = clipped > plain
+    counts = {"pg_clipfrac": cut, "pg_clipfrac_low": cut & (advantage < 0), "pg_clipfrac_high": cut & (advantage > 0)}
+    if args.dual is not None:
+        bound = -advantage * args.dual
+        counts["pg_clipfrac_lower"] = (advantage < 0) & (loss > bound)
+        loss = torch.where(advantage < 0, torch.minimum(loss, bound), loss)
+    return TokenLoss(loss, counts)
+
+
+def truncate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Truncate) -> TokenLoss:
+    """Return the policy gradient with a truncated constant weight; see :class:`Truncate`. Counted are the truncated
+    tokens (``clipped_frac``).
+    """
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(args.floor, args.cap)
+    if args.only == "negative":
+        weight = torch.where(advantage > args.threshold, 1.0, weight)
+    kept = torch.ones_like(advantage, dtype=torch.bool)
+    if args.mask_high is not None:
+        kept &= ~((ratio > 1 + args.mask_high) & (advantage > 0))
+    if args.mask_low is not None:
+        kept &= ~((ratio < 1 - args.mask_low) & (advantage < 0))
+    loss = -weight * advantage * logprob
+    return TokenLoss(torch.where(kept, loss, 0.0), {"clipped_frac": weight != ratio})
+
+
+def gate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Gate) -> TokenLoss:
+    """Return the softly gated loss; see :class:`Gate`. The gradient flows through the gate."""
+    tau = _chosen(advantage > 0, args.positive, args.negative, log_ratio)
+    return TokenLoss(-advantage * torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau)
+
+
+def linear(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Linear) -> TokenLoss:
+    """Return ``-A r``; above ``cap`` the ratio is a constant weight, so that the token keeps a bounded gradient."""
+    ratio = log_ratio.exp()
+    if args.cap is None:
+        return TokenLoss(-advantage * ratio)
+    weight = ratio.detach().clamp(max=args.cap)
+    return TokenLoss(-advantage * weight * logprob, {"clipped_frac": ratio.detach() > args.cap})
+
+
+def log_linear(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: LogLinear) -> TokenLoss:
+    """Return the weighted policy gradient over chosen tokens; see :class:`LogLinear`. Counted are those left out
+    (``pg_clipfrac``).
+    """
+    ratio = log_ratio.detach().exp()
+    below, above = ratio < 1 - args.low, ratio > 1 + args.high
+    up, down = advantage > 0, advantage < 0
+    out = {
+        "all": torch.zeros_like(up),
+        "one_side": (up & above) | (down & below),
+        "two_side": below | above,
+        "ring": (below | above) & ~(up & (ratio <= 1 - args.outer_low)) & ~(down & (ratio >= 1 + args.outer_high)),
+    }[args.keep]
+    weight = torch.ones_like(ratio)
+    if args.weight == "ratio":
+        weight = ratio
+    elif args.weight == "advantage":
+        weight = (advantage / args.temperature).exp()
+    loss = -advantage * weight * logprob / args.divisor
+    return TokenLoss(torch.where(out, 0.0, loss), {"pg_clipfrac": out})
+
+
+def log_ratio_loss(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: LogRatio) -> TokenLoss:
+    """Return ``-A log r`` within the range, else 0; counted are the tokens outside (``pg_clipfrac``)."""
+    ratio = log_ratio.detach().exp()
+    out = (ratio < 1 / (1 + args.epsilon)) | (ratio > 1 + args.epsilon)
+    return TokenLoss(torch.where(out, 0.0, -advantage * log_ratio), {"pg_clipfrac": out})
+
+
+def quadratic(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Quadratic) -> TokenLoss:
+    """Return the policy gradient with a square that holds the ratio near 1; see :class:`Quadratic`."""
+    return TokenLoss(-advantage * logprob + args.beta / 2 * log_ratio.square())
+
+
+def vespo(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Vespo) -> TokenLoss:
+    """Return the policy gradient with the weight of :class:`Vespo`; ``log_ratio`` is the sequence's."""
+    ratio = log_ratio.detach()
+    positive = advantage >= 0
+    power = _chosen(positive, args.positive_power, args.negative_power, ratio)
+    rate = _chosen(positive, args.positive_rate, args.negative_rate, ratio)
+    weight = (rate + power * ratio - rate * ratio.exp()).exp()
+    return TokenLoss(-advantage * weight * logprob)
+
+
+def likelihood(logprob: Tensor, args: Likelihood) -> TokenLoss:
+    """Return the weighted negative log likelihood; see :class:`Likelihood`."""
+    probability = logprob.detach().exp()
+    if args.weight == "none":
+        return TokenLoss(-logprob)
+    weight = probability if args.weight == "probability" else probability * (1 - probability)
+    limit = torch.as_tensor(args.cutoff, dtype=logprob.dtype, device=logprob.device).log()
+    return TokenLoss(-weight * torch.minimum(logprob, limit))
+
+
+def _chosen(condition: Tensor, first: float, second: float, like: Tensor) -> Tensor:
+    """Return one of two numbers for each token, in the dtype of ``like``."""
+    return torch.where(condition, like.new_tensor(first), like.new_tensor(second))
+
+
+Surrogate = Callable[[Tensor, Tensor, Tensor, Any], TokenLoss]
+
+SURROGATES: dict[str, Surrogate] = {
+    "clip": clip,
+    "truncate": truncate,
+    "gate": gate,
+    "linear": linear,
+    "log_linear": log_linear,
+    "log_ratio": log_ratio_loss,
+    "quadratic": quadratic,
+    "vespo": vespo,
+}
+"""By the kind in the configuration; each takes log ratio, logprob, advantage and its arguments."""
+
+
+def surrogate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Piece) -> TokenLoss:
+    """Return the loss of each token as the piece ``args`` wants it."""
+    return SURROGATES[args.kind](log_ratio, logprob, advantage, args)

@@ -1,0 +1,82 @@
+"""The trained tokens of an optimizer step, or of a part of it, as flat tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Log ratios are clamped to it: exp(20) is finite, and no such token should move the policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenView:
+    """What the pieces of a loss see: ``[tokens]`` each, trained tokens only, those of a sequence next to each other.
+
+    Logprobs are in nats, at the temperature of the sample. Without a gradient, ``logprob`` excepted.
+    """
+
+    logprob: Tensor
+    """Of the policy being trained, with gradient."""
+    mu: Tensor
+    """Of the policy that sampled, as the engine returned it."""
+    advantage: Tensor
+    scale: Tensor
+    """What the reduction multiplies the token's loss by, made from the counts of the whole optimizer step."""
+    segment: Tensor
+    """int64: the number of the token's sequence in this view, from 0, rising."""
+    old: Tensor | None = None
+    """Of the policy at the start of the train step."""
+    ref: Tensor | None = None
+    """Of the reference policy."""
+    teacher: Tensor | None = None
+    entropy: Tensor | None = None
+    """Of the policy being trained, with gradient where it is differentiated."""
+    staleness: Tensor | None = None
+    """Train steps between the weights that sampled the token and those at the start of the train step, at least 0."""
+    weight: Tensor | None = None
+    """Product of the corrections that were computed over the whole optimizer step; 0 leaves the token out."""
+    chosen: Tensor | None = None
+    """bool: the tokens that a regulariser of few tokens acts on (kl_cov)."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.segment.shape[0]
+
+    @property
+    def segments(self) -> int:
+        """Number of sequences."""
+        return int(self.segment[-1]) + 1 if self.tokens else 0
+
+    def where(self, kept: Tensor) -> TokenView:
+        """Return the view of the tokens at which the boolean ``kept`` is True; sequences are numbered anew."""
+        columns: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        chosen: dict[str, Any] = {name: None if one is None else one[kept] for name, one in columns.items()}
+        _, chosen["segment"] = torch.unique_consecutive(chosen["segment"], return_inverse=True)
+        return TokenView(**chosen)
+
+
+def segment_sums(values: Tensor, view: TokenView) -> Tensor:
+    """Return the sum of ``values`` over each sequence, ``[tokens]``: every token gets its sequence's."""
+    sums = values.new_zeros(view.segments).index_add(0, view.segment, values)
+    return sums[view.segment]
+
+
+def segment_means(values: Tensor, view: TokenView) -> Tensor:
+    """Return the mean of ``values`` over the trained tokens of each sequence, ``[tokens]``."""
+    return segment_sums(values, view) / segment_sums(torch.ones_like(values), view)
+
+
+def segment_maxima(values: Tensor, view: TokenView) -> Tensor:
+    """Return the largest of ``values`` of each sequence, ``[tokens]``."""
+    start = values.new_full((view.segments,), -torch.inf)
+    return start.scatter_reduce(0, view.segment, values, "amax")[view.segment]
+
+
+def limited(log_ratio: Tensor) -> Tensor:
+    """Return a log ratio clamped to +-``LOG_RATIO_LIMIT``."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

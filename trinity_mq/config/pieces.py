@@ -1,0 +1,544 @@
+"""The pieces a loss is composed of, as configuration: ratio, surrogate, corrections, regularisers and reduction."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from trinity_mq.config.base import Section
+
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+class Piece(Section):
+    """One piece of an algorithm, chosen by its ``kind``."""
+
+    kind: str
+    needs: ClassVar[tuple[str, ...]] = ()
+    """What the piece reads besides tokens, engine logprobs and advantages: ``old``, ``ref``, ``teacher``, ``entropy``,
+    ``staleness``."""
+
+
+class Plugin(Piece):
+    """A function of the user's own, imported by its dotted path."""
+
+    kind: str
+    """``package.module.function``; the module lies on the Python path or in ``plugin_dirs``."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+    @field_validator("kind")
+    @classmethod
+    def _dotted(cls, value: str) -> str:
+        if not DOTTED.fullmatch(value):
+            raise ValueError(f"{value!r} is no kind that is known, wanted one of those or the path of a function")
+        return value
+
+
+def _by_kind(*kinds: str) -> Discriminator:
+    """Return what finds the member of a union by ``kind``: one of ``kinds``, else a plug-in."""
+
+    def tag(value: Any) -> str | None:
+        kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
+        if kind in kinds:
+            return str(kind)
+        return "plugin" if isinstance(kind, str) and "." in kind else None
+
+    return Discriminator(
+        tag,
+        custom_error_type="unknown_kind",
+        custom_error_message=f"kind is none of {', '.join(kinds)}, nor the dotted path of a function of your own",
+    )
+
+
+# Ratios: the log ratio of each token between the policy and its anchor
+
+
+class TokenRatio(Piece):
+    """``log pi - log anchor`` of each token (PPO, arXiv 1707.06347)."""
+
+    kind: Literal["token"] = "token"
+
+
+class SequenceRatio(Piece):
+    """The mean log ratio of the token's sequence; its gradient is the token's own, times the sequence's ratio (GSPO's
+    token form, arXiv 2507.18071, equation 14).
+    """
+
+    kind: Literal["sequence"] = "sequence"
+
+
+class SequenceMeanRatio(Piece):
+    """The mean log ratio of the token's sequence, with the gradient of the mean (GSPO, arXiv 2507.18071, equation
+    7).
+    """
+
+    kind: Literal["sequence_mean"] = "sequence_mean"
+
+
+class SequenceProductRatio(Piece):
+    """The sum of the log ratios of the token's sequence: the ratio of the whole answer. It leaves any range soon on
+    long answers of older weights.
+    """
+
+    kind: Literal["sequence_product"] = "sequence_product"
+
+
+class GeometricRatio(Piece):
+    """The mean over the sequence of log ratios that were each clipped against the advantage's sign (GMPO, arXiv
+    2507.20673).
+    """
+
+    kind: Literal["geometric"] = "geometric"
+    low: float = Field(default=0.4, gt=0)
+    """Log ratios are clipped below minus this."""
+    high: float = Field(default=0.4, gt=0)
+    """Log ratios are clipped above this."""
+
+
+class SelfRatio(Piece):
+    """Ratio 1 with the policy's own gradient: the plain policy gradient, whatever sampled."""
+
+    kind: Literal["self"] = "self"
+
+
+Ratio = Annotated[
+    TokenRatio | SequenceRatio | SequenceMeanRatio | SequenceProductRatio | GeometricRatio | SelfRatio,
+    Field(discriminator="kind"),
+]
+
+# Surrogates: from ratio, logprob and advantage to a loss per token
+
+
+class Clip(Piece):
+    """``max(-A r, -A clip(r, 1 - low, 1 + high))``, where ``A < 0`` at most ``dual |A|`` (PPO, arXiv 1707.06347,
+    equation 7; dual clip, arXiv 1912.09729, equation 5).
+    """
+
+    kind: Literal["clip"] = "clip"
+    low: float = Field(default=0.2, gt=0, le=1)
+    """The ratio is clipped below 1 minus this."""
+    high: float = Field(default=0.28, gt=0)
+    """The ratio is clipped above 1 plus this."""
+    dual: float | None = Field(default=3.0, gt=1)
+    """Where the advantage is negative, a ratio above this one has no gradient; null: it has."""
+
+
+class Truncate(Piece):
+    """``-sg[clip(r, floor, cap)] A log pi``: a truncated token keeps a gradient (CISPO, arXiv 2506.13585, equations 4
+    and 5; with ``only: negative`` the taper of TOPR, arXiv 2503.14286).
+    """
+
+    kind: Literal["truncate"] = "truncate"
+    floor: float = Field(default=0.0, ge=0)
+    """Least weight."""
+    cap: float = Field(default=1.28, gt=0)
+    """Largest weight."""
+    only: Literal["all", "negative"] = "all"
+    """``negative``: tokens whose advantage is above ``threshold`` have weight 1."""
+    threshold: float = 0.0
+    """Advantage above which a token counts as positive."""
+    mask_low: float | None = Field(default=None, gt=0, le=1)
+    """Drop tokens with ``A < 0`` and a ratio below 1 minus this."""
+    mask_high: float | None = Field(default=None, gt=0)
+    """Drop tokens with ``A > 0`` and a ratio above 1 plus this."""
+
+
+class Gate(Piece):
+    """``-A 4/tau sigmoid(tau (r - 1))``: a soft clip whose gradient falls on both sides of 1 (SAPO, arXiv
+    2511.20347).
+    """
+
+    kind: Literal["gate"] = "gate"
+    positive: float = Field(default=1.0, gt=0)
+    """``tau`` where the advantage is positive."""
+    negative: float = Field(default=1.05, gt=0)
+    """``tau`` where it is not."""
+
+
+class Linear(Piece):
+    """``-A r``: importance sampling without a clip."""
+
+    kind: Literal["linear"] = "linear"
+    cap: float | None = Field(default=None, gt=0)
+    """Ratios above it count as a constant weight on the log probability."""
+
+
+class LogLinear(Piece):
+    """``-A w log pi``: the policy gradient, over chosen tokens, with a constant weight (REC, arXiv 2509.24203;
+    OPMD).
+    """
+
+    kind: Literal["log_linear"] = "log_linear"
+    weight: Literal["none", "ratio", "advantage"] = "none"
+    """``ratio``: ``sg[r]``; ``advantage``: ``exp(A / temperature)``."""
+    keep: Literal["all", "one_side", "two_side", "ring"] = "all"
+    """``one_side``: as PPO's clip; ``two_side``: ``r`` within the range; ``ring``: within it, or so far outside,
+    against the advantage, that the token matters again."""
+    low: float = Field(default=0.2, gt=0)
+    """The range begins at 1 minus this."""
+    high: float = Field(default=0.2, gt=0)
+    """The range ends at 1 plus this."""
+    outer_low: float = Field(default=0.6, gt=0)
+    """ring: a token of positive advantage stays below 1 minus this."""
+    outer_high: float = Field(default=2.0, gt=0)
+    """ring: a token of negative advantage stays above 1 plus this."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the weight ``advantage``."""
+    divisor: float = Field(default=1.0, gt=0)
+    """The loss is divided by it; ``1 + tau`` for OPMD."""
+
+
+class LogRatio(Piece):
+    """``-A log(pi / anchor)`` where ``1 / (1 + epsilon) <= r <= 1 + epsilon``, else 0 (SPPO, arXiv 2108.05828)."""
+
+    kind: Literal["log_ratio"] = "log_ratio"
+    epsilon: float = Field(default=0.3, gt=0)
+    """How far the ratio may be from 1, as a factor."""
+
+
+class Quadratic(Piece):
+    """``-A log pi + beta / 2 log(pi / anchor)^2`` (DRO, arXiv 2405.19107)."""
+
+    kind: Literal["quadratic"] = "quadratic"
+    beta: float = Field(default=0.1, ge=0)
+    """Weight of the square."""
+
+
+class Vespo(Piece):
+    """``-A sg[w] log pi`` with ``w = e^l r^k e^(-l r)`` of the sequence's ratio (VESPO, arXiv 2602.10693)."""
+
+    kind: Literal["vespo"] = "vespo"
+    positive_power: float = Field(default=2.0, gt=0)
+    """``k`` where the advantage is not negative."""
+    positive_rate: float = Field(default=3.0, gt=0)
+    """``l`` where the advantage is not negative."""
+    negative_power: float = Field(default=3.0, gt=0)
+    """``k`` where it is."""
+    negative_rate: float = Field(default=2.0, gt=0)
+    """``l`` where it is."""
+
+
+class Likelihood(Piece):
+    """``-w log pi``: supervised training (SFT); the weights are those of CHORD (arXiv 2508.11408)."""
+
+    kind: Literal["likelihood"] = "likelihood"
+    weight: Literal["none", "probability", "uncertainty"] = "none"
+    """``probability``: ``sg[p]``; ``uncertainty``: ``sg[p (1 - p)]``."""
+    cutoff: float = Field(default=1.0, gt=0, le=1)
+    """Probabilities above it count as it: such a token has no gradient."""
+
+
+class Distill(Piece):
+    """``-sg[log teacher - log pi] pi / mu``: reverse KL to a teacher, with the live policy's logprob in the signal.
+    Tokens whose probability fell by more than ``bound`` since they were sampled are left out.
+    """
+
+    kind: Literal["distill"] = "distill"
+    needs: ClassVar[tuple[str, ...]] = ("teacher",)
+    bound: float = Field(default=0.2, gt=0, le=1)
+    """Largest fall of a probability."""
+    square: float = Field(default=0.001, ge=0)
+    """Weight of ``log(pi / mu)^2``."""
+
+
+class Pair(Piece):
+    """A chosen and a rejected answer to one prompt: DPO (arXiv 2305.18290, equation 7) or IPO (arXiv 2310.12036)."""
+
+    kind: Literal["pair"] = "pair"
+    needs: ClassVar[tuple[str, ...]] = ("ref",)
+    form: Literal["sigmoid", "ipo"] = "sigmoid"
+    """``sigmoid``: DPO, over sums of log ratios; ``ipo``: squared distance of their means from ``1 / (2 beta)``."""
+    beta: float = Field(default=0.1, gt=0)
+    """Scale of the implicit rewards."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Probability that a label is wrong (conservative DPO)."""
+
+
+Surrogate = Annotated[
+    Annotated[Clip, Tag("clip")]
+    | Annotated[Truncate, Tag("truncate")]
+    | Annotated[Gate, Tag("gate")]
+    | Annotated[Linear, Tag("linear")]
+    | Annotated[LogLinear, Tag("log_linear")]
+    | Annotated[LogRatio, Tag("log_ratio")]
+    | Annotated[Quadratic, Tag("quadratic")]
+    | Annotated[Vespo, Tag("vespo")]
+    | Annotated[Plugin, Tag("plugin")],
+    _by_kind("clip", "truncate", "gate", "linear", "log_linear", "log_ratio", "quadratic", "vespo"),
+]
+
+# Corrections: a constant weight per token, 0 to leave it out
+
+
+class Weight(Piece):
+    """The ratio of the old policy (of the policy itself where the anchor is the sampler) to the sampler, bounded.
+
+    With ``beyond: truncate`` it is truncated importance sampling; with ``mask`` IcePop (arXiv 2510.18855) by token, and
+    masked importance sampling by sequence.
+    """
+
+    kind: Literal["weight"] = "weight"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """``sequence``: product of the sequence's ratios; ``geometric``: their geometric mean."""
+    low: float | None = Field(default=None, gt=0)
+    """Least weight; none without."""
+    high: float | None = Field(default=2.0, gt=0)
+    """Largest weight; none without."""
+    beyond: Literal["truncate", "mask"] = "truncate"
+    """What happens outside: the bound itself, or 0."""
+    normalize: bool = False
+    """Divide by the mean weight of the optimizer step."""
+
+    @property
+    def over_step(self) -> bool:
+        """Whether all tokens of the optimizer step are needed at once."""
+        return self.normalize
+
+
+class Reject(Piece):
+    """Leaves out tokens or sequences that the policies disagree on, by the k1, k2 or k3 estimate of their divergence.
+
+    With ``x`` the log of the ratio: k1 is ``-x`` and is bounded as a ratio, ``low <= exp(-x) <= high``; k2 ``x^2 / 2``
+    and k3 ``e^x - 1 - x`` are at most ``high`` (http://joschu.net/blog/kl-approx.html).
+    """
+
+    kind: Literal["reject"] = "reject"
+    estimate: Literal["k1", "k2", "k3"] = "k1"
+    """Which estimate."""
+    level: Literal["token", "sequence_sum", "sequence_mean", "sequence_max"] = "token"
+    """By token, or by sequence over the sum, the mean or the largest of its tokens."""
+    low: float = Field(default=0.5, gt=0)
+    """k1: least ratio that stays."""
+    high: float = Field(default=2.0, gt=0)
+    """Largest ratio (k1) or estimate (k2, k3) that stays."""
+
+
+class Divergence(Piece):
+    """Leaves out tokens whose probability left the sampler's by more than ``bound`` (DPPO, arXiv 2602.04879; IPO of
+    prime-rl where ``signed`` is false).
+    """
+
+    kind: Literal["divergence"] = "divergence"
+    measure: Literal["tv", "kl"] = "tv"
+    """``tv``: difference of the two probabilities; ``kl``: KL of the two Bernoulli distributions, in nats."""
+    bound: float = Field(default=0.2, gt=0)
+    """Largest divergence that stays."""
+    signed: bool = True
+    """Only in the direction of the advantage: up where it is positive, down where it is negative."""
+
+
+class SecondMoment(Piece):
+    """Keeps, of the tokens with ``A log(pi / mu) > 0`` (``active``) or of all, those of least squared log ratio while
+    its mean over the kept is at most ``bound``; all tokens of the optimizer step together (M2PO, arXiv 2510.01161).
+    """
+
+    kind: Literal["second_moment"] = "second_moment"
+    bound: float = Field(default=0.04, gt=0)
+    """Largest second moment."""
+    active: bool = True
+    """Judge only the tokens whose ratio moves in the direction of their advantage; the others stay."""
+
+
+class OffPolicySequenceMask(Piece):
+    """Leaves out sequences of negative advantage whose mean log probability fell by more than ``bound`` since they were
+    sampled (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
+    """
+
+    kind: Literal["sequence_mask"] = "sequence_mask"
+    bound: float = Field(default=0.1, gt=0)
+    """Largest mean of ``log mu - log pi`` in nats."""
+    against: Literal["anchor", "mu"] = "mu"
+    """What the policy is compared with: the ratio's anchor, or the sampler."""
+
+
+class StalenessWeight(Piece):
+    """Weighs a sequence by ``decay`` to the number of train steps by which its oldest token is behind."""
+
+    kind: Literal["staleness"] = "staleness"
+    needs: ClassVar[tuple[str, ...]] = ("staleness",)
+    decay: float = Field(default=0.9, gt=0, le=1)
+    """Factor a train step."""
+
+
+class EntropyClip(Piece):
+    """Leaves out tokens of negative advantage that would change the entropy most, those with ``S - mean S`` below
+    ``-bound`` standard deviations, ``S = p (H + log p)``, over the optimizer step (Clip-B, arXiv 2602.03392).
+    """
+
+    kind: Literal["entropy_clip"] = "entropy_clip"
+    needs: ClassVar[tuple[str, ...]] = ("entropy",)
+    bound: float = Field(default=2.5, gt=0)
+    """Standard deviations."""
+
+
+class CovarianceClip(Piece):
+    """Leaves out a random share of the tokens whose logprob and advantage covary most (Clip-Cov, arXiv 2505.22617)."""
+
+    kind: Literal["covariance_clip"] = "covariance_clip"
+    share: float = Field(default=0.0002, gt=0, le=1)
+    """Share of the trained tokens, at least one."""
+    low: float = 1.0
+    """Only tokens with a covariance above it."""
+    high: float = 5.0
+    """Only tokens with a covariance below it."""
+
+
+Correction = Annotated[
+    Annotated[Weight, Tag("weight")]
+    | Annotated[Reject, Tag("reject")]
+    | Annotated[Divergence, Tag("divergence")]
+    | Annotated[SecondMoment, Tag("second_moment")]
+    | Annotated[OffPolicySequenceMask, Tag("sequence_mask")]
+    | Annotated[StalenessWeight, Tag("staleness")]
+    | Annotated[EntropyClip, Tag("entropy_clip")]
+    | Annotated[CovarianceClip, Tag("covariance_clip")]
+    | Annotated[Plugin, Tag("plugin")],
+    _by_kind(
+        "weight",
+        "reject",
+        "divergence",
+        "second_moment",
+        "sequence_mask",
+        "staleness",
+        "entropy_clip",
+        "covariance_clip",
+    ),
+]
+
+OVER_STEP = (SecondMoment, EntropyClip, CovarianceClip)
+"""Corrections that need all tokens of the optimizer step at once."""
+
+# Regularisers
+
+
+class ReferenceKL(Piece):
+    """A term that holds the policy near a reference model (estimators of http://joschu.net/blog/kl-approx.html)."""
+
+    needs: ClassVar[tuple[str, ...]] = ("ref",)
+    kind: Literal["k1", "k2", "k3", "k3_clamped", "abs", "k3_weighted", "k3_k2"] = "k2"
+    """With ``d = log pi - log ref``: ``k1`` is ``d``, ``k2`` ``d^2 / 2`` (as a loss it has the gradient of the reverse
+    KL), ``k3`` ``e^-d - 1 + d``, ``k3_clamped`` the same within +-10, ``abs`` ``|d|``, ``k3_weighted`` k3 times the
+    ratio within 0 and 2 (DeepSeek-V3.2), ``k3_k2`` the value of k3 with the gradient of k2."""
+    coef: float = Field(default=0.001, ge=0)
+    """Weight of the term."""
+
+
+class CovarianceKL(Piece):
+    """``coef |log(pi / anchor)|`` on the share of tokens whose logprob and advantage covary most (KL-Cov, arXiv
+    2505.22617).
+    """
+
+    kind: Literal["covariance"] = "covariance"
+    share: float = Field(default=0.0002, gt=0, le=1)
+    """Share of the trained tokens, at least one."""
+    coef: float = Field(default=1.0, ge=0)
+    """Weight of the term."""
+
+
+class Square(Piece):
+    """``coef log(pi / anchor)^2``: holds the policy near the one that sampled (Kimi k1.5, arXiv 2501.12599)."""
+
+    kind: Literal["square"] = "square"
+    coef: float = Field(default=0.001, ge=0)
+    """Weight of the term."""
+
+
+class NegativeLikelihood(Piece):
+    """``-coef log pi`` on all trained tokens: forward KL to the sampler (REC, arXiv 2509.24203)."""
+
+    kind: Literal["likelihood"] = "likelihood"
+    coef: float = Field(default=0.1, ge=0)
+    """Weight of the term."""
+
+
+Regulariser = Annotated[CovarianceKL | Square | NegativeLikelihood, Field(discriminator="kind")]
+
+# Reduction
+
+
+class Reduction(Piece):
+    """How losses of tokens are added up: each has a scale made from counts of the whole optimizer step."""
+
+    kind: Literal["token", "token_sum", "sequence", "sequence_sum", "sequence_constant", "constant", "prompt"] = "token"
+    """``token``: mean over trained tokens (DAPO); ``sequence``: mean over sequences of their token means;
+    ``sequence_sum``: mean over sequences of their sums; ``sequence_constant``: that divided by ``constant``;
+    ``constant``: sum divided by ``constant`` (Dr. GRPO, arXiv 2503.20783); ``prompt``: mean over tasks of their token
+    means; ``token_sum``: the plain sum."""
+    constant: float | None = Field(default=None, gt=0)
+    """Divisor of the two constant kinds, such as the largest number of response tokens."""
+
+    @model_validator(mode="after")
+    def _constant(self) -> Reduction:
+        if (self.constant is None) is (self.kind in {"constant", "sequence_constant"}):
+            raise ValueError(
+                f"reduction {self.kind} with constant {self.constant}: the constant kinds need one, no other"
+            )
+        return self
+
+
+class Schedule(Section):
+    """A weight over train steps: linear from 0 to ``peak``, then along a cosine to ``valley``."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Train steps of the rise."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Train steps at which the fall has ended; 0: it stays at ``peak``."""
+    peak: float = Field(default=0.1, ge=0, le=1)
+    """After the rise."""
+    valley: float = Field(default=0.1, ge=0, le=1)
+    """After the fall."""
+
+
+Anchor = Literal["mu", "old", "loglinear"]
+"""What the ratio divides by: the sampler's logprobs; those of the policy at the start of the train step, by a forward
+pass; or an interpolation between the two by the age of the token, without one (arXiv 2512.06547)."""
+
+KINDS = {name: get_args(get_args(union)[0]) for name, union in (("surrogate", Surrogate), ("correction", Correction))}
+"""Members of the open unions."""
+
+
+class ComponentWeights(Section):
+    """Weights of the components of a loss, each reduced over its own tokens."""
+
+    rl: float = Field(default=1.0, ge=0)
+    """Sampled answers, by ratio, surrogate and corrections."""
+    ce: float = Field(default=0.0, ge=0)
+    """Answers to imitate, by their likelihood."""
+    ref_kl: float = Field(default=0.0, ge=0)
+    """Sampled answers, towards a teacher."""
+    pair: float = Field(default=0.0, ge=0)
+    """Pairs of a chosen and a rejected answer."""
+
+
+class LossConfig(Section):
+    """The loss of an algorithm, piece by piece."""
+
+    anchor: Anchor = "mu"
+    """Logprobs that the ratio divides by: ``mu``, the sampler's; ``old``, the policy's at the start of the train step;
+    ``loglinear``, between the two by the token's age, without a forward pass."""
+    ratio: Ratio = Field(default_factory=TokenRatio)
+    """Ratio of policy and anchor."""
+    surrogate: Surrogate = Field(default_factory=Clip)
+    """From ratio and advantage to the loss of a token."""
+    correction: tuple[Correction, ...] = ()
+    """Constant weights of tokens that older weights, or another implementation of the model, sampled."""
+    kl: ReferenceKL | None = None
+    """Holds the policy near a reference model."""
+    regularisers: tuple[Regulariser, ...] = ()
+    """Further terms for each token."""
+    reduction: Reduction = Field(default_factory=Reduction)
+    """How losses of tokens are added up."""
+    imitation: Likelihood = Field(default_factory=Likelihood)
+    """Loss of the component ``ce``."""
+    distillation: Distill = Field(default_factory=Distill)
+    """Loss of the component ``ref_kl``."""
+    pair: Pair = Field(default_factory=Pair)
+    """Loss of the component ``pair``."""
+    weights: ComponentWeights = Field(default_factory=ComponentWeights)
+    """Weights of the components."""
+    ce_schedule: Schedule | None = None
+    """The weight of ``ce`` over train steps; that of ``rl`` is 1 minus it. Without: ``weights``."""
