@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.view import TokenView, limited, segment_maxima, segment_means, segment_sums
-from trinity_mq.config.pieces import (
+from trinity_mq.config.algorithm.pieces import (
     CovarianceClip,
     CovarianceKL,
     Divergence,

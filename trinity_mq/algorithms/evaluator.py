@@ -20,7 +20,7 @@ from trinity_mq.algorithms.ratios import anchor_logprob, log_ratio
 from trinity_mq.algorithms.regularisers import reference_kl, regulariser
 from trinity_mq.algorithms.surrogates import likelihood, surrogate
 from trinity_mq.algorithms.view import TokenView, limited
-from trinity_mq.config.pieces import OVER_STEP, LossConfig, Piece, Schedule, Weight
+from trinity_mq.config.algorithm.pieces import OVER_STEP, LossConfig, Piece, Schedule, Weight
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.config.algorithm import AlgorithmConfig
+from trinity_mq.config.algorithm.pieces import Clip
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are clamped to it: exp(20) is finite, and no such token should move the policy."""
@@ -61,19 +62,21 @@ def clipped_policy_loss(
         logprobs: float32 ``[tokens]`` of the policy being trained, with gradient.
         old_logprobs: float32 ``[tokens]`` of the policy that sampled.
         advantages: float32 ``[tokens]``.
-        config: The clip range, and ``c`` as ``clip_ratio_c``.
+        config: The clip range, and ``c`` as ``dual``.
 
     Returns:
         The loss; sums ``pg_clipfrac`` and ``pg_clipfrac_lower`` (tokens where the clip, and where the lower bound cuts
         the gradient), ``ppo_kl`` and ``ppo_kl_k3`` (estimators k1 and k3 of KL(old, new) in nats,
         http://joschu.net/blog/kl-approx.html); maximum ``ratio_max``.
     """
+    assert isinstance(config.surrogate, Clip)
+    clip = config.surrogate
     log_ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
     plain = ratio * advantages
-    clipped = ratio.clamp(1 - config.clip_range_low, 1 + config.clip_range_high) * advantages
+    clipped = ratio.clamp(1 - clip.low, 1 + clip.high) * advantages
     objective = torch.min(plain, clipped)
-    bound = objective if config.clip_ratio_c is None else config.clip_ratio_c * advantages
+    bound = objective if clip.dual is None else clip.dual * advantages
     bounded = torch.where(advantages < 0, torch.max(objective, bound), objective)
     loss = -bounded.sum()
     with torch.no_grad():

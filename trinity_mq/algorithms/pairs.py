@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from trinity_mq.algorithms.view import TokenView
-from trinity_mq.config.pieces import Pair
+from trinity_mq.config.algorithm.pieces import Pair
 
 
 def pair_loss(view: TokenView, args: Pair) -> tuple[Tensor, dict[str, Tensor]]:

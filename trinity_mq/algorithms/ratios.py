@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.view import TokenView, limited, segment_means, segment_sums
-from trinity_mq.config.pieces import Anchor, GeometricRatio, Piece
+from trinity_mq.config.algorithm.pieces import Anchor, GeometricRatio, Piece
 
 
 def anchor_logprob(view: TokenView, anchor: Anchor) -> Tensor:

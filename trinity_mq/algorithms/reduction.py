@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trinity_mq.config.pieces import Reduction
+from trinity_mq.config.algorithm.pieces import Reduction
 
 Counts = npt.NDArray[np.int64]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.view import TokenView, limited
-from trinity_mq.config.pieces import CovarianceKL, Piece, ReferenceKL
+from trinity_mq.config.algorithm.pieces import CovarianceKL, Piece, ReferenceKL
 
 
 def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity_mq.config.pieces import (
+from trinity_mq.config.algorithm.pieces import (
     Clip,
     Gate,
     Likelihood,

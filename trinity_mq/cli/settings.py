@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -66,7 +66,8 @@ def settings(arguments: argparse.Namespace) -> int:
         known = ", ".join(title for title, _, _ in _tables(Config, "", {}) if title)
         raise CommandError(f"there is no section or setting {arguments.section!r}; known sections: {known}")
     for one in wanted:
-        print(f"{one.key}  ({', '.join(part for part in (one.type, one.unit, f'default {one.default}') if part)})")
+        default = one.default and f"default {one.default}"
+        print(f"{one.key}  ({', '.join(part for part in (one.type, one.unit, default) if part)})")
         print(textwrap.fill(one.meaning.replace("`", ""), 100, initial_indent="    ", subsequent_indent="    "))
     return 0
 
@@ -98,7 +99,15 @@ def _tables(
     """
     meanings, own, inner = _docstrings(model), [], []
     for name, field in model.model_fields.items():
+        if name == "kind" and len(get_args(field.annotation)) == 1:
+            continue  # nothing to choose
         section, key = _section(field.annotation), f"{prefix}{name}"
+        if kinds := _kinds(field.annotation):
+            many = " each" if get_origin(field.annotation) is tuple else ""
+            meaning = _plain(meanings.get(name, ""))
+            own.append(Setting(key, f"section{many}, by its `kind`", _default(field), "", meaning))
+            own += [_kind_setting(key, one) for one in kinds]
+            continue
         if section is None:
             own.append(_setting(key, field, meanings.get(name, "")))
             continue
@@ -112,6 +121,15 @@ def _tables(
     yield prefix.rstrip("."), _plain(inspect.getdoc(model) or ""), own
     for section, path in inner:
         yield from _tables(section, path, told)
+
+
+def _kind_setting(key: str, model: type[BaseModel]) -> Setting:
+    """Return the line of one kind of a section that comes in several."""
+    fields = {name: field for name, field in model.model_fields.items() if name != "kind"}
+    kind = model.model_fields["kind"]
+    name = "a dotted path" if kind.is_required() else kind.default
+    shown = [f"`{name}` {_setting(name, field, '').type} (default {_default(field)})" for name, field in fields.items()]
+    return Setting(f"{key}.kind={name}", "; ".join(shown) or "no fields", "", "", _plain(inspect.getdoc(model) or ""))
 
 
 def _setting(key: str, field: FieldInfo, meaning: str, section: str = "") -> Setting:
@@ -159,6 +177,20 @@ def _type(annotation: Any) -> str:
         return "section"
     name = str(getattr(annotation, "__name__", annotation))
     return {"NoneType": "null", "str": "text", "Any": "anything"}.get(name, name)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a type holds, also within unions and lists."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    return [model for one in inner for model in _models(one)]
+
+
+def _kinds(annotation: Any) -> list[type[BaseModel]]:
+    """Return the members of a union of sections that a ``kind`` tells apart."""
+    found = [model for model in _models(annotation) if "kind" in model.model_fields]
+    return found if len(found) > 1 else []
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

@@ -161,7 +161,7 @@ def test_equals_the_recipe_on_a_random_batch() -> None:
     flat = logits.detach()[mask].requires_grad_()
     temperature = torch.ones(int(mask.sum()))
     logprobs, entropy = token_logprobs(flat, y[mask], temperature, entropy_gradient=True)
-    config = CONFIG.model_copy(update={"clip_ratio_c": None})
+    config = AlgorithmConfig.model_validate({"clip_range_low": 0.2, "clip_range_high": 0.28, "clip_ratio_c": None})
     terms = clipped_policy_loss(logprobs, old[mask], advantages.expand(-1, length)[mask], config)
     found = (terms.loss - weight * entropy.sum()) / mask.sum()
     (gradient,) = torch.autograd.grad(found, flat)

@@ -12,7 +12,7 @@ from tests.unit.algorithms.vectors import VECTORS, Case, grid, of_kind, reductio
 from trinity_mq.algorithms.corrections import correction, covariance, covariance_choice
 from trinity_mq.algorithms.evaluator import evaluate, over_step, scheduled, token_losses
 from trinity_mq.algorithms.ratios import anchor_logprob
-from trinity_mq.config.pieces import CovarianceKL, LossConfig, Schedule
+from trinity_mq.config.algorithm.pieces import CovarianceKL, LossConfig, Schedule
 
 CLIP: dict[str, Any] = {"kind": "clip", "low": 0.2, "high": 0.2, "dual": 3.0}
 PLAIN: dict[str, Any] = CLIP | {"dual": None}

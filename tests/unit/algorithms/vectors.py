@@ -19,7 +19,7 @@ from torch import Tensor
 from trinity_mq.algorithms.evaluator import step_weights
 from trinity_mq.algorithms.reduction import sequence_scales
 from trinity_mq.algorithms.view import TokenView
-from trinity_mq.config.pieces import LossConfig, Reduction
+from trinity_mq.config.algorithm.pieces import LossConfig, Reduction
 
 FILE: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "vectors.json").read_text())
 VECTORS: dict[str, dict[str, Any]] = {one["name"]: one for one in FILE["vectors"]}

@@ -475,7 +475,8 @@ class Reduction(Piece):
     def _constant(self) -> Reduction:
         if (self.constant is None) is (self.kind in {"constant", "sequence_constant"}):
             raise ValueError(
-                f"reduction {self.kind} with constant {self.constant}: the constant kinds need one, no other"
+                f"reduction.kind is {self.kind} and constant {self.constant}: constant and sequence_constant have a "
+                "constant, such as the largest number of response tokens; the others have none"
             )
         return self
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trinity_mq.config.algorithm.pieces import LossConfig
+from trinity_mq.config.algorithm.resolve import resolved
 from trinity_mq.config.base import Section
 
 
@@ -30,8 +32,8 @@ class OptimizerConfig(Section):
     """Largest norm of the gradient; a larger gradient is scaled down to it."""
 
 
-class AlgorithmConfig(Section):
-    """The advantage function and the clipped loss."""
+class AlgorithmConfig(LossConfig):
+    """An algorithm: a preset by name, any of its pieces changed, and the optimizer."""
 
     algorithm_type: Literal["grpo", "on_policy_distill"] = "grpo"
     """``grpo`` compares the rewards of a task's runs; ``on_policy_distill`` ignores rewards and follows the logprobs of
@@ -46,12 +48,6 @@ class AlgorithmConfig(Section):
     """grpo: divide the centred reward by the standard deviation of its group, of the batch, or by nothing."""
     std_epsilon: float = Field(default=1e-4, gt=0)
     """grpo: added to the standard deviation."""
-    clip_range_low: float = Field(default=0.2, gt=0, lt=1)
-    """The probability ratio is clipped below 1 minus this."""
-    clip_range_high: float = Field(default=0.28, gt=0)
-    """The probability ratio is clipped above 1 plus this."""
-    clip_ratio_c: float | None = Field(default=3.0, gt=1)
-    """Dual clip: where the advantage is negative, a probability ratio above this one has no gradient; null: it has."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     entropy_decay: bool = False
@@ -64,6 +60,11 @@ class AlgorithmConfig(Section):
     """AdamW and its schedule."""
     allow_truncated_sampling: bool = False
     """Train on samples drawn with top-p, top-k, min-p or penalties, although their logprobs are not the policy's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolved(cls, data: Any) -> Any:
+        return resolved(data) if isinstance(data, Mapping) else data
 
     @property
     def effective_min_group_runs(self) -> int:

@@ -1,0 +1,78 @@
+"""The algorithm section: presets, pieces over them, and the names of Trinity-RFT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from trinity_mq.config import AlgorithmConfig
+from trinity_mq.config.algorithm.pieces import Clip, LossConfig, Truncate
+from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
+from trinity_mq.config.algorithm.resolve import preset_of, resolved
+
+
+def loss_of(**section: Any) -> LossConfig:
+    found = resolved(section)
+    return LossConfig.model_validate({name: found[name] for name in LossConfig.model_fields})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_is_valid_and_says_what_it_is(name: str) -> None:
+    preset = PRESETS[name]
+    assert isinstance(loss_of(algorithm_type=name), LossConfig)
+    assert preset.summary.endswith(".")
+    assert preset.source
+    assert preset.formula
+    assert preset.estimator["kind"]
+
+
+def test_a_preset_overridden_piece_by_piece_is_the_one_written_by_hand() -> None:
+    by_hand = loss_of(
+        ratio={"kind": "sequence"},
+        surrogate={"kind": "clip", "low": 3e-4, "high": 4e-4, "dual": None},
+        reduction={"kind": "sequence"},
+    )
+    assert by_hand == loss_of(algorithm_type="gspo")
+    assert loss_of(algorithm_type="gspo", ratio={"kind": "token"}).reduction.kind == "sequence"
+
+
+def test_a_field_keeps_the_others_of_the_presets_piece_and_another_kind_does_not() -> None:
+    assert loss_of(algorithm_type="dapo", surrogate={"low": 0.1}).surrogate == Clip(low=0.1, high=0.28, dual=10.0)
+    assert loss_of(algorithm_type="dapo", surrogate={"kind": "truncate"}).surrogate == Truncate()
+    assert loss_of(algorithm_type="ppo", kl=None).kl is None
+
+
+def test_what_was_resolved_resolves_to_itself() -> None:
+    config = AlgorithmConfig.model_validate({"clip_range_high": 0.3, "repeat_times": 4})
+    assert AlgorithmConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_names_of_trinity() -> None:
+    assert loss_of(clip_range=0.1, clip_ratio_c=5.0).surrogate == Clip(low=0.1, high=0.1, dual=5.0)
+    assert loss_of(policy_loss_fn_args={"clip_range_high": 0.4}).surrogate == Clip(high=0.4)
+    assert loss_of(loss_agg_mode="seq-mean-token-mean").reduction.kind == "sequence"
+    kl = loss_of(kl_loss_fn="low_var_kl", kl_loss_fn_args={"kl_coef": 0.01}).kl
+    assert kl is not None
+    assert (kl.kind, kl.coef) == ("k3_clamped", 0.01)
+    assert loss_of(algorithm_type="ppo", kl_loss_fn="none").kl is None
+    assert {preset_of(alias) is PRESETS[name] for alias, name in ALIASES.items()} == {True}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"algorithm_type": "grpoo"}, "algorithm_type 'grpoo' is not known"),
+        ({"surrogate": {"kind": "clipp"}}, "kind is none of clip, truncate"),
+        ({"surrogate": {"kind": "clip", "lo": 0.1}}, "Extra inputs"),
+        ({"surrogate": {"low": "x"}}, "valid number"),
+        ({"correction": [{"kind": "weight", "high": -1}]}, "greater than 0"),
+        ({"reduction": {"kind": "constant"}}, "constant and sequence_constant have a constant"),
+        ({"loss_agg_mode": "mean"}, "loss_agg_mode is 'mean', wanted one of token-mean"),
+        ({"surrogate": {"kind": "gate"}, "clip_range": 0.2}, "no meaning for the surrogate 'gate'"),
+    ],
+)
+def test_errors_are_found_when_the_configuration_is_read(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        AlgorithmConfig.model_validate(section)

@@ -1,0 +1,401 @@
+"""The algorithms by name: which pieces each is made of, what it is for, and where it comes from.
+
+A preset says only what differs from the defaults: advantages from the runs of a task, the sampler's logprobs as anchor,
+the token's ratio, PPO's clip, no correction, no reference model, the mean over trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Pieces = Mapping[str, Any]
+
+CLIP = {"kind": "clip", "low": 0.2, "high": 0.2, "dual": 3.0}
+K2 = {"kind": "k2", "coef": 0.001}
+SUPERVISED = {"rl": 0.0, "ce": 1.0}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One algorithm as pieces over the defaults."""
+
+    summary: str
+    """One line."""
+    source: str
+    """Paper or code that defines it."""
+    estimator: Pieces
+    """Where advantages come from."""
+    loss: Pieces = field(default_factory=dict)
+    """Fields of the loss that differ from the defaults."""
+    formula: str = "max(-A r, -A clip(r, 1 - low, 1 + high)), where A < 0 at most dual |A|"
+    """Loss of a token; r is the ratio, A the advantage, p the policy, sg stops the gradient."""
+    repeat_times: int = 8
+    """Runs of a task, unless the configuration says."""
+    differs: str = ""
+    """What is on purpose not as in Trinity-RFT 0.6."""
+
+
+def _group(**settings: Any) -> dict[str, Any]:
+    return {"kind": "group", **settings}
+
+
+def _decoupled(*rules: Mapping[str, Any]) -> dict[str, Any]:
+    return {"anchor": "old", "surrogate": CLIP | {"high": 0.28, "dual": None}, "correction": rules}
+
+
+NO_ADVANTAGE = {"kind": "none"}
+LIKELIHOOD_FORMULA = "-log p"
+LINEAR_FORMULA = "-A r, over the tokens that the correction keeps"
+CLIP_DIFFERS = (
+    "Groups of one have advantage 0; the mean is over all tokens of the optimizer step, not of a micro-batch."
+)
+
+PRESETS: dict[str, Preset] = {
+    "grpo": Preset(
+        "Compares the rewards of a task's runs; PPO's clip with a higher upper bound.",
+        "arXiv 2402.03300; clip range arXiv 2503.14476",
+        _group(scale="group", epsilon=1e-4),
+        differs=CLIP_DIFFERS + " No KL term: add kl to have one.",
+    ),
+    "dapo": Preset(
+        "GRPO for long answers: clip-higher, token mean, dynamic sampling and a soft penalty of length as operators.",
+        "arXiv 2503.14476",
+        _group(scale="group", std_threshold=0.0),
+        {"surrogate": CLIP | {"high": 0.28, "dual": 10.0}},
+        repeat_times=16,
+    ),
+    "dr_grpo": Preset(
+        "GRPO without the biases of length and difficulty: no division by the deviation, a constant divisor.",
+        "arXiv 2503.20783",
+        _group(scale="none"),
+        {"surrogate": CLIP, "reduction": {"kind": "constant", "constant": 1024.0}},
+    ),
+    "ppo": Preset(
+        "Advantages from a learned value function (GAE).",
+        "arXiv 1707.06347; GAE arXiv 1506.02438",
+        {"kind": "gae", "gamma": 1.0, "lam": 1.0},
+        {"surrogate": CLIP, "kl": K2},
+        repeat_times=1,
+        differs="GAE skips masked tokens.",
+    ),
+    "reinforceplusplus": Preset(
+        "Discounted rewards of each token, whitened over the batch; no groups.",
+        "arXiv 2501.03262",
+        {"kind": "discounted", "gamma": 1.0, "whiten": True},
+        {"surrogate": CLIP, "kl": K2},
+        repeat_times=2,
+        differs="Returns skip masked tokens.",
+    ),
+    "reinforceplusplus_baseline": Preset(
+        "Rewards minus the mean of their group, whitened over the batch.",
+        "arXiv 2501.03262",
+        _group(scale="none", whiten=True),
+        {"surrogate": CLIP},
+    ),
+    "rloo": Preset(
+        "Rewards minus the mean of the other runs of the task.",
+        "arXiv 2402.14740",
+        _group(baseline="leave_one_out", scale="none"),
+        {"surrogate": CLIP, "kl": K2},
+    ),
+    "remax": Preset(
+        "Rewards minus that of a greedy answer to the same task.",
+        "arXiv 2310.10505",
+        _group(baseline="greedy", scale="none"),
+        {"surrogate": CLIP},
+        repeat_times=2,
+    ),
+    "opmd": Preset(
+        "Policy mirror descent without a ratio, held near a reference.",
+        "Trinity-RFT, arXiv 2505.17826",
+        _group(baseline="mean", scale="none"),
+        {"surrogate": {"kind": "log_linear", "divisor": 2.0}, "kl": K2},
+        "-A log p / (1 + tau)",
+    ),
+    "asymre": Preset(
+        "A baseline below the mean of the group, so that good runs weigh more: safe on old data.",
+        "arXiv 2506.20520",
+        _group(baseline="mean", shift=-0.1, scale="none"),
+        {"surrogate": {"kind": "log_linear", "divisor": 2.0}},
+        "-A log p / (1 + tau)",
+    ),
+    "topr": Preset(
+        "Good answers at full weight, bad ones by their truncated ratio.",
+        "arXiv 2503.14286",
+        _group(baseline="none", scale="none"),
+        {"surrogate": {"kind": "truncate", "cap": 1.0, "only": "negative"}, "kl": K2},
+        "-sg[a] A log p, a = 1 where A > 0, else r within 0 and 1",
+    ),
+    "cispo": Preset(
+        "Truncates the weight and keeps the gradient of every token.",
+        "arXiv 2506.13585",
+        _group(scale="group"),
+        {"surrogate": {"kind": "truncate", "cap": 1.28}},
+        "-sg[min(r, cap)] A log p",
+        differs="No KL term: add kl to have one.",
+    ),
+    "gspo": Preset(
+        "The ratio of the whole answer, to the power of one over its length.",
+        "arXiv 2507.18071",
+        _group(scale="group"),
+        {
+            "ratio": {"kind": "sequence"},
+            "surrogate": {"kind": "clip", "low": 3e-4, "high": 4e-4, "dual": None},
+            "reduction": {"kind": "sequence"},
+        },
+        "max(-A s, -A clip(s, 1 - low, 1 + high)) with s = exp(mean log r) of the answer",
+        differs="No KL term: add kl to have one. On data of older weights take a wider range (.2 and .28).",
+    ),
+    "sapo": Preset(
+        "A soft gate instead of the clip: the further from the sampler, the smaller the gradient.",
+        "arXiv 2511.20347",
+        _group(scale="group"),
+        {"surrogate": {"kind": "gate"}, "reduction": {"kind": "sequence"}},
+        "-A 4/tau sigmoid(tau (r - 1))",
+        differs="The gradient flows through the gate; a detached one grows with r.",
+    ),
+    "gmpo": Preset(
+        "The geometric mean of the token ratios of an answer, each clipped.",
+        "arXiv 2507.20673",
+        _group(scale="group"),
+        {"ratio": {"kind": "geometric"}, "surrogate": {"kind": "linear"}, "reduction": {"kind": "sequence"}},
+        "-A exp(mean clip(log r, -low, high))",
+    ),
+    "luspo": Preset(
+        "GSPO without its preference of short answers: each answer weighs by its length.",
+        "arXiv 2602.05261",
+        _group(scale="group"),
+        {"ratio": {"kind": "sequence_mean"}, "surrogate": CLIP, "reduction": {"kind": "sequence_sum"}},
+        "length max(-A s, -A clip(s)) with s = exp(mean log r) of the answer",
+    ),
+    "vespo": Preset(
+        "A smooth weight of the whole answer's ratio that falls on both sides of 1.",
+        "arXiv 2602.10693",
+        _group(scale="group"),
+        {"ratio": {"kind": "sequence_product"}, "surrogate": {"kind": "vespo"}},
+        "-sg[e^l s^k e^(-l s)] A log p with s the product of the ratios",
+    ),
+    "max_rl": Preset(
+        "Divides by the mean reward of the group: hard tasks weigh more, towards maximum likelihood.",
+        "arXiv 2602.02710",
+        _group(scale="mean"),
+        {"surrogate": CLIP},
+    ),
+    "gpg": Preset(
+        "The plain policy gradient with the mean of the group as baseline, scaled up for groups without signal.",
+        "arXiv 2504.02546",
+        _group(scale="none", nonzero_scale=True),
+        {"surrogate": {"kind": "log_linear"}},
+        "-A log p",
+    ),
+    "opo": Preset(
+        "The baseline of least variance: rewards weighted by the length of their answers.",
+        "arXiv 2505.23585",
+        _group(baseline="length_weighted", scale="none"),
+        {"surrogate": CLIP},
+    ),
+    "passk": Preset(
+        "The best run of a task against the second best: trains for one right answer among many.",
+        "arXiv 2503.19595",
+        _group(baseline="second_best", scale="none"),
+        {"surrogate": CLIP},
+    ),
+    "rec": Preset(
+        "The policy gradient over the tokens that PPO's clip keeps, with the ratio as constant weight.",
+        "arXiv 2509.24203",
+        _group(scale="none"),
+        {"surrogate": {"kind": "log_linear", "keep": "one_side", "weight": "ratio"}},
+        "-sg[r] A log p where PPO's clip lets the gradient through",
+        differs="Groups of one and every combination of weight and range work.",
+    ),
+    "sppo": Preset(
+        "The log ratio itself, within a range: a simple form of policy optimisation.",
+        "arXiv 2108.05828",
+        _group(baseline="mean", scale="none"),
+        {"surrogate": {"kind": "log_ratio"}},
+        "-A log r where 1/(1 + e) <= r <= 1 + e",
+    ),
+    "multi_step_grpo": Preset(
+        "GRPO over the last reward of each run, given to all of its steps.",
+        "arXiv 2402.03300; Trinity-RFT, arXiv 2505.17826",
+        _group(scale="group"),
+        differs=CLIP_DIFFERS + " grpo does this too: statistics are over runs.",
+    ),
+    "gigpo": Preset(
+        "GRPO over runs and, within a task, over the steps that were taken in the same state.",
+        "arXiv 2505.10978",
+        {"kind": "gigpo"},
+        {"surrogate": CLIP},
+        differs="States of different tasks are never compared.",
+    ),
+    "importance_sampling": Preset(
+        "The ratio without any clip: unbiased, and of high variance on old data.",
+        "arXiv 2110.00641, without its clip",
+        _group(scale="group"),
+        {"surrogate": {"kind": "linear"}},
+        "-A r",
+    ),
+    "ipo": Preset(
+        "No clip; tokens whose probability moved by more than .3 are left out, whatever their advantage.",
+        "prime-rl, September 2026",
+        _group(scale="none"),
+        {"surrogate": {"kind": "linear"}, "correction": [{"kind": "divergence", "bound": 0.3, "signed": False}]},
+        LINEAR_FORMULA,
+    ),
+    "dppo": Preset(
+        "No clip; tokens whose probability moved by more than .2 in the direction of their advantage are left out.",
+        "arXiv 2602.04879",
+        _group(scale="group"),
+        {"surrogate": {"kind": "linear"}, "correction": [{"kind": "divergence", "bound": 0.2}]},
+        LINEAR_FORMULA,
+    ),
+    "decoupled": Preset(
+        "Clips against the policy at the start of the train step; truncated weights correct for the sampler.",
+        "arXiv 2110.00641; arXiv 2505.24298",
+        _group(scale="group"),
+        _decoupled({"kind": "weight", "high": 2.0}),
+        "w max(-A r, -A clip(r)) with r = p / old and w = min(old / mu, 2)",
+    ),
+    "decoupled_loglinear": Preset(
+        "The decoupled loss without a second forward pass: the old policy is interpolated by the age of the token.",
+        "arXiv 2512.06547",
+        _group(scale="group"),
+        _decoupled({"kind": "weight", "high": 5.0, "beyond": "mask"}) | {"anchor": "loglinear"},
+        "w max(-A r, -A clip(r)) with r = p / old and w = old / mu up to 5",
+    ),
+    "icepop": Preset(
+        "The decoupled loss; tokens on which trainer and engine disagree by more than .5 to 5 are left out.",
+        "arXiv 2510.18855",
+        _group(scale="group"),
+        _decoupled({"kind": "weight", "low": 0.5, "high": 5.0, "beyond": "mask"}),
+        "w max(-A r, -A clip(r)) with r = p / old and w = old / mu within .5 and 5, else 0",
+    ),
+    "m2po": Preset(
+        "No clip; the tokens of largest squared log ratio are left out until their mean is within .04.",
+        "arXiv 2510.01161",
+        _group(scale="group"),
+        {"surrogate": {"kind": "linear"}, "correction": [{"kind": "second_moment", "bound": 0.04}]},
+        LINEAR_FORMULA,
+    ),
+    "opsm": Preset(
+        "GRPO without the bad answers that the policy has left behind.",
+        "DeepSeek-V3.2, arXiv 2512.02556",
+        _group(scale="group"),
+        {"correction": [{"kind": "sequence_mask", "bound": 0.1}]},
+    ),
+    "kl_cov": Preset(
+        "Keeps the entropy up: a KL penalty on the few tokens whose logprob and advantage covary most.",
+        "arXiv 2505.22617",
+        _group(scale="group"),
+        {"surrogate": {"kind": "linear"}, "regularisers": [{"kind": "covariance"}]},
+        "-A r, + |log r| on the tokens of highest covariance",
+    ),
+    "clip_cov": Preset(
+        "Keeps the entropy up: leaves out a few tokens whose logprob and advantage covary much.",
+        "arXiv 2505.22617",
+        _group(scale="group"),
+        {"surrogate": CLIP, "correction": [{"kind": "covariance_clip"}]},
+    ),
+    "clip_b": Preset(
+        "Keeps the entropy up: leaves out bad tokens that would lower it most.",
+        "arXiv 2602.03392",
+        _group(scale="group"),
+        {"surrogate": CLIP, "correction": [{"kind": "entropy_clip"}]},
+    ),
+    "on_policy_distill": Preset(
+        "Follows a teacher's logprobs on the student's own samples, token by token; rewards have no part.",
+        "arXiv 2306.13649",
+        {"kind": "distill", "kl_coef": 1.0},
+    ),
+    "jsd": Preset(
+        "On-policy distillation by the Jensen-Shannon divergence.",
+        "arXiv 2306.13649",
+        {"kind": "jsd", "beta": 0.5, "kl_coef": 1.0},
+        differs="The advantage is the divergence's own gradient; upstream's is symmetric in student and teacher.",
+    ),
+    "distill": Preset(
+        "On-policy distillation as a loss: the live policy's logprob is in the signal.",
+        "arXiv 2306.13649; prime-rl",
+        NO_ADVANTAGE,
+        {"weights": {"rl": 0.0, "ref_kl": 1.0}},
+        "-sg[log teacher - log p] r",
+    ),
+    "sft": Preset(
+        "Supervised training on given answers.",
+        "maximum likelihood",
+        NO_ADVANTAGE,
+        {"weights": SUPERVISED},
+        LIKELIHOOD_FORMULA,
+        repeat_times=1,
+    ),
+    "cpt": Preset(
+        "Continued pre-training on plain text: every token after the first is trained.",
+        "maximum likelihood",
+        NO_ADVANTAGE,
+        {"weights": SUPERVISED},
+        LIKELIHOOD_FORMULA,
+        repeat_times=1,
+    ),
+    "raft": Preset(
+        "Supervised training on the sampled answers that an operator accepted.",
+        "arXiv 2304.06767",
+        NO_ADVANTAGE,
+        {"weights": SUPERVISED},
+        LIKELIHOOD_FORMULA,
+    ),
+    "sft_is": Preset(
+        "Supervised training weighted by the policy's own probability of each token.",
+        "arXiv 2508.11408",
+        NO_ADVANTAGE,
+        {"weights": SUPERVISED, "imitation": {"weight": "probability"}},
+        "-sg[p] log p",
+        repeat_times=1,
+    ),
+    "sft_phi": Preset(
+        "Supervised training that leaves alone what the policy is sure of, or far from.",
+        "arXiv 2508.11408",
+        NO_ADVANTAGE,
+        {"weights": SUPERVISED, "imitation": {"weight": "uncertainty"}},
+        "-sg[p (1 - p)] log p",
+        repeat_times=1,
+    ),
+    "mix": Preset(
+        "Sampled answers by GRPO and expert answers by their likelihood, each over its own tokens.",
+        "Trinity-RFT, arXiv 2505.17826",
+        _group(scale="group"),
+        {"surrogate": CLIP, "weights": {"rl": 0.9, "ce": 0.1}},
+        "(1 - mu) clip loss of sampled answers + mu (-log p) of expert answers",
+        differs="Each part is the mean over its own tokens of the whole optimizer step.",
+    ),
+    "mix_chord": Preset(
+        "As mix, with a weight of imitation that falls over the run and leaves sure tokens alone.",
+        "arXiv 2508.11408",
+        _group(scale="group"),
+        {"surrogate": CLIP, "imitation": {"weight": "uncertainty"}, "ce_schedule": {"peak": 0.1, "valley": 0.1}},
+        "(1 - mu(step)) clip loss of sampled answers + mu(step) (-sg[p (1 - p)] log p) of expert answers",
+        differs="Each part is the mean over its own tokens of the whole optimizer step.",
+    ),
+    "dpo": Preset(
+        "Pairs of a chosen and a rejected answer, against a reference model.",
+        "arXiv 2305.18290",
+        NO_ADVANTAGE,
+        {"weights": {"rl": 0.0, "pair": 1.0}, "pair": {"form": "sigmoid"}},
+        "-log sigmoid(beta (log ratio to ref of the chosen - that of the rejected))",
+        repeat_times=1,
+        differs="One logit for each pair, and no KL term beside it.",
+    ),
+    "ipo_pref": Preset(
+        "Pairs by a squared distance, which does not overfit certain preferences as DPO does.",
+        "arXiv 2310.12036",
+        NO_ADVANTAGE,
+        {"weights": {"rl": 0.0, "pair": 1.0}, "pair": {"form": "ipo"}},
+        "(mean log ratio of the chosen - that of the rejected - 1 / (2 beta))^2",
+        repeat_times=1,
+    ),
+}
+"""By the name in ``algorithm.algorithm_type``."""
+
+ALIASES = {"grpo_verl": "grpo"}
+"""Names of others for the same algorithm."""
