@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trinity_mq.algorithms.advantage import group_relative_advantages
-from trinity_mq.algorithms.distillation import distillation_advantages
+from trinity_mq.algorithms.advantage import distillation_advantages, group_relative_advantages
 from trinity_mq.algorithms.losses import LossTerms, clipped_policy_loss
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.experience import ExperienceBatch

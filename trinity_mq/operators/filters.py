@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_mq.algorithms.advantage import is_finite, run_values, spread
+from trinity_mq.algorithms.estimators.runs import is_finite, run_values, spread
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.operators.base import ColumnOperator, of_tasks
 

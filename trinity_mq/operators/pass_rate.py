@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from trinity_mq.algorithms.advantage import is_finite, run_values
+from trinity_mq.algorithms.estimators.runs import is_finite, run_values
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.operators.base import ColumnOperator
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_mq.algorithms.advantage import is_finite, spread
+from trinity_mq.algorithms.estimators.runs import is_finite, spread
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.rules import DPO
 from trinity_mq.operators.base import ColumnOperator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_mq.algorithms.advantage import run_values
+from trinity_mq.algorithms.estimators.runs import run_values
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.ragged import column_items
 from trinity_mq.operators.base import ColumnOperator, of_tasks

@@ -1,6 +1,6 @@
 """Reward functions: what a response is worth, one file each, pure."""
 
-from trinity_mq.rewards.lookup import UnknownNameError
 from trinity_mq.rewards.registry import ACCURACY, REWARDS, RewardError, RewardFn, create_reward, parts_of
+from trinity_mq.runtime.plugins import UnknownNameError
 
 __all__ = ["ACCURACY", "REWARDS", "RewardError", "RewardFn", "UnknownNameError", "create_reward", "parts_of"]

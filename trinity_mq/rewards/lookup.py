@@ -9,11 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from trinity_mq.runtime.errors import FatalError
-
-
-class UnknownNameError(FatalError, ValueError):
-    """A name means nothing here; the message lists near misses, or says why a dotted path cannot be imported."""
+from trinity_mq.runtime.plugins import UnknownNameError, import_named
 
 
 def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | None = None) -> Any:
@@ -32,7 +28,7 @@ def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | No
         module, _, attribute = table[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     if "." in name:
-        return _import(kind, name)
+        return import_named(kind, name)
     added = _entry_points(entry_group) if entry_group else {}
     if name in added:
         try:
@@ -62,23 +58,6 @@ def name_of(kind: str, found: Any, table: Mapping[str, str]) -> str:
         )
     spec = f"{module}:{path}"
     return next((name for name, target in table.items() if target == spec), f"{module}.{path}")
-
-
-def _import(kind: str, name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    try:
-        holder = importlib.import_module(module)
-    except Exception as error:  # whatever the user's module does while it is imported
-        raise UnknownNameError(
-            f"{kind} {name!r}: module {module!r} cannot be imported: {type(error).__name__}: {error}. "
-            "It must be on PYTHONPATH or installed where this runs"
-        ) from error
-    try:
-        return getattr(holder, attribute)
-    except AttributeError:
-        near = difflib.get_close_matches(attribute, dir(holder), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UnknownNameError(f"{kind} {name!r}: module {module!r} has no {attribute!r}{hint}") from None
 
 
 @functools.cache

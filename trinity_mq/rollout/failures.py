@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity_mq.algorithms.advantage import is_finite
+from trinity_mq.algorithms.estimators.runs import is_finite
 from trinity_mq.experience import Experience
 from trinity_mq.experience.fields import short
 from trinity_mq.workflows import RunFailedError, Workflow

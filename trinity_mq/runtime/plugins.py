@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from trinity_mq.runtime.errors import FatalError
 
 _added: dict[Path, None] = {}
+
+
+class UnknownNameError(FatalError, ValueError):
+    """A name means nothing here; the message lists near misses, or says why a dotted path cannot be imported."""
 
 
 def add_plugins(folders: Sequence[str]) -> list[Path]:
@@ -58,6 +64,32 @@ def plugin_names() -> list[str]:
         for node in _statements(file)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
+
+
+def import_named(kind: str, name: str) -> Any:
+    """Return what the dotted path ``name``, such as ``package.module.Class``, means.
+
+    Args:
+        kind: For messages: ``workflow``, ``estimator``.
+        name: The path.
+
+    Raises:
+        UnknownNameError: The module cannot be imported, or has no such attribute.
+    """
+    module, _, attribute = name.rpartition(".")
+    try:
+        holder = importlib.import_module(module)
+    except Exception as error:  # whatever the user's module does while it is imported
+        raise UnknownNameError(
+            f"{kind} {name!r}: module {module!r} cannot be imported: {type(error).__name__}: {error}. "
+            "It must be on PYTHONPATH or installed where this runs"
+        ) from error
+    try:
+        return getattr(holder, attribute)
+    except AttributeError:
+        near = difflib.get_close_matches(attribute, dir(holder), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownNameError(f"{kind} {name!r}: module {module!r} has no {attribute!r}{hint}") from None
 
 
 def _modules(folder: Path) -> Iterator[Path]:

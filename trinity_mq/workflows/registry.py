@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_mq.rewards.lookup import UnknownNameError, lookup
-from trinity_mq.runtime.plugins import plugin_names
+from trinity_mq.rewards.lookup import lookup
+from trinity_mq.runtime.plugins import UnknownNameError, plugin_names
 
 _SYNCHRONOUS = {
     "frozen_lake_workflow": "trinity_mq.workflows.games.frozen_lake:FrozenLakeWorkflow",

@@ -17,7 +17,8 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.messages import BatchId, TaskBody
 from trinity_mq.rewards import REWARDS
-from trinity_mq.rewards.lookup import UnknownNameError, lookup, name_of
+from trinity_mq.rewards.lookup import lookup, name_of
+from trinity_mq.runtime.plugins import UnknownNameError
 from trinity_mq.telemetry import get_logger
 from trinity_mq.workflows.attributes import Replaceable, RolloutArgs
 from trinity_mq.workflows.registry import WORKFLOWS, find_workflow

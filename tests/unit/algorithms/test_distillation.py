@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_mq.algorithms.distillation import distillation_advantages
-from trinity_mq.algorithms.losses import clipped_policy_loss
+from trinity_mq.algorithms.estimators.teacher import distillation_advantages
 from trinity_mq.config import AlgorithmConfig
+from trinity_mq.config.estimators import DistillEstimator
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 
-CONFIG = AlgorithmConfig(algorithm_type="on_policy_distill")
+ARGS = DistillEstimator()
 
 
 def experience(
@@ -40,7 +40,7 @@ def test_each_token_gets_how_much_likelier_the_teacher_finds_it():
         experience(0, [-1.0, -2.0, -0.5], [-0.5, -4.0, -0.5]),
         experience(1, [-1.0, -1.0, -1.0], [-1.5, -9.0, -0.75], mask=(True, False, True)),
     ]
-    kept, metrics = distillation_advantages(ExperienceBatch.of(given), CONFIG)
+    kept, metrics = distillation_advantages(ExperienceBatch.of(given), ARGS)
     assert listed(kept) == [[0.5, -2.0, 0.0], [-0.5, 0.0, 0.25]]
     assert not any(math.copysign(1, value) < 0 for row in listed(kept) for value in row if value == 0)
     assert metrics["rollout/nonfinite_logprobs"] == 0
@@ -54,7 +54,7 @@ def test_the_coefficient_is_a_factor_and_the_reward_is_not_looked_at():
     given = ExperienceBatch.of(
         [experience(0, [-1.0] * 3, [-2.0, -1.0, 0.0], reward=math.nan), experience(1, [0.0] * 3, [-1.0] * 3)]
     )
-    kept, metrics = distillation_advantages(given, CONFIG.model_copy(update={"kl_coef": 0.25}))
+    kept, metrics = distillation_advantages(given, DistillEstimator(kl_coef=0.25))
     assert listed(kept) == [[-0.25, 0.0, 0.25], [-0.25] * 3]
     assert metrics["advantage/kl/mean"] == 0.5, "the distance itself"
 
@@ -62,10 +62,10 @@ def test_the_coefficient_is_a_factor_and_the_reward_is_not_looked_at():
 def test_metrics_are_over_runs_and_no_other_run_changes_an_advantage():
     alone = experience(0, [-1.0] * 3, [-2.0] * 3)
     long = [experience(1, [-1.0] * 3, [-4.0] * 3, step=step) for step in range(20)]
-    kept, metrics = distillation_advantages(ExperienceBatch.of([alone, *long]), CONFIG)
+    kept, metrics = distillation_advantages(ExperienceBatch.of([alone, *long]), ARGS)
     assert listed(kept) == [[-1.0] * 3] + [[-3.0] * 3] * 20
     assert metrics["advantage/kl/mean"] == 2.0, "a run of twenty steps weighs as much as a run of one"
-    by_itself, _ = distillation_advantages(ExperienceBatch.of([alone]), CONFIG)
+    by_itself, _ = distillation_advantages(ExperienceBatch.of([alone]), ARGS)
     assert listed(by_itself) == [[-1.0] * 3]
 
 
@@ -79,7 +79,7 @@ def test_a_run_with_a_number_that_is_none_is_dropped_whole(who, value):
         experience(1, odd["student"], odd["teacher"], step=1),
         experience(2, odd["student"], odd["teacher"], mask=(True, False, True)),
     ]
-    kept, metrics = distillation_advantages(ExperienceBatch.of(given), CONFIG)
+    kept, metrics = distillation_advantages(ExperienceBatch.of(given), ARGS)
     assert [one.eid.run for one in kept] == [0, 2], "what is not trained on may be anything"
     assert listed(kept) == [[-0.5] * 3, [0.0] * 3]
     assert metrics["rollout/nonfinite_logprobs"] == 1
@@ -88,16 +88,16 @@ def test_a_run_with_a_number_that_is_none_is_dropped_whole(who, value):
 
 def test_where_nothing_is_trained_on_no_teacher_is_needed():
     given = [experience(0, None, None, mask=(False,) * 3), experience(1, [-1.0] * 3, [-2.0] * 3)]
-    kept, metrics = distillation_advantages(ExperienceBatch.of(given), CONFIG)
+    kept, metrics = distillation_advantages(ExperienceBatch.of(given), ARGS)
     assert listed(kept) == [[0.0] * 3, [-1.0] * 3]
     assert metrics["advantage/kl/mean"] == 1.0
-    alone, metrics = distillation_advantages(ExperienceBatch.of(given[:1]), CONFIG)
+    alone, metrics = distillation_advantages(ExperienceBatch.of(given[:1]), ARGS)
     assert listed(alone) == [[0.0] * 3]
     assert metrics == {"rollout/nonfinite_logprobs": 0.0}
 
 
 def test_an_empty_batch_stays_empty():
-    kept, metrics = distillation_advantages(ExperienceBatch.of([]), CONFIG)
+    kept, metrics = distillation_advantages(ExperienceBatch.of([]), ARGS)
     assert list(kept) == []
     assert metrics == {"rollout/nonfinite_logprobs": 0.0}
 
@@ -105,7 +105,7 @@ def test_an_empty_batch_stays_empty():
 def test_numbers_of_half_precision_are_taken_as_they_are():
     half = {"logprobs": torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float16)}
     given = ExperienceBatch.of([experience(0, None, [-0.5] * 3, **half), experience(1, [-1.0] * 3, [0.0] * 3)])
-    kept, _ = distillation_advantages(given, CONFIG)
+    kept, _ = distillation_advantages(given, ARGS)
     assert listed(kept) == [[0.5, 1.5, 2.5], [1.0] * 3]
     assert all(one.advantages.dtype == torch.float32 for one in kept)
 
@@ -120,18 +120,17 @@ def test_numbers_of_half_precision_are_taken_as_they_are():
 def test_what_is_missing_is_named_with_what_brings_it(lacks, said):
     whole = {"student": [-1.0] * 3, "teacher": [-1.0] * 3}
     with pytest.raises(ValueError, match=said):
-        distillation_advantages(
-            ExperienceBatch.of([experience(0, **whole), experience(1, **{**whole, **lacks})]), CONFIG
-        )
+        distillation_advantages(ExperienceBatch.of([experience(0, **whole), experience(1, **{**whole, **lacks})]), ARGS)
 
 
 def test_preference_pairs_are_refused():
     pair = Experience(eid=EID(7, 0, 0), tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=2)
     with pytest.raises(ValueError, match=r"\(dpo\) has no action_mask"):
-        distillation_advantages(ExperienceBatch.of([pair]), CONFIG)
+        distillation_advantages(ExperienceBatch.of([pair]), ARGS)
 
 
 def test_one_run_of_a_task_is_enough():
+    assert not ARGS.compares_runs
     assert AlgorithmConfig(algorithm_type="on_policy_distill", repeat_times=1).repeat_times == 1
 
 
@@ -147,7 +146,7 @@ def test_the_gradient_leads_to_the_teacher():
     for token in range(3):
         old = student.detach()[token : token + 1]
         one = experience(token, old.tolist(), teacher[token : token + 1].tolist(), mask=(True,))
-        ((kept,), _) = distillation_advantages(ExperienceBatch.of([one]), CONFIG)
-        loss = clipped_policy_loss(logits.log_softmax(-1)[token : token + 1], old, kept.advantages, CONFIG).loss
+        ((kept,), _) = distillation_advantages(ExperienceBatch.of([one]), ARGS)
+        loss = -(kept.advantages * (logits.log_softmax(-1)[token : token + 1] - old).exp()).sum()
         found += old.exp() * torch.autograd.grad(loss, logits)[0]
     torch.testing.assert_close(found, wanted)

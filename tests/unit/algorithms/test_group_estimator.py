@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_mq.algorithms.advantage import group_relative_advantages
-from trinity_mq.config import AlgorithmConfig
+from trinity_mq.algorithms.estimators import estimate
+from trinity_mq.config.estimators import GroupEstimator
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 
 
@@ -22,12 +22,12 @@ def experience(task: int, run: int, reward: float | None, step: int = 0, mask: l
     )
 
 
-def config(**settings: Any) -> AlgorithmConfig:
-    return AlgorithmConfig(**{"repeat_times": 4, "min_group_runs": 2, **settings})
+def config(**settings: Any) -> GroupEstimator:
+    return GroupEstimator(**{"epsilon": 1e-4, "min_group_runs": 2, **settings})
 
 
-def advantages(runs: list[Experience], config: AlgorithmConfig) -> tuple[list[Experience], dict[str, float]]:
-    kept, metrics = group_relative_advantages(ExperienceBatch.of(runs), config)
+def advantages(runs: list[Experience], args: GroupEstimator) -> tuple[list[Experience], dict[str, float]]:
+    kept, metrics = estimate(ExperienceBatch.of(runs), args)
     return kept.to_list(), metrics
 
 
@@ -42,7 +42,7 @@ def value(one: Experience) -> float:
 
 def test_divides_by_the_unbiased_deviation_of_the_group() -> None:
     runs = [experience(0, run, reward) for run, reward in enumerate([1.0, 0.0, 0.0, 0.0])]
-    kept, metrics = advantages(runs, config(std_level="group", std_epsilon=1e-4))
+    kept, metrics = advantages(runs, config(scale="group", epsilon=1e-4))
     # mean 1/4; sum of squares 9/16 + 3/16 = 3/4; over 3 = 1/4; deviation 1/2
     assert [value(one) for one in kept] == pytest.approx([0.75 / 0.5001] + [-0.25 / 0.5001] * 3)
     assert metrics["group_advantages/reward_mean/mean"] == 0.25
@@ -53,7 +53,7 @@ def test_divides_by_the_unbiased_deviation_of_the_group() -> None:
 def test_divides_by_the_deviation_of_all_centred_rewards_as_the_recipe_does() -> None:
     rewards = torch.rand(6, 4, generator=torch.Generator().manual_seed(0))
     runs = [experience(task, run, float(rewards[task, run])) for task in range(6) for run in range(4)]
-    kept, _ = advantages(runs, config(std_level="batch"))
+    kept, _ = advantages(runs, config(scale="batch"))
     expected = rewards - rewards.mean(1, keepdim=True)
     expected = expected / (expected.std() + 1e-4)
     torch.testing.assert_close(torch.tensor([value(one) for one in kept]), expected.flatten())
@@ -62,7 +62,7 @@ def test_divides_by_the_deviation_of_all_centred_rewards_as_the_recipe_does() ->
 def test_divides_by_nothing() -> None:
     kept, metrics = advantages(
         [experience(0, 0, 3.0), experience(0, 1, 1.0), experience(1, 0, 5.0), experience(1, 1, 1.0)],
-        config(std_level="none"),
+        config(scale="none"),
     )
     assert [value(one) for one in kept] == [1.0, -1.0, 2.0, -2.0]
     means = {name.rpartition("/")[2]: found for name, found in metrics.items() if "reward_mean" in name}
@@ -72,7 +72,7 @@ def test_divides_by_nothing() -> None:
 def test_a_run_of_many_steps_weighs_once_and_counts_by_its_last_step() -> None:
     steps = [experience(0, 0, reward, step) for step, reward in [(2, 1.0), (0, 9.0), (1, 9.0)]]
     others = [experience(0, 1, 0.0), experience(0, 2, 0.5)]
-    kept, metrics = advantages([*steps, *others], config(std_level="none"))
+    kept, metrics = advantages([*steps, *others], config(scale="none"))
     assert ids(kept) == ids([*steps, *others])
     assert [value(one) for one in kept] == [0.5, 0.5, 0.5, -0.5, 0.0]
     assert metrics["group_advantages/reward_mean/mean"] == 0.5
@@ -80,7 +80,7 @@ def test_a_run_of_many_steps_weighs_once_and_counts_by_its_last_step() -> None:
 
 def test_is_zero_where_the_mask_is_and_float32() -> None:
     runs = [experience(0, 0, 1.0, mask=[True, False, True]), experience(0, 1, 0.0)]
-    (first, _), _ = advantages(runs, config(std_level="none"))
+    (first, _), _ = advantages(runs, config(scale="none"))
     assert first.advantages is not None
     assert first.advantages.dtype == torch.float32
     assert first.advantages.tolist() == [0.5, 0.0, 0.5]
@@ -89,7 +89,7 @@ def test_is_zero_where_the_mask_is_and_float32() -> None:
 @pytest.mark.parametrize("level", ["group", "batch", "none"])
 def test_equal_rewards_give_exactly_zero_even_where_their_mean_is_rounded(level: str) -> None:
     runs = [experience(0, run, 0.1) for run in range(3)]
-    kept, metrics = advantages(runs, config(std_level=level))
+    kept, metrics = advantages(runs, config(scale=level))
     assert [value(one) for one in kept] == [0.0, 0.0, 0.0]
     assert metrics["rollout/zero_variance_groups"] == 1
     assert metrics["group_advantages/reward_std/mean"] == pytest.approx(0, abs=1e-12)
@@ -97,7 +97,7 @@ def test_equal_rewards_give_exactly_zero_even_where_their_mean_is_rounded(level:
 
 @pytest.mark.parametrize("level", ["group", "batch", "none"])
 def test_a_group_of_one_gets_zero(level: str) -> None:
-    kept, metrics = advantages([experience(0, 0, 5.0)], config(std_level=level, min_group_runs=1))
+    kept, metrics = advantages([experience(0, 0, 5.0)], config(scale=level, min_group_runs=1))
     assert [value(one) for one in kept] == [0.0]
     assert metrics["rollout/zero_variance_groups"] == 1
 
@@ -105,10 +105,10 @@ def test_a_group_of_one_gets_zero(level: str) -> None:
 def test_small_groups_are_dropped_and_counted_and_do_not_move_the_scale() -> None:
     whole = [experience(0, run, float(run)) for run in range(4)]
     small = [experience(1, 0, 100.0), experience(1, 1, -100.0)]
-    kept, metrics = advantages([small[0], *whole, small[1]], config(std_level="batch", min_group_runs=3))
+    kept, metrics = advantages([small[0], *whole, small[1]], config(scale="batch", min_group_runs=3))
     assert ids(kept) == ids(whole)
     assert metrics["rollout/partial_groups"] == 1
-    alone, _ = advantages([experience(0, run, float(run)) for run in range(4)], config(std_level="batch"))
+    alone, _ = advantages([experience(0, run, float(run)) for run in range(4)], config(scale="batch"))
     assert [value(one) for one in kept] == [value(one) for one in alone]
 
 
@@ -116,7 +116,7 @@ def test_small_groups_are_dropped_and_counted_and_do_not_move_the_scale() -> Non
 def test_a_run_without_a_reward_is_dropped_with_all_its_steps(missing: float | None) -> None:
     bad = [experience(0, 3, 1.0, step=0), experience(0, 3, missing, step=1)]
     good = [experience(0, run, float(run)) for run in range(3)]
-    kept, metrics = advantages([*bad, *good], config(std_level="none"))
+    kept, metrics = advantages([*bad, *good], config(scale="none"))
     assert ids(kept) == ids(good)
     assert [value(one) for one in kept] == [-1.0, 0.0, 1.0]
     assert metrics["rollout/missing_rewards"] == 1
@@ -127,7 +127,7 @@ def test_a_run_without_a_reward_is_dropped_with_all_its_steps(missing: float | N
 @pytest.mark.parametrize("rewards", [(1e308, -1e308, 1e308, 0.0), (1.7e308, 1.7e308, 1.7e308, 1.6e308), (1e38, -3e38)])
 def test_huge_rewards_give_finite_advantages_and_metrics(level: str, rewards: tuple[float, ...]) -> None:
     runs = [experience(task, run, reward) for task in range(2) for run, reward in enumerate(rewards)]
-    kept, metrics = advantages(runs, config(std_level=level))
+    kept, metrics = advantages(runs, config(scale=level))
     assert ids(kept) == ids(runs)
     assert all(math.isfinite(value(one)) for one in kept)
     assert all(map(math.isfinite, metrics.values()))
@@ -154,14 +154,14 @@ def test_order_does_not_matter_and_groups_sum_to_zero(rewards: list[list[float]]
         return [experience(task, run, one) for task, group in enumerate(rewards) for run, one in enumerate(group)]
 
     level = data.draw(st.sampled_from(["group", "batch", "none"]))
-    kept, _ = advantages(batch(), config(std_level=level))
+    kept, _ = advantages(batch(), config(scale=level))
     sums: dict[str, float] = {}
     for one in kept:
         sums[one.eid.tid] = sums.get(one.eid.tid, 0.0) + value(one)
     assert list(sums.values()) == pytest.approx([0.0] * len(rewards), abs=1e-4)
     shuffled = batch()
     random.Random(0).shuffle(shuffled)
-    again, _ = advantages(shuffled, config(std_level=level))
+    again, _ = advantages(shuffled, config(scale=level))
     assert {one.eid.rid: value(one) for one in again} == pytest.approx(
         {one.eid.rid: value(one) for one in kept}, abs=1e-4
     )

@@ -1,34 +1,36 @@
-"""On-policy distillation: a teacher's opinion of each sampled token becomes that token's advantage."""
+"""Advantages from a teacher's opinion of each sampled token: on-policy distillation and its symmetric form."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trinity_mq.config.algorithm import AlgorithmConfig
+from trinity_mq.algorithms.estimators.runs import Counts, Flags, mask_lengths, response_field
+from trinity_mq.config.estimators import DistillEstimator, JsdEstimator
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.ragged import Ragged
 
-Flags = npt.NDArray[np.bool_]
+Advantages = Callable[[Tensor, Tensor], Tensor]
+"""From the logprobs of student and teacher, float32 ``[tokens]`` in nats, to advantages."""
 
 
-def distillation_advantages(
-    batch: ExperienceBatch, config: AlgorithmConfig
-) -> tuple[ExperienceBatch, dict[str, float]]:
+def distillation_advantages(batch: ExperienceBatch, args: DistillEstimator) -> tuple[ExperienceBatch, dict[str, float]]:
     """Give every token the teacher's log probability minus the student's (reverse KL per token, on the student's own
     samples: arXiv 2306.13649; as an advantage: https://thinkingmachines.ai/blog/on-policy-distillation/).
 
-    The advantage of token ``t`` is ``-config.kl_coef * (logprobs[t] - teacher_logprobs[t])`` where the action mask is
-    True, else 0; both in nats, at the temperature of the sample. No reward, no other token and no other run has a part
-    in it: nothing is centred or scaled, and groups may be of any size.
+    The advantage of token ``t`` is ``-kl_coef * (logprobs[t] - teacher_logprobs[t])`` where the action mask is True,
+    else 0; both in nats, at the temperature of the sample. No reward, no other token and no other run has a part in it:
+    nothing is centred or scaled, and groups may be of any size.
 
     Dropped, with all their experiences, and counted: runs in which one of the two is no finite number.
 
     Args:
         batch: A whole batch, in any order.
-        config: The factor ``kl_coef``.
+        args: The factor ``kl_coef``.
 
     Returns:
         The experiences that stay, in the order given, with ``advantages`` as float32 ``[response]``; and the metrics.
@@ -40,15 +42,35 @@ def distillation_advantages(
         ValueError: An experience without action mask (dpo), or with a token to train on and no logprobs of the student
             or the teacher for it.
     """
+    return _from_teacher(batch, lambda student, teacher: args.kl_coef * (teacher - student))
+
+
+def jsd_advantages(batch: ExperienceBatch, args: JsdEstimator) -> tuple[ExperienceBatch, dict[str, float]]:
+    """Give every token its part in the policy gradient of the generalised Jensen-Shannon divergence (arXiv
+    2306.13649), ``JSD = beta KL(T || M) + (1 - beta) KL(S || M)`` with ``M = beta T + (1 - beta) S``.
+
+    The advantage of a token is ``-kl_coef (1 - beta) (log S - log M)``: the derivatives of ``log M`` in both terms, and
+    that of ``log S``, add up to nothing in expectation over the student's samples. Beyond that, as
+    :func:`distillation_advantages`.
+    """
+    return _from_teacher(batch, lambda student, teacher: jsd_advantage(student, teacher, args.beta, args.kl_coef))
+
+
+def jsd_advantage(student: Tensor, teacher: Tensor, beta: float, kl_coef: float) -> Tensor:
+    """Return ``-kl_coef (1 - beta) (log S - log M)`` from the logprobs of student and teacher, ``[tokens]`` in nats."""
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    return kl_coef * (1 - beta) * (mixture - student)
+
+
+def _from_teacher(batch: ExperienceBatch, advantages: Advantages) -> tuple[ExperienceBatch, dict[str, float]]:
     if not len(batch):
         return batch, {"rollout/nonfinite_logprobs": 0.0}
-    masks = batch.lengths("action_mask")
-    _refuse(batch, masks < 0, "action_mask", "distillation is for single_turn and multi_turn experiences")
+    masks = mask_lengths(batch)
     trained = batch.dense("action_mask").to(torch.bool)
     owner = np.repeat(np.arange(len(batch)), masks)
     counts = np.bincount(owner[trained.numpy()], minlength=len(batch))
-    student = _aligned(batch, "logprobs", counts > 0, "the engine returns them with its samples")
-    teacher = _aligned(
+    student = response_field(batch, "logprobs", counts > 0, "the engine returns them with its samples")
+    teacher = response_field(
         batch,
         "teacher_logprobs",
         counts > 0,
@@ -61,15 +83,15 @@ def distillation_advantages(
     odd = np.unique(runs[owner[~torch.isfinite(distances).numpy()]])
     kept = ~np.isin(runs, odd)
     metrics = {"rollout/nonfinite_logprobs": float(len(odd)), **_by_run(distances, owner, runs, counts, kept)}
-    advantages = Ragged.packed(distances * -config.kl_coef + 0.0, masks)  # + 0.0: no -0.0 where nothing is trained on
-    return batch.replace(advantages=advantages).select(kept), metrics
+    given = torch.where(trained, advantages(student, teacher), 0.0) + 0.0  # no -0.0
+    return batch.replace(advantages=Ragged.packed(given, masks)).select(kept), metrics
 
 
 def _by_run(
     distances: Tensor,
-    owner: npt.NDArray[np.int64],
-    runs: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
+    owner: Counts,
+    runs: Counts,
+    counts: Counts,
     kept: Flags,
 ) -> dict[str, float]:
     """Return the spread over the runs that stay of their mean distance; a run of many steps counts as one."""
@@ -80,29 +102,3 @@ def _by_run(
     if not len(means):
         return {}
     return {f"advantage/kl/{name}": float(getattr(means, name)()) for name in ("mean", "max", "min")}
-
-
-def _aligned(batch: ExperienceBatch, name: str, wanted: Flags, maker: str) -> Tensor:
-    """Return a field of all experiences, float32, as long as their action masks together; 0 where it is not wanted.
-
-    Raises:
-        ValueError: It is wanted of an experience that has none.
-    """
-    lengths = batch.lengths(name)
-    _refuse(batch, wanted & (lengths < 0), name, maker)
-    masks = batch.lengths("action_mask")
-    if (lengths == masks).all():
-        return batch.dense(name).float()
-    flat = torch.zeros(int(masks.sum()))
-    if (lengths >= 0).any():
-        flat[torch.from_numpy(np.repeat(lengths >= 0, masks))] = batch.dense(name).float()
-    return flat
-
-
-def _refuse(batch: ExperienceBatch, wrong: Flags, name: str, why: str) -> None:
-    if wrong.any():
-        number = int(wrong.argmax())
-        raise ValueError(
-            f"experience {batch.ids('uid')[number]} ({batch.values('experience_type')[number]}) has no {name}, wanted "
-            f"one per response token; {why}"
-        )

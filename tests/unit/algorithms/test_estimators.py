@@ -1,0 +1,446 @@
+"""Properties that all estimators share, and what is particular to each."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_mq.algorithms.estimators import estimate
+from trinity_mq.algorithms.estimators.plugin import EstimatorError
+from trinity_mq.config.estimators import (
+    DiscountedEstimator,
+    Estimator,
+    EstimatorPlugin,
+    GaeEstimator,
+    GigpoEstimator,
+    GroupEstimator,
+    LengthPenaltyWeights,
+    NoEstimator,
+)
+from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.runtime.plugins import UnknownNameError
+
+GROUP: dict[str, GroupEstimator] = {
+    "mean": GroupEstimator(),
+    "leave_one_out": GroupEstimator(baseline="leave_one_out", scale="batch"),
+    "logavgexp": GroupEstimator(baseline="logavgexp", scale="none"),
+    "length_weighted": GroupEstimator(baseline="length_weighted", scale="population"),
+    "second_best": GroupEstimator(baseline="second_best", scale="batch_raw"),
+    "max_rl": GroupEstimator(scale="mean"),
+    "whitened": GroupEstimator(scale="none", whiten=True),
+    "balanced": GroupEstimator(scale="none", drop="balance"),
+    "step_norm": GroupEstimator(step_norm=True),
+}
+ALL: dict[str, Estimator] = {
+    **GROUP,
+    "none": GroupEstimator(baseline="none", scale="none"),
+    "nonzero": GroupEstimator(scale="none", nonzero_scale=True),
+    "ranked": GroupEstimator(rank_penalty=0.5),
+    "sized": GroupEstimator(length_penalty=LengthPenaltyWeights()),
+    "roles": GroupEstimator(baseline="role_mean", scale="none"),
+    "discounted": DiscountedEstimator(gamma=0.9),
+    "gae": GaeEstimator(gamma=0.99, lam=0.95),
+    "gigpo": GigpoEstimator(scale="group", gamma=0.9),
+}
+
+
+def experience(
+    run: int, reward: float | None = 0.0, mask: Sequence[bool] = (True,), task: int = 0, step: int = 0, **fields: Any
+) -> Experience:
+    return Experience(
+        eid=EID(7, task, run, step, f"{step:012x}"),
+        tokens=[3] * (1 + len(mask)),
+        prompt_length=1,
+        action_mask=list(mask),
+        reward=reward,
+        **fields,
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn, *, low: float = -4.0, equal: bool = False) -> list[Experience]:
+    """Experiences of up to three tasks with two to five runs of one to three steps."""
+    rewards = st.integers(int(low * 8), 32).map(lambda number: number / 8)  # exact in float32
+    logprobs = st.floats(-5, 0, width=32)
+    rows = []
+    for task in range(draw(st.integers(1, 3))):
+        common = draw(rewards)
+        for run in range(draw(st.integers(2, 5))):
+            reward = common if equal else draw(rewards)
+            for step in range(draw(st.integers(1, 3))):
+                mask = draw(st.lists(st.booleans(), min_size=1, max_size=4))
+                row = experience(
+                    run,
+                    reward,
+                    mask,
+                    task,
+                    step,
+                    logprobs=[draw(logprobs) for _ in mask],
+                    info={"env_state_hash": draw(st.integers(0, 2)), "role": draw(st.sampled_from("ab"))},
+                )
+                rows.append(row)
+    return rows
+
+
+def advantages(
+    rows: Sequence[Experience], args: Estimator, values: Mapping[str, list[float]] | None = None
+) -> dict[str, list[float]]:
+    """Return the advantages by the id of the experience."""
+    given: dict[str, Any] = {}
+    if isinstance(args, GaeEstimator):
+        flat = [value for one in rows for value in (values or {}).get(one.eid.uid, [0.25] * one.action_mask.shape[0])]
+        given["values"] = torch.tensor(flat)
+    if isinstance(args, GroupEstimator) and args.baseline == "role_mean":
+        given["baselines"] = {}
+    kept, metrics = estimate(ExperienceBatch.of(rows), args, **given)
+    assert all(map(math.isfinite, metrics.values()))
+    return {one.eid.uid: one.advantages.tolist() for one in kept}
+
+
+def same(found: Mapping[str, list[float]], expected: Mapping[str, list[float]], tolerance: float = 1e-5) -> None:
+    assert {uid: pytest.approx(row, rel=tolerance, abs=tolerance) for uid, row in expected.items()} == dict(found)
+
+
+@settings(deadline=None, max_examples=20)
+@pytest.mark.parametrize("name", ALL)
+@given(rows=batches(), data=st.data())
+def test_tokens_that_are_not_trained_have_no_part_and_get_nothing(
+    name: str, rows: list[Experience], data: st.DataObject
+) -> None:
+    before = advantages(rows, ALL[name])
+    for row in rows:
+        assert row.action_mask is not None
+        assert row.logprobs is not None
+        row.logprobs = torch.where(row.action_mask, row.logprobs, data.draw(st.sampled_from([-99.0, math.nan])))
+    values = {
+        one.eid.uid: [0.25 if flag else data.draw(st.sampled_from([5.0, math.nan])) for flag in one.action_mask]
+        for one in rows
+    }
+    after = advantages(rows, ALL[name], values)
+    same(after, before, 0)
+    for row in rows:
+        trained = row.action_mask.tolist()
+        assert not any(value for value, flag in zip(after.get(row.eid.uid, []), trained, strict=False) if not flag)
+
+
+@settings(deadline=None, max_examples=20)
+@pytest.mark.parametrize("name", ALL)
+@given(rows=batches(), seed=st.integers(0, 1000))
+def test_the_order_of_experiences_does_not_matter(name: str, rows: list[Experience], seed: int) -> None:
+    shuffled = list(rows)
+    random.Random(seed).shuffle(shuffled)
+    same(advantages(shuffled, ALL[name]), advantages(rows, ALL[name]))
+
+
+@settings(deadline=None, max_examples=20)
+@pytest.mark.parametrize("name", [*GROUP, "nonzero", "gigpo"])
+@given(rows=batches(equal=True))
+def test_equal_rewards_teach_nothing(name: str, rows: list[Experience]) -> None:
+    if name == "gigpo":  # its steps have returns of their own: one step each
+        rows = [row for row in rows if row.eid.step == 0]
+    found = advantages(rows, ALL[name])
+    assert len(found) == len(rows)
+    assert not any(value for row in found.values() for value in row)
+
+
+SCALED = {  # by how much advantages grow where rewards grow by a factor
+    **dict.fromkeys(("none", "roles", "balanced", "nonzero"), 1),
+    **dict.fromkeys(("mean", "leave_one_out", "length_weighted", "second_best", "max_rl", "step_norm", "ranked"), 0),
+    **dict.fromkeys(("sized", "whitened", "discounted"), 0),
+}
+
+
+@settings(deadline=None, max_examples=20)
+@pytest.mark.parametrize("name", SCALED)
+@given(rows=batches(low=0.0), factor=st.sampled_from([0.5, 2.0, 4.0]))
+def test_larger_rewards_scale_advantages_as_the_formula_says(name: str, rows: list[Experience], factor: float) -> None:
+    args = ALL[name]
+    if isinstance(args, GroupEstimator):
+        args = args.model_copy(update={"epsilon": 0.0})
+    before = advantages(rows, args)
+    for row in rows:
+        row.reward = (row.reward or 0.0) * factor
+    power = factor ** SCALED[name]
+    same(advantages(rows, args), {uid: [value * power for value in values] for uid, values in before.items()}, 1e-4)
+
+
+@settings(deadline=None, max_examples=20)
+@given(rows=batches())
+def test_whitened_advantages_have_mean_0_and_variance_1_or_are_all_0(rows: list[Experience]) -> None:
+    found = advantages(rows, GROUP["whitened"])
+    trained = torch.tensor(
+        [v for row in rows for v, flag in zip(found[row.eid.uid], row.action_mask, strict=True) if flag]
+    )
+    if len(trained) and trained.any():
+        assert trained.mean().item() == pytest.approx(0, abs=1e-5)
+        assert trained.var().item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_empty_batch_and_a_batch_without_rewards_are_empty(name: str) -> None:
+    assert advantages([], ALL[name]) == {}
+    rows = [experience(run, None, logprobs=[-1.0], info={"env_state_hash": 1}) for run in range(3)]
+    assert advantages(rows, ALL[name]) == {}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_preference_pairs_are_refused(name: str) -> None:
+    pair = Experience(eid=EID(7, 0, 0), tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=2, reward=1.0)
+    with pytest.raises(ValueError, match=r"\(dpo\) has no action_mask"):
+        estimate(ExperienceBatch.of([pair]), ALL[name], **({"values": torch.zeros(0)} if name == "gae" else {}))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_huge_rewards_give_finite_advantages(name: str) -> None:
+    rows = [
+        experience(run, reward, logprobs=[-1.0 - run], info={"env_state_hash": 1})
+        for run, reward in enumerate([1e308, -1e308, 1e300, 0.0])
+    ]
+    found = advantages(rows, ALL[name])
+    assert found
+    assert all(map(math.isfinite, (value for row in found.values() for value in row)))
+
+
+def first(found: Mapping[str, list[float]]) -> list[float]:
+    return [row[0] for row in found.values()]
+
+
+def test_groups_of_one_get_0_where_runs_are_compared_and_their_reward_where_not() -> None:
+    row = [experience(0, 2.0, logprobs=[-1.0], info={"env_state_hash": 1})]
+    for name in (*GROUP, "nonzero", "ranked", "sized", "gigpo"):
+        assert first(advantages(row, ALL[name])) == [0.0], name
+    assert first(advantages(row, GroupEstimator(shift=-0.1, scale="none"))) == [0.0]
+    assert first(advantages(row, ALL["none"])) == [2.0]
+
+
+def test_small_groups_count_only_where_runs_are_compared() -> None:
+    rows = [experience(0, 2.0, info={"env_state_hash": 1}), *(experience(run, float(run), task=1) for run in range(3))]
+    batch = ExperienceBatch.of(rows)
+    assert len(estimate(batch, GROUP["mean"], min_group_runs=2)[0]) == 3
+    assert len(estimate(batch, ALL["none"], min_group_runs=2)[0]) == 4
+    assert len(estimate(batch, ALL["none"].model_copy(update={"min_group_runs": 2}), min_group_runs=1)[0]) == 3
+    assert estimate(batch, GROUP["mean"], min_group_runs=4)[1]["rollout/partial_groups"] == 2
+
+
+def test_a_baseline_below_the_mean_raises_all() -> None:
+    rows = [experience(run, 1.0) for run in range(3)]
+    assert first(advantages(rows, GroupEstimator(shift=-0.1, scale="none"))) == pytest.approx([0.1] * 3)
+
+
+def test_a_mean_reward_that_is_not_positive_divides_nothing() -> None:
+    assert first(advantages([experience(0, -3.0), experience(1, 1.0)], GROUP["max_rl"])) == [0.0, 0.0]
+
+
+def test_ties_for_the_best_get_nothing() -> None:
+    rows = [experience(run, reward) for run, reward in enumerate([1.0, 1.0, 0.0])]
+    assert first(advantages(rows, GROUP["second_best"])) == [0.0] * 3
+
+
+def test_surplus_runs_below_the_mean_are_dropped_the_same_way_again() -> None:
+    rows = [experience(run, 1.0 if run < 2 else 0.0) for run in range(8)]
+    kept, metrics = estimate(ExperienceBatch.of(rows), GROUP["balanced"])
+    assert sorted(one.reward or 0.0 for one in kept) == [0.0, 0.0, 1.0, 1.0]
+    assert [float(one.advantages[0]) for one in kept if one.reward] == [0.5, 0.5], "the mean is that of the kept"
+    assert metrics["rollout/surplus_runs"] == 4
+    again, _ = estimate(ExperienceBatch.of(rows[::-1]), GROUP["balanced"])
+    assert {one.eid.run for one in again} == {one.eid.run for one in kept}
+    others = [experience(run, 1.0 if run < 2 else 0.0, task=task) for task in range(20) for run in range(8)]
+    chosen = {}
+    for one in estimate(ExperienceBatch.of(others), GROUP["balanced"])[0]:
+        chosen.setdefault(one.eid.task, set()).add(one.eid.run)
+    assert len({frozenset(runs) for runs in chosen.values()}) > 5, "not the same runs of every task"
+
+
+def test_without_its_greedy_run_a_task_is_partial() -> None:
+    args = GroupEstimator(baseline="greedy", scale="none")
+    rows = [
+        experience(0, 1.0),
+        experience(1, 0.25, info={"greedy": True}),
+        experience(0, 1.0, task=1),
+        experience(1, None, task=1, info={"greedy": True}),
+        experience(0, 1.0, task=2, info={"greedy": True}),
+    ]
+    kept, metrics = estimate(ExperienceBatch.of(rows), args)
+    assert [(one.eid.task, one.eid.run, float(one.advantages[0])) for one in kept] == [(0, 0, 0.75)]
+    assert metrics["rollout/partial_groups"] == 2
+    assert metrics["rollout/missing_rewards"] == 1
+
+
+def test_each_role_of_a_run_has_a_reward_and_a_baseline() -> None:
+    baselines = {"seller": 0.5}
+    rows = [
+        experience(0, 1.0, step=0, info={"role": "seller"}),
+        experience(0, -1.0, step=1, info={"role": "buyer"}),
+        experience(0, -1.0, step=2, info={"role": "buyer"}),
+    ]
+    args = GroupEstimator(baseline="role_mean", scale="none", decay=0.5)
+    kept, _ = estimate(ExperienceBatch.of(rows), args, baselines=baselines)
+    assert [float(one.advantages[0]) for one in kept] == [0.5, -1.0, -1.0]
+    assert baselines == {"seller": 0.75, "buyer": -0.5}
+    with pytest.raises(ValueError, match="no baselines were given to begin with; the trainer keeps them"):
+        estimate(ExperienceBatch.of(rows), args)
+
+
+def test_a_likelier_run_is_worth_less_than_one_of_equal_reward() -> None:
+    rows = [experience(run, 1.0, logprobs=[-float(run)]) for run in range(3)]
+    likely, middle, unlikely = first(advantages(rows, GroupEstimator(scale="none", rank_penalty=0.3)))
+    assert (likely, middle, unlikely) == pytest.approx((-0.1, 0.0, 0.1))
+    with pytest.raises(ValueError, match="has no logprobs, wanted one per response token; rank_penalty compares"):
+        advantages([experience(run, 1.0) for run in range(2)], GroupEstimator(rank_penalty=0.3))
+
+
+def test_a_run_of_several_steps_is_one_trajectory() -> None:
+    rows = [
+        experience(0, 8.0, [True, False, True], step=1),
+        experience(0, 3.0, [True], step=0),
+    ]
+    found = advantages(rows, DiscountedEstimator(gamma=0.5, whiten=False))
+    assert list(found.values()) == [[4.0, 0.0, 8.0], [2.0]]
+
+
+def test_rewards_of_tokens_replace_the_reward_of_the_run() -> None:
+    rows = [experience(0, 8.0, [True, True], token_level_reward=[1.0, 2.0]), experience(1, 4.0, [True, False])]
+    rows += [experience(2, 1.0, [True, True], token_level_reward=[1.0, math.nan]), experience(3, None)]
+    kept, metrics = estimate(ExperienceBatch.of(rows), DiscountedEstimator(whiten=False))
+    assert [one.advantages.tolist() for one in kept] == [[3.0, 2.0], [4.0, 0.0]]
+    assert metrics["rollout/missing_rewards"] == 2
+    assert metrics["group_advantages/reward_mean/mean"] == 3.5
+
+
+def test_a_critic_that_knows_the_reward_leaves_no_advantage() -> None:
+    rows = [experience(run, float(run), [True, False, True]) for run in range(3)]
+    values = torch.tensor([[float(run)] * 3 for run in range(3)]).flatten()
+    kept, _ = estimate(ExperienceBatch.of(rows), GaeEstimator(), values=values)
+    assert [one.advantages.tolist() for one in kept] == [[0.0] * 3] * 3
+    assert [one.returns.tolist() for one in kept] == [[0.0] * 3, [1.0, 0.0, 1.0], [2.0, 0.0, 2.0]]
+
+
+def test_values_belong_to_the_tokens_of_the_whole_batch_also_where_runs_are_dropped() -> None:
+    rows = [experience(0, None, [True, True]), experience(1, 1.0, [True])]
+    kept, _ = estimate(ExperienceBatch.of(rows), GaeEstimator(whiten=False), values=torch.tensor([9.0, 9.0, 0.25]))
+    assert [one.advantages.tolist() for one in kept] == [[0.75]]
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "says"),
+    [
+        (GaeEstimator(), {}, "was given no values, wanted those of a critic"),
+        (GaeEstimator(), {"values": torch.zeros(3)}, r"values has shape \[3\], wanted \[2\]"),
+        (GaeEstimator(), {"values": torch.tensor([0.0, math.nan])}, "values is nan at response token 1"),
+        (DiscountedEstimator(), {"token_penalty": torch.zeros(1)}, r"token_penalty has shape \[1\], wanted \[2\]"),
+        (
+            DiscountedEstimator(),
+            {"values": torch.zeros(2)},
+            "values is given to the estimator 'discounted', which would",
+        ),
+        (GroupEstimator(), {"token_penalty": torch.zeros(2)}, "token_penalty is given to the estimator 'group'"),
+    ],
+)
+def test_what_the_caller_must_give_is_said(args: Estimator, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        estimate(ExperienceBatch.of([experience(run, float(run)) for run in range(2)]), args, **given)
+
+
+def test_states_of_different_tasks_are_never_compared() -> None:
+    rows = [
+        experience(run, float(run + 10 * task), task=task, info={"env_state_hash": "start"})
+        for task in range(2)
+        for run in range(2)
+    ]
+    args = GigpoEstimator(epsilon=0.0)
+    assert first(advantages(rows, args)) == [-1.0, 1.0, -1.0, 1.0]
+
+
+def test_a_step_without_state_or_reward_is_named_or_dropped() -> None:
+    rows = [experience(0, 1.0, info={"env_state_hash": 1}), experience(1, 1.0)]
+    with pytest.raises(ValueError, match=r"experience 7/0/1/0/0+ has no info\['env_state_hash'\]"):
+        advantages(rows, GigpoEstimator())
+    rows = [
+        experience(0, 1.0, info={"env_state_hash": 1}),
+        experience(1, 1.0, info={"env_state_hash": 1}),
+        experience(2, 1.0, step=0, info={"env_state_hash": 1, "step_reward": math.nan}),
+        experience(2, 1.0, step=1, info={"env_state_hash": 1}),
+    ]
+    kept, metrics = estimate(ExperienceBatch.of(rows), GigpoEstimator())
+    assert [one.eid.run for one in kept] == [0, 1]
+    assert metrics["rollout/missing_rewards"] == 1
+
+
+def test_no_estimator_leaves_the_batch_alone() -> None:
+    pair = Experience(eid=EID(7, 0, 0), tokens=[1, 2], chosen=[3], rejected=[4], prompt_length=2)
+    batch = ExperienceBatch.of([pair])
+    assert estimate(batch, NoEstimator()) == (batch, {})
+
+
+def above(rewards: list[float], *, threshold: float = 0.0) -> list[float]:
+    return [1.0 if reward > threshold else -1.0 for reward in rewards]
+
+
+def too_few(rewards: list[float]) -> list[float]:
+    return rewards[1:]
+
+
+def broken(rewards: list[float]) -> list[float]:
+    return [1 / (reward - reward) for reward in rewards]
+
+
+def endless(rewards: list[float]) -> list[float]:
+    return [math.inf for _ in rewards]
+
+
+HERE = __name__
+
+
+def test_a_function_of_ones_own_gets_the_rewards_of_a_task_in_the_order_of_its_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def noted(rewards: list[float], *, threshold: float) -> list[float]:
+        seen.append(list(rewards))
+        return above(rewards, threshold=threshold)
+
+    monkeypatch.setitem(globals(), "noted", noted)
+    rows = [experience(run, float(run), task=task) for run in (2, 0, 1) for task in range(2)]
+    rows += [experience(3, None), experience(0, 1.0, task=9)]
+    args = EstimatorPlugin(kind=f"{HERE}.noted", args={"threshold": 0.5})
+    kept, metrics = estimate(ExperienceBatch.of(rows), args, min_group_runs=2)
+    assert seen == [[0.0, 1.0, 2.0]] * 2
+    assert [(one.eid.run, float(one.advantages[0])) for one in kept] == [
+        *[(2, 1.0)] * 2,
+        *[(0, -1.0)] * 2,
+        *[(1, 1.0)] * 2,
+    ]
+    assert metrics["rollout/missing_rewards"] == metrics["rollout/partial_groups"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "says"),
+    [
+        (
+            "above",
+            {"treshold": 1},
+            r"cannot be called with rewards and args .*'treshold'.*it is above\(rewards.*wanted def above",
+        ),
+        ("too_few", {}, r"returned \[1.0\] for the rewards \[0.0, 1.0\], wanted 2 finite numbers"),
+        ("endless", {}, r"returned \[inf, inf\]"),
+        ("broken", {}, r"raised ZeroDivisionError.*for the rewards \[0.0, 1.0\] of one task"),
+        ("HERE", {}, r"wanted a plain function: def HERE\(rewards: list\[float\]"),
+    ],
+)
+def test_a_function_that_does_not_fit_is_named_with_what_is_wanted(name: str, args: dict[str, Any], says: str) -> None:
+    rows = [experience(run, float(run)) for run in range(2)]
+    with pytest.raises(EstimatorError, match=says):
+        estimate(ExperienceBatch.of(rows), EstimatorPlugin(kind=f"{HERE}.{name}", args=args))
+
+
+def test_a_function_that_is_not_there_is_named() -> None:
+    with pytest.raises(UnknownNameError, match=r"estimator '.*\.abve': module .* has no 'abve'; did you mean 'above'"):
+        advantages([experience(0)], EstimatorPlugin(kind=f"{HERE}.abve"))

@@ -1,0 +1,79 @@
+"""The section of the estimator: its kinds, what they say of themselves, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from trinity_mq.algorithms.estimators import ESTIMATORS
+from trinity_mq.config.estimators import (
+    ESTIMATOR_PRESETS,
+    KINDS,
+    DiscountedEstimator,
+    Estimator,
+    EstimatorBase,
+    EstimatorPlugin,
+    GroupEstimator,
+)
+
+ESTIMATOR: TypeAdapter[EstimatorBase] = TypeAdapter(Estimator)
+
+
+def test_the_kind_alone_is_a_section() -> None:
+    assert ESTIMATOR.validate_python("discounted") == DiscountedEstimator()
+    assert ESTIMATOR.validate_python({"kind": "group", "scale": "batch"}) == GroupEstimator(scale="batch")
+
+
+def test_every_kind_is_a_function_and_agents_read_what_was_written() -> None:
+    assert set(ESTIMATORS) == set(KINDS)
+    given = [
+        *map(ESTIMATOR.validate_python, KINDS),
+        *ESTIMATOR_PRESETS.values(),
+        EstimatorPlugin(kind="my.own", args={"a": 1}),
+    ]
+    for one in given:
+        assert ESTIMATOR.validate_python(ESTIMATOR.dump_python(one, mode="json")) == one
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            "grop",
+            r"kind is 'grop', wanted one of group, discounted, gigpo, distill, jsd, gae, none, or the dotted path",
+        ),
+        ({"scale": "batch"}, "kind is None, wanted one of group"),
+        ({"kind": "group", "epsilom": 1}, "epsilom"),
+        ({"kind": "group", "tau": 0.0}, "greater than 0"),
+        ({"kind": "group", "shift": float("nan")}, "finite"),
+        (
+            {"kind": "group", "baseline": "none"},
+            "scale is 'group' with baseline 'none', wanted none, batch or batch_raw",
+        ),
+        ({"kind": "group", "baseline": "role_mean", "scale": "mean"}, "scale is 'mean' with baseline 'role_mean'"),
+        (
+            {"kind": "group", "baseline": "second_best", "shift": 1.0},
+            "shift is 1.0 with baseline 'second_best', wanted 0",
+        ),
+        ({"kind": "jsd", "beta": 1.0}, "less than 1"),
+        ({"kind": "my..function"}, "pattern"),
+        ({"kind": "my.function", "args": {"a": float("inf")}}, "a is inf, wanted a finite number"),
+    ],
+)
+def test_what_does_not_fit_is_said(given: Any, says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        ESTIMATOR.validate_python(given)
+
+
+def test_what_an_estimator_needs_depends_on_its_fields() -> None:
+    compare = {name for name, args in ESTIMATOR_PRESETS.items() if args.compares_runs}
+    assert set(ESTIMATOR_PRESETS) - compare == {
+        *("reinforce", "reinforceplusplus", "rae", "ppo", "on_policy_distill", "jsd", "sft"),
+    }
+    assert {name for name, args in ESTIMATOR_PRESETS.items() if args.where == "trainer"} == {"rae", "ppo"}
+    needs = {name: args.needs for name, args in ESTIMATOR_PRESETS.items() if args.needs}
+    assert needs == {"ppo": ("critic",), "on_policy_distill": ("teacher",), "jsd": ("teacher",)}
+    unrewarded = {name for name, args in ESTIMATOR_PRESETS.items() if not args.needs_reward}
+    assert unrewarded == {"on_policy_distill", "jsd", "sft"}

@@ -1,0 +1,112 @@
+"""Group-in-group advantages: runs are compared with runs, and steps with the steps taken from the same state."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trinity_mq.algorithms.estimators.runs import (
+    LARGEST,
+    Counts,
+    Numbers,
+    centred,
+    deviation,
+    is_finite,
+    mask_lengths,
+    numbered,
+    reward_metrics,
+    with_scores,
+)
+from trinity_mq.algorithms.estimators.trajectories import discounted_sums
+from trinity_mq.config.estimators import GigpoEstimator
+from trinity_mq.experience import ExperienceBatch
+
+STEP_REWARD = "step_reward"
+"""Key of ``info``: the reward of one step; without it the experience's reward counts."""
+STATE = "env_state_hash"
+"""Key of ``info``: a text or number that equals that of steps taken from the same state."""
+
+
+def gigpo_advantages(
+    batch: ExperienceBatch, args: GigpoEstimator, min_group_runs: int = 1
+) -> tuple[ExperienceBatch, dict[str, float]]:
+    """Give every step ``A_E + omega A_S`` (GiGPO, arXiv 2505.10978, equations 4, 7 and 8).
+
+    ``A_E`` is the distance of its run's summed rewards from their mean over the task's runs; ``A_S`` that of its own
+    discounted return from the mean over all steps of the task's runs that began in the same state. Each is divided by
+    1 or by the unbiased standard deviation of what was compared, plus ``epsilon``. A task's only run has ``A_E`` 0, a
+    state's only step ``A_S`` 0. States of different tasks are never compared.
+
+    Dropped, with all their experiences, and counted: runs with a step without finite reward, then tasks with fewer than
+    ``min_group_runs`` runs left.
+
+    Args:
+        batch: A whole batch, in any order; the experiences of a run are its steps, in the order of ``eid.step``.
+        args: Weights, discount and scale.
+        min_group_runs: Where ``args`` does not say.
+
+    Raises:
+        ValueError: An experience without action mask (dpo), or without ``info["env_state_hash"]``.
+    """
+    mask_lengths(batch)
+    rewards = _step_rewards(batch)
+    unrewarded = {rid for rid, reward in zip(batch.ids("rid"), rewards, strict=True) if reward is None}
+    finished: dict[str, set[str]] = {tid: set() for tid in batch.ids("tid")}
+    for rid, tid in zip(batch.ids("rid"), batch.ids("tid"), strict=True):
+        finished[tid] |= {rid} - unrewarded
+    least = args.min_group_runs or min_group_runs
+    whole = {rid for runs in finished.values() if len(runs) >= least for rid in runs}
+    staying = [number for number, rid in enumerate(batch.ids("rid")) if rid in whole]
+    kept = batch.select(staying)
+    scores, episodes = _scores(kept, np.array([rewards[number] for number in staying], dtype=np.float64), args)
+    return with_scores(kept, scores.tolist()), {
+        "rollout/missing_rewards": float(len(unrewarded)),
+        "rollout/partial_groups": float(sum(len(runs) < least for runs in finished.values())),
+        "rollout/zero_variance_groups": float(sum(max(group) == min(group) for group in episodes)),
+        **reward_metrics(episodes),
+    }
+
+
+def _scores(batch: ExperienceBatch, rewards: Numbers, args: GigpoEstimator) -> tuple[Numbers, list[list[float]]]:
+    """Return the advantage of each step, and the summed rewards of the runs of each task."""
+    if not len(batch):
+        return rewards, []
+    tids, runs = batch.ids("tid"), numbered(batch.ids("rid"))
+    order = np.lexsort((np.array(batch.values("eid.step")), runs))
+    returns = np.empty(len(batch))
+    returns[order] = discounted_sums(rewards[order], np.bincount(runs), args.gamma)
+    episodes = np.bincount(runs, weights=rewards).astype(np.float64)
+    tasks = np.empty(len(episodes), dtype=np.int64)
+    tasks[runs] = numbered(tids)
+    states = numbered(list(zip(tids, _states(batch), strict=True)))
+    scores = _compared(episodes, tasks, args)[runs] + args.omega * _compared(returns, states, args)
+    return scores, [episodes[tasks == task].tolist() for task in range(int(tasks.max()) + 1)]
+
+
+def _compared(values: Numbers, groups: Counts, args: GigpoEstimator) -> Numbers:
+    """Return the distance of each value from the mean of its group, divided by the group's scale."""
+    result = np.empty(len(values))
+    for group in range(int(groups.max()) + 1):
+        chosen = groups == group
+        scale = deviation(values[chosen]) if args.scale == "group" else 1.0
+        result[chosen] = centred(values[chosen]) / (scale + args.epsilon) if scale else 0.0
+    return result
+
+
+def _step_rewards(batch: ExperienceBatch) -> list[float | None]:
+    """Return the reward of each step, None where it is no finite number."""
+    given = [
+        (info or {}).get(STEP_REWARD, reward)
+        for info, reward in zip(batch.values("info"), batch.values("reward"), strict=True)
+    ]
+    return [max(-LARGEST, min(LARGEST, float(reward))) if is_finite(reward) else None for reward in given]
+
+
+def _states(batch: ExperienceBatch) -> list[str]:
+    states = [(info or {}).get(STATE) for info in batch.values("info")]
+    if None in states:
+        number = states.index(None)
+        raise ValueError(
+            f"experience {batch.ids('uid')[number]} has no info[{STATE!r}], wanted a text or number that equals that "
+            "of the other steps taken from the same state; a workflow for gigpo sets it for each step"
+        )
+    return [f"{type(state).__name__} {state}" for state in states]

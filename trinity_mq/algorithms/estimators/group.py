@@ -1,0 +1,268 @@
+"""Group-relative advantages: the reward of a run, compared with those of the other runs of its task."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, MutableMapping, Sequence
+
+import numpy as np
+
+from trinity_mq.algorithms.estimators.penalties import (
+    length_penalised,
+    mean_logprobs,
+    rank_penalised,
+    sizes,
+)
+from trinity_mq.algorithms.estimators.runs import (
+    Group,
+    Numbers,
+    centred,
+    deviation,
+    mask_lengths,
+    reward_metrics,
+    run_values,
+    with_scores,
+)
+from trinity_mq.config.estimators import ACROSS_RUNS, GroupEstimator
+from trinity_mq.experience import ExperienceBatch
+
+Groups = dict[str, Group]
+"""Task id to the rewards of its runs."""
+Baselines = MutableMapping[str, float]
+"""Moving average of the rewards of each role."""
+
+GREEDY = "greedy"
+"""Key of ``info``: True for the experiences of a run that was sampled greedily, as the baseline of the others."""
+ROLE = "role"
+"""Key of ``info``: who acted, of several in one run."""
+
+
+def group_advantages(
+    batch: ExperienceBatch, args: GroupEstimator, min_group_runs: int = 1, baselines: Baselines | None = None
+) -> tuple[ExperienceBatch, dict[str, float]]:
+    """Give every run the distance of its reward from a baseline (GRPO, arXiv 2402.03300, equation 3, and relatives).
+
+    A group is the runs of one task (``eid.tid``). Statistics are over runs (``eid.rid``), not experiences: the reward
+    of a run is that of its last step (largest ``eid.step``; of equals the one listed last). With baseline ``b`` the
+    advantage of reward ``r`` is ``(r - b - shift) / (s + epsilon)`` for a standard deviation ``s``, and
+    ``(r - b - shift) / s`` for another scale; see :class:`GroupEstimator` for both. Where baselines come from other
+    runs, a group of one gets 0, and where ``shift`` is 0, so do equal rewards. A reward beyond +-``LARGEST`` counts as
+    that.
+
+    Dropped, with all their experiences, and counted: runs without a finite reward; groups with fewer than
+    ``min_group_runs`` runs left, or without the greedy run they need; then what ``std_threshold`` and ``drop`` say.
+    Greedy runs are the baseline, and not trained on.
+
+    Args:
+        batch: A whole batch, in any order.
+        args: Baseline, scale and the rest.
+        min_group_runs: Where ``args`` does not say and runs are compared.
+        baselines: For ``role_mean``, updated in place: the caller keeps it from batch to batch.
+
+    Returns:
+        The experiences that stay, in the order given, with ``advantages`` as float32 ``[response]``: the run's number
+        where the action mask is True, else 0; and the metrics. ``group_advantages/*`` are over the groups that stay and
+        absent if none does.
+
+    Raises:
+        ValueError: An experience without action mask (dpo); ``role_mean`` without ``baselines``.
+    """
+    mask_lengths(batch)
+    units = _units(batch, args)
+    found, missing = run_values(batch, batch.values("reward"), units)
+    least = args.min_group_runs or (min_group_runs if args.compares_runs else 1)
+    whole = {tid: group for tid, group in found.items() if len(group) >= least}
+    sampled, greedy = _without_greedy(batch, whole) if args.baseline == "greedy" else (whole, {})
+    rewards = _penalised(batch, units, sampled, args)
+    varied = _above(rewards, args.std_threshold)
+    kept = {tid: _balanced(group) for tid, group in varied.items()} if args.drop == "balance" else varied
+    distances = _distances(batch, units, kept, greedy, args, baselines)
+    scores = _scaled(kept, distances, args)
+    if args.nonzero_scale:
+        factor = _nonzero_factor(kept.values())
+        scores = {unit: score * factor for unit, score in scores.items()}
+    steps = Counter(units) if args.step_norm else Counter[str]()
+    staying = [number for number, unit in enumerate(units) if unit in scores]
+    given = [scores[units[number]] / (steps[units[number]] or 1) for number in staying]
+    return with_scores(batch.select(staying), given, whitened=args.whiten), {
+        "rollout/missing_rewards": float(missing),
+        "rollout/partial_groups": float(len(found) - len(sampled)),
+        "rollout/zero_variance_groups": float(sum(not any(group.values()) for group in distances.values())),
+        **_filter_metrics(rewards, varied, kept, args),
+        **reward_metrics([[sampled[tid][unit] for unit in group] for tid, group in kept.items()]),
+    }
+
+
+def _units(batch: ExperienceBatch, args: GroupEstimator) -> list[str]:
+    """Return what counts as a run for each experience: what one role did in it, where roles have baselines."""
+    if args.baseline != "role_mean":
+        return batch.ids("rid")
+    return [f"{rid} {role}" for rid, role in zip(batch.ids("rid"), _roles(batch), strict=True)]
+
+
+def _roles(batch: ExperienceBatch) -> list[str]:
+    return [str((info or {}).get(ROLE, "")) for info in batch.values("info")]
+
+
+def _without_greedy(batch: ExperienceBatch, groups: Groups) -> tuple[Groups, dict[str, float]]:
+    """Return the groups that have a greedy run, without it, and its reward; of several their mean."""
+    marked = {rid for rid, info in zip(batch.ids("rid"), batch.values("info"), strict=True) if (info or {}).get(GREEDY)}
+    baseline = {
+        tid: [reward for rid, reward in group.items() if rid in marked]
+        for tid, group in groups.items()
+        if not marked.isdisjoint(group) and not marked.issuperset(group)
+    }
+    sampled = {tid: {rid: groups[tid][rid] for rid in groups[tid] if rid not in marked} for tid in baseline}
+    return sampled, {tid: float(np.mean(rewards)) for tid, rewards in baseline.items()}
+
+
+def _penalised(batch: ExperienceBatch, units: Sequence[str], groups: Groups, args: GroupEstimator) -> Groups:
+    result = {tid: group for tid, group in groups.items() if group}
+    if args.length_penalty is not None:
+        found, weights = sizes(batch, units), args.length_penalty
+        result = {tid: length_penalised(group, found, weights) for tid, group in result.items()}
+    if args.rank_penalty is not None:
+        likelihood, penalty = mean_logprobs(batch, units), args.rank_penalty
+        result = {tid: rank_penalised(group, likelihood, penalty) for tid, group in result.items()}
+    return result
+
+
+def _above(groups: Groups, threshold: float | None) -> Groups:
+    if threshold is None:
+        return groups
+    return {tid: group for tid, group in groups.items() if deviation(_array(group)) > threshold}
+
+
+def _balanced(group: Group) -> Group:
+    """Return the group without the runs below its mean that outnumber those above it (REC, arXiv 2509.24203).
+
+    Which of them go is decided by a hash of their ids: as good as at random, and the same when it is done again.
+    """
+    distances = dict(zip(group, centred(_array(group)), strict=True))
+    below = [unit for unit, distance in distances.items() if distance < 0]
+    surplus = len(below) - sum(distance > 0 for distance in distances.values())
+    gone = set(sorted(below, key=lambda unit: hashlib.blake2b(unit.encode()).digest())[: max(surplus, 0)])
+    return {unit: reward for unit, reward in group.items() if unit not in gone}
+
+
+def _distances(
+    batch: ExperienceBatch,
+    units: Sequence[str],
+    groups: Groups,
+    greedy: dict[str, float],
+    args: GroupEstimator,
+    baselines: Baselines | None,
+) -> Groups:
+    if args.baseline == "role_mean":
+        return _role_distances(batch, units, groups, args, baselines)
+    found = sizes(batch, units) if args.baseline == "length_weighted" else None
+    result = {}
+    for tid, group in groups.items():
+        weights = np.ones(len(group)) if found is None else found.of(group, found.output)
+        values = baseline_distances(_array(group), args, weights, greedy.get(tid, 0.0))
+        result[tid] = dict(zip(group, values.tolist(), strict=True))
+    return result
+
+
+def baseline_distances(rewards: Numbers, args: GroupEstimator, weights: Numbers, greedy: float = 0.0) -> Numbers:
+    """Return the distances of the rewards of a task's runs from ``baseline + shift``, float64 ``[runs]``.
+
+    Args:
+        rewards: Float64 ``[runs]``.
+        args: Any baseline but ``role_mean``.
+        weights: Of the runs in the baseline ``length_weighted``, at least 0, ``[runs]``.
+        greedy: The baseline ``greedy``.
+    """
+    count = len(rewards)
+    if args.baseline in {"none", "greedy"}:
+        return rewards - greedy - args.shift
+    if count < 2:
+        return np.zeros(count)
+    if rewards.min() == rewards.max():  # a mean may be off by rounding
+        return np.zeros(count) - args.shift
+    match args.baseline:
+        case "leave_one_out":  # R_i minus the mean of the others (arXiv 2402.14740)
+            distances = centred(rewards) * count / (count - 1)
+        case "logavgexp":
+            top = rewards.max()
+            distances = rewards - top - args.tau * np.log(np.mean(np.exp((rewards - top) / args.tau)))
+        case "length_weighted":  # arXiv 2505.23585
+            distances = rewards - np.average(rewards, weights=weights if weights.any() else None)
+        case "second_best":
+            best, second = np.sort(rewards)[[-1, -2]]
+            distances = np.where(rewards == best, best - second, 0.0)
+        case _:
+            distances = centred(rewards)
+    return distances - args.shift
+
+
+def _role_distances(
+    batch: ExperienceBatch, units: Sequence[str], groups: Groups, args: GroupEstimator, baselines: Baselines | None
+) -> Groups:
+    """Return the distances from the roles' baselines, in the order of tasks and runs, and update the baselines."""
+    if baselines is None:
+        raise ValueError(
+            "the baseline 'role_mean' is a moving average over batches, and no baselines were given to begin with; the "
+            "trainer keeps them: compute these advantages there"
+        )
+    order = {unit: (tid, run) for unit, tid, run in zip(units, batch.ids("tid"), batch.values("eid.run"), strict=True)}
+    roles = dict(zip(units, _roles(batch), strict=True))
+    result: Groups = {tid: {} for tid in groups}
+    rewards = {unit: reward for group in groups.values() for unit, reward in group.items()}
+    for unit in sorted(rewards, key=lambda unit: (*order[unit], unit)):
+        role, reward = roles[unit], rewards[unit]
+        before = baselines.get(role, 0.0)
+        result[order[unit][0]][unit] = reward - before - args.shift
+        baselines[role] = moved(before, reward, args.decay)
+    return result
+
+
+def moved(average: float, value: float, decay: float) -> float:
+    """Return the moving average after one more value (role-conditioned advantages, arXiv 2506.24119)."""
+    return decay * average + (1 - decay) * value
+
+
+def _scaled(groups: Groups, distances: Groups, args: GroupEstimator) -> dict[str, float]:
+    """Return the advantages of all runs: distances divided by their scale, 0 where that is 0 or below."""
+    flat = {unit: distance for group in distances.values() for unit, distance in group.items()}
+    if args.scale == "none":
+        return flat
+    whole = _batch_deviation(groups, distances, args)
+    result: dict[str, float] = {}
+    for tid, group in distances.items():
+        rewards = _array(groups[tid])
+        scale = float(rewards.mean()) if args.scale == "mean" else whole
+        if args.scale in {"group", "population"}:
+            scale = deviation(rewards, ddof=1 if args.scale == "group" else 0)
+        epsilon = 0.0 if args.scale == "mean" else args.epsilon
+        result |= {unit: distance / (scale + epsilon) if scale > 0 else 0.0 for unit, distance in group.items()}
+    return result
+
+
+def _batch_deviation(groups: Groups, distances: Groups, args: GroupEstimator) -> float:
+    """Return the standard deviation over the batch; of distances, those of runs that were compared with others."""
+    if args.scale == "batch_raw":
+        return deviation(np.array([reward for group in groups.values() for reward in group.values()]))
+    alone = args.baseline not in ACROSS_RUNS - {"greedy"}  # a group of one has something to be compared with
+    compared = [group for group in distances.values() if alone or len(group) > 1]
+    return deviation(np.array([distance for group in compared for distance in group.values()]))
+
+
+def _nonzero_factor(groups: Iterable[Group]) -> float:
+    """Return runs over runs whose reward is not 0 (GPG, arXiv 2504.02546)."""
+    rewards = [reward for group in groups for reward in group.values()]
+    return len(rewards) / max(sum(reward != 0 for reward in rewards), 1)
+
+
+def _filter_metrics(rewards: Groups, varied: Groups, kept: Groups, args: GroupEstimator) -> dict[str, float]:
+    result = {}
+    if args.std_threshold is not None:
+        result["rollout/low_variance_groups"] = float(len(rewards) - len(varied))
+    if args.drop == "balance":
+        result["rollout/surplus_runs"] = float(sum(map(len, varied.values())) - sum(map(len, kept.values())))
+    return result
+
+
+def _array(group: Group) -> Numbers:
+    return np.array(list(group.values()), dtype=np.float64)

@@ -1,0 +1,97 @@
+"""Estimators of the user's own: a function from the rewards of a task's runs to their advantages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trinity_mq.algorithms.estimators.runs import is_finite, mask_lengths, reward_metrics, run_values, with_scores
+from trinity_mq.config.estimators import EstimatorPlugin
+from trinity_mq.experience import ExperienceBatch
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.plugins import import_named
+
+PluginFunction = Callable[..., Sequence[float]]
+"""Takes the rewards of a task's runs, ordered by run, and keyword arguments; returns a number for each run."""
+
+WANTED = "def {name}(rewards: list[float], *, your_argument: float = 1.0) -> list[float]"
+
+
+class EstimatorError(FatalError, ValueError):
+    """An estimator of the user's own cannot be called as it should, or returned something else than advantages."""
+
+
+def plugin_function(args: EstimatorPlugin) -> PluginFunction:
+    """Return the function that ``args`` names.
+
+    Raises:
+        UnknownNameError: It cannot be imported.
+        EstimatorError: It is no function, or does not take these arguments.
+    """
+    found = import_named("estimator", args.kind)
+    wanted = WANTED.format(name=args.kind.rpartition(".")[2])
+    if not callable(found) or inspect.isclass(found) or inspect.iscoroutinefunction(found):
+        raise EstimatorError(f"estimator {args.kind!r} is {found!r}, wanted a plain function: {wanted}")
+    try:
+        inspect.signature(found).bind([0.0], **args.args)
+    except (TypeError, ValueError) as error:
+        raise EstimatorError(
+            f"estimator {args.kind!r} cannot be called with rewards and args {args.args!r}: {error}; it is "
+            f"{found.__name__}{inspect.signature(found)}, wanted {wanted}"
+        ) from error
+    return found  # type: ignore[no-any-return]
+
+
+def plugin_advantages(
+    batch: ExperienceBatch, args: EstimatorPlugin, min_group_runs: int = 1
+) -> tuple[ExperienceBatch, dict[str, float]]:
+    """Give every run the number that the user's function returns for it.
+
+    The function is called for each task with the rewards of the runs that have one, as in the group estimator. Dropped
+    and counted are runs without a finite reward, then tasks with fewer than ``min_group_runs`` runs left.
+
+    Raises:
+        ValueError: An experience without action mask (dpo).
+        EstimatorError: The function cannot be called so, raised, or returned something else than finite numbers.
+    """
+    mask_lengths(batch)
+    function = plugin_function(args)
+    runs = dict(zip(batch.ids("rid"), batch.values("eid.run"), strict=True))
+    found, missing = run_values(batch, batch.values("reward"))
+    least = args.min_group_runs or min_group_runs
+    kept = {tid: sorted(group, key=runs.__getitem__) for tid, group in found.items() if len(group) >= max(least, 1)}
+    rewards = {tid: [found[tid][rid] for rid in rids] for tid, rids in kept.items()}
+    scores: dict[str, float] = {}
+    unvaried = 0
+    for tid, rids in kept.items():
+        values = _called(function, args, rewards[tid])
+        unvaried += not any(values)
+        scores |= zip(rids, values, strict=True)
+    staying = [number for number, rid in enumerate(batch.ids("rid")) if rid in scores]
+    given = [scores[batch.ids("rid")[number]] for number in staying]
+    return with_scores(batch.select(staying), given), {
+        "rollout/missing_rewards": float(missing),
+        "rollout/partial_groups": float(len(found) - len(kept)),
+        "rollout/zero_variance_groups": float(unvaried),
+        **reward_metrics(list(rewards.values())),
+    }
+
+
+def _called(function: PluginFunction, args: EstimatorPlugin, rewards: list[float]) -> list[float]:
+    try:
+        result: Any = function(list(rewards), **args.args)
+    except Exception as error:  # whatever the user's function does
+        raise EstimatorError(
+            f"estimator {args.kind!r} raised {type(error).__name__}: {error}, for the rewards {rewards} of one task"
+        ) from error
+    try:
+        values = [float(value) for value in result]
+    except (TypeError, ValueError):
+        values = []
+    if len(values) != len(rewards) or not all(map(is_finite, values)):
+        raise EstimatorError(
+            f"estimator {args.kind!r} returned {result!r} for the rewards {rewards}, wanted {len(rewards)} finite "
+            "numbers, one for each run in this order"
+        )
+    return values

@@ -1,0 +1,194 @@
+"""Rewards of the runs of a batch, and a number for each run spread over its trained tokens."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Sequence
+from numbers import Real
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trinity_mq.experience import ExperienceBatch
+from trinity_mq.experience.ragged import Ragged
+
+Group = dict[str, float]
+"""Run id to reward."""
+Flags = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+LARGEST = 1e30
+"""A number beyond this or below its negative counts as it: squares must be finite, and advantages in float32."""
+WHITEN_EPSILON = 1e-8
+"""Added to the variance of advantages that are whitened."""
+
+
+def run_values(
+    batch: ExperienceBatch, numbers: Sequence[Any], units: Sequence[str] | None = None
+) -> tuple[dict[str, Group], int]:
+    """Return the values of the runs by task (``tid``) and run (``rid``), in the order in which these appear.
+
+    The value of a run is the number of its last step (largest ``eid.step``; of equals the one listed last), within
+    ``LARGEST``. A run whose number is none, or not finite, does not count; its task may be left with no run.
+
+    Args:
+        batch: A whole batch.
+        numbers: One for each experience, None for none.
+        units: What counts as a run, an id for each experience; the ``rid`` by default.
+
+    Returns:
+        The values, and how many runs do not count.
+    """
+    tids, steps = batch.ids("tid"), batch.values("eid.step")
+    last: dict[str, int] = {}
+    for number, unit in enumerate(batch.ids("rid") if units is None else units):
+        if unit not in last or steps[number] >= steps[last[unit]]:
+            last[unit] = number
+    groups: dict[str, Group] = {tid: {} for tid in tids}
+    for unit, number in last.items():
+        if is_finite(numbers[number]):
+            groups[tids[number]][unit] = max(-LARGEST, min(LARGEST, float(numbers[number])))
+    return groups, len(last) - sum(map(len, groups.values()))
+
+
+def is_finite(number: Any) -> TypeGuard[float]:
+    """Return whether ``number`` is a finite number."""
+    return isinstance(number, Real) and math.isfinite(number)
+
+
+def spread(name: str, numbers: Sequence[float]) -> dict[str, float]:
+    """Return ``{name}/mean``, ``/max`` and ``/min``; nothing without numbers."""
+    if not numbers:
+        return {}
+    try:
+        mean = statistics.fmean(numbers)
+    except OverflowError:  # their sum
+        mean = math.fsum(number / len(numbers) for number in numbers)
+    return {f"{name}/mean": mean, f"{name}/max": max(numbers), f"{name}/min": min(numbers)}
+
+
+def reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the spread over tasks, each the rewards of its runs, of their mean and unbiased standard deviation."""
+    return {
+        **spread("group_advantages/reward_mean", [statistics.fmean(group) for group in groups]),
+        **spread("group_advantages/reward_std", [deviation(np.array(group)) for group in groups]),
+    }
+
+
+def numbered(keys: Sequence[Hashable]) -> Counts:
+    """Return a number for each key, from 0 in the order of their first appearance, the same for equal ones; int64."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+
+def deviation(values: Numbers, ddof: int = 1) -> float:
+    """Return the standard deviation, unbiased unless ``ddof`` is 0; exactly 0 for equal values, whose mean may be off
+    by rounding, and for fewer than two.
+    """
+    if len(values) < 2 or values.min() == values.max():
+        return 0.0
+    return float(np.std(values, ddof=ddof))
+
+
+def centred(values: Numbers) -> Numbers:
+    """Return the values minus their mean; exactly 0 for equal values."""
+    if len(values) == 0 or values.min() == values.max():
+        return np.zeros(len(values))
+    return values - np.mean(values)
+
+
+def refuse(batch: ExperienceBatch, wrong: Flags, name: str, why: str) -> None:
+    """Raise ValueError for a tensor field that the first experience which is ``wrong`` does not have."""
+    if wrong.any():
+        number = int(wrong.argmax())
+        raise ValueError(
+            f"experience {batch.ids('uid')[number]} ({batch.values('experience_type')[number]}) has no {name}, wanted "
+            f"one per response token; {why}"
+        )
+
+
+def mask_lengths(batch: ExperienceBatch) -> Counts:
+    """Return the response tokens of each experience, int64.
+
+    Raises:
+        ValueError: An experience without action mask (dpo).
+    """
+    lengths = batch.lengths("action_mask")
+    refuse(batch, lengths < 0, "action_mask", "advantages are for single_turn and multi_turn experiences")
+    return lengths
+
+
+def trained_tokens(batch: ExperienceBatch) -> Flags:
+    """Return which response tokens the action mask chooses: bool ``[response tokens of the batch]``.
+
+    Raises:
+        ValueError: An experience without action mask (dpo).
+    """
+    mask_lengths(batch)
+    return batch.dense("action_mask").bool().numpy() if len(batch) else np.zeros(0, dtype=np.bool_)
+
+
+def response_field(batch: ExperienceBatch, name: str, wanted: Flags, maker: str) -> Tensor:
+    """Return a field of all response tokens of the batch, float32 ``[tokens]``; 0 where an experience has none.
+
+    Args:
+        batch: Experiences with action masks.
+        name: A field with one value per response token.
+        wanted: Which experiences must have it.
+        maker: Where it comes from, for the message.
+
+    Raises:
+        ValueError: It is wanted of an experience that has none.
+    """
+    lengths = batch.lengths(name)
+    refuse(batch, wanted & (lengths < 0), name, maker)
+    masks = batch.lengths("action_mask")
+    if len(batch) and (lengths == masks).all():
+        return batch.dense(name).float()
+    flat = torch.zeros(int(masks.sum()))
+    if (lengths >= 0).any():
+        flat[torch.from_numpy(np.repeat(lengths >= 0, masks))] = batch.dense(name).float()
+    return flat
+
+
+def with_scores(batch: ExperienceBatch, scores: Sequence[float], *, whitened: bool = False) -> ExperienceBatch:
+    """Return the experiences with each one's score as advantage of all its tokens that the action mask chooses, else 0.
+
+    Args:
+        batch: Experiences with action masks.
+        scores: One number for each.
+        whitened: Give the advantages of all trained tokens mean 0 and variance 1.
+    """
+    by_token = np.repeat(np.array(scores, dtype=np.float64), mask_lengths(batch))
+    return with_advantages(batch, np.where(trained_tokens(batch), by_token, 0.0), whitened=whitened)
+
+
+def with_advantages(batch: ExperienceBatch, flat: Numbers, *, whitened: bool = False) -> ExperienceBatch:
+    """Return the experiences with the advantages ``flat``, float64 ``[response tokens of the batch]``, as float32; 0
+    where the action mask is False.
+    """
+    if not len(batch):
+        return batch
+    trained = trained_tokens(batch)
+    values = whiten(flat, trained) if whitened else np.where(trained, flat, 0.0) + 0.0  # no -0.0
+    return batch.replace(advantages=per_token(batch, values.clip(-LARGEST, LARGEST)))
+
+
+def per_token(batch: ExperienceBatch, flat: Numbers) -> Ragged:
+    """Return numbers of all response tokens as a field of the batch, float32."""
+    return Ragged.packed(torch.from_numpy(flat).float(), mask_lengths(batch))
+
+
+def whiten(flat: Numbers, trained: Flags) -> Numbers:
+    """Return the values with mean 0 and unbiased variance 1 over the trained tokens, 0 elsewhere; all 0 if the trained
+    ones are equal. With the variance v the divisor is ``sqrt(v + 1e-8)`` (arXiv 2501.03262).
+    """
+    values = centred(flat[trained])
+    result = np.zeros(len(flat))
+    result[trained] = values / math.sqrt(deviation(values) ** 2 + WHITEN_EPSILON)
+    return result

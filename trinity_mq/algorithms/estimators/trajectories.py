@@ -1,0 +1,219 @@
+"""Advantages per token along a run: discounted returns, and generalised advantage estimation with a critic's values.
+
+The trajectory of a run is the trained tokens of its steps, one step after the other. Tokens that are not trained on
+(tool results, padding) are skipped: they neither discount nor contribute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from trinity_mq.algorithms.estimators.runs import (
+    LARGEST,
+    Counts,
+    Flags,
+    Numbers,
+    mask_lengths,
+    numbered,
+    per_token,
+    response_field,
+    reward_metrics,
+    run_values,
+    trained_tokens,
+    with_advantages,
+)
+from trinity_mq.config.estimators import DiscountedEstimator, GaeEstimator
+from trinity_mq.experience import ExperienceBatch
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """Where the trained tokens of each run are among the response tokens of a batch."""
+
+    tokens: Counts
+    """Positions, run by run and in each in the order of sampling: int64 ``[trained tokens]``."""
+    lengths: Counts
+    """Trained tokens of each run that has some: int64 ``[runs]``."""
+    rids: tuple[str, ...]
+    """The ids of these runs."""
+
+    @property
+    def ends(self) -> Counts:
+        """The last place of each run in :attr:`tokens`."""
+        return self.lengths.cumsum() - 1
+
+
+def trajectories(batch: ExperienceBatch) -> Trajectories:
+    """Return the trajectories of a batch, runs in the order in which they appear."""
+    steps, runs, rids = batch.values("eid.step"), numbered(batch.ids("rid")), dict.fromkeys(batch.ids("rid"))
+    places = np.empty(len(batch), dtype=np.int64)
+    places[np.lexsort((np.array(steps, dtype=np.int64), runs))] = np.arange(len(batch))
+    tokens = np.flatnonzero(trained_tokens(batch))
+    owner = np.repeat(np.arange(len(batch)), mask_lengths(batch))[tokens]
+    counts = np.bincount(runs[owner], minlength=len(rids))
+    acting = tuple(rid for rid, count in zip(rids, counts, strict=True) if count)
+    return Trajectories(tokens[np.argsort(places[owner], kind="stable")], counts[counts > 0], acting)
+
+
+def discounted_sums(values: Numbers, lengths: Counts, factor: float) -> Numbers:
+    """Return ``S_t = v_t + factor * S_{t+1}`` along each of several rows that follow each other in ``values``.
+
+    Args:
+        values: Float64 ``[sum of lengths]``.
+        lengths: Of the rows, at least 1 each, int64 ``[rows]``.
+        factor: 0 to 1.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    ends, remaining = (lengths.cumsum() - 1)[order], lengths[order]
+    result, sums = np.empty(len(values)), np.zeros(len(lengths))
+    for back in range(int(lengths.max(initial=0))):
+        rows = int(np.searchsorted(-remaining, -back))  # those longer than ``back``
+        at = ends[:rows] - back
+        sums[:rows] = values[at] + factor * sums[:rows]
+        result[at] = sums[:rows]
+    return result
+
+
+def gae(rewards: Numbers, values: Numbers, lengths: Counts, gamma: float, lam: float) -> Numbers:
+    """Return ``A_t = d_t + gamma lam A_{t+1}`` with ``d_t = r_t + gamma V_{t+1} - V_t`` (arXiv 1506.02438, equations 11
+    and 16), where the value after the last token of a row is 0.
+
+    Args:
+        rewards: Float64 ``[tokens]``, of several rows that follow each other.
+        values: The critic's, of the state before each token, ``[tokens]``.
+        lengths: Of the rows, at least 1 each, int64 ``[rows]``.
+        gamma: Discount per token.
+        lam: Weight of longer looks ahead.
+    """
+    following = np.append(values[1:], 0.0)[: len(values)]
+    following[lengths.cumsum() - 1] = 0.0
+    return discounted_sums(rewards + gamma * following - values, lengths, gamma * lam)
+
+
+def discounted_advantages(
+    batch: ExperienceBatch, args: DiscountedEstimator, token_penalty: Tensor | None = None
+) -> tuple[ExperienceBatch, dict[str, float]]:
+    """Give every token the discounted sum of the rewards of its run from it on, ``G_t = r_t + gamma G_{t+1}``
+    (REINFORCE++, arXiv 2501.03262), whitened over the batch.
+
+    The rewards of tokens are ``token_level_reward`` where an experience of the run has them; else the reward of the
+    run, that of its last step, falls to its last trained token.
+
+    Args:
+        batch: A whole batch, in any order.
+        args: Discount and whitening.
+        token_penalty: Taken from the rewards, such as a KL term: ``[response tokens of the batch]``.
+
+    Returns:
+        The experiences that stay, in the order given, with ``advantages`` as float32 ``[response]``, 0 where the action
+        mask is False; and the metrics. Runs without any finite reward are dropped with all their experiences.
+
+    Raises:
+        ValueError: An experience without action mask (dpo), or a penalty of another length.
+    """
+    given = _rewarded(batch, token_penalty)
+    paths, flat = given.paths, np.zeros(len(given.rewards))
+    flat[paths.tokens] = discounted_sums(given.rewards[paths.tokens], paths.lengths, args.gamma)
+    return with_advantages(given.batch, flat, whitened=args.whiten), given.metrics
+
+
+def gae_advantages(
+    batch: ExperienceBatch, args: GaeEstimator, values: Tensor, token_penalty: Tensor | None = None
+) -> tuple[ExperienceBatch, dict[str, float]]:
+    """Give every token its generalised advantage (:func:`gae`), whitened over the batch, for PPO (arXiv 1707.06347).
+
+    Args:
+        batch: A whole batch, in any order.
+        args: Discount, lambda and whitening.
+        values: The critic's, of the state before each token: ``[response tokens of the batch]``.
+        token_penalty: As in :func:`discounted_advantages`, as are rewards.
+
+    Returns:
+        As :func:`discounted_advantages`; the experiences have ``returns`` too, float32 ``[response]``: the advantage
+        before whitening plus the value, what the critic learns.
+
+    Raises:
+        ValueError: As :func:`discounted_advantages`; values of another length, or not finite where a token is trained.
+    """
+    states = _per_token_input(batch, values, "values")
+    given = _rewarded(batch, token_penalty)
+    paths, states = given.paths, states[given.tokens][given.paths.tokens]
+    flat, returns = np.zeros(len(given.rewards)), np.zeros(len(given.rewards))
+    flat[paths.tokens] = gae(given.rewards[paths.tokens], states, paths.lengths, args.gamma, args.lam)
+    returns[paths.tokens] = flat[paths.tokens] + states
+    kept = with_advantages(given.batch, flat, whitened=args.whiten)
+    return (kept.replace(returns=per_token(kept, returns)) if len(kept) else kept), given.metrics
+
+
+@dataclass(frozen=True)
+class _Rewarded:
+    """The experiences of the runs that have rewards, and a reward for each of their tokens."""
+
+    batch: ExperienceBatch
+    tokens: Flags
+    """Which of the response tokens of the whole batch are theirs."""
+    rewards: Numbers
+    """Float64 ``[response tokens]``, 0 where none is trained."""
+    paths: Trajectories
+    metrics: dict[str, float]
+
+
+def _rewarded(batch: ExperienceBatch, token_penalty: Tensor | None) -> _Rewarded:
+    masks, trained, rids = mask_lengths(batch), trained_tokens(batch), batch.ids("rid")
+    owner = np.repeat(np.arange(len(batch)), masks)
+    whole, _ = run_values(batch, batch.values("reward"))
+    finished = {rid: reward for group in whole.values() for rid, reward in group.items()}
+    shaped = {rids[number] for number in np.flatnonzero(batch.lengths("token_level_reward") >= 0)}
+    rewards = np.zeros(len(trained))
+    if shaped:
+        given = response_field(batch, "token_level_reward", np.zeros(len(batch), dtype=np.bool_), "").double().numpy()
+        rewards = np.where(trained, given, 0.0)
+    odd = {rids[number] for number in owner[~np.isfinite(rewards)]}
+    staying = np.array([rid not in odd and (rid in shaped or rid in finished) for rid in rids], dtype=np.bool_)
+    kept, tokens = batch.select(staying), staying[owner]
+    paths, rewards = trajectories(kept), rewards[tokens].clip(-LARGEST, LARGEST)
+    last = paths.tokens[paths.ends]
+    rewards[last] += [0.0 if rid in shaped else finished[rid] for rid in paths.rids]
+    metrics = {
+        "rollout/missing_rewards": float(len(set(rids)) - len(set(kept.ids("rid")))),
+        **reward_metrics(_by_task(kept, paths, rewards)),
+    }
+    if token_penalty is not None:
+        rewards = rewards - np.where(trained, _per_token_input(batch, token_penalty, "token_penalty"), 0.0)[tokens]
+    return _Rewarded(kept, tokens, rewards, paths, metrics)
+
+
+def _by_task(batch: ExperienceBatch, paths: Trajectories, rewards: Numbers) -> list[list[float]]:
+    """Return the sums of the rewards of each task's runs."""
+    tasks = dict(zip(batch.ids("rid"), batch.ids("tid"), strict=True))
+    result: dict[str, list[float]] = {}
+    if paths.rids:
+        sums = np.add.reduceat(rewards[paths.tokens], paths.lengths.cumsum() - paths.lengths)
+        for rid, total in zip(paths.rids, sums.tolist(), strict=True):
+            result.setdefault(tasks[rid], []).append(total)
+    return list(result.values())
+
+
+def _per_token_input(batch: ExperienceBatch, values: Tensor, name: str) -> Numbers:
+    """Return what the caller computed for each response token, float64.
+
+    Raises:
+        ValueError: There are more or fewer, or one of a trained token is not finite.
+    """
+    trained = trained_tokens(batch)
+    given: Numbers = values.detach().double().cpu().numpy()
+    if given.shape != trained.shape:
+        raise ValueError(
+            f"{name} has shape {list(given.shape)}, wanted [{len(trained)}]: one number for each response token of the "
+            "batch, trained or not, in the order of its action masks"
+        )
+    odd = trained & ~np.isfinite(given)
+    if odd.any():
+        raise ValueError(
+            f"{name} is {given[odd.argmax()]} at response token {int(odd.argmax())} of the batch, wanted a finite "
+            "number wherever a token is trained; look at the model that computed it"
+        )
+    return given
