@@ -153,6 +153,15 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "metrics": {"operators/kept": 96.0, "advantages/std": 0.5},
             "reason": "operator 2: ValueError: “leer”",
         },
+        "filtered": {
+            "batch": 18,
+            "ticket": "5f0c9a52d1f64c0e8a3b1d2e4f506174",
+            "op": "9d1c",
+            "chunks": 1,
+            "experiences": 40,
+            "metrics": {"rollout/filtered_groups": 27.0},
+            "filtered_groups": 27,
+        },
     },
     ("experience_reference", 1): {
         "minimal": {"url": "file:///data/tmq/x", "bytes": 1, "sha256": "0" * 64},
@@ -188,6 +197,15 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "outcome": "trained",
             "dropped": 16,
             "stale_tasks": [0, 11],
+        },
+        "filtered": {
+            "progress": 20,
+            "generation": 2,
+            "step": 17,
+            "batch": 18,
+            "ticket": "5f0c9a52d1f64c0e8a3b1d2e4f506174",
+            "outcome": "trained",
+            "filtered_groups": 27,
         },
     },
     ("run_end", 1): {

@@ -64,6 +64,8 @@ class BatchReady(Message):
     experiences: int = 0
     metrics: dict[str, float] = Field(default_factory=dict)
     reason: str | None = None
+    filtered_groups: int = Field(default=0, ge=0)
+    """Groups that came into the operator chain and of which it kept no experience."""
 
 
 class ExperienceReference(Message):
@@ -112,6 +114,9 @@ class Progress(Message):
     """Tasks of the batch whose groups were too old to train on; under ``stale: requeue`` the explorer gives them to
     another batch."""
     reason: str | None = None
+    filtered_groups: int = Field(default=0, ge=0)
+    """As in the ``batch_ready`` that decided the ticket. Under ``explorer.refill`` the explorer puts as many further
+    tasks into later batches."""
 
 
 class RunEnd(Message):

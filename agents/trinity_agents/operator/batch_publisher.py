@@ -68,6 +68,7 @@ class BatchPublisher:
             chunks=len(batch.chunks),
             experiences=batch.experiences,
             metrics={**manifest.metrics, **batch.metrics},
+            filtered_groups=batch.filtered_groups,
             reason=None if batch.experiences else empty_reason(manifest, batch.metrics),
         )
 
@@ -117,4 +118,5 @@ def empty_reason(manifest: BatchClosed, metrics: Mapping[str, float]) -> str:
         return f"no slice gave an experience: {counts}"
     names = {"rollout/missing_rewards": "runs without a finite reward", "rollout/partial_groups": "groups too small"}
     counts = ", ".join(f"{metrics[name]:.0f} {what}" for name, what in names.items() if metrics.get(name))
-    return f"the operators kept no experience: {counts or 'look at experience_pipeline/* in metrics.jsonl'}"
+    dropped = f"{metrics.get('rollout/filtered_groups', 0):.0f} groups dropped; look at experience_pipeline/*"
+    return f"the operators kept no experience: {counts or f'{dropped} in metrics.jsonl'}"

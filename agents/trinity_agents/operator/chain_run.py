@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import functools
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trinity_mq.bus import Bus, Incoming, QueueGone, Topology
 from trinity_mq.config import Config
+from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.messages import BatchClosed
 from trinity_mq.models.auxiliary_clients import auxiliary_clients
 from trinity_mq.models.engine_selection import EngineSelector
@@ -31,6 +32,8 @@ class ProcessedBatch:
     chunks: list[Content]
     experiences: int
     metrics: dict[str, float]
+    filtered_groups: int
+    """Groups of which nothing is left."""
     bad: list[tuple[Incoming, str]]
     """Parts that do not decode, each with the reason."""
 
@@ -70,9 +73,16 @@ class ChainRun:
         started = loop.time()
         left, metrics = await run_chain(self._chain, experiences, timeout=self._config.operator.timeout)
         metrics["time/operators"] = loop.time() - started
+        filtered = await asyncio.to_thread(lost_groups, experiences, left)
+        metrics["rollout/filtered_groups"] = float(filtered)
         split = functools.partial(split_to_size, compression=self._config.broker.compression, store=self._store)
         bodies = await asyncio.to_thread(split, left, limit)
         name = functools.partial(chunk_name, manifest.ticket, processing_id)
         chunks = await stored(self._store, bodies, limit, name)
         metrics["experience_pipeline/chunks_by_reference"] = float(sum(not isinstance(one, bytes) for one in chunks))
-        return ProcessedBatch(processing_id, chunks, len(left), metrics, bad)
+        return ProcessedBatch(processing_id, chunks, len(left), metrics, filtered, bad)
+
+
+def lost_groups(before: Sequence[Experience], after: Sequence[Experience]) -> int:
+    """Return how many groups (``eid.tid``) have experiences in ``before`` and none in ``after``."""
+    return len(set(ExperienceBatch.of(before).ids("tid")) - {*ExperienceBatch.of(after).ids("tid")})

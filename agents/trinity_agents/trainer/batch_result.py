@@ -198,5 +198,6 @@ def skipped_batch_dead_letter(batch: TrainBatch, reason: str, by: str, topology:
         chunks=len(batch.offsets),
         experiences=len(batch.experiences),
         metrics=batch.metrics,
+        filtered_groups=batch.filtered_groups,
     )
     return envelope(message, message_id=f"skipped-{batch.ticket}-{batch.op}", headers=headers)

@@ -367,6 +367,7 @@ class TrainLoop:
             dropped=result.dropped,
             stale_tasks=result.stale_tasks,
             reason=result.reason,
+            filtered_groups=batch.filtered_groups,
         )
 
     # -- saving and the end

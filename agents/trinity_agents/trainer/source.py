@@ -47,6 +47,8 @@ class TrainBatch:
     experiences: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
     metrics: dict[str, float] = field(default_factory=dict)
     reason: str | None = None
+    filtered_groups: int = 0
+    """Groups of which the operators kept nothing."""
     offsets: list[int] = field(default_factory=list)
     """Offsets of its chunks on the stream."""
     co_batched: list[TrainBatch] = field(default_factory=list)
@@ -150,6 +152,7 @@ class StreamSource:
             ready.state,
             metrics=dict(ready.metrics),
             reason=ready.reason,
+            filtered_groups=ready.filtered_groups,
             offsets=[chunk.offset for chunk in decision.chunks],
         )
         await self._fetch([chunk for chunk in decision.chunks if not chunk.body])
