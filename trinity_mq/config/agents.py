@@ -75,6 +75,14 @@ class OverRolloutConfig(Section):
     """Keep the finished runs of tasks that were cut off; otherwise such tasks count as not run."""
 
 
+class RefillConfig(Section):
+    """Further tasks in place of the groups that operators drop (dynamic sampling)."""
+
+    max: float = Field(default=0.0, ge=0, le=100)
+    """Most such tasks in one batch, as a multiple of ``buffer.batch_size``, rounded up. Where operators drop a share p
+    of all groups, p / (1 - p) keeps up the number of groups that are trained on. 0: dropped groups are not replaced."""
+
+
 class ExplorerConfig(Section):
     """Scheduling of tasks, evaluation, and the engines that the explorer hosts."""
 
@@ -109,6 +117,8 @@ class ExplorerConfig(Section):
     """A time limit of slices that follows their mean duration."""
     over_rollout: OverRolloutConfig = Field(default_factory=OverRolloutConfig)
     """Closing a batch without its slowest tasks."""
+    refill: RefillConfig = Field(default_factory=RefillConfig)
+    """Further tasks in place of the groups that operators drop (dynamic sampling)."""
     cancel_grace: float = Field(default=2.0, ge=0)
     """Seconds after a cut-off in which finished runs still arrive, where partial results are kept."""
     rollout_model: RolloutModelConfig = Field(default_factory=RolloutModelConfig)

@@ -111,13 +111,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _manifest(self) -> Config:
-        tasks, runs, limit = self.buffer.batch_size, self.algorithm.repeat_times, self.broker.max_message_bytes
+        tasks, runs, limit = self.largest_batch, self.algorithm.repeat_times, self.broker.max_message_bytes
         slices = tasks * math.ceil(runs / (self.explorer.max_repeat_times_per_runner or runs))
         if (size := manifest_bytes(slices, tasks * runs) + MANIFEST_RESERVE_BYTES) > limit:
+            refill = f" with explorer.refill.max {self.explorer.refill.max:g}" if self.max_refill else ""
             raise ValueError(
-                f"buffer.batch_size {tasks} makes batches of {slices} slices, whose manifest takes up to {size} bytes; "
-                f"broker.max_message_bytes is {limit}. Lower batch_size, raise explorer.max_repeat_times_per_runner, "
-                "or raise max_message_bytes (RabbitMQ 4 takes 16 MiB)"
+                f"buffer.batch_size {self.buffer.batch_size}{refill} makes batches of {slices} slices, whose manifest "
+                f"takes up to {size} bytes; broker.max_message_bytes is {limit}. Lower batch_size, raise "
+                "explorer.max_repeat_times_per_runner, or raise max_message_bytes (RabbitMQ 4 takes 16 MiB)"
             )
         return self
 
@@ -179,6 +180,16 @@ class Config(Section):
         return self
 
     @property
+    def max_refill(self) -> int:
+        """Most tasks of a batch that take the place of groups that operators dropped from earlier ones."""
+        return math.ceil(self.explorer.refill.max * self.buffer.batch_size)
+
+    @property
+    def largest_batch(self) -> int:
+        """Most tasks of a batch."""
+        return self.buffer.batch_size + self.max_refill
+
+    @property
     def train_steps(self) -> int | None:
         """Train steps of the run if each batch is trained on, None where the taskset decides."""
         batches, together = self.buffer.total_steps, self.trainer.batches_per_step
@@ -186,6 +197,8 @@ class Config(Section):
 
     @property
     def estimated_batch_bytes(self) -> int:
-        """Size of a processed batch if every response used up its limit: 21 bytes a token and 300 an experience."""
+        """Size of a processed batch if every response used up its limit: 21 bytes a token and 300 an experience. That
+        of refilled ones is the same on average: no more tasks come on top than groups were dropped.
+        """
         runs = self.buffer.batch_size * self.algorithm.repeat_times
         return runs * (300 + 8 * self.model.max_prompt_tokens // 2 + 21 * self.model.max_response_tokens)

@@ -50,6 +50,13 @@ def required_progress(batch: int, config: SyncConfig) -> int:
     return max(0, batch - 1 - config.pipeline_depth)
 
 
+def last_with_room(counters: Counters, config: SyncConfig) -> int:
+    """Return the last batch for which the trainer's progress suffices: the greatest that :func:`has_room` allows."""
+    if config.sync_style == "fixed":
+        return (counters.committed_progress // config.sync_interval + 1) * config.sync_interval + config.sync_offset
+    return counters.progress + config.pipeline_depth + 1
+
+
 def required_answer(batch: int, config: SyncConfig) -> int:
     """Return the batch whose request for the newest weights must be answered before ``batch`` is opened; 0: none.
 

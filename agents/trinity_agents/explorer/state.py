@@ -45,6 +45,10 @@ class ExplorerState(BaseModel):
     pending: list[PendingTask] = Field(default_factory=list)
     given_back: dict[str, list[int]] = Field(default_factory=dict)
     """By open ticket: the tasks in it that were given back before."""
+    refill_debt: int = 0
+    """Groups that operators dropped and no batch has replaced yet."""
+    refilled: dict[str, int] = Field(default_factory=dict)
+    """By open ticket: its tasks that take the place of such groups."""
     left_over_tasks: int = 0
     """Tasks that were given back after the last batch was opened: no batch takes them."""
     submitted: int = 0

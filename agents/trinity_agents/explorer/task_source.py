@@ -12,6 +12,7 @@ from trinity_agents.explorer.in_flight import PendingTask
 from trinity_agents.explorer.state import ExplorerState
 from trinity_mq.config import Config
 from trinity_mq.data import Taskset, open_taskset
+from trinity_mq.dispatch.pacing import Counters, last_with_room
 from trinity_mq.dispatch.tickets import SubmissionRef
 from trinity_mq.messages import TaskBody
 
@@ -46,13 +47,8 @@ class TaskSource:
 
     @property
     def total_batches(self) -> int | None:
-        """Number of batches of the run; None: as many as are submitted."""
-        buffer = self._config.buffer
-        if buffer.total_steps is not None:
-            return buffer.total_steps
-        if self._taskset is None:
-            return None
-        return math.ceil(len(self._taskset) * buffer.total_epochs / buffer.batch_size)
+        """Number of batches of the run, as far as it is known now; None: as many as are submitted."""
+        return run_length(self._config, self._state, None if self._taskset is None else len(self._taskset))
 
     @property
     def is_over(self) -> bool:
@@ -65,17 +61,37 @@ class TaskSource:
         """Return whether a batch could be made now."""
         return self._taskset is not None or bool(self._state.pending)
 
-    def take(self) -> list[PendingTask]:
-        """Return the tasks of the next batch and move the position; the caller saves it with the batch's ticket."""
-        size = self._config.buffer.batch_size
-        batch = self._state.pending[:size]
-        del self._state.pending[:size]
+    def take(self, among: int = 1) -> list[PendingTask]:
+        """Return the tasks of the next batch and move the position; the caller saves it with the batch's ticket.
+
+        What the batch has beyond ``buffer.batch_size`` takes the place of groups that operators dropped from earlier
+        ones, and lowers the debt by as much.
+
+        Args:
+            among: Batches that can be opened now, this one included: the debt is divided among them.
+        """
+        state, buffer = self._state, self._config.buffer
+        size = buffer.batch_size + min(math.ceil(state.refill_debt / among), self._config.max_refill)
+        batch = state.pending[:size]
+        del state.pending[:size]
+        on_top = 0
         if self._taskset is not None:
-            # epochs give every task of the taskset in so many batches: what was given back or submitted comes on top
-            room = size if self._config.buffer.total_steps is None else size - len(batch)
-            batch += [PendingTask(task=task) for task in self._taskset.next_batch(min(room, self._left()))]
-            self._state.taskset = dict(self._taskset.state())
+            room = size - len(batch)
+            if buffer.total_steps is None:
+                # epochs give every task of the taskset: what was given back or submitted comes on top
+                on_top, room = len(batch), min(size, tasks_left(self._config, state, len(self._taskset)))
+            batch += [PendingTask(task=task) for task in self._taskset.next_batch(room)]
+            state.taskset = dict(self._taskset.state())
+        state.refill_debt -= max(0, len(batch) - on_top - buffer.batch_size)
         return batch
+
+    def replace_filtered(self, groups: int) -> None:
+        """Owe the next batches a further task for each of so many dropped groups. Owed are never more than the batches
+        that can be under way may take: what operators drop for long is not made up for all at once later.
+        """
+        under_way = last_with_room(Counters(), self._config.synchronizer)
+        most = self._config.max_refill * min(under_way, self._config.explorer.max_open_batches)
+        self._state.refill_debt = min(self._state.refill_debt + groups, most)
 
     def give_back(self, tasks: Sequence[PendingTask], *, first: bool = False) -> None:
         """Put tasks that were given back into the next batch; after the last one they are only counted."""
@@ -116,14 +132,28 @@ class TaskSource:
             }
         )
 
-    def _left(self) -> int:
-        """Return how many tasks of the taskset are left; with ``total_steps`` it never ends."""
-        buffer = self._config.buffer
-        if buffer.total_steps is not None or self._taskset is None:
-            return buffer.batch_size
-        position = self._state.taskset or {}
-        given = int(position.get("epoch", 0)) * len(self._taskset) + int(position.get("cursor", 0))
-        return max(0, len(self._taskset) * buffer.total_epochs - given)
+
+def tasks_left(config: Config, state: ExplorerState, tasks: int) -> int:
+    """Return how many tasks ``buffer.total_epochs`` over a taskset of so many tasks still give."""
+    position = state.taskset or {}
+    given = int(position.get("epoch", 0)) * tasks + int(position.get("cursor", 0))
+    return max(0, tasks * config.buffer.total_epochs - given)
+
+
+def run_length(config: Config, state: ExplorerState, tasks: int | None) -> int | None:
+    """Return the number of batches of a run, None for as many as are submitted. Epochs end with their tasks, so they
+    have the fewer batches the more tasks take the place of dropped groups.
+
+    Args:
+        config: The run's configuration.
+        state: How far the run is.
+        tasks: Tasks of the taskset; None: there is none.
+    """
+    if config.buffer.total_steps is not None:
+        return config.buffer.total_steps
+    if tasks is None:
+        return None
+    return state.opened + math.ceil(tasks_left(config, state, tasks) / config.buffer.batch_size)
 
 
 def open_tasksets(config: Config) -> tuple[Taskset | None, dict[str, list[TaskBody]]]:

@@ -14,7 +14,7 @@ from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.config import Config
 from trinity_mq.dispatch.batch_metrics import rollout_metrics, submission_outcome
 from trinity_mq.dispatch.dispatcher import Dispatcher
-from trinity_mq.dispatch.pacing import Counters, may_open, must_ask, required_answer, required_progress
+from trinity_mq.dispatch.pacing import Counters, last_with_room, may_open, must_ask, required_answer, required_progress
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
 from trinity_mq.dispatch.timeouts import pass_time
 from trinity_mq.messages import EmptyBatchStatus, OperatorStatus, Progress, TaskBody
@@ -94,6 +94,7 @@ class TrainingBatches:
         if returned := closed.returned(progress.stale_tasks):
             self._source.give_back(returned, first=True)
             log.info("stale_tasks_given_back", batch=progress.batch, tasks=len(returned))
+        self._source.replace_filtered(progress.filtered_groups)
         if progress.outcome == "trained":
             self._state.consecutive_empty, self.empty = 0, None
             return
@@ -159,6 +160,12 @@ class TrainingBatches:
             return f"weights of progress {required} (committed: {counters.committed_progress})"
         return f"the trainer to reach progress {required} (now: {counters.progress})"
 
+    @property
+    def _can_open(self) -> int:
+        """Number of batches for which the trainer need not consume any more, at least 1."""
+        last = last_with_room(self.counters, self._config.synchronizer)
+        return max(1, min(last, self._source.total_batches or last) - self._state.opened)
+
     def wait_for_answer(self, seconds: float) -> None:
         """Count ``seconds`` in which the trainer could have committed the weights that it was asked for.
 
@@ -183,7 +190,8 @@ class TrainingBatches:
 
     async def open(self) -> None:
         """Open the next batch."""
-        tasks = self._source.take()
+        debt = self._state.refill_debt
+        tasks = self._source.take(self._can_open)
         self._state.opened += 1
         ticket = self._dispatcher.make_ticket(
             [one.task for one in tasks],
@@ -195,6 +203,7 @@ class TrainingBatches:
         )
         self._opened_at[ticket.ticket] = asyncio.get_running_loop().time()
         self._state.given_back[ticket.ticket] = [i for i, one in enumerate(tasks) if one.given_back]
+        self._state.refilled[ticket.ticket] = debt - self._state.refill_debt
         await self._dispatcher.open(ticket)
 
     # -- closing and following
@@ -230,6 +239,9 @@ class TrainingBatches:
         is_batch = ticket.deliver == "pipeline"
         fresh = ticket.manifest is None
         metrics = rollout_metrics(ticket, late=self._dispatcher.late_results - self._late)
+        if is_batch and self._config.max_refill:
+            metrics["rollout/refilled_groups"] = float(self._state.refilled.get(ticket.ticket, 0))
+            metrics["rollout/refill_debt"] = float(self._state.refill_debt)
         manifest = ticket.manifest or ticket.make_manifest().model_copy(update={"metrics": metrics})
         if is_batch and fresh:
             self._late = self._dispatcher.late_results
@@ -249,6 +261,7 @@ class TrainingBatches:
                 self._evaluations.request(self._state.closed)
         await self._dispatcher.close(ticket, manifest)
         self._state.given_back.pop(ticket.ticket, None)
+        self._state.refilled.pop(ticket.ticket, None)
         await self._save()
         if is_batch and isinstance(ticket.batch, int):
             began = self._opened_at.pop(ticket.ticket, None)

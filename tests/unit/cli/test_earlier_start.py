@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trinity_agents.explorer.state import ExplorerState, StateFile
+from trinity_agents.explorer.task_source import TaskSource, open_tasksets
 from trinity_agents.simulation import Simulation
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.cli.main import main
@@ -27,7 +28,14 @@ def finished_run(folder: Path, batches: int, *settings: str) -> Path:
     config = load_config(path, settings)
     RunFolder(config).adopt()
     RunFolder(config).mark_finished()
-    state = ExplorerState(opened=batches, closed=batches, ended=True, finished=True)
+    taskset = open_tasksets(config)[0]
+    assert taskset is not None
+    source = TaskSource(config, state := ExplorerState(), taskset)
+    while not source.is_over:
+        source.take()
+        state.opened += 1
+    assert state.opened == batches
+    state.closed, state.ended, state.finished = batches, True, True
     asyncio.run(StateFile.of(folder / "run").save(state))
     return path
 
@@ -59,8 +67,8 @@ def test_other_settings_are_no_silent_success(tmp_path: Path, capsys: pytest.Cap
     ("before", "settings", "total"),
     [
         (("buffer.total_steps=3",), ("buffer.total_steps=5", "trainer.save_interval=7"), 5),
-        (("buffer.total_epochs=1",), ("buffer.total_epochs=2",), 5),  # 10 tasks, 4 a batch
-        (("buffer.total_steps=3",), ("buffer.total_epochs=2",), 5),
+        (("buffer.total_epochs=1",), ("buffer.total_epochs=2",), 6),  # 10 tasks an epoch, 4 a batch: 4, 4, 2
+        (("buffer.total_steps=3",), ("buffer.total_epochs=2",), 5),  # 4, 4, 4
     ],
 )
 def test_more_batches_extend_it(tmp_path: Path, before: tuple[str], settings: tuple[str], total: int) -> None:

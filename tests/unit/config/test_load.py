@@ -35,6 +35,12 @@ EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {
             ["hold a batch for 1760 s", "operator.timeout 800 s, 3 x"],
         ),
         (TINY, ["buffer.batch_size=98000"], ["98000 slices", "explorer.max_repeat_times_per_runner", "8388608"]),
+        (
+            TINY,
+            ["buffer.batch_size=40000", "explorer.refill.max=1.5"],
+            ["batch_size 40000 with explorer.refill.max 1.5 makes batches of 100000 slices", "8388608"],
+        ),
+        (TINY, ["explorer.refill.max=-1"], ["explorer.refill.max", "greater than or equal to 0", "got -1"]),
         (TINY, ["explorer.batch_timeout=10"], ["times must grow"]),
         (TINY, ["explorer.rollout_model.top_p=0.9"], ["top_p", "allow_truncated_sampling"]),
         (TINY, ["trainer.save_interval=100000"], ["ready_max_bytes"]),

@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 import pytest
 
 from trinity_mq.config import ConfigError, SyncConfig, load_config
-from trinity_mq.dispatch.pacing import Boundary, Counters, may_open, must_ask, required_answer, sync_due
+from trinity_mq.dispatch.pacing import (
+    Boundary,
+    Counters,
+    has_room,
+    last_with_room,
+    may_open,
+    must_ask,
+    required_answer,
+    sync_due,
+)
 
 STYLES = ("fixed", "trainer_driven", "explorer_driven", "fully_async")
 BATCHES = 10
@@ -87,7 +96,21 @@ def test_no_order_of_events_hangs_or_makes_older_data_than_promised(style: str, 
     seen, oldest = explore(config)
     assert oldest == config.inherent_staleness, "never more, and as much is possible"
     depth = interval + ahead if style == "fixed" else ahead + 1
+    assert last_with_room(Counters(), config) == depth
     assert max(len(world.stamps) for world in seen) == min(depth, BATCHES), "how far the explorer runs ahead"
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("interval", "ahead"), list(itertools.product(range(1, 5), range(5))))
+def test_the_last_batch_with_room_is_the_last_that_has_room(style: str, interval: int, ahead: int) -> None:
+    name = "sync_offset" if style == "fixed" else "pipeline_depth"
+    config = SyncConfig.model_validate({"sync_style": style, "sync_interval": interval, name: ahead})
+    for progress in range(20):
+        for committed in range(progress + 1):
+            counters = Counters(progress, committed)
+            last = last_with_room(counters, config)
+            assert has_room(last, counters, config)
+            assert not has_room(last + 1, counters, config)
 
 
 @pytest.mark.parametrize("interval", range(1, 5))

@@ -65,11 +65,12 @@ def start_anew(config: Config, folder: RunFolder) -> list[str]:
 
 def _lengths(config: Config) -> tuple[int, int | None]:
     """Return the number of batches that the run has opened, and that of the whole run, None where that is unknown."""
-    from trinity_agents.explorer.state import ExplorerState, StateFile
-    from trinity_agents.explorer.task_source import TaskSource, open_tasksets
+    from trinity_agents.explorer.state import StateFile
+    from trinity_agents.explorer.task_source import open_tasksets, run_length
 
     state = StateFile.of(config.path).load()
-    return state.opened, TaskSource(config, ExplorerState(), open_tasksets(config)[0]).total_batches
+    taskset = open_tasksets(config)[0]
+    return state.opened, run_length(config, state, None if taskset is None else len(taskset))
 
 
 def _decays(config: Config) -> bool:

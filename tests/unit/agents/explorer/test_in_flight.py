@@ -13,6 +13,7 @@ from trinity_agents.explorer.in_flight import InFlightBatches
 from trinity_agents.explorer.state import ExplorerState, PendingTask
 from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.config import Config, SyncConfig, load_config
+from trinity_mq.config.agents import ExplorerConfig, RefillConfig
 from trinity_mq.dispatch.pacing import Counters, may_open, required_progress
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, cut, new_ticket, sort_batch_id
 from trinity_mq.messages import TaskBody, TaskResult, TaskSubmission
@@ -169,6 +170,107 @@ def test_under_epochs_what_comes_from_elsewhere_displaces_no_task() -> None:
         state.opened += 1
     assert [len(batch) for batch in taken] == [8, 6, 2]
     assert sorted(one["n"] for batch in taken for one in batch if "n" in one) == list(range(10))
+
+
+def refilling(maximum: float, **buffer: object) -> Config:
+    """Batches of four tasks, of which one at a time may be under way."""
+    return config(**buffer).model_copy(update={"explorer": ExplorerConfig(refill=RefillConfig(max=maximum))})
+
+
+def test_dropped_groups_are_owed_and_the_next_batch_pays_what_fits() -> None:
+    state, taskset = ExplorerState(), Endless(100)
+    intake = TaskSource(refilling(0.5, total_steps=9), state, taskset)
+    intake.replace_filtered(1)
+    assert (len(intake.take()), state.refill_debt) == (5, 0)
+    intake.replace_filtered(4)
+    assert state.refill_debt == 2, "what is beyond the bound is forgotten: nothing grows for as long as all is dropped"
+    assert (len(intake.take()), state.refill_debt) == (6, 0)
+    assert len(intake.take()) == 4
+
+
+def test_as_much_is_owed_as_the_batches_under_way_can_take() -> None:
+    settings = refilling(0.5, total_steps=9)
+    state = ExplorerState()
+    ahead = settings.synchronizer.model_copy(update={"sync_interval": 2, "sync_offset": 1})
+    intake = TaskSource(settings.model_copy(update={"synchronizer": ahead}), state, Endless(100))
+    intake.replace_filtered(100)
+    assert state.refill_debt == 3 * 2
+    assert [len(intake.take()) for _ in range(4)] == [6, 6, 6, 4]
+    intake.replace_filtered(100)
+    one_open = settings.explorer.model_copy(update={"max_open_batches": 1})
+    intake = TaskSource(settings.model_copy(update={"synchronizer": ahead, "explorer": one_open}), state, None)
+    intake.replace_filtered(1)
+    assert state.refill_debt == 2, "a restart under a lower bound"
+
+
+def test_what_is_owed_is_divided_among_the_batches_that_can_be_opened_now() -> None:
+    ahead = {"sync_interval": 4}
+    settings = refilling(2.0, total_steps=9)
+    settings = settings.model_copy(update={"synchronizer": settings.synchronizer.model_copy(update=ahead)})
+    state = ExplorerState()
+    intake = TaskSource(settings, state, Endless(100))
+    intake.replace_filtered(10)
+    assert [len(intake.take(among)) for among in (4, 3, 2, 1)] == [7, 7, 6, 6]
+    assert state.refill_debt == 0
+
+
+def test_what_was_given_back_counts_as_a_further_task_too() -> None:
+    state, taskset = ExplorerState(), Endless(100)
+    intake = TaskSource(refilling(0.5, total_steps=9), state, taskset)
+    state.pending += [PendingTask(task=TaskBody(), given_back=True) for _ in range(5)]
+    intake.replace_filtered(2)
+    assert (len(intake.take()), taskset.given, state.refill_debt) == (6, 1, 0)
+
+
+def test_submitted_tasks_alone_pay_once_there_are_enough() -> None:
+    state = ExplorerState()
+    intake = TaskSource(refilling(1.0), state, None)
+    intake.replace_filtered(3)
+    state.pending += [PendingTask(task=TaskBody()) for _ in range(2)]
+    assert (len(intake.take()), state.refill_debt) == (2, 3)
+    state.pending += [PendingTask(task=TaskBody()) for _ in range(6)]
+    assert (len(intake.take()), state.refill_debt) == (6, 1)
+
+
+def test_epochs_have_fewer_batches_for_it_and_every_task_still() -> None:
+    state, taskset = ExplorerState(), Endless(21)
+    intake = TaskSource(refilling(1.0, total_epochs=2), state, taskset)
+    state.pending += [PendingTask(task=TaskBody(), given_back=True) for _ in range(3)]
+    assert intake.total_batches == 11
+    sizes = []
+    while not intake.is_over:
+        intake.replace_filtered(4)
+        sizes.append(len(intake.take()))
+        state.opened += 1
+    assert sizes == [8 + 3, 8, 8, 8, 8, 2]
+    assert taskset.given == 42
+    assert intake.total_batches == state.opened == 6
+
+
+@given(
+    maximum=st.sampled_from([0.0, 0.25, 1.0, 2.5]),
+    epochs=st.booleans(),
+    reports=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 6)), max_size=30),
+)
+def test_no_debt_is_paid_twice_and_none_beyond_the_bounds(
+    maximum: float, epochs: bool, reports: list[tuple[int, int]]
+) -> None:
+    state, settings = ExplorerState(), refilling(maximum, **({} if epochs else {"total_steps": 100}))
+    intake = TaskSource(settings, state, Endless(400))
+    filtered = paid = 0
+    for groups, given_back in reports:
+        state.pending += [PendingTask(task=TaskBody(), given_back=True) for _ in range(given_back)]
+        intake.replace_filtered(groups)
+        filtered += groups
+        before, on_top = state.refill_debt, min(len(state.pending), 4 + state.refill_debt) if epochs else 0
+        assert 0 <= before <= settings.max_refill
+        size = len(intake.take()) - on_top
+        assert size == 4 + before, "one batch under way: all that is owed is paid by the next"
+        assert state.refill_debt == 0
+        paid += before
+    assert paid <= filtered
+    if maximum == 0.0:
+        assert paid == 0
 
 
 def test_a_submission_is_completed_from_the_taskset() -> None:
