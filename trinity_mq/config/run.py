@@ -18,6 +18,7 @@ from trinity_mq.config.agents import (
     TrainerConfig,
 )
 from trinity_mq.config.algorithm import AlgorithmConfig
+from trinity_mq.config.algorithm.checks import contradictions
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
@@ -148,6 +149,14 @@ class Config(Section):
                 f"training rollouts use {', '.join(used)}: their logprobs are then not those of the sampled "
                 "distribution. Remove it, or set algorithm.allow_truncated_sampling=true if that is what you want"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm(self) -> Config:
+        staleness, longest = self.synchronizer.effective_max_staleness, self.model.max_response_tokens
+        found = list(contradictions(self.algorithm, staleness, longest, self.algorithm.entropy_coef))
+        if found:
+            raise ValueError("; ".join(found))
         return self
 
     @model_validator(mode="after")

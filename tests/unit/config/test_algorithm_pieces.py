@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from trinity_mq.config import AlgorithmConfig
+from trinity_mq.config import AlgorithmConfig, ConfigError, load_config
+from trinity_mq.config.algorithm.checks import contradictions
 from trinity_mq.config.algorithm.pieces import Clip, LossConfig, Truncate
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
 from trinity_mq.config.algorithm.resolve import preset_of, resolved
@@ -76,3 +77,36 @@ def test_names_of_trinity() -> None:
 def test_errors_are_found_when_the_configuration_is_read(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         AlgorithmConfig.model_validate(section)
+
+
+STALE = {"sync_style": "fully_async", "pipeline_depth": 8}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "synchronizer", "words"),
+    [
+        ({"weights": {"rl": 0.0}}, {}, "nothing would be trained"),
+        ({"weights": {"rl": 0.0, "ce": 1.0}, "entropy_coef": 0.1}, {}, "belongs to sampled answers"),
+        ({"kl": {"kind": "k1", "coef": 0.1}}, {}, "its expected gradient is 0"),
+        ({"anchor": "old"}, STALE, "old data would count as fresh"),
+        ({"correction": [{"kind": "weight"}]}, {}, "weighed twice"),
+        ({"ratio": {"kind": "sequence"}}, {}, "weigh by its length"),
+        ({"ratio": {"kind": "sequence_product"}}, STALE, "answers are lost by their length"),
+    ],
+)
+def test_what_would_learn_nothing_is_refused_with_its_reason(
+    algorithm: dict[str, Any], synchronizer: dict[str, Any], words: str
+) -> None:
+    model = {"tiny": {}, "max_response_tokens": 256}
+    with pytest.raises(ConfigError, match=words):
+        load_config({"model": model, "algorithm": algorithm, "synchronizer": synchronizer})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_preset_contradicts_itself_on_fresh_data(name: str) -> None:
+    assert list(contradictions(loss_of(algorithm_type=name), 0, 4096, 0.0)) == []
+
+
+def test_on_old_data_only_presets_that_multiply_whole_answers_are_refused() -> None:
+    refused = {name for name in PRESETS if list(contradictions(loss_of(algorithm_type=name), 8, 4096, 0.0))}
+    assert refused == {"vespo"}
