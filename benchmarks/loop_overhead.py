@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trinity_mq.algorithms.advantage import group_relative_advantages
+from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import Config, load_config
 from trinity_mq.data import open_taskset
 from trinity_mq.experience import EID, Experience, ExperienceBatch
@@ -73,7 +73,7 @@ async def one_process(config: Config, folder: Path, steps: int) -> list[float]:
             )
             for run, sample in enumerate(samples)
         ]
-        kept, _ = group_relative_advantages(ExperienceBatch.of(experiences), config.algorithm)
+        kept, _ = estimate(ExperienceBatch.of(experiences), config.algorithm.estimator)
         if kept:
             await learner.step(kept, step)
             generator.apply(generator.check(dict(await learner.weights())))

@@ -55,10 +55,12 @@ def add_broker(parser: argparse.ArgumentParser, *more: str) -> None:
     )
 
 
-def add_actions(parser: argparse.ArgumentParser) -> Callable[[str, str, Run], argparse.ArgumentParser]:
+def add_actions(
+    parser: argparse.ArgumentParser, *, required: bool = True
+) -> Callable[[str, str, Run], argparse.ArgumentParser]:
     """Give ``parser`` actions of its own; return the function that adds one: its name, its help and what it runs."""
     actions = parser.add_subparsers(
-        dest="action", metavar="ACTION", required=True, parser_class=argparse.ArgumentParser
+        dest="action", metavar="ACTION", required=required, parser_class=argparse.ArgumentParser
     )
 
     def add(name: str, words: str, run: Run) -> argparse.ArgumentParser:

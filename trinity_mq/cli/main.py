@@ -32,6 +32,7 @@ COMMANDS = (
         "settings:settings",
         "show all settings, or those of a section",
     ),
+    ("algorithms", "commands.algorithms", "list the algorithms; show the formula and settings of one"),
     ("doctor", "doctor.command:doctor", "check a live broker and this machine, and say what to do; changes nothing"),
     (
         "health",

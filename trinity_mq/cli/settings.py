@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import Config
+from trinity_mq.config.load import sections_of
 
 PAGE = Path("docs/settings.md")
 UNITS = ("seconds", "bytes", "tokens", "batches", "steps", "runs", "processes")
@@ -179,17 +180,9 @@ def _type(annotation: Any) -> str:
     return {"NoneType": "null", "str": "text", "Any": "anything"}.get(name, name)
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """Return the sections that a type holds, also within unions and lists."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
-    return [model for one in inner for model in _models(one)]
-
-
 def _kinds(annotation: Any) -> list[type[BaseModel]]:
     """Return the members of a union of sections that a ``kind`` tells apart."""
-    found = [model for model in _models(annotation) if "kind" in model.model_fields]
+    found = [model for model in sections_of(annotation) if "kind" in model.model_fields]
     return found if len(found) > 1 else []
 
 

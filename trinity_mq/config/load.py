@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -122,35 +122,41 @@ def _no_item(data: DictConfig, key: str) -> str:
 
 
 def _explain(model: type[BaseModel], finding: Any) -> str:
-    location = tuple(finding["loc"])
-    where = ".".join(str(part) for part in location) or "(top level)"
+    location, names = _followed(model, tuple(finding["loc"]))
+    where = ".".join(map(str, location)) or "(top level)"
     if finding["type"] == "extra_forbidden":
-        names = _keys(model, location[:-1])
         near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(names))}"
         return f"{where}: unknown key; {hint}"
     message = str(finding["msg"]).removeprefix("Value error, ")
     if finding["type"] in {"missing", "value_error"}:
         return f"{where}: {message}"
-    if location[-1:] == ("api_key_env",):
+    if location[-1:] == ["api_key_env"]:
         return f"{where}: wanted the name of an environment variable, such as JUDGE_API_KEY, not the key itself"
     return mask_passwords(f"{where}: {message}, got {finding['input']!r}")
 
 
-def _keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    here: Any = model
+def _followed(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[int | str], list[str]]:
+    """Return a location as the user wrote it, and the keys known beside its last part.
+
+    Where a section comes in several kinds, pydantic names the kind in between; the user did not.
+    """
+    here, written, names = [model], [], []
     for part in location:
-        if isinstance(part, int):
+        if len(here) > 1 and isinstance(part, str):  # the kind
+            here = [one for one in here if one.model_fields["kind"].default == part] or here[-1:]
             continue
-        here = _section(here.model_fields[part].annotation)
-    return list(here.model_fields)
+        written.append(part)
+        if isinstance(part, str):
+            fields = {name: field for one in here for name, field in one.model_fields.items()}
+            names = list(fields)
+            here = sections_of(fields[part].annotation) if part in fields else []
+    return written, names
 
 
-def _section(annotation: Any) -> Any:
-    if get_origin(annotation) is None:
-        return annotation
-    for inner in get_args(annotation):
-        found = _section(inner)
-        if isinstance(found, type) and issubclass(found, BaseModel):
-            return found
-    return annotation
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the sections that a type holds, also within unions and lists."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    return [model for one in inner for model in sections_of(one)]

@@ -154,7 +154,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _algorithm(self) -> Config:
         staleness, longest = self.synchronizer.effective_max_staleness, self.model.max_response_tokens
-        found = list(contradictions(self.algorithm, staleness, longest, self.algorithm.entropy_coef))
+        found = list(contradictions(self.algorithm, staleness, longest))
         if found:
             raise ValueError("; ".join(found))
         return self

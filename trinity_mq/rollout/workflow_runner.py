@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from trinity_mq.algorithms.registry import ALGORITHMS
 from trinity_mq.config import Config
 from trinity_mq.config.agents import ConcurrentMode
 from trinity_mq.experience import Experience
@@ -128,7 +127,7 @@ class WorkflowRunner:
     @property
     def _trains_on_rewards(self) -> bool:
         """The algorithm needs a reward of each run, and no operator may add one."""
-        return ALGORITHMS[self.config.algorithm.algorithm_type].needs_reward and not self.config.operator.operators
+        return self.config.algorithm.estimator.needs_reward and not self.config.operator.operators
 
     @staticmethod
     def blocks(task_slice: TaskSlice) -> bool:

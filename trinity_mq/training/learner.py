@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.registry import ALGORITHMS
+from trinity_mq.algorithms.losses import clipped_policy_loss
 from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.runtime.threads import run_to_end
@@ -84,7 +84,6 @@ class TorchLearner:
         self._config = config
         self._model_folder = model_folder
         self._total_steps = total_steps
-        self._algorithm = ALGORITHMS[config.algorithm.algorithm_type]
         self._loaded: tuple[Policy, torch.optim.Optimizer] | None = None
         # The number of threads is a property of the thread that calls torch, so the worker sets it for itself.
         self._pool = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.trainer.num_threads,))
@@ -184,7 +183,7 @@ class TorchLearner:
                 if not batches:
                     tally.add_empty()
                     continue
-                loss = self._algorithm.loss
+                loss = clipped_policy_loss
                 finite, metrics = optimizer_step(policy, optimizer, batches, loss, config, entropy_weight)
                 tally.add(finite, metrics)
                 if not finite:

@@ -11,18 +11,22 @@ from trinity_mq.config import AlgorithmConfig, ConfigError, load_config
 from trinity_mq.config.algorithm.checks import contradictions
 from trinity_mq.config.algorithm.pieces import Clip, LossConfig, Truncate
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
-from trinity_mq.config.algorithm.resolve import preset_of, resolved
+from trinity_mq.config.algorithm.resolve import preset_of
+from trinity_mq.config.estimators import DistillEstimator, GroupEstimator
 
 
-def loss_of(**section: Any) -> LossConfig:
-    found = resolved(section)
-    return LossConfig.model_validate({name: found[name] for name in LossConfig.model_fields})
+def loss_of(**section: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(section)
+
+
+def pieces(config: AlgorithmConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in LossConfig.model_fields}
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_preset_is_valid_and_says_what_it_is(name: str) -> None:
     preset = PRESETS[name]
-    assert isinstance(loss_of(algorithm_type=name), LossConfig)
+    assert loss_of(algorithm_type=name).algorithm_type == name
     assert preset.summary.endswith(".")
     assert preset.source
     assert preset.formula
@@ -35,7 +39,7 @@ def test_a_preset_overridden_piece_by_piece_is_the_one_written_by_hand() -> None
         surrogate={"kind": "clip", "low": 3e-4, "high": 4e-4, "dual": None},
         reduction={"kind": "sequence"},
     )
-    assert by_hand == loss_of(algorithm_type="gspo")
+    assert pieces(by_hand) == pieces(loss_of(algorithm_type="gspo"))
     assert loss_of(algorithm_type="gspo", ratio={"kind": "token"}).reduction.kind == "sequence"
 
 
@@ -58,6 +62,18 @@ def test_names_of_trinity() -> None:
     assert kl is not None
     assert (kl.kind, kl.coef) == ("k3_clamped", 0.01)
     assert loss_of(algorithm_type="ppo", kl_loss_fn="none").kl is None
+    distill = loss_of(algorithm_type="on_policy_distill", kl_coef=0.5).estimator
+    assert distill == DistillEstimator(kl_coef=0.5)
+    assert loss_of(std_level="batch").estimator == GroupEstimator(scale="batch", epsilon=1e-4)
+    rec = loss_of(algorithm_type="rec", advantage_fn_args={"std_normalize": True}).estimator
+    assert rec == GroupEstimator(scale="population")
+    mixed = loss_of(advantage_fn="rloo", policy_loss_fn="sapo", policy_loss_fn_args={"loss_agg_mode": "token-mean"})
+    assert (mixed.estimator, mixed.surrogate.kind, mixed.reduction.kind) == (
+        GroupEstimator(baseline="leave_one_out", scale="none"),
+        "gate",
+        "token",
+    )
+    assert loss_of(algorithm_type="grpo_verl").algorithm_type == "grpo"
     assert {preset_of(alias) is PRESETS[name] for alias, name in ALIASES.items()} == {True}
 
 
@@ -71,6 +87,9 @@ def test_names_of_trinity() -> None:
         ({"correction": [{"kind": "weight", "high": -1}]}, "greater than 0"),
         ({"reduction": {"kind": "constant"}}, "constant and sequence_constant have a constant"),
         ({"loss_agg_mode": "mean"}, "loss_agg_mode is 'mean', wanted one of token-mean"),
+        ({"estimator": {"kind": "grop"}}, "kind is 'grop', wanted one of group"),
+        ({"kl_coef": 0.1}, "set kl: {kind: k2, coef: 0.1}"),
+        ({"advantage_fn": "cod"}, "advantage_fn is 'cod', wanted one of ppo, grpo"),
         ({"surrogate": {"kind": "gate"}, "clip_range": 0.2}, "no meaning for the surrogate 'gate'"),
     ],
 )
@@ -88,6 +107,7 @@ STALE = {"sync_style": "fully_async", "pipeline_depth": 8}
         ({"weights": {"rl": 0.0}}, {}, "nothing would be trained"),
         ({"weights": {"rl": 0.0, "ce": 1.0}, "entropy_coef": 0.1}, {}, "belongs to sampled answers"),
         ({"kl": {"kind": "k1", "coef": 0.1}}, {}, "its expected gradient is 0"),
+        ({"estimator": "none"}, {}, "would have no advantage"),
         ({"anchor": "old"}, STALE, "old data would count as fresh"),
         ({"correction": [{"kind": "weight"}]}, {}, "weighed twice"),
         ({"ratio": {"kind": "sequence"}}, {}, "weigh by its length"),
@@ -104,9 +124,25 @@ def test_what_would_learn_nothing_is_refused_with_its_reason(
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_preset_contradicts_itself_on_fresh_data(name: str) -> None:
-    assert list(contradictions(loss_of(algorithm_type=name), 0, 4096, 0.0)) == []
+    assert list(contradictions(loss_of(algorithm_type=name), 0, 4096)) == []
 
 
 def test_on_old_data_only_presets_that_multiply_whole_answers_are_refused() -> None:
-    refused = {name for name in PRESETS if list(contradictions(loss_of(algorithm_type=name), 8, 4096, 0.0))}
+    refused = {name for name in PRESETS if list(contradictions(loss_of(algorithm_type=name), 8, 4096))}
     assert refused == {"vespo"}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ({"surrogate": {"lo": 0.1}}, r"algorithm\.surrogate\.lo: unknown key; did you mean 'low'"),
+        ({"correction": [{"kind": "weight", "hihg": 2.0}]}, r"algorithm\.correction\.0\.hihg: unknown key; did you"),
+        ({"estimator": {"basline": "mean"}}, r"algorithm\.estimator\.basline: unknown key; did you mean 'baseline'"),
+        ({"surrogate": {"kind": "my.loss", "arg": 1}}, r"algorithm\.surrogate\.arg: unknown key; did you mean 'args'"),
+        ({"reduction": {"kind": "tokens"}}, r"algorithm\.reduction\.kind: Input should be 'token'"),
+        ({"pair": {"form": "hinge"}}, r"algorithm\.pair\.form: Input should be 'sigmoid' or 'ipo'"),
+    ],
+)
+def test_a_wrong_key_of_a_piece_is_named_as_it_was_written(algorithm: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config({"model": {"tiny": {}}, "algorithm": algorithm})

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from trinity_mq.algorithms.advantage import group_relative_advantages
+from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.losses import LossTerms, clipped_policy_loss
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TinyModelConfig, TrainerConfig
 from trinity_mq.experience import EID, CustomField, Experience, ExperienceBatch
@@ -520,7 +520,7 @@ async def test_a_policy_learns_the_largest_of_three_digits(folder: Path, opened:
                 )
             )
         rewards.append(sum(one.reward or 0.0 for one in experiences) / len(experiences))
-        kept, _ = group_relative_advantages(ExperienceBatch.of(experiences), settings.algorithm)
+        kept, _ = estimate(ExperienceBatch.of(experiences), settings.algorithm.estimator, min_group_runs=8)
         metrics = await learner.step(kept, step)
         assert metrics["rollout/rollout_vs_train_logprob_diff/max"] < 1e-4
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trinity_mq.config.algorithm.pieces import LossConfig, Weight
+from trinity_mq.config.algorithm.pieces import Weight
+from trinity_mq.config.algorithm.section import AlgorithmConfig
 
 LONG_ANSWER = 64
 """Response tokens beyond which the product of an answer's ratios leaves any range soon: a drift of .02 nats a token is
 a factor of 3.6 over 64."""
 
+AGAINST_SAMPLER = {"weight", "reject", "divergence", "second_moment"}
+"""Corrections that look at the sampler's logprobs of each token."""
 
-def contradictions(loss: LossConfig, staleness: int, max_response_tokens: int, entropy_coef: float) -> Iterator[str]:
+
+def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens: int) -> Iterator[str]:
     """Yield a sentence for each thing that is wrong: what, why, and what to do.
 
     Args:
-        loss: The pieces.
+        config: The algorithm.
         staleness: Most train steps by which data may be behind.
         max_response_tokens: Longest answer, in tokens.
-        entropy_coef: Weight of the entropy bonus.
     """
-    weights = loss.weights
+    loss, weights, entropy_coef = config, config.weights, config.entropy_coef
     if not any((weights.rl, weights.ce, weights.ref_kl, weights.pair)) and loss.ce_schedule is None:
         yield "algorithm.weights are all 0: nothing would be trained; give a component a weight"
         return
     if entropy_coef and not weights.rl:
         yield (
-            f"algorithm.entropy_coef is {entropy_coef:g}, but weights.rl is 0: the bonus belongs to sampled answers and "
-            "would have no effect; remove it"
+            f"algorithm.entropy_coef is {entropy_coef:g}, but weights.rl is 0: the bonus belongs to sampled answers "
+            "and would have no effect; remove it"
         )
     if loss.kl is not None and loss.kl.kind == "k1" and loss.kl.coef:
         yield (
@@ -35,8 +38,13 @@ def contradictions(loss: LossConfig, staleness: int, max_response_tokens: int, e
         )
     if not weights.rl:
         return
+    if config.estimator.kind == "none":
+        yield (
+            f"algorithm.estimator is none, but weights.rl is {weights.rl:g}: sampled answers would have no advantage; "
+            "choose an estimator, or weights: {rl: 0}"
+        )
     weighs = [rule for rule in loss.correction if isinstance(rule, Weight)]
-    if loss.anchor == "old" and staleness and not loss.correction:
+    if loss.anchor == "old" and staleness and not any(rule.kind in AGAINST_SAMPLER for rule in loss.correction):
         yield (
             f"algorithm.anchor is old without a correction, and data may be {staleness} train steps old: the ratio to "
             "the recomputed policy is 1 at first, so old data would count as fresh. Add correction: [{kind: weight}], "
@@ -44,8 +52,8 @@ def contradictions(loss: LossConfig, staleness: int, max_response_tokens: int, e
         )
     if loss.anchor == "mu" and weighs and loss.ratio.kind != "self" and loss.surrogate.kind != "log_linear":
         yield (
-            "algorithm.correction has kind weight with anchor mu: the ratio divides by the sampler already, so old data "
-            "would be weighed twice. Take anchor: old, or surrogate: {kind: truncate}"
+            "algorithm.correction has kind weight with anchor mu: the ratio divides by the sampler already, so old "
+            "data would be weighed twice. Take anchor: old, or surrogate: {kind: truncate}"
         )
     if loss.ratio.kind in {"sequence", "geometric"} and loss.reduction.kind == "token":
         yield (
@@ -56,6 +64,6 @@ def contradictions(loss: LossConfig, staleness: int, max_response_tokens: int, e
     if products and staleness and max_response_tokens > LONG_ANSWER:
         yield (
             f"algorithm multiplies the ratios of whole answers, which may have model.max_response_tokens "
-            f"{max_response_tokens} tokens and be {staleness} train steps old: the product leaves any range and answers "
-            "are lost by their length. Take ratio: {kind: sequence}, level: token or geometric, or fresh data"
+            f"{max_response_tokens} tokens and be {staleness} train steps old: the product leaves any range and "
+            "answers are lost by their length. Take ratio: {kind: sequence}, level: token or geometric, or fresh data"
         )

@@ -199,7 +199,7 @@ PRESETS: dict[str, Preset] = {
     "passk": Preset(
         "The best run of a task against the second best: trains for one right answer among many.",
         "arXiv 2503.19595",
-        _group(baseline="second_best", scale="none"),
+        _group(baseline="second_best", scale="group"),
         {"surrogate": CLIP},
     ),
     "rec": Preset(

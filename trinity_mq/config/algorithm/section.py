@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.resolve import resolved
 from trinity_mq.config.base import Section
+from trinity_mq.config.estimators import Estimator, GroupEstimator
 
 
 class OptimizerConfig(Section):
@@ -35,19 +36,15 @@ class OptimizerConfig(Section):
 class AlgorithmConfig(LossConfig):
     """An algorithm: a preset by name, any of its pieces changed, and the optimizer."""
 
-    algorithm_type: Literal["grpo", "on_policy_distill"] = "grpo"
-    """``grpo`` compares the rewards of a task's runs; ``on_policy_distill`` ignores rewards and follows the logprobs of
-    the workflow's teacher, token by token."""
+    algorithm_type: str = "grpo"
+    """Preset whose pieces are used where nothing else is said; ``trinity-mq algorithms`` lists them."""
+    estimator: Estimator = Field(default_factory=lambda: GroupEstimator(epsilon=1e-4))
+    """How rewards, or a teacher's logprobs, become an advantage for each response token."""
     repeat_times: int = Field(default=8, ge=1)
     """Runs of each task: the group size."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """grpo: least finished runs of a group; smaller groups are dropped. None: half of ``repeat_times``, at least 2."""
-    kl_coef: float = Field(default=1.0, gt=0)
-    """on_policy_distill: factor of the advantage, the teacher's minus the student's logprob of a token in nats."""
-    std_level: Literal["group", "batch", "none"] = "group"
-    """grpo: divide the centred reward by the standard deviation of its group, of the batch, or by nothing."""
-    std_epsilon: float = Field(default=1e-4, gt=0)
-    """grpo: added to the standard deviation."""
+    """Least finished runs of a task where runs are compared; smaller groups are dropped. None: half of
+    ``repeat_times``, at least 2."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss."""
     entropy_decay: bool = False
@@ -73,7 +70,7 @@ class AlgorithmConfig(LossConfig):
 
     @model_validator(mode="after")
     def _groups(self) -> AlgorithmConfig:
-        if self.algorithm_type != "grpo":
+        if not self.estimator.compares_runs:
             return self
         if self.repeat_times < 2:
             raise ValueError(

@@ -1,0 +1,154 @@
+"""Names of Trinity-RFT's algorithm section, and what they are here: one table for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_mq.config.algorithm.presets import CLIP, PRESETS, Preset
+
+SURROGATE_KEYS = {
+    "clip_range": ("low", "high"),
+    "clip_range_low": ("low",),
+    "clip_range_high": ("high",),
+    "clip_ratio_c": ("dual",),
+}
+"""Settings of clipped losses, and the fields of ``surrogate`` that they are."""
+
+ESTIMATOR_KEYS = {
+    "std_level": "scale",
+    "std_epsilon": "epsilon",
+    "std_cal_level": "scale",
+    "opmd_baseline": "baseline",
+    "enable_step_norm": "step_norm",
+    "lambda_coef": "beta",
+    "fnorm": "scale",
+    "epsilon": "epsilon",
+    "std_threshold": "std_threshold",
+    "rank_penalty": "rank_penalty",
+    "tau": "tau",
+    "shift": "shift",
+    "gamma": "gamma",
+    "lam": "lam",
+    "omega": "omega",
+    "drop": "drop",
+    "kl_coef": "kl_coef",
+}
+"""Settings of advantage functions, and the fields of ``estimator`` that they are."""
+TOP_LEVEL = ("std_level", "std_epsilon", "kl_coef")
+"""Those that may stand in the section itself."""
+ESTIMATOR_VALUES = {("std_cal_level", "batch"): "batch_raw", ("fnorm", "std"): "group"}
+
+ADVANTAGES = {
+    "ppo": "ppo",
+    "grpo": "grpo",
+    "step_wise_grpo": "multi_step_grpo",
+    "rloo": "rloo",
+    "reinforce": "topr",
+    "reinforceplusplus": "reinforceplusplus",
+    "remax": "remax",
+    "opmd": "opmd",
+    "asymre": "asymre",
+    "rec": "rec",
+    "gigpo": "gigpo",
+    "on_policy_distill": "on_policy_distill",
+    "jsd": "jsd",
+}
+"""``advantage_fn`` of Trinity-RFT, and the presets whose estimator it is."""
+
+POLICY_LOSSES = {
+    "gspo": "gspo",
+    "sapo": "sapo",
+    "cispo": "cispo",
+    "topr": "topr",
+    "sppo": "sppo",
+    "opmd": "asymre",
+    "rec": "rec",
+    "importance_sampling": "importance_sampling",
+    "sft": "sft",
+    "sft_is": "sft_is",
+    "sft_phi": "sft_phi",
+    "mix": "mix",
+    "mix_chord": "mix_chord",
+    "dpo": "dpo",
+}
+"""``policy_loss_fn`` of Trinity-RFT but ``ppo``, and the presets whose loss, without a term for a reference, it is."""
+
+REDUCTIONS = {
+    "token-mean": "token",
+    "seq-mean-token-mean": "sequence",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "constant",
+}
+"""``loss_agg_mode`` of Trinity-RFT, and the kinds of ``reduction``."""
+
+KL_KINDS = {
+    "k1": "k1",
+    "k2": "k2",
+    "k3": "k3",
+    "low_var_kl": "k3_clamped",
+    "abs": "abs",
+    "corrected_k3": "k3_weighted",
+}
+"""``kl_loss_fn`` of Trinity-RFT, and the kinds of ``kl``."""
+
+
+def translated(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
+    """Take names of Trinity-RFT out of ``own`` and return what they mean as pieces.
+
+    Raises:
+        ValueError: A name has no meaning for the algorithm, or a value is not known.
+    """
+    result: dict[str, Any] = {}
+    if (name := own.pop("advantage_fn", None)) is not None:
+        result["estimator"] = dict(PRESETS[_known("advantage_fn", name, ADVANTAGES)].estimator)
+    if (name := own.pop("policy_loss_fn", None)) is not None:
+        plain = {"surrogate": CLIP} if name == "ppo" else None
+        loss = plain or PRESETS[_known("policy_loss_fn", name, {"ppo": "", **POLICY_LOSSES})].loss
+        result |= {key: value for key, value in loss.items() if key != "kl"}
+    settings = {name: own.pop(name) for name in TOP_LEVEL if name in own} | (own.pop("advantage_fn_args", None) or {})
+    if settings:
+        base = result.get("estimator", preset.estimator)
+        result["estimator"] = {**base, **_estimator_settings(settings, own.get("estimator", base))}
+    for section in ("policy_loss_fn_args", "entropy_loss_fn_args"):
+        for name, value in (own.pop(section, None) or {}).items():
+            own.setdefault(name, value)
+    surrogate: dict[str, Any] = {}
+    for name, targets in SURROGATE_KEYS.items():
+        if name in own:
+            surrogate |= dict.fromkeys(targets, own.pop(name))
+    if surrogate:
+        base = {"kind": "clip", **(result.get("surrogate") or preset.loss.get("surrogate") or {})}
+        if (kind := (own.get("surrogate") or base).get("kind", base["kind"])) != "clip":
+            raise ValueError(f"a clip range has no meaning for the surrogate {kind!r}; set the fields of surrogate")
+        result["surrogate"] = {**base, **surrogate}
+    if "loss_agg_mode" in own:
+        result["reduction"] = {"kind": _known("loss_agg_mode", own.pop("loss_agg_mode"), REDUCTIONS)}
+    coef = (own.pop("kl_loss_fn_args", None) or {}).get("kl_coef", 0.001)
+    if (kind := own.pop("kl_loss_fn", None)) is not None:
+        result["kl"] = None if kind == "none" else {"kind": _known("kl_loss_fn", kind, KL_KINDS), "coef": coef}
+    return result
+
+
+def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str, Any]:
+    """Return settings of an advantage function as fields of the estimator."""
+    kind = estimator.get("kind") if isinstance(estimator, Mapping) else estimator
+    result = {}
+    for name, value in settings.items():
+        if name == "std_normalize":
+            result["scale"] = "population" if value else "none"
+        elif name not in ESTIMATOR_KEYS:
+            raise ValueError(f"advantage_fn_args.{name} is not known, wanted one of {', '.join(ESTIMATOR_KEYS)}")
+        elif name == "kl_coef" and kind not in {"distill", "jsd"}:
+            raise ValueError(
+                f"kl_coef has no meaning for the estimator {kind!r}; for a KL term set kl: {{kind: k2, coef: {value}}}"
+            )
+        else:
+            result[ESTIMATOR_KEYS[name]] = ESTIMATOR_VALUES.get((name, value), value)
+    return result
+
+
+def _known(name: str, value: Any, table: Mapping[str, str]) -> str:
+    if value not in table:
+        raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(table)}")
+    return table[value]
