@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.losses import clipped_policy_loss
+from trinity_mq.config.algorithm.pieces import Clip, LossConfig
 from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.runtime.threads import run_to_end
@@ -84,6 +85,17 @@ class TorchLearner:
         self._config = config
         self._model_folder = model_folder
         self._total_steps = total_steps
+        algorithm = config.algorithm
+        if (
+            algorithm.estimator.where == "trainer"
+            or any(
+                getattr(algorithm, name) != getattr(LossConfig(), name)
+                for name in LossConfig.model_fields
+                if name != "surrogate"
+            )
+            or not isinstance(algorithm.surrogate, Clip)
+        ):
+            raise LearnerError(f"algorithm {algorithm.algorithm_type} has pieces that the trainer does not take yet")
         self._loaded: tuple[Policy, torch.optim.Optimizer] | None = None
         # The number of threads is a property of the thread that calls torch, so the worker sets it for itself.
         self._pool = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.trainer.num_threads,))
