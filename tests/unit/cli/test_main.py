@@ -81,6 +81,7 @@ def test_every_command_leads_to_a_function() -> None:
         "trainer": ["x", "a.b=c"],
         "validate": ["x"],
         "settings": [],
+        "algorithms": ["show", "gspo"],
         "submit": ["x", "--wait", "3"],
         "list": [],
         "status": ["r", "--broker", "amqp://h/"],
