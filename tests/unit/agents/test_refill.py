@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.agents.watched import WatchedSimulation
 from trinity_agents.explorer.agent import Explorer
-from trinity_agents.simulation import NumberedTasks, Simulation, killed, killed_once
+from trinity_agents.simulation import NumberedTasks, Simulation, killed, killed_once, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, TaskSlice
@@ -188,6 +188,7 @@ def test_where_all_is_dropped_batches_and_debt_stay_within_their_bounds_and_noth
 @pytest.mark.parametrize("after", [round(0.53 * n, 2) for n in range(1, 13)])
 def test_an_explorer_that_is_killed_pays_each_debt_once(tmp_path: Path, style: str, after: float) -> None:
     sim = refilling(tmp_path, f"synchronizer.sync_style={style}", batches=6)
+    sim.runner_seconds = lambda task_slice: 0.7  # so that batches are open at many of these moments
 
     async def explorer() -> None:
         first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
@@ -198,6 +199,23 @@ def test_an_explorer_that_is_killed_pays_each_debt_once(tmp_path: Path, style: s
 
     run_virtually(sim.run(explorer=explorer), limit=1000)
     check(sim, 6)
+
+
+def test_a_debt_that_was_not_saved_is_read_again(tmp_path: Path) -> None:
+    sim = refilling(tmp_path, batches=4)
+
+    def debt() -> int:
+        return sum(one.exploration.state.refill_debt for one in sim.explorers[-1:] if one.exploration is not None)
+
+    async def explorer() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_explorer().run())
+        await until(lambda: debt() > 0, step=0.001)
+        assert sim.state().refill_debt == 0, "it is saved with the batch that pays it"
+        await killed(first)
+        await sim.make_explorer().run()
+
+    run_virtually(sim.run(explorer=explorer), limit=1000)
+    assert list(check(sim, 4).opened.values()) == [4, 6, 7, 8]
 
 
 def test_a_trainer_that_consumes_batches_again_adds_to_no_debt(tmp_path: Path) -> None:
