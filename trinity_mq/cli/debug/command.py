@@ -35,7 +35,7 @@ CRASH_SECONDS = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``trinity-mq debug workflow`` and its arguments."""
+    """Add the actions of ``trinity-mq debug`` and their arguments."""
     add = add_actions(parser)
     action = add("workflow", "run a task once, and show every message, token, logprob and reward", workflow)
     add_target(action)
@@ -46,6 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action.add_argument("--engine", metavar="URL", help="use the engine there instead of starting one")
     action.add_argument("--weights", metavar="FOLDER", help="such as runs/x/final (default: what a run begins with)")
     action.add_argument("--json", action="store_true", help="print one JSON object a line")
+    action = add("algorithm", "run the algorithm on a small batch, show its gradient and check it", algorithm)
+    add_target(action)
+
+
+def algorithm(arguments: argparse.Namespace) -> int:
+    """Run the algorithm of a configuration on a small batch."""
+    from trinity_mq.cli.debug.algorithm import algorithm as run
+
+    return run(arguments)
 
 
 def workflow(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,229 @@
+"""``trinity-mq debug algorithm``: runs a configuration's algorithm on a small batch, and shows and checks what it
+does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity_mq.algorithms.corrections import covariance_choice
+from trinity_mq.algorithms.estimators import estimate
+from trinity_mq.algorithms.evaluator import component_weights, evaluate, step_weights
+from trinity_mq.algorithms.reduction import sequence_scales
+from trinity_mq.algorithms.view import TokenView
+from trinity_mq.cli.target import configuration
+from trinity_mq.config import AlgorithmConfig
+from trinity_mq.config.algorithm.pieces import CovarianceKL
+from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.runtime.plugins import add_plugins
+
+TASKS, RUNS, TOKENS = 2, 4, 6
+MASKED = (2, 3)
+"""Tokens of an answer that are a tool's and not trained on, in every second run."""
+REWARDS = ((1.0, 0.0, 0.5, 0.0), (0.0, 1.0, 1.0, 0.25))
+GARBAGE = -37.0
+"""What stands at masked tokens in the second look: any number that no policy gave."""
+SMALL = 1e-5
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A batch of answers, and what the policies say about their tokens: ``[answers, tokens]`` each, in nats."""
+
+    mask: Tensor
+    logprob: Tensor
+    mu: Tensor
+    old: Tensor
+    ref: Tensor
+    teacher: Tensor
+    entropy: Tensor
+
+    def spoiled(self) -> Sample:
+        """Return the same with garbage at the masked tokens."""
+        names = ("logprob", "mu", "old", "ref", "teacher", "entropy")
+        return replace(self, **{name: getattr(self, name).where(self.mask, GARBAGE) for name in names})
+
+
+def algorithm(arguments: argparse.Namespace) -> int:
+    """Print losses and gradients of a small batch, then what was checked; 1 where a check failed."""
+    config = configuration(arguments)
+    add_plugins(config.plugin_dirs)
+    sample = make_sample(config.seed)
+    advantages = advantages_of(sample, config.algorithm)
+    found = losses(sample, advantages, config.algorithm)
+    print(f"{config.algorithm.algorithm_type} on {TASKS} tasks x {RUNS} runs of {TOKENS} tokens\n")
+    for line in table(sample, advantages, found):
+        print(line)
+    print(f"\nloss {found.loss:.6g}, gradient of norm {found.gradient.norm():.6g}\n")
+    failed = 0
+    for name, trouble in checks(sample, advantages, config.algorithm):
+        print(f"{'FAILED' if trouble else 'ok':7} {name}{f': {trouble}' if trouble else ''}")
+        failed += bool(trouble)
+    return 1 if failed else 0
+
+
+def make_sample(seed: int) -> Sample:
+    """Return answers whose ratios reach every branch of a clip: up to a factor of 4 from the sampler."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (TASKS * RUNS, TOKENS)
+
+    def near(values: Tensor, spread: float) -> Tensor:
+        return (values + spread * torch.randn(shape, generator=generator)).clamp(max=-0.01)
+
+    mu = -torch.rand(shape, generator=generator) * 2 - 0.05
+    old = near(mu, 0.1)
+    mask = torch.ones(shape, dtype=torch.bool)
+    for place in MASKED:
+        mask[::2, place] = False
+    entropy = torch.rand(shape, generator=generator) + 0.2
+    return Sample(mask, near(old, 0.5), mu, old, near(mu, 0.3), near(mu, 0.5), entropy)
+
+
+def advantages_of(sample: Sample, config: AlgorithmConfig) -> Tensor:
+    """Return the advantages of the estimator, ``[answers, tokens]``; those of a critic's estimator with values of 0."""
+    if config.estimator.kind == "none":
+        return torch.zeros(sample.mask.shape)
+    experiences = [
+        Experience(
+            eid=EID(batch=1, task=number // RUNS, run=number % RUNS),
+            tokens=list(range(TOKENS + 2)),
+            prompt_length=2,
+            reward=REWARDS[number // RUNS][number % RUNS],
+            action_mask=sample.mask[number],
+            logprobs=sample.mu[number],
+            teacher_logprobs=sample.teacher[number],
+            info={
+                "greedy": number % RUNS == RUNS - 1,
+                "role": "policy",
+                "step_reward": REWARDS[number // RUNS][number % RUNS],
+                "env_state_hash": "start",
+            },
+        )
+        for number in range(len(sample.mask))
+    ]
+    batch = ExperienceBatch.of(experiences)
+    values = torch.zeros(sample.mask.numel()) if config.estimator.kind == "gae" else None
+    kept, _ = estimate(batch, config.estimator, min_group_runs=config.effective_min_group_runs, values=values)
+    result = torch.zeros(sample.mask.shape)
+    for experience in kept:
+        assert experience.advantages is not None
+        result[int(experience.eid.task) * RUNS + experience.eid.run] = experience.advantages
+    return result
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a batch gives: ``[answers, tokens]`` each."""
+
+    loss: float
+    gradient: Tensor
+    """Of the loss by the policy's logprob of each token."""
+
+
+def losses(
+    sample: Sample,
+    advantages: Tensor,
+    config: AlgorithmConfig,
+    answers: slice = slice(None),
+    scales: Tensor | None = None,
+) -> Losses:
+    """Return the loss of some of the answers and its gradient.
+
+    Args:
+        sample: The batch.
+        advantages: ``[answers, tokens]``.
+        config: The algorithm.
+        answers: Which; their scales and the pieces that compare tokens are always those of the whole batch.
+        scales: Of all answers, if known.
+    """
+    mask = sample.mask
+    logprob = sample.logprob.clone().requires_grad_()
+    counts = mask.sum(1).numpy()
+    each = sequence_scales(counts, np.arange(len(counts)) // RUNS, config.reduction)
+    scale = torch.from_numpy(each).float()[:, None].expand_as(mask)
+    rows = torch.arange(len(mask))[:, None].expand_as(mask)
+    whole = TokenView(
+        logprob=logprob[mask],
+        mu=sample.mu[mask],
+        advantage=advantages[mask],
+        scale=scale[mask],
+        segment=rows[mask],
+        old=sample.old[mask],
+        ref=sample.ref[mask],
+        teacher=sample.teacher[mask],
+        entropy=sample.entropy[mask],
+        staleness=(rows % 3)[mask],
+    )
+    view = replace(whole, weight=step_weights(whole, config, "debug"), chosen=_chosen(whole, config))
+    wanted = torch.zeros(len(mask), dtype=torch.bool)
+    wanted[answers] = True
+    view = view.where(wanted[rows][mask])
+    views = dict.fromkeys(("rl", "ce", "ref_kl", "pair"), view)
+    loss = evaluate(views, config, component_weights(config, 1), entropy_coef=config.entropy_coef).loss
+    torch.autograd.backward(loss)
+    gradient = logprob.grad if logprob.grad is not None else torch.zeros_like(logprob)
+    return Losses(loss.item(), gradient)
+
+
+def _chosen(view: TokenView, config: AlgorithmConfig) -> Tensor | None:
+    found = [covariance_choice(view, one) for one in config.regularisers if isinstance(one, CovarianceKL)]
+    return torch.stack(found).any(0) if found else None
+
+
+def table(sample: Sample, advantages: Tensor, found: Losses) -> Iterator[str]:
+    """Yield a line for each trained token of the first two answers of each task."""
+    yield f"{'task/run':9}{'token':>6}{'reward':>8}{'advantage':>11}{'ratio':>9}{'gradient':>12}"
+    for number in range(len(sample.mask)):
+        if number % RUNS > 1:
+            continue
+        task, run = divmod(number, RUNS)
+        for place in range(TOKENS):
+            at = (number, place)
+            ratio = math.exp(float(sample.logprob[at] - sample.mu[at]))
+            told = f"{float(advantages[at]):11.4f}{ratio:9.3f}{float(found.gradient[at]):12.6f}"
+            yield f"{f'{task}/{run}':9}{place:6}{REWARDS[task][run]:8g}" + (
+                told if sample.mask[at] else f"{'masked':>11}"
+            )
+
+
+def checks(sample: Sample, advantages: Tensor, config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    """Yield what is checked, and what is wrong with it: nothing if the text is empty."""
+    whole = losses(sample, advantages, config)
+    finite = math.isfinite(whole.loss) and bool(whole.gradient.isfinite().all())
+    yield "loss and gradient are finite", "" if finite else f"loss {whole.loss}, mask what overflows before exp or log"
+    some = bool((whole.gradient != 0).any())
+    yield "something is learned", "" if some else "the gradient is 0 everywhere: is a tensor detached?"
+    leak = bool((whole.gradient[~sample.mask] != 0).any())
+    spoiled = sample.spoiled()
+    other = losses(spoiled, advantages_of(spoiled, config), config)
+    leak = leak or not _near(whole.gradient, other.gradient) or abs(whole.loss - other.loss) > SMALL
+    yield "masked tokens have no part in it", "what stands at masked tokens changes the loss" if leak else ""
+    if not config.weights.pair:
+        half = len(sample.mask) // 2
+        parts = [losses(sample, advantages, config, part) for part in (slice(half), slice(half, None))]
+        apart = _near(sum((part.gradient for part in parts), torch.zeros_like(whole.gradient)), whole.gradient)
+        trouble = (
+            "" if apart else "two halves give another gradient than the whole: a token may not look at other answers"
+        )
+        yield "micro-batches add up", trouble
+    if set(component_weights(config, 1)) == {"rl"} and config.kl is None and not config.regularisers:
+        still = losses(sample, torch.zeros_like(advantages), config).gradient
+        moved = bool((still.abs() > SMALL).any()) and not config.entropy_coef
+        yield "without advantage nothing is learned", "tokens of advantage 0 have a gradient" if moved else ""
+        yield "good tokens become likelier", _direction(whole.gradient, advantages, sample.mask)
+
+
+def _direction(gradient: Tensor, advantages: Tensor, mask: Tensor) -> str:
+    wrong, trained = int((mask & (gradient * advantages > SMALL)).sum()), int(mask.sum())
+    return f"{wrong} of {trained} tokens are pushed against their advantage" if wrong else ""
+
+
+def _near(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first, second, atol=SMALL, rtol=1e-4)
