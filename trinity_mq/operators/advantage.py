@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_mq.algorithms.estimators import estimate
+from trinity_mq.algorithms.estimators.plugin import plugin_function
 from trinity_mq.config import AlgorithmConfig
+from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.experience import ExperienceBatch, gather_custom_fields
 from trinity_mq.operators.base import ColumnOperator
 
@@ -13,9 +15,14 @@ from trinity_mq.operators.base import ColumnOperator
 class AdvantageOperator(ColumnOperator):
     """Gives every experience its advantages, as the configured estimator computes them, unless that runs in the
     trainer. A batch whose custom fields could not be trained with fails here, and not the trainer.
+
+    Raises:
+        FatalError: The estimator is a function of the user's own that cannot be called as configured; at construction.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
+        if isinstance(config.estimator, EstimatorPlugin):
+            plugin_function(config.estimator)  # before the first batch
         self.config = config
 
     def apply(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, dict[str, Any]]:

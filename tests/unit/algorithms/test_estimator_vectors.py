@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from tests.unit.algorithms.vectors import VECTORS, of_kind
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.estimators.teacher import jsd_advantage
+from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.config.estimators import (
-    ESTIMATOR_PRESETS,
     DiscountedEstimator,
     Estimator,
     GaeEstimator,
@@ -25,26 +26,32 @@ from trinity_mq.config.estimators import (
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.operators.rewards import LengthPenalty
 
-PLAIN = GroupEstimator(scale="none")
+
+def preset(name: str) -> Estimator:
+    """Return the estimator of an algorithm."""
+    return TypeAdapter[Estimator](Estimator).validate_python(PRESETS[name].estimator)
+
+
+ROLES = GroupEstimator(baseline="role_mean", scale="none")
 BY_REWARD: dict[str, Estimator] = {
     "advantage/grpo": GroupEstimator(),
-    "advantage/grpo/eps_1e-4": ESTIMATOR_PRESETS["grpo"],
-    "advantage/dr_grpo": ESTIMATOR_PRESETS["dr_grpo"],
-    "advantage/rloo": ESTIMATOR_PRESETS["rloo"],
-    "advantage/reinforce": ESTIMATOR_PRESETS["reinforce"],
-    "advantage/opmd/mean": ESTIMATOR_PRESETS["opmd"],
+    "advantage/grpo/eps_1e-4": preset("grpo"),
+    "advantage/dr_grpo": preset("dr_grpo"),
+    "advantage/rloo": preset("rloo"),
+    "advantage/reinforce": preset("topr"),
+    "advantage/opmd/mean": preset("opmd"),
     "advantage/opmd/logavgexp": GroupEstimator(baseline="logavgexp", scale="none"),
     "advantage/opmd/logavgexp_tau0.5": GroupEstimator(baseline="logavgexp", tau=0.5, scale="none"),
-    "advantage/asymre": ESTIMATOR_PRESETS["asymre"],
-    "advantage/rec": ESTIMATOR_PRESETS["rec"],
+    "advantage/asymre": preset("asymre"),
+    "advantage/rec": preset("rec"),
     "advantage/rec/std_normalize": GroupEstimator(scale="population"),
-    "advantage/max_rl": ESTIMATOR_PRESETS["max_rl"],
-    "advantage/grpo_passk": ESTIMATOR_PRESETS["passk"],
-    "advantage/opo": ESTIMATOR_PRESETS["opo"],
-    "advantage/gpg": ESTIMATOR_PRESETS["gpg"],
-    "advantage/reinforceplusplus": ESTIMATOR_PRESETS["reinforceplusplus"],
+    "advantage/max_rl": preset("max_rl"),
+    "advantage/grpo_passk": preset("passk"),
+    "advantage/opo": preset("opo"),
+    "advantage/gpg": preset("gpg"),
+    "advantage/reinforceplusplus": preset("reinforceplusplus"),
     "advantage/reinforceplusplus/gamma0.9": DiscountedEstimator(gamma=0.9),
-    "advantage/reinforceplusplus_baseline": ESTIMATOR_PRESETS["reinforceplusplus_baseline"],
+    "advantage/reinforceplusplus_baseline": preset("reinforceplusplus_baseline"),
     "advantage/groups/grpo": GroupEstimator(),
     "advantage/groups/grpo/std_batch_raw": GroupEstimator(scale="batch_raw"),
     "advantage/groups/grpo/std_batch_centred": GroupEstimator(scale="batch", epsilon=1e-4),
@@ -53,17 +60,17 @@ BY_REWARD: dict[str, Estimator] = {
 }
 """Vectors whose inputs are a reward for each of some sequences."""
 BY_TEACHER: dict[str, Estimator] = {
-    "advantage/on_policy_distill": ESTIMATOR_PRESETS["on_policy_distill"],
-    "advantage/jsd": ESTIMATOR_PRESETS["jsd"],
+    "advantage/on_policy_distill": preset("on_policy_distill"),
+    "advantage/jsd": preset("jsd"),
 }
 BY_VALUES: dict[str, Estimator] = {
-    "advantage/gae": ESTIMATOR_PRESETS["ppo"],
+    "advantage/gae": preset("ppo"),
     "advantage/gae/0.99_0.95": GaeEstimator(gamma=0.99, lam=0.95),
 }
 BY_STEP: dict[str, Estimator] = {
     "advantage/multi_step_grpo": GroupEstimator(),
     "advantage/multi_step_grpo/step_norm": GroupEstimator(step_norm=True),
-    "advantage/gigpo": ESTIMATOR_PRESETS["gigpo"],
+    "advantage/gigpo": preset("gigpo"),
     "advantage/gigpo/std_0.9_0.5": GigpoEstimator(omega=0.5, gamma=0.9, scale="group"),
 }
 UPSTREAM: dict[str, Estimator] = {
@@ -159,7 +166,7 @@ def test_returns_from_the_rewards_of_tokens(name: str) -> None:
 
 def test_a_kl_penalty_is_taken_from_the_rewards_of_tokens() -> None:
     vector = VECTORS["advantage/reinforceplusplus/kl_in_reward"]
-    inputs, args = vector["inputs"], ESTIMATOR_PRESETS["reinforceplusplus"]
+    inputs, args = vector["inputs"], preset("reinforceplusplus")
     penalty = vector["args"]["kl_coef"] * (torch.tensor(inputs["logprob"]) - torch.tensor(inputs["ref_logprob"]))
     batch = sequences(inputs, token_level_reward="token_rewards")
     kept, metrics = estimate(batch, args, token_penalty=penalty.flatten())
@@ -210,7 +217,7 @@ def test_the_greedy_run_is_the_baseline_and_is_not_trained_on() -> None:
             experience(task, inputs["mask"][task], str(task), reward=reward),
             experience(100, [1.0], str(task), reward=greedy, info={"greedy": True}),
         ]
-    kept, metrics = estimate(ExperienceBatch.of(rows), ESTIMATOR_PRESETS["remax"])
+    kept, metrics = estimate(ExperienceBatch.of(rows), preset("remax"))
     same(by_run(kept), expected)
     assert metrics["rollout/partial_groups"] == 0
 
@@ -222,7 +229,7 @@ def test_the_baseline_of_a_role_moves_on_after_each_reward() -> None:
     found: dict[int, Tensor] = {}
     for half in ([0, 1], [2, 3]):  # two batches, in any order of runs
         rows = [experience(run, [1.0], reward=rewards[run], info={"role": "x"}) for run in reversed(half)]
-        found |= by_run(estimate(ExperienceBatch.of(rows), ESTIMATOR_PRESETS["rae"], baselines=baselines)[0])
+        found |= by_run(estimate(ExperienceBatch.of(rows), ROLES, baselines=baselines)[0])
     close(torch.cat([found[run] for run in range(4)]), vector["expected"]["scores"])
     assert baselines == {"x": pytest.approx(vector["expected"]["baseline_after"], abs=1e-12)}
 
@@ -280,3 +287,16 @@ def test_the_gradient_of_the_jensen_shannon_divergence() -> None:
     close(logits.grad, expected["exact_gradient"])
     upstream = torch.tensor(expected["upstream"], dtype=torch.float64)
     assert torch.cosine_similarity(logits.grad, upstream, dim=0) < 0
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.75])
+def test_the_gradient_of_the_divergence_holds_for_every_share_of_the_teacher(beta: float) -> None:
+    logits = torch.tensor([0.3, -0.2, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    student = logits.softmax(-1)
+    mixture = beta * teacher + (1 - beta) * student
+    divergence = (beta * teacher * (teacher / mixture).log() + (1 - beta) * student * (student / mixture).log()).sum()
+    (wanted,) = torch.autograd.grad(divergence, logits)
+    advantage = jsd_advantage(student.detach().log(), teacher.log(), beta, 2.0)
+    (found,) = torch.autograd.grad(-(student.detach() * advantage * logits.log_softmax(-1)).sum(), logits)
+    torch.testing.assert_close(found, 2 * wanted, rtol=0, atol=1e-12)

@@ -208,6 +208,30 @@ def test_huge_rewards_give_finite_advantages(name: str) -> None:
     assert all(map(math.isfinite, (value for row in found.values() for value in row)))
 
 
+def test_advantages_are_finite_in_float32() -> None:
+    rows = [experience(run, reward) for run, reward in enumerate([1e-30, 2e-30])]
+    (low, high) = first(advantages(rows, GroupEstimator(shift=-1e20, epsilon=0.0)))
+    assert low == high == pytest.approx(1e30)
+    values = torch.full((2,), -1e200, dtype=torch.float64)
+    kept, _ = estimate(ExperienceBatch.of(rows), GaeEstimator(whiten=False), values=values)
+    assert [one.advantages.tolist() for one in kept] == [[pytest.approx(1e30)]] * 2
+
+
+@pytest.mark.parametrize("name", GROUP)
+def test_equal_rewards_whose_mean_is_rounded_are_equal(name: str) -> None:
+    rows = [experience(run, 0.1, [True] * (run + 1)) for run in range(3)]
+    assert first(advantages(rows, GROUP[name])) == [0.0] * 3
+    assert first(advantages(rows, GROUP[name].model_copy(update={"scale": "none"}))) == [0.0] * 3
+    assert advantages(rows, GROUP[name].model_copy(update={"std_threshold": 0.0})) == {}
+
+
+def test_without_trained_tokens_lengths_weigh_equally() -> None:
+    rows = [experience(run, float(run), [False]) for run in range(3)]
+    kept, metrics = estimate(ExperienceBatch.of(rows), GROUP["length_weighted"])
+    assert len(kept) == 3
+    assert metrics["rollout/zero_variance_groups"] == 0
+
+
 def first(found: Mapping[str, list[float]]) -> list[float]:
     return [row[0] for row in found.values()]
 
@@ -271,6 +295,11 @@ def test_without_its_greedy_run_a_task_is_partial() -> None:
     assert [(one.eid.task, one.eid.run, float(one.advantages[0])) for one in kept] == [(0, 0, 0.75)]
     assert metrics["rollout/partial_groups"] == 2
     assert metrics["rollout/missing_rewards"] == 1
+    assert advantages([], args) == {}
+    with pytest.raises(
+        ValueError, match=r"no experience of the batch has info\['greedy'\], wanted one run of each task"
+    ):
+        advantages([experience(run, 1.0) for run in range(2)], args)
 
 
 def test_each_role_of_a_run_has_a_reward_and_a_baseline() -> None:

@@ -9,7 +9,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from trinity_mq.algorithms.estimators import ESTIMATORS
 from trinity_mq.config.estimators import (
-    ESTIMATOR_PRESETS,
     KINDS,
     DiscountedEstimator,
     Estimator,
@@ -30,7 +29,6 @@ def test_every_kind_is_a_function_and_agents_read_what_was_written() -> None:
     assert set(ESTIMATORS) == set(KINDS)
     given = [
         *map(ESTIMATOR.validate_python, KINDS),
-        *ESTIMATOR_PRESETS.values(),
         EstimatorPlugin(kind="my.own", args={"a": 1}),
     ]
     for one in given:
@@ -68,12 +66,16 @@ def test_what_does_not_fit_is_said(given: Any, says: str) -> None:
 
 
 def test_what_an_estimator_needs_depends_on_its_fields() -> None:
-    compare = {name for name, args in ESTIMATOR_PRESETS.items() if args.compares_runs}
-    assert set(ESTIMATOR_PRESETS) - compare == {
-        *("reinforce", "reinforceplusplus", "rae", "ppo", "on_policy_distill", "jsd", "sft"),
+    given = {name: ESTIMATOR.validate_python({"kind": name}) for name in KINDS} | {
+        "alone": GroupEstimator(baseline="none", scale="batch"),
+        "roles": GroupEstimator(baseline="role_mean", scale="none"),
+        "own": EstimatorPlugin(kind="my.own"),
     }
-    assert {name for name, args in ESTIMATOR_PRESETS.items() if args.where == "trainer"} == {"rae", "ppo"}
-    needs = {name: args.needs for name, args in ESTIMATOR_PRESETS.items() if args.needs}
-    assert needs == {"ppo": ("critic",), "on_policy_distill": ("teacher",), "jsd": ("teacher",)}
-    unrewarded = {name for name, args in ESTIMATOR_PRESETS.items() if not args.needs_reward}
-    assert unrewarded == {"on_policy_distill", "jsd", "sft"}
+    assert {name for name, args in given.items() if args.compares_runs} == {"group", "gigpo", "own"}
+    assert {name for name, args in given.items() if args.where == "trainer"} == {"roles", "gae"}
+    assert {name: args.needs for name, args in given.items() if args.needs} == {
+        "gae": ("critic",),
+        "distill": ("teacher",),
+        "jsd": ("teacher",),
+    }
+    assert {name for name, args in given.items() if not args.needs_reward} == {"distill", "jsd", "none"}

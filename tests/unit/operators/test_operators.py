@@ -22,6 +22,7 @@ from trinity_mq.operators import (
     run_chain,
 )
 from trinity_mq.rewards import UnknownNameError
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.testing.virtual_time import run_virtually
 
@@ -142,6 +143,21 @@ async def test_advantages_come_last():
     assert [each.advantages.tolist() for each in kept] == [[-0.5, -0.5], [0.5, 0.5]]
     assert metrics["rollout/partial_groups"] == 1
     assert "time/operator/1_AdvantageOperator" in metrics
+
+
+def doubled(rewards, *, factor=2.0):
+    return [factor * reward for reward in rewards]
+
+
+async def test_a_function_of_ones_own_is_checked_before_the_first_batch():
+    given = {"kind": f"{THIS}.doubled", "args": {"factor": 3.0}}
+    operator = AdvantageOperator(AlgorithmConfig(repeat_times=2, estimator=given))
+    kept, _ = await run_chain([operator], [exp(run=run, reward=float(run)) for run in range(2)])
+    assert [each.advantages.tolist() for each in kept] == [[0.0, 0.0], [3.0, 3.0]]
+    with pytest.raises(FatalError, match=r"cannot be called with rewards and args .*facto.*it is doubled\(rewards"):
+        AdvantageOperator(AlgorithmConfig(repeat_times=2, estimator=given | {"args": {"facto": 1.0}}))
+    with pytest.raises(UnknownNameError, match="did you mean 'doubled'"):
+        AdvantageOperator(AlgorithmConfig(repeat_times=2, estimator={"kind": f"{THIS}.doubld"}))
 
 
 async def test_custom_fields_that_could_not_be_trained_with_fail_the_batch():

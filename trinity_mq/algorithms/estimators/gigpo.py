@@ -109,4 +109,4 @@ def _states(batch: ExperienceBatch) -> list[str]:
             f"experience {batch.ids('uid')[number]} has no info[{STATE!r}], wanted a text or number that equals that "
             "of the other steps taken from the same state; a workflow for gigpo sets it for each step"
         )
-    return [f"{type(state).__name__} {state}" for state in states]
+    return [str(state) for state in states]

@@ -66,7 +66,8 @@ def group_advantages(
         absent if none does.
 
     Raises:
-        ValueError: An experience without action mask (dpo); ``role_mean`` without ``baselines``.
+        ValueError: An experience without action mask (dpo); ``role_mean`` without ``baselines``; ``greedy`` without any
+            run that is marked.
     """
     mask_lengths(batch)
     units = _units(batch, args)
@@ -108,6 +109,12 @@ def _roles(batch: ExperienceBatch) -> list[str]:
 def _without_greedy(batch: ExperienceBatch, groups: Groups) -> tuple[Groups, dict[str, float]]:
     """Return the groups that have a greedy run, without it, and its reward; of several their mean."""
     marked = {rid for rid, info in zip(batch.ids("rid"), batch.values("info"), strict=True) if (info or {}).get(GREEDY)}
+    if len(batch) and not marked:
+        raise ValueError(
+            f"no experience of the batch has info[{GREEDY!r}], wanted one run of each task with it: for the baseline "
+            "'greedy' the workflow samples one run of each task at temperature 0 and marks its experiences; a baseline "
+            "without such a run is leave_one_out"
+        )
     baseline = {
         tid: [reward for rid, reward in group.items() if rid in marked]
         for tid, group in groups.items()

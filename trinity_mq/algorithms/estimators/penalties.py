@@ -43,8 +43,8 @@ def sizes(batch: ExperienceBatch, units: Sequence[str]) -> Sizes:
     rows, number = numbered(units), {unit: place for place, unit in enumerate(dict.fromkeys(units))}
     owner = np.repeat(np.arange(len(batch)), mask_lengths(batch))
     trained = trained_tokens(batch)
-    begins = trained & ~(np.roll(trained, 1) & (np.roll(owner, 1) == owner))
-    begins[:1] = trained[:1]
+    before = np.concatenate([[False], trained])[: len(trained)]
+    begins = trained & ~(before & (np.diff(owner, prepend=-1) == 0))
     output = _by_run(trained, owner, rows, len(number))
     total = np.bincount(rows, weights=batch.lengths("tokens"), minlength=len(number))
     return Sizes(number, output, total - output, _by_run(begins, owner, rows, len(number)))

@@ -164,8 +164,13 @@ def with_scores(batch: ExperienceBatch, scores: Sequence[float], *, whitened: bo
         scores: One number for each.
         whitened: Give the advantages of all trained tokens mean 0 and variance 1.
     """
-    by_token = np.repeat(np.array(scores, dtype=np.float64), mask_lengths(batch))
-    return with_advantages(batch, np.where(trained_tokens(batch), by_token, 0.0), whitened=whitened)
+    if whitened:
+        return with_advantages(batch, np.repeat(np.array(scores, dtype=np.float64), mask_lengths(batch)), whitened=True)
+    if not len(batch):
+        return batch
+    bounded = np.clip(np.array(scores, dtype=np.float64), -LARGEST, LARGEST).astype(np.float32)
+    flat = np.where(trained_tokens(batch), np.repeat(bounded, mask_lengths(batch)), np.float32(0))
+    return batch.replace(advantages=per_token(batch, flat))
 
 
 def with_advantages(batch: ExperienceBatch, flat: Numbers, *, whitened: bool = False) -> ExperienceBatch:
@@ -179,7 +184,7 @@ def with_advantages(batch: ExperienceBatch, flat: Numbers, *, whitened: bool = F
     return batch.replace(advantages=per_token(batch, values.clip(-LARGEST, LARGEST)))
 
 
-def per_token(batch: ExperienceBatch, flat: Numbers) -> Ragged:
+def per_token(batch: ExperienceBatch, flat: npt.NDArray[np.floating[Any]]) -> Ragged:
     """Return numbers of all response tokens as a field of the batch, float32."""
     return Ragged.packed(torch.from_numpy(flat).float(), mask_lengths(batch))
 

@@ -1,4 +1,4 @@
-"""The sections of the estimators, one for each kind, and their union."""
+"""Estimators: how rewards, or a teacher's logprobs, become an advantage per response token."""
 
 from __future__ import annotations
 
