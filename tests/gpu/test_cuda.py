@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from trinity_mq.algorithms.advantage import group_relative_advantages
+
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.models import ensure_model_folder

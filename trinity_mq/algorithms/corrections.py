@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trinity_mq.algorithms.plugins import plugin_weights
 from trinity_mq.algorithms.view import TokenView, limited, segment_maxima, segment_means, segment_sums
 from trinity_mq.config.algorithm.pieces import (
     CovarianceClip,
@@ -21,6 +22,7 @@ from trinity_mq.config.algorithm.pieces import (
     EntropyClip,
     OffPolicySequenceMask,
     Piece,
+    Plugin,
     Reject,
     SecondMoment,
     StalenessWeight,
@@ -163,6 +165,8 @@ def correction(view: TokenView, anchor: Tensor, log_weight: Tensor, args: Piece,
         return off_policy_sequences(view, anchor, args)
     if isinstance(args, CovarianceClip):
         return covariance_clip(view, args, seed)
+    if isinstance(args, Plugin):
+        return plugin_weights(args, view)
     return RULES[args.kind](view, log_weight, args)
 
 

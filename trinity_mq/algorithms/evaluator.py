@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.corrections import corrections
+from trinity_mq.algorithms.mismatch import AGES, of_age
 from trinity_mq.algorithms.pairs import pair_loss
 from trinity_mq.algorithms.ratios import anchor_logprob, log_ratio
 from trinity_mq.algorithms.regularisers import reference_kl, regulariser
@@ -52,6 +53,31 @@ def step_weights(view: TokenView, config: LossConfig, seed: str) -> Tensor | Non
     anchor = anchor_logprob(view, config.anchor)
     rules = [rule for rule in config.correction if over_step(rule)]
     return corrections(view, anchor, rules, bypass=config.anchor == "mu", seed=seed)
+
+
+def components(config: LossConfig) -> set[str]:
+    """Return the components that have a weight in some train step."""
+    known = {name for name, weight in config.weights.model_dump().items() if weight}
+    return known | {"rl", "ce"} if config.ce_schedule is not None else known
+
+
+def needs(config: LossConfig, weights: Mapping[str, float]) -> set[str]:
+    """Return what the components of a train step read besides tokens, engine logprobs and advantages: see
+    :class:`Piece`.
+
+    Args:
+        config: The loss.
+        weights: Of its components.
+    """
+    pieces: list[Piece] = []
+    found: set[str] = set()
+    if weights.get("rl"):
+        pieces += [config.ratio, config.surrogate, *config.correction, *config.regularisers]
+        pieces += [config.kl] if config.kl is not None and config.kl.coef else []
+        found |= {"old": {"old"}, "loglinear": {"staleness"}}.get(config.anchor, set())
+    pieces += [config.distillation] if weights.get("ref_kl") else []
+    pieces += [config.pair] if weights.get("pair") else []
+    return found.union(*(piece.needs for piece in pieces))
 
 
 def component_weights(config: LossConfig, step: int) -> dict[str, float]:
@@ -120,7 +146,7 @@ def token_losses(view: TokenView, config: LossConfig) -> tuple[Tensor, dict[str,
     """Return surrogate times corrections of each token, ``[tokens]``, and what is counted, ``[tokens]`` each."""
     anchor = anchor_logprob(view, config.anchor)
     ratio = log_ratio(view, anchor, config.ratio)
-    found = surrogate(ratio, view.logprob, view.advantage, config.surrogate)
+    found = surrogate(ratio, view.logprob, view.advantage, config.surrogate, view.custom)
     local = [rule for rule in config.correction if not over_step(rule)]
     weight = corrections(view, anchor, local, bypass=config.anchor == "mu")
     if view.weight is not None:
@@ -146,19 +172,23 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
     loss, counts = token_losses(view, config)
     anchor = anchor_logprob(view, config.anchor)
     reduced = {"pg_loss": (loss.detach() * view.scale).sum()}
-    if config.kl is not None:
+    if config.kl is not None and config.kl.coef:
         kl = reference_kl(view, anchor, config.kl)
         loss = loss + config.kl.coef * kl
         reduced["kl_loss"] = config.kl.coef * (kl.detach() * view.scale).sum()
     for one in config.regularisers:
         loss = loss + regulariser(view, anchor, one)
-    if view.entropy is not None and entropy_coef:
-        loss = loss - entropy_coef * view.entropy
+    if view.entropy is not None:
+        reduced["entropy_loss"] = -(entropy_coef * view.entropy.detach() * view.scale).sum()
+        loss = loss - entropy_coef * view.entropy if entropy_coef else loss
     with torch.no_grad():
         change = limited(view.logprob - anchor)
         ratio = change.exp()
         sums = {name: count.sum() for name, count in counts.items()}
         sums |= {"ppo_kl": -change.sum(), "ppo_kl_k3": (ratio - 1 - change).sum(), "ratio_mean": ratio.sum()}
+        if view.staleness is not None and "masked_frac" in counts:
+            for age in AGES:
+                sums[f"masked_frac/{age}"] = (counts["masked_frac"] & of_age(view.staleness, age)).sum()
         maxima = {"ratio_max": ratio.max()}
     return LossTerms((loss * view.scale).sum(), reduced, sums, maxima)
 

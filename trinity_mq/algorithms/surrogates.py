@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trinity_mq.algorithms.plugins import plugin_losses
 from trinity_mq.config.algorithm.pieces import (
     Clip,
     Gate,
@@ -17,6 +18,7 @@ from trinity_mq.config.algorithm.pieces import (
     LogLinear,
     LogRatio,
     Piece,
+    Plugin,
     Quadratic,
     Truncate,
     Vespo,
@@ -42,12 +44,16 @@ def clip(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Clip) -> T
     clipped = -advantage * ratio.clamp(1 - args.low, 1 + args.high)
     loss = torch.maximum(plain, clipped)
     cut = clipped > plain
-    counts = {"pg_clipfrac": cut, "pg_clipfrac_low": cut & (advantage < 0), "pg_clipfrac_high": cut & (advantage > 0)}
+    bounded = loss
     if args.dual is not None:
-        bound = -advantage * args.dual
-        counts["pg_clipfrac_lower"] = (advantage < 0) & (loss > bound)
-        loss = torch.where(advantage < 0, torch.minimum(loss, bound), loss)
-    return TokenLoss(loss, counts)
+        bounded = torch.where(advantage < 0, torch.minimum(loss, -advantage * args.dual), loss)
+    counts = {
+        "pg_clipfrac": cut,
+        "pg_clipfrac_low": cut & (advantage < 0),
+        "pg_clipfrac_high": cut & (advantage > 0),
+        "pg_clipfrac_lower": bounded < loss,
+    }
+    return TokenLoss(bounded, counts)
 
 
 def truncate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Truncate) -> TokenLoss:
@@ -156,6 +162,10 @@ SURROGATES: dict[str, Surrogate] = {
 """By the kind in the configuration; each takes log ratio, logprob, advantage and its arguments."""
 
 
-def surrogate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Piece) -> TokenLoss:
-    """Return the loss of each token as the piece ``args`` wants it."""
+def surrogate(
+    log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Piece, custom: Mapping[str, Tensor] | None = None
+) -> TokenLoss:
+    """Return the loss of each token as the piece ``args`` wants it; ``custom`` are fields that a plug-in may take."""
+    if isinstance(args, Plugin):
+        return TokenLoss(plugin_losses(args, log_ratio, logprob, advantage, custom or {}))
     return SURROGATES[args.kind](log_ratio, logprob, advantage, args)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class TokenView:
     """Product of the corrections that were computed over the whole optimizer step; 0 leaves the token out."""
     chosen: Tensor | None = None
     """bool: the tokens that a regulariser of few tokens acts on (kl_cov)."""
+    custom: Mapping[str, Tensor] = field(default_factory=dict)
+    """``[tokens, ...]`` each: the custom fields of the tokens' experiences, for plug-ins."""
 
     @property
     def tokens(self) -> int:
@@ -53,11 +56,13 @@ class TokenView:
         return int(self.segment[-1]) + 1 if self.tokens else 0
 
     def where(self, kept: Tensor) -> TokenView:
-        """Return the view of the tokens at which the boolean ``kept`` is True; sequences are numbered anew."""
-        columns: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        """Return the view of the tokens at which the boolean ``kept`` is True, or of those with the numbers ``kept``;
+        sequences are numbered anew.
+        """
+        columns: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "custom"}
         chosen: dict[str, Any] = {name: None if one is None else one[kept] for name, one in columns.items()}
         _, chosen["segment"] = torch.unique_consecutive(chosen["segment"], return_inverse=True)
-        return TokenView(**chosen)
+        return TokenView(**chosen, custom={name: column[kept] for name, column in self.custom.items()})
 
 
 def segment_sums(values: Tensor, view: TokenView) -> Tensor:

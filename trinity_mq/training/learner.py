@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.losses import clipped_policy_loss
-from trinity_mq.config.algorithm.pieces import Clip, LossConfig
+from trinity_mq.algorithms.evaluator import component_weights, components, needs
+from trinity_mq.algorithms.plugins import load_plugins
 from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience.ragged import Indexes
 from trinity_mq.runtime.threads import run_to_end
 from trinity_mq.training.checkpoint import DamagedCheckpointError
-from trinity_mq.training.packing import pack, split
+from trinity_mq.training.packing import PAIRED, SAMPLED, TrainTokens, flatten, split
 from trinity_mq.training.policy import LearnerError, ModelNotLoadedError, Policy
+from trinity_mq.training.reference import Reference
 from trinity_mq.training.update import (
+    StepLoss,
     StepTotals,
+    compared,
+    compares_tokens,
     entropy_coefficient,
     learning_rate,
     make_optimizer,
     optimizer_step,
+    score,
     set_learning_rate,
 )
 
@@ -81,31 +88,32 @@ class TorchLearner:
             config: The run; used are its seed, algorithm, model and trainer.
             model_folder: Hugging Face folder of the first model; the tokenizer is always taken from here.
             total_steps: Train steps of the run, for the decay; None leaves it out.
+
+        Raises:
+            LearnerError: The algorithm's advantages are of a kind that is not computed here.
         """
+        estimator = config.algorithm.estimator
+        if estimator.where == "trainer":
+            raise LearnerError(
+                f"the estimator {estimator.kind!r} of {config.algorithm.algorithm_type} belongs into the trainer, and "
+                "advantages are not computed there yet; choose another algorithm: trinity-mq algorithms"
+            )
         self._config = config
         self._model_folder = model_folder
         self._total_steps = total_steps
-        algorithm = config.algorithm
-        if (
-            algorithm.estimator.where == "trainer"
-            or any(
-                getattr(algorithm, name) != getattr(LossConfig(), name)
-                for name in LossConfig.model_fields
-                if name != "surrogate"
-            )
-            or not isinstance(algorithm.surrogate, Clip)
-        ):
-            raise LearnerError(f"algorithm {algorithm.algorithm_type} has pieces that the trainer does not take yet")
         self._loaded: tuple[Policy, torch.optim.Optimizer] | None = None
+        self._reference: Reference | None = None
         # The number of threads is a property of the thread that calls torch, so the worker sets it for itself.
         self._pool = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.trainer.num_threads,))
 
     async def open(self, checkpoint: Path | None) -> None:
-        """Load the model, and from a checkpoint also optimizer and random state.
+        """Load the model, and from a checkpoint also optimizer and random state; a reference model where the loss needs
+        one, which is the first model of the run.
 
         Raises:
             DamagedCheckpointError: The checkpoint does not load.
-            LearnerError: Nothing loadable there, or no such device.
+            LearnerError: Nothing loadable there, no such device, or the reference is not that of the checkpoint.
+            FatalError: A plug-in of the loss cannot be used.
         """
         await self._run(lambda: self._open(checkpoint))
 
@@ -117,8 +125,9 @@ class TorchLearner:
         others and absent if there are none.
 
         Args:
-            experiences: With advantages, see :func:`trinity_mq.training.packing.pack`.
-            step_number: From 1; learning rate, entropy weight and mini-batches follow from it.
+            experiences: With what the loss needs, see :func:`trinity_mq.training.packing.flatten`.
+            step_number: From 1; learning rate, weights of entropy and components, mini-batches and the age of tokens
+                follow from it.
         """
         return await self._run(lambda: self._step(experiences, step_number))
 
@@ -141,7 +150,7 @@ class TorchLearner:
     async def close(self) -> None:
         """Wait for the thread's work and end it."""
         await asyncio.to_thread(self._pool.shutdown)
-        self._loaded = None
+        self._loaded = self._reference = None
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await run_to_end(self._pool, work)
@@ -156,6 +165,7 @@ class TorchLearner:
         return self._loaded
 
     def _open(self, checkpoint: Path | None) -> None:
+        load_plugins(self._config.algorithm)
         folder = self._model_folder if checkpoint is None else checkpoint / MODEL_FOLDER
         try:
             policy = Policy(self._config.model, folder, self._config.seed)
@@ -164,14 +174,24 @@ class TorchLearner:
                 raise
             raise DamagedCheckpointError(str(error)) from error
         optimizer = make_optimizer(policy.parameters, self._config.algorithm.optimizer)
-        if checkpoint is not None:
-            _restore(checkpoint / OPTIMIZER_FILE, policy, optimizer)
+        origin = None if checkpoint is None else _restore(checkpoint / OPTIMIZER_FILE, policy, optimizer)
+        if self._needs_reference:
+            random_state = torch.get_rng_state()
+            self._reference = Reference.load(self._config, self._model_folder, origin)
+            torch.set_rng_state(random_state)
         self._loaded = policy, optimizer
+
+    @property
+    def _needs_reference(self) -> bool:
+        config = self._config.algorithm
+        return "ref" in needs(config, dict.fromkeys(components(config), 1.0))
 
     def _save(self, folder: Path) -> None:
         policy, optimizer = self._opened
         policy.save(folder / MODEL_FOLDER, self._model_folder)
-        state = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+        state: dict[str, Any] = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+        if self._reference is not None:
+            state["reference"] = self._reference.origin
         if policy.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state_all()
         torch.save(state, folder / OPTIMIZER_FILE)
@@ -187,32 +207,70 @@ class TorchLearner:
         config = self._config.algorithm
         rate = learning_rate(config.optimizer, step_number, self._total_steps)
         set_learning_rate(optimizer, rate)
-        entropy_weight = entropy_coefficient(config, step_number, self._total_steps)
+        weights = component_weights(config, step_number)
+        loss = StepLoss(config, weights, entropy_coefficient(config, step_number, self._total_steps))
+        tokens = flatten(batch, config, weights, step_number)
+        columns, entropies = self._score(tokens, needs(config, weights))
+        compares = bool(weights.get("rl")) and compares_tokens(config)
+        budget = self._config.trainer.max_tokens_per_micro_batch
         tally = StepTotals()
+        is_first = True  # the weights are still those that ``old`` was scored with
         for epoch in range(config.epochs):
-            for part in split(batch, config.mini_batches, f"{self._config.seed}/{step_number}/{epoch}"):
-                batches = pack(part, self._config.trainer.max_tokens_per_micro_batch)
+            purpose = f"{self._config.seed}/{step_number}/{epoch}"
+            for number, part in enumerate(split(len(batch), config.mini_batches, purpose)):
+                batches = tokens.micro_batches(part, budget, config.reduction)
                 if not batches:
                     tally.add_empty()
                     continue
-                loss = clipped_policy_loss
-                finite, metrics = optimizer_step(policy, optimizer, batches, loss, config, entropy_weight)
+                whole = dict(columns)
+                if compares:
+                    scored = (
+                        (columns["old"], entropies)
+                        if is_first and "old" in columns
+                        else score(policy, batches, tokens.tokens)
+                    )
+                    whole |= compared(batches, scored, columns, config, f"{purpose}/{number}")
+                finite, metrics = optimizer_step(policy, optimizer, batches, loss, whole, config.optimizer.clip_grad)
+                is_first = is_first and not finite
                 tally.add(finite, metrics)
                 if not finite:
                     log.warning("optimizer_step_skipped", reason="loss or gradient not finite", step=step_number)
-        sequence, prompt = int(batch.lengths("tokens").sum()), int(batch.prompt_lengths().sum())
         seconds = time.perf_counter() - started
+        sizes, prompt = tokens_of(batch), int(batch.prompt_lengths().sum())
         return tally.metrics() | {
             "actor/lr": rate,
             "prompt_length/mean": prompt / len(batch),
-            "response_length/mean": (sequence - prompt) / len(batch),
+            "response_length/mean": (int(sizes.sum()) - prompt) / len(batch),
             "time/train_step": seconds,
-            "perf/tokens_per_second": sequence * config.epochs / seconds,
+            "perf/tokens_per_second": int(sizes.sum()) * config.epochs / seconds,
         }
 
+    def _score(self, tokens: TrainTokens, needed: Collection[str]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the columns ``old`` and ``ref`` of a train step, as far as they are needed, and the entropies that
+        came with ``old``; one forward pass each, before the weights move.
+        """
+        budget = self._config.trainer.max_tokens_per_micro_batch
+        columns: dict[str, Tensor] = {}
+        entropies = torch.zeros(0)
+        if "old" in needed:
+            batches = tokens.micro_batches(tokens.experiences({SAMPLED}), budget)
+            columns["old"], entropies = score(self._opened[0], batches, tokens.tokens)
+        if "ref" in needed:
+            assert self._reference is not None
+            batches = tokens.micro_batches(tokens.experiences({SAMPLED, PAIRED}), budget)
+            columns["ref"], _ = score(self._reference.policy, batches, tokens.tokens)
+        return columns, entropies
 
-def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Put back the optimizer and the random state in ``path``."""
+
+def tokens_of(batch: ExperienceBatch) -> Indexes:
+    """Return the tokens of each experience, both answers of a pair counted."""
+    lengths = [np.maximum(batch.lengths(name), 0) for name in ("tokens", "chosen", "rejected")]
+    total: Indexes = lengths[0] + lengths[1] + lengths[2]
+    return total
+
+
+def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> str | None:
+    """Put back the optimizer and the random state in ``path``; return which reference model it was trained with."""
     try:
         state = torch.load(path, map_location=policy.device, weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
@@ -225,3 +283,5 @@ def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> No
             torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda_rng"]])
     except (KeyError, ValueError, RuntimeError) as error:
         raise DamagedCheckpointError(f"{path} does not fit the model beside it: {error}") from error
+    origin: str | None = state.get("reference")
+    return origin

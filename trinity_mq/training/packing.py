@@ -1,18 +1,41 @@
-"""Packs experiences into tensors: mini-batches, and padded micro-batches within a token budget."""
+"""Packs experiences into tensors: the trained tokens of a train step, and padded micro-batches within a token budget.
+
+A sampled answer is one sequence, an answer to imitate another, a pair of answers two. What each token's loss is scaled
+by follows from the counts of the whole optimizer step, so losses of micro-batches are only added up.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trinity_mq.experience import Experience, ExperienceBatch, gather_custom_fields
+from trinity_mq.algorithms.evaluator import components, needs
+from trinity_mq.algorithms.reduction import sequence_scales
+from trinity_mq.config.algorithm.pieces import LossConfig, Reduction
+from trinity_mq.experience import (
+    Experience,
+    ExperienceBatch,
+    gather_custom_fields,
+    split_dpo_experience_to_single_turn,
+)
 from trinity_mq.experience.ragged import Indexes
+from trinity_mq.experience.rules import DPO
+
+SAMPLED, IMITATED, PAIRED = 0, 1, 2
+"""Roles of sequences: sampled by the policy, by an expert, or an answer of a pair (chosen, then rejected)."""
+ROLES = {"rl": SAMPLED, "ref_kl": SAMPLED, "ce": IMITATED, "pair": PAIRED}
+"""Which sequences each component of a loss is about."""
+EXPERT = "is_expert"
+"""Key of ``info`` that marks an answer to imitate."""
+
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -27,17 +50,29 @@ class MicroBatch:
     input_ids: Tensor
     """int64 ``[sequences, longest - 1]``: the last token of a sequence predicts nothing."""
     rows: Tensor
-    """int64 ``[tokens]``: the sequence of each trained token."""
+    """int64 ``[tokens]``: the sequence of each trained token, rising; each sequence has some."""
     columns: Tensor
     """int64 ``[tokens]``: the position that predicts it, one before its own."""
     targets: Tensor
     """int64 ``[tokens]``."""
-    old_logprobs: Tensor
-    """float32 ``[tokens]``, of the policy that sampled."""
-    advantages: Tensor
-    """float32 ``[tokens]``."""
     temperature: Tensor
-    """float32 ``[tokens]``."""
+    """float32 ``[tokens]``: the sampler's; 1 for answers that the policy did not sample."""
+    index: Tensor
+    """int64 ``[tokens]``: its number in :class:`TrainTokens`."""
+    sequence: Tensor
+    """int64 ``[tokens]``: the number of its sequence there."""
+    role: Tensor
+    """int64 ``[tokens]``: ``SAMPLED``, ``IMITATED`` or ``PAIRED``."""
+    mu: Tensor
+    """float32 ``[tokens]``: logprobs of the policy that sampled, 0 where there is none."""
+    advantages: Tensor
+    """float32 ``[tokens]``, 0 where there is none."""
+    scale: Tensor
+    """float32 ``[tokens]``: what the reduction multiplies its loss by."""
+    staleness: Tensor
+    """int64 ``[tokens]``: train steps between the weights that sampled it and those before this step; 0 if unknown."""
+    teacher: Tensor | None = None
+    """float32 ``[tokens]``: the teacher's logprobs where a component needs them."""
     custom: dict[str, Tensor] = field(default_factory=dict)
     """``[tokens, ...]`` each: the custom fields, by destination, of the experience that a token is of."""
 
@@ -50,127 +85,333 @@ class MicroBatch:
         """Return the same on ``device``."""
         custom = {name: column.to(device) for name, column in self.custom.items()}
         others = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "custom"}
-        return MicroBatch(custom=custom, **{name: column.to(device) for name, column in others.items()})
+        moved: dict[str, Any] = {name: None if one is None else one.to(device) for name, one in others.items()}
+        return MicroBatch(custom=custom, **moved)
 
 
-def split(experiences: Sequence[Experience], count: int, seed: str) -> list[ExperienceBatch]:
-    """Divide a batch into mini-batches whose sizes differ by at most one.
+@dataclass(frozen=True)
+class TrainTokens:
+    """The sequences of a train step and their trained tokens, flat: those of a sequence next to each other, a pair's
+    two sequences too. Experiences without a trained token have no sequence.
+    """
+
+    ids: Tensor
+    """int64: the tokens of all sequences, one after the other."""
+    starts: Indexes
+    """``[sequences]``: where each begins in ``ids``."""
+    lengths: Indexes
+    """``[sequences]``: its tokens."""
+    counts: Indexes
+    """``[sequences]``: its trained tokens, at least 1."""
+    first: Indexes
+    """``[experiences]``: the first sequence of each, -1 where it has none."""
+    task: Indexes
+    """``[sequences]``: a number for the task of each."""
+    role: Indexes
+    """``[sequences]``: ``SAMPLED``, ``IMITATED`` or ``PAIRED``."""
+    position: Tensor
+    """int64 ``[tokens]``: the place of a trained token in its sequence."""
+    columns: Mapping[str, Tensor]
+    """``[tokens]`` each: the columns of :class:`MicroBatch` that are copied as they are."""
+    custom: Mapping[str, Tensor]
+    """``[tokens, ...]`` each."""
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens."""
+        return self.position.shape[0]
+
+    def experiences(self, roles: Collection[int]) -> Indexes:
+        """Return the numbers of the experiences that have sequences of these roles, rising."""
+        there = np.flatnonzero(self.first >= 0)
+        return there[np.isin(self.role[self.first[there]], list(roles))]
+
+    def micro_batches(
+        self, experiences: Sequence[int] | Indexes, max_tokens: int, reduction: Reduction | None = None
+    ) -> list[MicroBatch]:
+        """Pack an optimizer step into padded micro-batches, longest first (if memory is short it shows at once).
+
+        Neighbours in length go together, so little is padding; the two answers of a pair stay together.
+
+        Args:
+            experiences: The numbers of those in the optimizer step.
+            max_tokens: Largest ``sequences x longest`` of a micro-batch; a longer single sequence, or pair, is one of
+                its own.
+            reduction: Makes the scales from the counts of these experiences; None: the mean over tokens.
+        """
+        units = self._units(np.asarray(experiences, dtype=np.int64))
+        if not len(units):
+            return []
+        members = units[units >= 0]
+        scale = np.zeros(len(self.counts))
+        scale[members] = self._scales(members, reduction or Reduction())
+        longest = np.where(units >= 0, self.lengths[units], 0).max(1)
+        order = np.argsort(-longest, kind="stable")
+        sizes = (units >= 0).sum(1)[order].cumsum()
+        result, start, before = [], 0, 0
+        while start < len(order):
+            room = max_tokens // int(longest[order[start]])
+            end = max(start + 1, int(np.searchsorted(sizes, before + room, side="right")))
+            chosen = units[order[start:end]].reshape(-1)
+            result.append(self._micro_batch(chosen[chosen >= 0], scale))
+            start, before = end, int(sizes[end - 1])
+        return result
+
+    def _units(self, experiences: Indexes) -> Indexes:
+        """Return what cannot be divided, ``[units, 2]``: the sequence of an experience and -1, or its pair."""
+        first = self.first[experiences]
+        first = first[first >= 0]
+        return np.stack([first, np.where(self.role[first] == PAIRED, first + 1, -1)], 1)
+
+    def _scales(self, members: Indexes, reduction: Reduction) -> npt.NDArray[np.float64]:
+        """Return the scale of each of the sequences ``members``: each role is reduced by itself, pairs are averaged."""
+        role, scale = self.role[members], np.zeros(len(members))
+        for one in (SAMPLED, IMITATED):
+            chosen = members[role == one]
+            scale[role == one] = sequence_scales(self.counts[chosen], self.task[chosen], reduction)
+        pairs = int((role == PAIRED).sum()) // 2
+        scale[role == PAIRED] = 1 / max(pairs, 1)
+        return scale
+
+    def _micro_batch(self, sequences: Indexes, scale: npt.NDArray[np.float64]) -> MicroBatch:
+        """Return the tensors of one micro-batch without touching single tokens in Python."""
+        counts = self.counts[sequences]
+        rows = np.repeat(np.arange(len(sequences)), counts)
+        before = self.counts.cumsum() - self.counts
+        index = torch.from_numpy(
+            np.repeat(before[sequences] - (counts.cumsum() - counts), counts) + np.arange(len(rows))
+        )
+        lengths = self.lengths[sequences]
+        places = np.arange(int(lengths.max()) - 1)
+        real = torch.from_numpy(places < lengths[:, None] - 1)
+        where = torch.from_numpy(np.minimum(self.starts[sequences][:, None] + places, len(self.ids) - 1))
+        position = self.position[index]
+        row, own = torch.from_numpy(rows), torch.from_numpy(sequences)
+        return MicroBatch(
+            input_ids=torch.where(real, self.ids[where], 0),
+            rows=row,
+            columns=position - 1,
+            targets=self.ids[torch.from_numpy(self.starts[sequences])[row] + position],
+            index=index,
+            sequence=own[row],
+            role=torch.from_numpy(self.role[sequences])[row],
+            scale=torch.from_numpy(scale[sequences]).float()[row],
+            custom={name: column[index] for name, column in self.custom.items()},
+            **{name: column[index] for name, column in self.columns.items()},
+        )
+
+
+def split(size: int, count: int, seed: str) -> list[list[int]]:
+    """Divide the experiences of a batch, by number, into mini-batches whose sizes differ by at most one.
 
     Args:
-        experiences: The batch.
+        size: Experiences in the batch.
         count: Optimizer steps to make of it; fewer only if there are fewer experiences.
         seed: Decides who goes where, so that a step done again is the same step. A single mini-batch keeps its order.
 
     Returns:
         Mini-batches, none of them empty.
     """
-    batch = ExperienceBatch.of(experiences)
+    order = list(range(size))
     if count == 1:
-        return [batch] if len(batch) else []
-    order = list(range(len(batch)))
+        return [order] if order else []
     random.Random(seed).shuffle(order)
-    return [batch.select(part) for part in (order[start::count] for start in range(count)) if part]
+    return [part for part in (order[start::count] for start in range(count)) if part]
 
 
-def pack(experiences: Sequence[Experience], max_tokens: int) -> list[MicroBatch]:
-    """Pack experiences into padded micro-batches, longest first (if memory is short it shows at once).
+def flatten(
+    experiences: Sequence[Experience], config: LossConfig, weights: Mapping[str, float], step: int
+) -> TrainTokens:
+    """Return the trained tokens of a train step.
 
-    Neighbours in length go together, so little is padding. Experiences without a trained token are left out.
+    A pair of answers is paired; an experience whose ``info`` says ``is_expert``, and every other one where the loss
+    knows no component for samples, is to imitate. What has no weight in this step is left out.
 
     Args:
-        experiences: With ``logprobs``, ``advantages`` and ``action_mask``; no temperature means 1.
-        max_tokens: Largest ``sequences x longest`` of a micro-batch; a longer single sequence is one of its own.
+        experiences: With what their components need: samples with ``logprobs``, a temperature above 0 (none means 1),
+            ``advantages`` for ``rl``, ``teacher_logprobs`` for ``ref_kl``; the others with nothing but tokens.
+        config: The loss.
+        weights: Of the components in this train step.
+        step: Its number, from 1; staleness is counted from the weights before it.
 
     Raises:
         ValueError: An experience that cannot be trained on; names it and what it lacks. Or custom fields that
             :func:`gather_custom_fields` refuses.
     """
-    if not experiences:
-        return []
     batch = ExperienceBatch.of(experiences)
-    trained = batch.select(_trained_tokens(batch) > 0)
-    if not len(trained):
-        return []
-    _check(trained)
-    custom = gather_custom_fields(trained)
-    lengths = trained.lengths("tokens")
-    order = np.argsort(-lengths, kind="stable")
-    result, start = [], 0
-    while start < len(order):
-        end = start + max(1, max_tokens // int(lengths[order[start]]))
-        chosen = order[start:end]
-        result.append(_micro_batch(trained.select(chosen), {name: column[chosen] for name, column in custom.items()}))
-        start = end
-    return result
+    role = _roles(batch, config)
+    active = np.isin(role, [ROLES[name] for name, weight in weights.items() if weight])
+    plain = np.flatnonzero(active & (role != PAIRED))
+    plain = plain[trained_tokens(batch.select(plain)) > 0]
+    pairs = np.flatnonzero(active & (role == PAIRED))
+    halves = ExperienceBatch.of(split_dpo_experience_to_single_turn(batch.select(pairs).into_list()))
+    whole = (trained_tokens(halves).reshape(-1, 2) > 0).all(1)
+    pairs, halves = pairs[whole], halves.select(np.repeat(whole, 2))
+    _check_lengths(batch.select(plain))
+    _check_samples(batch.select(plain[role[plain] == SAMPLED]), needs(config, weights), weights)
+    answers = ExperienceBatch.concat([batch.select(plain), halves])
+    first = np.full(len(batch), -1, dtype=np.int64)
+    first[plain] = np.arange(len(plain))
+    first[pairs] = len(plain) + 2 * np.arange(len(pairs))
+    return _flat(answers, np.concatenate([role[plain], np.full(len(halves), PAIRED)]), first, weights, step)
 
 
-def _trained_tokens(experiences: ExperienceBatch) -> Indexes:
-    """Return how many True values each action mask has."""
+def _roles(batch: ExperienceBatch, config: LossConfig) -> Indexes:
+    """Return the role of each experience.
+
+    Raises:
+        ValueError: No component of the loss is about one of them.
+    """
+    known = components(config)
+    pair = np.array([kind == DPO for kind in batch.values("experience_type")], dtype=bool)
+    expert = np.array([bool((info or {}).get(EXPERT)) for info in batch.values("info")], dtype=bool)
+    samples = known & {"rl", "ref_kl"}
+    if not samples and "ce" in known:
+        expert[:] = True
+    role = np.where(pair, PAIRED, np.where(expert, IMITATED, SAMPLED))
+    for flags, needed, what in (
+        (pair, {"pair"}, "a pair of answers (dpo)"),
+        (~pair & expert, {"ce"}, "an answer to imitate (info.is_expert)"),
+        (~pair & ~expert, {"rl", "ref_kl"}, "a sampled answer"),
+    ):
+        if not known & needed:
+            _refuse(
+                batch,
+                flags,
+                f"is {what}, and the loss has weights for {', '.join(sorted(known))} only; give "
+                f"{' or '.join(f'algorithm.weights.{name}' for name in sorted(needed))} a weight, or leave it out",
+            )
+    return role
+
+
+def trained_tokens(experiences: ExperienceBatch) -> Indexes:
+    """Return how many True values the action mask of each has."""
     lengths = experiences.lengths("action_mask")
-    if (lengths < 0).any():
-        experience = experiences[int((lengths < 0).argmax())]
-        raise ValueError(
-            f"experience {experience.eid.uid} ({experience.experience_type}) has no action_mask, wanted bool "
-            "[response]; only single_turn and multi_turn experiences can be trained on"
-        )
+    if not len(lengths):
+        return np.zeros(0, dtype=np.int64)
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return np.bincount(owner[experiences.dense("action_mask").numpy()], minlength=len(lengths))
 
 
-def _check(experiences: ExperienceBatch) -> None:
-    """Check that every experience has what training needs; that lengths agree is checked wherever a batch is made."""
-    responses, prompts = experiences.lengths("action_mask"), experiences.prompt_lengths()
+def _check_lengths(answers: ExperienceBatch) -> None:
+    """Check that each has a real response; that the lengths of fields agree is checked wherever a batch is made."""
     # a truncated prompt leaves no real response, and nothing trained on unless a mask says so
     _refuse(
-        experiences,
-        prompts + responses != experiences.lengths("tokens"),
+        answers,
+        answers.prompt_lengths() + answers.lengths("action_mask") != answers.lengths("tokens"),
         "has an action mask of another length than its response: only a real response can be trained on",
     )
-    for name, maker in (
-        ("logprobs", "the engine returns them with its samples"),
-        ("advantages", "the algorithm's advantage function sets them in the operator"),
+
+
+def _check_samples(samples: ExperienceBatch, needed: Collection[str], weights: Mapping[str, float]) -> None:
+    """Check that every sample has what the loss needs."""
+    for name, wanted, maker in (
+        ("logprobs", True, "the engine returns them with its samples"),
+        ("advantages", bool(weights.get("rl")), "the algorithm's advantage function sets them in the operator"),
+        (
+            "teacher_logprobs",
+            "teacher" in needed,
+            "add_teacher_logprobs of trinity_mq.workflows.builtin.distill sets them in the workflow",
+        ),
     ):
         _refuse(
-            experiences,
-            experiences.lengths(name) < 0,
+            samples,
+            (samples.lengths(name) < 0) & wanted,
             f"has no {name}, wanted one per response token; {maker}",
         )
-    heats = np.array([1.0 if heat is None else heat for heat in experiences.values("temperature")])
+    heats = np.array([1.0 if heat is None else heat for heat in samples.values("temperature")])
     _refuse(
-        experiences,
+        samples,
         heats <= 0,
         "was sampled at temperature 0: greedy samples have no logprobs to learn from; set a temperature above 0 for "
         "training rollouts",
     )
+    _refuse(
+        samples,
+        np.array([not rows for rows in samples.values("versions")], dtype=bool) & ("staleness" in needed),
+        "has no versions, and the loss weighs tokens by their staleness; an engine of this project returns them with "
+        "its samples. Take an anchor other than loglinear and no staleness correction for samples of others",
+    )
 
 
-def _refuse(experiences: ExperienceBatch, wrong: npt.NDArray[np.bool_], why: str) -> None:
+def _refuse(experiences: ExperienceBatch, wrong: Flags, why: str) -> None:
     if wrong.any():
         raise ValueError(f"experience {experiences.ids('uid')[int(wrong.argmax())]} {why}")
 
 
-def _micro_batch(experiences: ExperienceBatch, custom: Mapping[str, Tensor]) -> MicroBatch:
-    """Build the tensors of one micro-batch, whose custom fields are ``custom``, without touching single tokens in
+def _flat(
+    answers: ExperienceBatch, role: Indexes, first: Indexes, weights: Mapping[str, float], step: int
+) -> TrainTokens:
+    """Return the tensors of all sequences, ``answers``, each with a trained token, without touching single tokens in
     Python.
+
+    Args:
+        answers: A sequence each; the halves of pairs are next to each other.
+        role: Of each.
+        first: Of each experience of the batch, its first sequence.
+        weights: Of the components.
+        step: Number of the train step.
     """
-    prompts = torch.from_numpy(experiences.prompt_lengths())
-    responses = torch.from_numpy(experiences.lengths("action_mask"))
-    sizes = torch.from_numpy(experiences.lengths("tokens"))
-    temperatures = torch.tensor([1.0 if heat is None else heat for heat in experiences.values("temperature")])
-    tokens = torch.zeros(len(experiences), int(sizes.max()), dtype=torch.int64)
-    tokens[torch.arange(tokens.shape[1]) < sizes[:, None]] = experiences.dense("tokens").long()
-    rows = torch.repeat_interleave(torch.arange(len(experiences)), responses)
-    first = torch.repeat_interleave(responses.cumsum(0) - responses, responses)
-    positions = prompts[rows] + torch.arange(rows.shape[0]) - first
-    keep = experiences.dense("action_mask")
-    rows, positions = rows[keep], positions[keep]
-    return MicroBatch(
-        input_ids=tokens[:, :-1].contiguous(),
-        rows=rows,
-        columns=positions - 1,
-        targets=tokens[rows, positions],
-        old_logprobs=experiences.dense("logprobs").float()[keep],
-        advantages=experiences.dense("advantages").float()[keep],
-        temperature=temperatures[rows],
-        custom={name: column[rows] for name, column in custom.items()},
+    sampled = role == SAMPLED
+    responses = np.maximum(answers.lengths("action_mask"), 0)
+    keep = answers.dense("action_mask") if len(answers) else torch.zeros(0, dtype=torch.bool)
+    owner = np.repeat(np.arange(len(answers)), responses)
+    place = np.arange(len(owner)) - (responses.cumsum() - responses)[owner]
+    position = torch.from_numpy(answers.prompt_lengths()[owner] + place)[keep]
+    lengths = np.maximum(answers.lengths("tokens"), 0)
+    trained = torch.from_numpy(owner)[keep]
+    heats = [heat if heat and one else 1.0 for heat, one in zip(answers.values("temperature"), sampled, strict=True)]
+    columns = {
+        "temperature": torch.tensor(heats)[trained],
+        "mu": _column(answers, "logprobs", responses, sampled)[keep],
+        "advantages": _column(answers, "advantages", responses, sampled)[keep],
+        "staleness": _staleness(answers, responses, step)[keep],
+    }
+    if weights.get("ref_kl"):
+        columns["teacher"] = _column(answers, "teacher_logprobs", responses, sampled)[keep]
+    chosen = np.flatnonzero(sampled)
+    return TrainTokens(
+        ids=answers.dense("tokens").long() if len(answers) else torch.zeros(0, dtype=torch.int64),
+        starts=lengths.cumsum() - lengths,
+        lengths=lengths,
+        counts=np.bincount(trained.numpy(), minlength=len(answers)),
+        first=first,
+        task=np.unique(answers.ids("tid"), return_inverse=True)[1],
+        role=role,
+        position=position,
+        columns=columns,
+        custom={
+            name: column.new_zeros(len(answers), *column.shape[1:]).index_copy(0, torch.from_numpy(chosen), column)[
+                trained
+            ]
+            for name, column in (gather_custom_fields(answers.select(chosen)) if len(chosen) else {}).items()
+        },
     )
+
+
+def _column(answers: ExperienceBatch, name: str, responses: Indexes, chosen: Flags) -> Tensor:
+    """Return a response field of all answers, float32 ``[response tokens]``; 0 but for those ``chosen`` that have
+    it.
+    """
+    result = torch.zeros(int(responses.sum()))
+    there = np.flatnonzero(chosen & (answers.lengths(name) >= 0))
+    if len(there):
+        flags = np.zeros(len(answers), dtype=bool)
+        flags[there] = True
+        result[torch.from_numpy(np.repeat(flags, responses))] = answers.select(there).dense(name).float()
+    return result
+
+
+def _staleness(answers: ExperienceBatch, responses: Indexes, step: int) -> Tensor:
+    """Return the train steps between the weights that sampled each response token and those before train step
+    ``step``, int64 ``[response tokens]``; 0 where a version is not known.
+    """
+    starts: list[int] = []
+    behind: list[int] = []
+    begin = 0
+    for rows, length in zip(answers.values("versions"), responses.tolist(), strict=True):
+        for start, _, sampled in rows or [(0, 0, step - 1)]:
+            starts.append(begin + start)
+            behind.append(max(step - 1 - sampled, 0))
+        begin += length
+    return torch.from_numpy(np.repeat(np.array(behind, dtype=np.int64), np.diff([*starts, begin])))

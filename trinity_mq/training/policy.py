@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trinity_mq.algorithms.losses import token_logprobs
+from trinity_mq.algorithms.scoring import token_logprobs
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.training.packing import MicroBatch

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from trinity_mq.algorithms.registry import LossFunction
+from trinity_mq.algorithms.corrections import covariance_choice
+from trinity_mq.algorithms.evaluator import evaluate, over_step, step_weights
+from trinity_mq.algorithms.mismatch import AGES, metrics_by_age, mismatch_metrics, mismatch_sums, sums_by_age
+from trinity_mq.algorithms.view import TokenView
 from trinity_mq.config.algorithm import AlgorithmConfig, OptimizerConfig
-from trinity_mq.training.packing import MicroBatch
-from trinity_mq.training.policy import LearnerError, Policy
+from trinity_mq.config.algorithm.pieces import CovarianceKL, LossConfig
+from trinity_mq.training.packing import ROLES, SAMPLED, MicroBatch
+from trinity_mq.training.policy import Policy
+
+Columns = Mapping[str, Tensor]
+"""Columns of a :class:`TokenView` that take a forward pass: ``old``, ``ref``, ``weight``, ``chosen``, each ``[tokens]``
+of the whole train step, on the policy's device."""
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
@@ -52,75 +61,244 @@ def entropy_coefficient(config: AlgorithmConfig, step: int, total_steps: int | N
     return config.entropy_coef * factor
 
 
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of one train step."""
+
+    config: LossConfig
+    weights: Mapping[str, float]
+    """Of its components."""
+    entropy_coef: float = 0.0
+    """Of the entropy bonus."""
+
+
+@torch.no_grad()
+def score(policy: Policy, batches: Sequence[MicroBatch], tokens: int) -> tuple[Tensor, Tensor]:
+    """Return logprobs and entropies of the tokens in ``batches``, float32 ``[tokens]`` each, 0 for all others.
+
+    Args:
+        policy: Whose.
+        batches: Any of the train step's.
+        tokens: Trained tokens of the train step.
+    """
+    logprobs, entropies = (torch.zeros(tokens, device=policy.device) for _ in range(2))
+    for packed in batches:
+        batch = packed.to(policy.device)
+        logprobs[batch.index], entropies[batch.index] = policy.score(batch, entropy_gradient=False)
+    return logprobs, entropies
+
+
+def token_view(batch: MicroBatch, logprob: Tensor, entropy: Tensor, columns: Columns) -> TokenView:
+    """Return the trained tokens of a micro-batch as the pieces of a loss see them."""
+    more: dict[str, Any] = {name: column[batch.index] for name, column in columns.items()}
+    return TokenView(
+        logprob=logprob,
+        mu=batch.mu,
+        advantage=batch.advantages,
+        scale=batch.scale,
+        segment=batch.rows,
+        entropy=entropy,
+        staleness=batch.staleness,
+        teacher=batch.teacher,
+        custom=batch.custom,
+        **more,
+    )
+
+
+def compares_tokens(config: LossConfig) -> bool:
+    """Return whether a piece of the loss compares the tokens of a whole optimizer step."""
+    return any(map(over_step, config.correction)) or any(isinstance(one, CovarianceKL) for one in config.regularisers)
+
+
+@torch.no_grad()
+def compared(
+    batches: Sequence[MicroBatch], scored: tuple[Tensor, Tensor], columns: Columns, config: LossConfig, seed: str
+) -> dict[str, Tensor]:
+    """Return the columns ``weight`` and ``chosen`` of the pieces that compare the tokens of an optimizer step.
+
+    The tokens are taken in the order of their index, so that neither packing nor the division among ranks matters.
+
+    Args:
+        batches: All of the optimizer step.
+        scored: Logprobs and entropies of the policy before it, ``[tokens]`` of the train step, see :func:`score`.
+        columns: ``old`` where the loss has it as anchor.
+        config: The loss.
+        seed: Decides what is drawn at random.
+    """
+    views: list[TokenView] = []
+    places: list[Tensor] = []
+    for packed in batches:
+        batch = packed.to(scored[0].device)
+        kept = batch.role == SAMPLED
+        places.append(torch.stack([batch.index, batch.sequence])[:, kept])
+        views.append(token_view(batch, scored[0][batch.index], scored[1][batch.index], columns).where(kept))
+    index, sequence = torch.cat(places, 1)
+    if not len(index):
+        return {}
+    order = index.argsort()
+    view = _joined(views, sequence).where(order)
+    result = {}
+    for name, found in (("weight", step_weights(view, config, seed)), ("chosen", _chosen(view, config))):
+        if found is not None:
+            result[name] = found.new_zeros(scored[0].shape).index_copy(0, index[order], found)
+    return result
+
+
+def _joined(views: Sequence[TokenView], sequence: Tensor) -> TokenView:
+    """Return the tokens of all ``views`` as one; ``sequence`` are the numbers of their sequences."""
+    columns: dict[str, Tensor] = {}
+    for name in ("logprob", "mu", "advantage", "scale", "old", "entropy", "staleness"):
+        parts = [getattr(view, name) for view in views]
+        if parts[0] is not None:
+            columns[name] = torch.cat(parts)
+    more: dict[str, Any] = columns
+    return TokenView(segment=sequence, **more)
+
+
+def _chosen(view: TokenView, config: LossConfig) -> Tensor | None:
+    """Return the tokens that a KL penalty of few tokens is for, bool ``[tokens]``; None without one."""
+    found = [covariance_choice(view, one) for one in config.regularisers if isinstance(one, CovarianceKL)]
+    return torch.stack(found).any(0) if found else None
+
+
 DIFFERENCE = "rollout/rollout_vs_train_logprob_diff"
+OFF_POLICY = {
+    "masked_frac": "masked_frac",
+    "masked_frac_pos": "masked_frac_pos",
+    "masked_frac_neg": "masked_frac_neg",
+    "correction_weight": "weight_mean",
+}
+"""Sums of the evaluator that are metrics ``offpolicy/<name>``, and what they are without a correction."""
+
+
+@dataclass
+class StepSums:
+    """What the micro-batches of one optimizer step add up to; scalars."""
+
+    tokens: int = 0
+    """Trained tokens."""
+    sampled: int = 0
+    """Those of samples."""
+    reduced: dict[str, Tensor] = field(default_factory=dict)
+    """``loss`` and its parts."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over tokens of samples; ``entropy`` over all."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    mismatch: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over fresh tokens of samples, see :func:`mismatch_sums`, and of :func:`sums_by_age`."""
+    mismatch_maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+def accumulate(policy: Policy, batches: Sequence[MicroBatch], loss: StepLoss, columns: Columns) -> StepSums:
+    """Add the gradient of all ``batches`` to the policy's and return sums for metrics.
+
+    Losses are only added up: their scale comes from the counts of the whole optimizer step, so neither how it is cut
+    into micro-batches nor which rank has which changes the gradient.
+    """
+    total = StepSums()
+    for packed in batches:
+        batch = packed.to(policy.device)
+        logprob, entropy = policy.score(batch, entropy_gradient=loss.entropy_coef > 0)
+        view = token_view(batch, logprob, entropy, columns)
+        kept = {role: batch.role == role for role in set(ROLES.values())}
+        present = {role: view if bool(flags.all()) else view.where(flags) for role, flags in kept.items()}
+        views = {name: present[role] for name, role in ROLES.items()}
+        terms = evaluate(views, loss.config, loss.weights, entropy_coef=loss.entropy_coef)
+        torch.autograd.backward(terms.loss)
+        total.tokens += batch.tokens
+        total.sampled += present[SAMPLED].tokens
+        _add(total.reduced, {"loss": terms.loss.detach(), **terms.reduced})
+        _add(total.sums, {"entropy": entropy.detach().sum(), **terms.sums})
+        _raise(total.maxima, terms.maxima)
+        _observe(total, present[SAMPLED])
+    return total
+
+
+def _observe(total: StepSums, samples: TokenView) -> None:
+    """Add what there is to see of samples besides their loss: how far the engine's logprobs are from the policy's."""
+    if not samples.tokens:
+        return
+    assert samples.staleness is not None
+    difference = (samples.logprob.detach() - samples.mu).abs()
+    _add(total.sums, {"difference": difference.sum()})
+    _raise(total.maxima, {"difference": difference.max()})
+    sums, maxima = mismatch_sums(samples.where(samples.staleness == 0))
+    _add(total.mismatch, sums | sums_by_age(samples, samples.staleness))
+    _raise(total.mismatch_maxima, maxima)
+
+
+def _add(total: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name, value in found.items():
+        total[name] = total[name] + value if name in total else value
+
+
+def _raise(total: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name, value in found.items():
+        total[name] = torch.maximum(total[name], value) if name in total else value
 
 
 def optimizer_step(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[MicroBatch],
-    loss_function: LossFunction,
-    config: AlgorithmConfig,
-    entropy_weight: float,
+    loss: StepLoss,
+    columns: Columns,
+    clip_grad: float,
 ) -> tuple[bool, dict[str, float]]:
-    """Accumulate the gradient of all ``batches``, clip it and move the weights once.
-
-    The loss is ``(policy loss - entropy_weight x entropy) / tokens``, summed over and divided by the trained tokens of
-    all batches together: how they are cut into micro-batches does not change the gradient.
+    """Accumulate the gradient of all ``batches``, clip it to the norm ``clip_grad`` and move the weights once.
 
     Returns:
         Whether loss and gradient were finite (else weights and optimizer are untouched), and metrics.
 
     Raises:
-        LearnerError: The loss function takes a custom field that the experiences do not have.
+        PluginError: A surrogate or a correction of the user's own returned something else than a number for each token.
     """
-    tokens = sum(batch.tokens for batch in batches)
     optimizer.zero_grad()
-    sums: dict[str, Tensor] = {}
-    maxima: dict[str, Tensor] = {}
-    for packed in batches:
-        batch = packed.to(policy.device)
-        logprobs, entropy = policy.score(batch, entropy_gradient=entropy_weight > 0)
-        custom = custom_arguments(loss_function, batch.custom)
-        terms = loss_function(logprobs, batch.old_logprobs, batch.advantages, config, **custom)
-        loss = terms.loss - entropy_weight * entropy.sum() if entropy_weight > 0 else terms.loss
-        torch.autograd.backward(loss / tokens)
-        difference = (logprobs.detach() - batch.old_logprobs).abs()
-        found = {"pg_loss": terms.loss.detach(), "entropy": entropy.detach().sum(), "difference": difference.sum()}
-        for name, value in (found | terms.sums).items():
-            sums[name] = sums[name] + value if name in sums else value
-        for name, value in {"difference": difference.max(), **terms.maxima}.items():
-            maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
-    norm = clip_grad_norm_(policy.parameters, config.optimizer.clip_grad).item()
-    mean = {name: value.item() / tokens for name, value in sums.items()}
-    finite = all(map(math.isfinite, (norm, mean["pg_loss"], mean["entropy"])))
+    total = accumulate(policy, batches, loss, columns)
+    norm = clip_grad_norm_(policy.parameters, clip_grad).item()
+    metrics = step_metrics(total)
+    finite = all(map(math.isfinite, (norm, metrics["actor/loss"], metrics["actor/entropy"])))
     if finite:
         optimizer.step()
-    metrics = {f"{DIFFERENCE}/mean": mean.pop("difference"), f"{DIFFERENCE}/max": maxima.pop("difference").item()}
-    metrics |= {f"actor/{name}": value for name, value in mean.items()}
-    metrics |= {f"actor/{name}": value.item() for name, value in maxima.items()}
-    entropy_loss = -entropy_weight * mean["entropy"]
-    return finite, metrics | {
-        "actor/entropy_loss": entropy_loss,
-        "actor/loss": mean["pg_loss"] + entropy_loss,
-        "actor/grad_norm": norm,
-    }
+    return finite, metrics | {"actor/grad_norm": norm}
 
 
-def custom_arguments(loss_function: LossFunction, custom: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return those of the custom fields that ``loss_function`` has a parameter for.
+def step_metrics(total: StepSums) -> dict[str, float]:
+    """Return the metrics of an optimizer step.
 
-    Raises:
-        LearnerError: One that it needs is not there.
+    Parts of the loss are reduced as the loss is; shares and means are over the trained tokens of samples, the entropy's
+    over all trained tokens.
     """
-    wanted = list(inspect.signature(loss_function).parameters.values())[4:]
-    for one in wanted:
-        if one.name not in custom and one.default is one.empty:
-            raise LearnerError(
-                f"the loss function takes the custom field {one.name!r}, and the experiences have "
-                f"{', '.join(map(repr, custom)) or 'none'}; give each a CustomField with this destination_field"
-            )
-    return {one.name: custom[one.name] for one in wanted if one.name in custom}
+    reduced, sums, maxima = _numbers(total.reduced), _numbers(total.sums), _numbers(total.maxima)
+    mismatch = _numbers(total.mismatch)
+    metrics = {f"actor/{name}": value for name, value in reduced.items()}
+    metrics["actor/entropy"] = sums.pop("entropy") / total.tokens
+    if not total.sampled:
+        return metrics
+    metrics[f"{DIFFERENCE}/mean"] = sums.pop("difference") / total.sampled
+    metrics[f"{DIFFERENCE}/max"] = maxima.pop("difference")
+    ages = {age: sums.pop(f"masked_frac/{age}", 0.0) for age in AGES}
+    for age, masked in ages.items():
+        if tokens := mismatch[f"tokens/{age}"]:
+            metrics[f"offpolicy/masked_frac/{age}"] = masked / tokens
+    unweighted = {"correction_weight": float(total.sampled)}
+    for name, metric in OFF_POLICY.items():
+        metrics[f"offpolicy/{metric}"] = sums.pop(name, unweighted.get(name, 0.0)) / total.sampled
+    metrics |= {f"actor/{name}": value / total.sampled for name, value in sums.items()}
+    metrics |= {f"actor/{name}": value for name, value in maxima.items()}
+    return metrics | mismatch_metrics(mismatch, _numbers(total.mismatch_maxima)) | metrics_by_age(mismatch)
+
+
+def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return scalars as Python numbers, in one transfer from the device."""
+    if not scalars:
+        return {}
+    values: list[float] = torch.stack([one.double() for one in scalars.values()]).tolist()
+    return dict(zip(scalars, values, strict=True))
+
+
+FIRST = (DIFFERENCE, "mismatch/")
+"""Metrics that compare the engine with the trainer: of the first optimizer step only."""
 
 
 class StepTotals:
@@ -136,7 +314,7 @@ class StepTotals:
         """Count one optimizer step."""
         if self._first is None:
             # Only the first one sees the weights that the batch was meant for.
-            self._first = {name: value for name, value in metrics.items() if name.startswith(DIFFERENCE)}
+            self._first = {name: value for name, value in metrics.items() if name.startswith(FIRST)}
         if finite:
             self._applied.append(metrics)
         else:
@@ -153,8 +331,8 @@ class StepTotals:
             "actor/nonfinite_skipped": float(self._nonfinite),
             "actor/empty_skipped": float(self._empty),
         }
-        for name in self._applied[0] if self._applied else ():
-            values = [metrics[name] for metrics in self._applied]
+        for name in dict.fromkeys(name for metrics in self._applied for name in metrics):
+            values = [metrics[name] for metrics in self._applied if name in metrics]
             result[name] = max(values) if name.endswith("_max") else math.fsum(values) / len(values)
         result |= self._first or {}
         return {name: value for name, value in result.items() if math.isfinite(value)}

@@ -17,20 +17,31 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from trinity_mq.algorithms.estimators import estimate
-from trinity_mq.algorithms.losses import LossTerms, clipped_policy_loss
+from trinity_mq.algorithms.evaluator import component_weights
+from trinity_mq.algorithms.plugins import PluginError
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TinyModelConfig, TrainerConfig
 from trinity_mq.experience import EID, CustomField, Experience, ExperienceBatch
 from trinity_mq.training import learner as learner_module
 from trinity_mq.training.checkpoint import DamagedCheckpointError
 from trinity_mq.training.learner import TorchLearner
-from trinity_mq.training.packing import pack, split
+from trinity_mq.training.packing import MicroBatch, flatten, split
 from trinity_mq.training.policy import LearnerError, Policy
-from trinity_mq.training.update import optimizer_step
+from trinity_mq.training.update import StepLoss, optimizer_step
 
 PAD, EOS = 0, 1
 CHARACTERS = "0123456789,="
 TOKEN = {character: number + 2 for number, character in enumerate(CHARACTERS)}
 VOCABULARY = len(CHARACTERS) + 2
+
+
+def pack(experiences: list[Experience], max_tokens: int, algorithm: AlgorithmConfig | None = None) -> list[MicroBatch]:
+    settings = algorithm or AlgorithmConfig()
+    tokens = flatten(experiences, settings, component_weights(settings, 1), 1)
+    return tokens.micro_batches(range(len(experiences)), max_tokens, settings.reduction)
+
+
+def step_loss(algorithm: AlgorithmConfig, entropy_coef: float = 0.0) -> StepLoss:
+    return StepLoss(algorithm, component_weights(algorithm, 1), entropy_coef)
 
 
 def make_model(folder: Path, *, tied: bool = False, layers: int = 2) -> Path:
@@ -158,7 +169,7 @@ def test_micro_batches_do_not_change_the_gradient(folder: Path, max_tokens: int)
         optimizer = torch.optim.SGD(policy.parameters, lr=0.0)
         batches = pack(batch(2), budget)
         assert (len(batches) > 1) == (budget < 1000)
-        finite, _ = optimizer_step(policy, optimizer, batches, clipped_policy_loss, settings, 0.01)
+        finite, _ = optimizer_step(policy, optimizer, batches, step_loss(settings, 0.01), {}, 1e9)
         assert finite
         return [parameter.grad for parameter in policy.parameters if parameter.grad is not None]
 
@@ -168,7 +179,12 @@ def test_micro_batches_do_not_change_the_gradient(folder: Path, max_tokens: int)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-7)
 
 
-def test_a_loss_function_gets_the_custom_fields_that_it_names(folder: Path) -> None:
+def weighted_loss(log_ratio: Any, logprob: Any, advantage: Any, loss_weight: Any, unknown: Any = None) -> torch.Tensor:
+    assert unknown is None
+    return -advantage * loss_weight * log_ratio.exp()
+
+
+def test_a_surrogate_of_the_users_gets_the_custom_fields_that_it_names(folder: Path) -> None:
     policy = Policy(config().model, folder, 0)
     optimizer = torch.optim.SGD(policy.parameters, lr=0.0)
     experiences = batch(2)
@@ -176,23 +192,19 @@ def test_a_loss_function_gets_the_custom_fields_that_it_names(folder: Path) -> N
         experience.info["weight"] = number % 2
         experience.custom_fields = [CustomField("weight", "loss_weight", torch.float32)]
     halved = [experience for number, experience in enumerate(experiences) if number % 2]
+    own = AlgorithmConfig.model_validate({"surrogate": {"kind": f"{__name__}.weighted_loss"}})
+    linear = AlgorithmConfig.model_validate({"surrogate": {"kind": "linear"}})
 
-    def weighted_loss(
-        logprobs: Any, old: Any, advantages: Any, settings: Any, loss_weight: Any, unknown: Any = None
-    ) -> LossTerms:
-        assert unknown is None
-        return clipped_policy_loss(logprobs, old, advantages * loss_weight, settings)
-
-    def gradient(experiences: list[Experience], loss: Any) -> tuple[float, torch.Tensor]:
+    def gradient(experiences: list[Experience], settings: AlgorithmConfig) -> tuple[float, torch.Tensor]:
         packed = pack(experiences, 60)
-        optimizer_step(policy, optimizer, packed, loss, config(clip_grad=1e9).algorithm, 0.0)
+        optimizer_step(policy, optimizer, packed, step_loss(settings), {}, 1e9)
         tokens = sum(one.tokens for one in packed)
         return tokens, torch.cat([one.grad.flatten() * tokens for one in policy.parameters if one.grad is not None])
 
-    (_, found), (_, wanted) = gradient(experiences, weighted_loss), gradient(halved, clipped_policy_loss)
+    (_, found), (_, wanted) = gradient(experiences, own), gradient(halved, linear)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(LearnerError, match=r"takes the custom field 'loss_weight', and the experiences have none"):
-        gradient(batch(2), weighted_loss)
+    with pytest.raises(PluginError, match=r"takes the custom field 'loss_weight', and the experiences have none"):
+        gradient(batch(2), own)
 
 
 def probe_step(model: Any, optimizer: Any, experiences: list[Experience], rate: float, entropy_weight: float) -> float:
@@ -257,7 +269,8 @@ async def test_epochs_and_mini_batches_make_optimizer_steps(folder: Path, opened
     metrics = await learner.step(batch(1, 7), 4)
     assert metrics["actor/optimizer_steps"] == 6
     plain = Qwen3ForCausalLM.from_pretrained(folder).eval()
-    first = split(batch(1, 7), 3, "0/4/0")[0]
+    experiences = batch(1, 7)
+    first = [experiences[number] for number in split(7, 3, "0/4/0")[0]]
     with torch.no_grad():
         difference = torch.cat([(plain_logprobs(plain, one) - one.logprobs).abs() for one in first])
     found = metrics["rollout/rollout_vs_train_logprob_diff/mean"]

@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 import torch
 
+from trinity_mq.algorithms.evaluator import component_weights
+from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.experience import EID, CustomField, Experience
-from trinity_mq.training.packing import MicroBatch, pack, split
+from trinity_mq.training.packing import IMITATED, PAIRED, SAMPLED, MicroBatch, flatten, split
+
+
+def pack(experiences: list[Experience], max_tokens: int, **pieces: Any) -> list[MicroBatch]:
+    """Return the micro-batches of one optimizer step over all experiences, in train step 1."""
+    config = LossConfig.model_validate(pieces)
+    tokens = flatten(experiences, config, component_weights(config, 1), 1)
+    return tokens.micro_batches(range(len(experiences)), max_tokens, config.reduction)
 
 
 def experience(run: int, prompt: int, response: int, **fields: Any) -> Experience:
@@ -30,13 +39,13 @@ def experience(run: int, prompt: int, response: int, **fields: Any) -> Experienc
 def listed(batch: MicroBatch) -> list[tuple[int, int, float, float, float]]:
     """Return (token, the token that predicts it, logprob, advantage, temperature) of each trained token."""
     before = batch.input_ids[batch.rows, batch.columns]
-    columns = (batch.targets, before, batch.old_logprobs, batch.advantages, batch.temperature)
+    columns = (batch.targets, before, batch.mu, batch.advantages, batch.temperature)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def test_each_token_is_predicted_by_the_one_before_it() -> None:
     (batch,) = pack([experience(1, 2, 3), experience(2, 1, 2)], 100)
-    assert batch.input_ids.tolist() == [[100, 101, 102, 103], [200, 201, 202, 0]]
+    assert batch.input_ids.tolist() == [[100, 101, 102, 103], [200, 201, 0, 0]]
     assert listed(batch) == [
         (102, 101, -1.0, 10.0, 2.0),
         (103, 102, -2.0, 11.0, 2.0),
@@ -121,25 +130,24 @@ def test_a_pair_of_answers_is_refused_by_name() -> None:
 
 
 def test_mini_batches_share_out_everything_evenly_and_repeatably() -> None:
-    experiences = [experience(run, 1, 1) for run in range(7)]
-    parts = split(experiences, 3, "0/5/0")
+    parts = split(7, 3, "0/5/0")
     assert sorted(map(len, parts)) == [2, 2, 3]
-    assert sorted(one.eid.run for part in parts for one in part) == list(range(7))
-    assert split(experiences, 3, "0/5/0") == parts
-    assert split(experiences, 3, "0/5/1") != parts
+    assert sorted(number for part in parts for number in part) == list(range(7))
+    assert split(7, 3, "0/5/0") == parts
+    assert split(7, 3, "0/5/1") != parts
 
 
 def test_mini_batches_are_never_empty_and_a_single_one_keeps_its_order() -> None:
-    experiences = [experience(run, 1, 1) for run in range(2)]
-    assert [len(part) for part in split(experiences, 4, "")] == [1, 1]
-    assert [part.to_list() for part in split(experiences, 1, "")] == [experiences]
-    assert split([], 1, "") == split([], 3, "") == []
+    assert [len(part) for part in split(2, 4, "")] == [1, 1]
+    assert split(2, 1, "") == [[0, 1]]
+    assert split(0, 1, "") == split(0, 3, "") == []
 
 
 def test_moves_to_a_device_whole() -> None:
     (batch,) = pack([weighted(1, 2, 3)], 100)
     moved = vars(batch.to(torch.device("meta")))
-    assert {str(value.device) for value in [*moved.pop("custom").values(), *moved.values()]} == {"meta"}
+    columns = [*moved.pop("custom").values(), *(value for value in moved.values() if value is not None)]
+    assert {str(column.device) for column in columns} == {"meta"}
 
 
 def weighted(run: int, prompt: int, response: int, **fields: Any) -> Experience:
@@ -161,3 +169,43 @@ def test_custom_fields_are_there_for_each_trained_token() -> None:
 def test_custom_fields_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match="the same"):
         pack([weighted(1, 2, 2), experience(2, 2, 2)], 100)
+
+
+def test_scales_are_those_of_the_whole_optimizer_step() -> None:
+    given = [experience(1, 1, 1), experience(2, 1, 5), experience(3, 1, 2)]
+    for max_tokens in (100, 6, 1):
+        batches = pack(given, max_tokens)
+        assert {scale for batch in batches for scale in batch.scale.tolist()} == {0.125}
+        by_sequence = pack(given, max_tokens, reduction={"kind": "sequence"})
+        total = sum(batch.scale.double().sum().item() for batch in by_sequence)
+        assert total == pytest.approx(1.0)
+
+
+def test_answers_to_imitate_and_pairs_are_reduced_by_themselves() -> None:
+    expert = Experience(eid=EID(1, 1, 0), tokens=[1, 2, 3, 4], prompt_length=1, info={"is_expert": True})
+    pairs = [Experience(eid=EID(1, 2, run), tokens=[1, 2], chosen=[3, 4], rejected=[5]) for run in range(2)]
+    weights = {"rl": 1.0, "ce": 1.0, "pair": 1.0}
+    batches = pack([experience(1, 2, 5), expert, *pairs], 8, weights=weights)
+    scales: dict[int, set[float]] = {}
+    for batch in batches:
+        for role, scale in zip(batch.role.tolist(), batch.scale.tolist(), strict=True):
+            scales.setdefault(role, set()).add(round(scale, 6))
+        paired = batch.sequence[batch.role == PAIRED].unique().tolist()
+        assert len(paired) % 2 == 0, "the answers of a pair stay together"
+    assert scales == {SAMPLED: {0.2}, IMITATED: {round(1 / 3, 6)}, PAIRED: {0.5}}
+
+
+def test_tokens_know_how_old_the_weights_were_that_sampled_them() -> None:
+    config = LossConfig()
+    given = [experience(1, 1, 4, versions=[(0, 1, 3), (2, 1, 5)]), experience(2, 1, 2)]
+    tokens = flatten(given, config, {"rl": 1.0}, 8)
+    (batch,) = tokens.micro_batches([0, 1], 100)
+    assert batch.staleness.tolist() == [4, 4, 2, 2, 0, 0]
+
+
+def test_what_has_no_component_is_refused_with_what_to_set() -> None:
+    expert = Experience(tokens=[1, 2, 3], prompt_length=1, info={"is_expert": True})
+    with pytest.raises(ValueError, match=r"is an answer to imitate.*algorithm\.weights\.ce"):
+        pack([expert], 100)
+    with pytest.raises(ValueError, match=r"has no teacher_logprobs"):
+        pack([experience(1, 1, 2)], 100, weights={"rl": 0.0, "ref_kl": 1.0})

@@ -7,10 +7,21 @@ import math
 import pytest
 import torch
 
-from trinity_mq.algorithms.losses import clipped_policy_loss, token_logprobs
+from trinity_mq.algorithms.evaluator import LossTerms, policy_terms
+from trinity_mq.algorithms.scoring import token_logprobs
+from trinity_mq.algorithms.view import TokenView
 from trinity_mq.config import AlgorithmConfig
 
 CONFIG = AlgorithmConfig(clip_range_low=0.2, clip_range_high=0.28)
+
+
+def clipped_policy_loss(
+    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
+) -> LossTerms:
+    """The sum over tokens of the configured loss."""
+    ones = torch.ones_like(advantages)
+    segment = torch.zeros(len(ones), dtype=torch.int64)
+    return policy_terms(TokenView(logprob=logprobs, mu=old, advantage=advantages, scale=ones, segment=segment), config)
 
 
 def random_logits(*shape: int, seed: int = 0) -> torch.Tensor:

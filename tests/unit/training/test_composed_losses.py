@@ -1,0 +1,216 @@
+"""Train steps with composed losses: passes before the step, a reference, components, and how a step may be cut."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.training.test_learner import Opener, batch, config, folder, opened, same, weights_of
+from trinity_mq.algorithms.evaluator import component_weights
+from trinity_mq.config import AlgorithmConfig, Config
+from trinity_mq.config.algorithm.presets import PRESETS
+from trinity_mq.experience import EID, Experience
+from trinity_mq.training.learner import TorchLearner
+from trinity_mq.training.packing import SAMPLED, flatten
+from trinity_mq.training.policy import LearnerError, Policy
+from trinity_mq.training.update import StepLoss, accumulate, compared, compares_tokens, score
+
+__all__ = ["folder", "opened"]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "gspo": {"algorithm_type": "gspo"},
+    "prompt": {"reduction": {"kind": "prompt"}},
+    "decoupled": {"algorithm_type": "decoupled"},
+    "m2po": {"algorithm_type": "m2po"},
+    "kl_cov": {"algorithm_type": "kl_cov", "regularisers": [{"kind": "covariance", "share": 0.1}]},
+    "kl": {"kl": {"kind": "k3", "coef": 0.1}},
+    "mix": {"algorithm_type": "mix"},
+    "dpo": {"algorithm_type": "dpo"},
+}
+
+
+def with_algorithm(base: Config, **algorithm: Any) -> Config:
+    """Return a configuration with another algorithm and the same optimizer."""
+    kept = {name: getattr(base.algorithm, name) for name in ("optimizer", "mini_batches", "epochs", "entropy_coef")}
+    return base.model_copy(update={"algorithm": AlgorithmConfig.model_validate(kept | algorithm)})
+
+
+def rows(name: str, size: int = 9) -> list[Experience]:
+    """Return what an algorithm trains on: samples of several ages, some answers to imitate, or pairs."""
+    samples = batch(3, size)
+    for number, one in enumerate(samples):
+        one.versions = [(0, 1, number % 3)]
+    if name == "mix":
+        for one in samples[::3]:
+            one.info = {"is_expert": True}
+    if name == "dpo":
+        return [
+            Experience(
+                eid=EID(1, number, 0, suffix="s"),
+                tokens=one.tokens[: one.prompt_length],
+                chosen=one.tokens[one.prompt_length :],
+                rejected=other.tokens[other.prompt_length :],
+            )
+            for number, (one, other) in enumerate(itertools.pairwise(samples))
+        ]
+    return samples
+
+
+def gradient(
+    folder: Path, algorithm: AlgorithmConfig, experiences: list[Experience], budget: int, ranks: int = 1
+) -> torch.Tensor:
+    """Return the gradient of an optimizer step, summed over ``ranks`` that share its micro-batches out."""
+    policy, other = (Policy(config().model, folder, 0) for _ in range(2))
+    with torch.no_grad():  # a reference that is not the policy
+        for number, parameter in enumerate(other.parameters):
+            parameter.mul_(1 + 0.01 * (number % 3))
+    loss = StepLoss(algorithm, component_weights(algorithm, 4), 0.01)
+    tokens = flatten(experiences, algorithm, loss.weights, 4)
+    batches = tokens.micro_batches(range(len(experiences)), budget, algorithm.reduction)
+    columns = {"ref": score(other, batches, tokens.tokens)[0], "old": score(other, batches, tokens.tokens)[0]}
+    if compares_tokens(algorithm) and loss.weights.get("rl"):
+        columns |= compared(batches, score(policy, batches, tokens.tokens), columns, algorithm, "seed")
+    assert len(batches) >= ranks
+    for rank in range(ranks):
+        accumulate(policy, batches[rank::ranks], loss, columns)
+    return torch.cat([one.grad.flatten() for one in policy.parameters if one.grad is not None])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_how_a_step_is_cut_does_not_change_its_gradient(folder: Path, name: str) -> None:
+    algorithm = AlgorithmConfig.model_validate(SETTINGS[name])
+    experiences = rows(name)
+    whole = gradient(folder, algorithm, experiences, 16384)
+    assert whole.abs().max() > 1e-6
+    for found in (
+        gradient(folder, algorithm, experiences, 40),
+        gradient(folder, algorithm, experiences[::-1], 40),
+        gradient(folder, algorithm, experiences, 40, ranks=2),
+    ):
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in {"distill", "ppo"}])
+async def test_every_preset_makes_a_train_step(opened: Opener, name: str) -> None:
+    base = config()
+    settings = with_algorithm(base, algorithm_type=name)
+    learner = await opened(settings)
+    before = await weights_of(learner)
+    kind = {"pair": "dpo", "ce": "mix"}.get(next(iter(component_weights(settings.algorithm, 1))), "grpo")
+    metrics = await learner.step(rows(kind if "mix" not in name else "mix"), 4)
+    assert metrics["actor/optimizer_steps"] == 1
+    assert metrics["actor/grad_norm"] > 0
+    assert not same(before, await weights_of(learner))
+
+
+def test_an_estimator_that_runs_in_the_trainer_is_refused_while_there_is_none(folder: Path) -> None:
+    with pytest.raises(LearnerError, match=r"estimator .gae. .*not computed there yet"):
+        TorchLearner(with_algorithm(config(), algorithm_type="ppo"), folder, None)
+
+
+async def test_on_fresh_data_the_policy_before_the_step_is_the_sampler(opened: Opener) -> None:
+    """One optimizer step: the decoupled loss is then the plain one, times weights of about 1."""
+    plain = await opened(with_algorithm(config(), algorithm_type="importance_sampling"))
+    found = []
+    experiences = rows("grpo")
+    lengths = [len(one.tokens) for one in experiences]
+    assert len(set(lengths)) > 1
+    policy_before = await weights_of(plain)
+    for name in ("importance_sampling", "decoupled"):
+        learner = await opened(with_algorithm(config(), algorithm_type=name, correction=[]))
+        fresh = await sampled_by(learner, experiences)
+        await learner.step(fresh, 1)
+        found.append(await weights_of(learner))
+    assert not same(found[0], policy_before)
+    for key, value in found[0].items():
+        torch.testing.assert_close(value, found[1][key], rtol=1e-5, atol=1e-6)
+
+
+async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experience]:
+    """Return the experiences with the learner's own logprobs, as an engine without any difference would give them."""
+    policy = learner._loaded[0]
+    tokens = flatten(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
+    batches = tokens.micro_batches(tokens.experiences({SAMPLED}), 16384)
+    logprobs, _ = score(policy, batches, tokens.tokens)
+    start = 0
+    for one in experiences:
+        size = int(one.action_mask.sum()) if one.action_mask is not None else 0
+        assert one.logprobs is not None
+        one.logprobs = one.logprobs.clone()
+        one.logprobs[one.action_mask] = logprobs[start : start + size]
+        start += size
+    return experiences
+
+
+async def test_a_reference_is_kept_over_a_restart_and_never_exchanged(
+    folder: Path, tmp_path: Path, opened: Opener
+) -> None:
+    settings = with_algorithm(config(), kl={"kind": "k2", "coef": 0.1})
+    learner = await opened(settings)
+    first = await learner.step(rows("grpo"), 1)
+    assert first["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+    await learner.save(tmp_path)
+    then = await learner.step(rows("grpo"), 2)
+    assert then["actor/kl_loss"] > 0
+    resumed = await opened(settings, checkpoint=tmp_path)
+    assert (await resumed.step(rows("grpo"), 2))["actor/kl_loss"] == then["actor/kl_loss"]
+    state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    torch.save(state | {"reference": "0" * 16}, tmp_path / "optimizer.pt")
+    with pytest.raises(LearnerError, match=r"reference model in .* was trained with 0000000000000000"):
+        await opened(settings, checkpoint=tmp_path)
+
+
+async def test_what_is_seen_of_old_and_differing_samples(opened: Opener) -> None:
+    rule = {"kind": "divergence", "bound": 0.01}
+    learner = await opened(with_algorithm(config(), algorithm_type="ipo", correction=[rule]))
+    metrics = await learner.step(rows("grpo"), 4)
+    names = {"offpolicy/masked_frac", "offpolicy/masked_frac_pos", "offpolicy/masked_frac_neg", "offpolicy/weight_mean"}
+    assert names <= metrics.keys()
+    assert 0 < metrics["offpolicy/masked_frac"] <= 1
+    assert metrics["offpolicy/masked_frac"] == pytest.approx(
+        metrics["offpolicy/masked_frac_pos"] + metrics["offpolicy/masked_frac_neg"]
+    )
+    assert any(name.startswith("mismatch/k3/") for name in metrics)
+
+
+RANK = """
+import sys
+import torch, torch.distributed as dist
+from pathlib import Path
+from tests.unit.training.test_composed_losses import AlgorithmConfig, SETTINGS, config, rows
+from tests.unit.training import test_composed_losses as here
+rank, folder, where = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
+original = here.accumulate
+def mine(policy, batches, loss, columns):
+    return original(policy, batches[rank::2], loss, columns)
+here.accumulate = mine
+for name in ("gspo", "m2po", "mix"):
+    found = here.gradient(folder, AlgorithmConfig.model_validate(SETTINGS[name]), rows(name), 40)
+    dist.all_reduce(found)
+    if rank == 0:
+        here.accumulate = original
+        whole = here.gradient(folder, AlgorithmConfig.model_validate(SETTINGS[name]), rows(name), 16384)
+        here.accumulate = mine
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
+dist.barrier()
+"""
+
+
+def test_two_ranks_that_add_up_have_the_gradient_of_one(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(folder), str(tmp_path / "meet")], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=60)
+        assert rank.returncode == 0, said

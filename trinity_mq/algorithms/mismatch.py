@@ -1,0 +1,120 @@
+"""How far the engine's logprobs are from the trainer's: sums over tokens that add up over micro-batches, and metrics.
+
+The estimates of KL(sampler, policy) are k1 and k3 (http://joschu.net/blog/kl-approx.html); chi-squared and effective
+sample sizes are those of the ratios ``pi / mu``. Log ratios are limited to +-20, also those of whole sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trinity_mq.algorithms.view import TokenView, limited
+
+AGES = {"age_0": (0, 0), "age_1_2": (1, 2), "age_3_7": (3, 7), "age_8": (8, None)}
+"""By name, the first and the last staleness of tokens that are counted together; None: and all older ones."""
+
+Totals = Mapping[str, float]
+
+
+def of_age(staleness: Tensor, name: str) -> Tensor:
+    """Return which tokens are of the age ``name`` of :data:`AGES`, bool ``[tokens]``."""
+    first, last = AGES[name]
+    return (staleness >= first) if last is None else (staleness >= first) & (staleness <= last)
+
+
+@torch.no_grad()
+def mismatch_sums(view: TokenView) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return sums and maxima over the tokens of ``view``, scalars, from which :func:`mismatch_metrics` makes metrics.
+
+    Args:
+        view: Whole sequences, or their fresh tokens; read are ``logprob``, ``mu`` and ``segment``.
+    """
+    if not view.tokens:
+        return {}, {}
+    policy, sampler = view.logprob.detach().double(), view.mu.double()  # variances are small differences of sums
+    change = limited(policy - sampler)
+    ratio, p, q = change.exp(), policy.exp(), sampler.exp()
+    lengths = change.new_zeros(view.segments).index_add(0, view.segment, torch.ones_like(change))
+    log_weights = change.new_zeros(view.segments).index_add(0, view.segment, change)
+    weights = limited(log_weights).exp()
+    perplexity = change.new_zeros(view.segments).index_add(0, view.segment, -policy) / lengths
+    sums = {
+        "tokens": torch.ones_like(change).sum(),
+        "change": change.sum(),
+        "k3": (ratio - 1 - change).sum(),
+        "difference": (policy - sampler).abs().sum(),
+        "ratio": ratio.sum(),
+        "ratio_squares": ratio.square().sum(),
+        "above_2": (ratio > 2).sum(),
+        "below_half": (ratio < 0.5).sum(),
+        "p": p.sum(),
+        "q": q.sum(),
+        "pp": p.square().sum(),
+        "qq": q.square().sum(),
+        "pq": (p * q).sum(),
+        "sequences": torch.ones_like(lengths).sum(),
+        "weights": weights.sum(),
+        "weight_squares": weights.square().sum(),
+        "log_perplexity": perplexity.sum(),
+        "log_perplexity_difference": -(log_weights / lengths).sum(),
+        "perplexity_ratio": (-log_weights / lengths).exp().sum(),
+    }
+    maxima = {"difference": (policy - sampler).abs().max(), "prob_difference": (p - q).abs().max()}
+    return sums, maxima
+
+
+@torch.no_grad()
+def sums_by_age(view: TokenView, staleness: Tensor) -> dict[str, Tensor]:
+    """Return, for each age, the number of tokens ``tokens/<age>`` and the sum ``k3/<age>``, scalars.
+
+    Args:
+        view: The tokens.
+        staleness: int64 ``[tokens]``, at least 0.
+    """
+    change = limited(view.logprob.detach() - view.mu)
+    k3 = change.exp() - 1 - change
+    found: dict[str, Tensor] = {}
+    for name in AGES:
+        chosen = of_age(staleness, name)
+        found[f"tokens/{name}"] = chosen.sum()
+        found[f"k3/{name}"] = torch.where(chosen, k3, 0.0).sum()
+    return found
+
+
+def mismatch_metrics(sums: Totals, maxima: Totals) -> dict[str, float]:
+    """Return the metrics ``mismatch/*`` of sums that were added up over micro-batches; none without a token."""
+    if not sums.get("tokens"):
+        return {}
+    n, sequences = sums["tokens"], sums["sequences"]
+    mean = {name: sums[name] / n for name in ("change", "k3", "difference", "above_2", "below_half")}
+    covariance = sums["pq"] / n - sums["p"] * sums["q"] / n**2
+    variances = (sums["pp"] / n - (sums["p"] / n) ** 2) * (sums["qq"] / n - (sums["q"] / n) ** 2)
+    metrics = {
+        "kl": -mean["change"],
+        "k3": mean["k3"],
+        "logprob_diff_mean": mean["difference"],
+        "logprob_diff_max": maxima["difference"],
+        "prob_diff_max": maxima["prob_difference"],
+        "ess": sums["ratio"] ** 2 / (n * sums["ratio_squares"]),
+        "ess_sequence": sums["weights"] ** 2 / (sequences * sums["weight_squares"]),
+        "chi2": sums["ratio_squares"] / n - 1,
+        "chi2_sequence": sums["weight_squares"] / sequences - 1,
+        "above_2": mean["above_2"],
+        "below_half": mean["below_half"],
+        "log_perplexity": sums["log_perplexity"] / sequences,
+        "log_perplexity_difference": sums["log_perplexity_difference"] / sequences,
+        "perplexity_ratio": sums["perplexity_ratio"] / sequences,
+    }
+    if variances > 0:
+        metrics["pearson"] = covariance / variances**0.5
+    return {f"mismatch/{name}": value for name, value in metrics.items()}
+
+
+def metrics_by_age(sums: Totals) -> dict[str, float]:
+    """Return ``mismatch/k3/<age>`` of the ages that there are tokens of."""
+    return {
+        f"mismatch/k3/{name}": sums[f"k3/{name}"] / tokens for name in AGES if (tokens := sums.get(f"tokens/{name}"))
+    }
