@@ -19,6 +19,7 @@ from trinity_mq.config.agents import (
 )
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.checks import contradictions
+from trinity_mq.config.algorithm.pieces import Reduction
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
@@ -197,6 +198,14 @@ class Config(Section):
     def largest_batch(self) -> int:
         """Most tasks of a batch."""
         return self.buffer.batch_size + self.max_refill
+
+    @property
+    def reduction(self) -> Reduction:
+        """``algorithm.reduction`` with its constant filled in."""
+        found = self.algorithm.reduction
+        if found.constant is not None or found.kind not in {"constant", "sequence_constant"}:
+            return found
+        return Reduction(kind=found.kind, constant=float(self.model.max_response_tokens))
 
     @property
     def train_steps(self) -> int | None:

@@ -218,7 +218,7 @@ class TorchLearner:
         for epoch in range(config.epochs):
             purpose = f"{self._config.seed}/{step_number}/{epoch}"
             for number, part in enumerate(split(len(batch), config.mini_batches, purpose)):
-                batches = tokens.micro_batches(part, budget, config.reduction)
+                batches = tokens.micro_batches(part, budget, self._config.reduction)
                 if not batches:
                     tally.add_empty()
                     continue

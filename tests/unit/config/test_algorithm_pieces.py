@@ -85,7 +85,7 @@ def test_names_of_trinity() -> None:
         ({"surrogate": {"kind": "clip", "lo": 0.1}}, "Extra inputs"),
         ({"surrogate": {"low": "x"}}, "valid number"),
         ({"correction": [{"kind": "weight", "high": -1}]}, "greater than 0"),
-        ({"reduction": {"kind": "constant"}}, "constant and sequence_constant have a constant"),
+        ({"reduction": {"constant": 9}}, "only constant and sequence_constant have a constant"),
         ({"loss_agg_mode": "mean"}, "loss_agg_mode is 'mean', wanted one of token-mean"),
         ({"estimator": {"kind": "grop"}}, "kind is 'grop', wanted one of group"),
         ({"kl_coef": 0.1}, "set kl: {kind: k2, coef: 0.1}"),
@@ -146,3 +146,10 @@ def test_on_old_data_only_presets_that_multiply_whole_answers_are_refused() -> N
 def test_a_wrong_key_of_a_piece_is_named_as_it_was_written(algorithm: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config({"model": {"tiny": {}}, "algorithm": algorithm})
+
+
+def test_the_constant_is_the_longest_answer_unless_it_is_said() -> None:
+    data = {"model": {"tiny": {}, "max_response_tokens": 48}, "algorithm": {"algorithm_type": "dr_grpo"}}
+    assert load_config(data).reduction.constant == 48
+    assert load_config(data, ["algorithm.reduction.constant=7"]).reduction.constant == 7
+    assert load_config(data, ["algorithm.reduction.kind=token"]).reduction.constant is None

@@ -469,14 +469,14 @@ class Reduction(Piece):
     ``constant``: sum divided by ``constant`` (Dr. GRPO, arXiv 2503.20783); ``prompt``: mean over tasks of their token
     means; ``token_sum``: the plain sum."""
     constant: float | None = Field(default=None, gt=0)
-    """Divisor of the two constant kinds, such as the largest number of response tokens."""
+    """Divisor of the two constant kinds. None: ``model.max_response_tokens``."""
 
     @model_validator(mode="after")
     def _constant(self) -> Reduction:
-        if (self.constant is None) is (self.kind in {"constant", "sequence_constant"}):
+        if self.constant is not None and self.kind not in {"constant", "sequence_constant"}:
             raise ValueError(
-                f"reduction.kind is {self.kind} and constant {self.constant}: constant and sequence_constant have a "
-                "constant, such as the largest number of response tokens; the others have none"
+                f"reduction.kind is {self.kind} and constant {self.constant}: only constant and sequence_constant have "
+                "a constant; remove it"
             )
         return self
 

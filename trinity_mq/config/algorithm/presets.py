@@ -70,7 +70,7 @@ PRESETS: dict[str, Preset] = {
         "GRPO without the biases of length and difficulty: no division by the deviation, a constant divisor.",
         "arXiv 2503.20783",
         _group(scale="none"),
-        {"surrogate": CLIP, "reduction": {"kind": "constant", "constant": 1024.0}},
+        {"surrogate": CLIP, "reduction": {"kind": "constant"}},
     ),
     "ppo": Preset(
         "Advantages from a learned value function (GAE).",
