@@ -110,7 +110,8 @@ def advantages_of(sample: Sample, config: AlgorithmConfig) -> Tensor:
     ]
     batch = ExperienceBatch.of(experiences)
     values = torch.zeros(sample.mask.numel()) if config.estimator.kind == "gae" else None
-    kept, _ = estimate(batch, config.estimator, min_group_runs=config.effective_min_group_runs, values=values)
+    baselines: dict[str, float] | None = {} if getattr(config.estimator, "baseline", "") == "role_mean" else None
+    kept, _ = estimate(batch, config.estimator, min_group_runs=2, values=values, baselines=baselines)
     result = torch.zeros(sample.mask.shape)
     for experience in kept:
         assert experience.advantages is not None
