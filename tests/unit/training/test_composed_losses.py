@@ -64,14 +64,19 @@ def rows(name: str, size: int = 9) -> list[Experience]:
 
 
 def gradient(
-    folder: Path, algorithm: AlgorithmConfig, experiences: list[Experience], budget: int, ranks: int = 1
+    folder: Path,
+    algorithm: AlgorithmConfig,
+    experiences: list[Experience],
+    budget: int,
+    ranks: int = 1,
+    entropy: float = 0.01,
 ) -> torch.Tensor:
     """Return the gradient of an optimizer step, summed over ``ranks`` that share its micro-batches out."""
     policy, other = (Policy(config().model, folder, 0) for _ in range(2))
     with torch.no_grad():  # a reference that is not the policy
         for number, parameter in enumerate(other.parameters):
             parameter.mul_(1 + 0.01 * (number % 3))
-    loss = StepLoss(algorithm, component_weights(algorithm, 4), 0.01)
+    loss = StepLoss(algorithm, component_weights(algorithm, 4), entropy)
     tokens = flatten(experiences, algorithm, loss.weights, 4)
     batches = tokens.micro_batches(range(len(experiences)), budget, algorithm.reduction)
     columns = {"ref": score(other, batches, tokens.tokens)[0], "old": score(other, batches, tokens.tokens)[0]}
@@ -147,6 +152,128 @@ async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experi
         one.logprobs[one.action_mask] = logprobs[start : start + size]
         start += size
     return experiences
+
+
+FRESH = {
+    "grpo": {},
+    "dapo": {"algorithm_type": "dapo"},
+    "cispo": {"algorithm_type": "cispo"},
+    "gate": {"surrogate": {"kind": "gate", "negative": 1.0}},
+    "dppo": {"surrogate": {"kind": "linear"}, "correction": [{"kind": "divergence", "bound": 0.2}]},
+    "ipo": {"algorithm_type": "ipo"},
+    "m2po": {"algorithm_type": "m2po"},
+    "decoupled": {"algorithm_type": "decoupled"},
+    "icepop": {"algorithm_type": "icepop"},
+    "loglinear": {"anchor": "loglinear", "correction": [{"kind": "weight"}]},
+    "truncate": {"surrogate": {"kind": "truncate", "cap": 1e6}},
+    "topr": {"algorithm_type": "topr", "kl": None},
+    "importance_sampling": {"surrogate": {"kind": "linear"}},
+    "log_linear": {"surrogate": {"kind": "log_linear"}},
+    "self": {"ratio": {"kind": "self"}},
+}
+"""Losses of token ratios under the mean over tokens: where nothing is old, all have the gradient ``-A scale``."""
+
+
+async def test_on_fresh_data_all_losses_of_token_ratios_have_one_gradient(opened: Opener) -> None:
+    experiences = rows("grpo")
+    for one in experiences:
+        one.versions = [(0, 1, 0)]
+    found: dict[str, torch.Tensor] = {}
+    for name, pieces in FRESH.items():
+        learner = await opened(with_algorithm(config(clip_grad=1e9), **pieces))
+        metrics = await learner.step(await sampled_by(learner, experiences), 1)
+        assert metrics["mismatch/logprob_diff_max"] < 1e-5, name
+        assert metrics["offpolicy/masked_frac"] == 0, name
+        # AdamW's first step hides the length of a gradient, so that is what is compared
+        found[name] = torch.cat([one.grad.flatten() for one in learner._loaded[0].parameters if one.grad is not None])
+    assert found["grpo"].norm() > 1e-3
+    for name, one in found.items():
+        torch.testing.assert_close(one, found["grpo"], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in {"dpo", "mix", "kl"}])
+def test_without_advantages_there_is_no_gradient(folder: Path, name: str) -> None:
+    algorithm = AlgorithmConfig.model_validate(SETTINGS[name])
+    experiences = rows(name)
+    for one in experiences:
+        one.advantages = torch.zeros_like(one.logprobs)
+    regularisers = () if name == "kl_cov" else algorithm.regularisers
+    found = gradient(folder, algorithm.model_copy(update={"regularisers": regularisers}), experiences, 40, entropy=0.0)
+    assert found.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_not_trained_on_never_matters(folder: Path, name: str) -> None:
+    """Logprobs and advantages of masked tokens may be anything, experiences without a trained token too."""
+    algorithm = AlgorithmConfig.model_validate(SETTINGS[name])
+
+    def given(value: float) -> list[Experience]:
+        experiences = rows(name)
+        for one in experiences:
+            if one.logprobs is None or one.advantages is None or one.response_length < 3:
+                continue
+            out = torch.arange(one.response_length) % 3 == 1
+            one.action_mask = ~out
+            one.logprobs = torch.where(out, value, one.logprobs)
+            one.advantages = torch.where(out, -value, one.advantages)
+        return experiences
+
+    plain = gradient(folder, algorithm, given(-1.0), 40)
+    more = given(-1000.0)
+    if name != "dpo":
+        unused = batch(5, 1)[0]
+        unused.action_mask = torch.zeros(unused.response_length, dtype=torch.bool)
+        more.insert(4, unused)
+    torch.testing.assert_close(gradient(folder, algorithm, more, 40), plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "passes"),
+    [
+        ({}, 0),
+        ({"algorithm_type": "decoupled"}, 2),
+        ({"algorithm_type": "m2po"}, 4),
+        ({"algorithm_type": "m2po", "anchor": "old"}, 2 + 3),
+        ({"kl": {"kind": "k2", "coef": 0.1}}, 0),
+        ({"kl": {"kind": "k2", "coef": 0.0}}, 0),
+    ],
+)
+async def test_the_policy_is_scored_only_where_a_piece_needs_it(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, pieces: dict[str, Any], passes: int
+) -> None:
+    """``passes``: what is scored without a gradient, in mini-batches. ``old`` takes the two of the train step once, a
+    piece that compares tokens one for each of the four optimizer steps, the first of which has ``old``'s.
+    """
+    base = config(mini_batches=2, epochs=2)
+    learner = await opened(with_algorithm(base, **pieces))
+    policy, scored = learner._loaded[0], []
+    original = policy.score
+
+    def watched(packed: Any, *, entropy_gradient: bool) -> Any:
+        if not torch.is_grad_enabled():
+            scored.append(packed.tokens)
+        return original(packed, entropy_gradient=entropy_gradient)
+
+    monkeypatch.setattr(policy, "score", watched)
+    experiences = [batch(3, 1)[0] for _ in range(8)]
+    for one in experiences:
+        one.versions = [(0, 1, 0)]
+    metrics = await learner.step(experiences, 1)
+    assert metrics["actor/optimizer_steps"] == 4
+    assert sum(scored) == passes * 4 * experiences[0].response_length
+    kl = pieces.get("kl")
+    assert (learner._reference is not None) is bool(kl and kl["coef"])
+
+
+async def test_the_anchor_stays_that_of_the_train_step(opened: Opener) -> None:
+    """After the first optimizer step the ratio to ``old`` has left 1, and goes on doing so."""
+    one = await opened(with_algorithm(config(lr=1e-2), algorithm_type="decoupled", correction=[]))
+    experiences = await sampled_by(one, rows("grpo"))
+    first = (await one.step(experiences, 1))["actor/ratio_max"]
+    again = await opened(with_algorithm(config(lr=1e-2, epochs=3), algorithm_type="decoupled", correction=[]))
+    later = (await again.step(experiences, 10))["actor/ratio_max"]
+    assert first == pytest.approx(1.0, abs=1e-5)
+    assert later > 1.001
 
 
 async def test_a_reference_is_kept_over_a_restart_and_never_exchanged(

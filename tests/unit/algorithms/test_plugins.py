@@ -1,0 +1,166 @@
+"""Surrogates and corrections of the user's own: what they are called with, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.algorithms.vectors import Case
+from trinity_mq.algorithms.evaluator import evaluate
+from trinity_mq.algorithms.plugins import PluginError, load_plugins
+from trinity_mq.algorithms.view import TokenView
+from trinity_mq.config.algorithm.pieces import LossConfig
+from trinity_mq.runtime.plugins import UnknownNameError
+
+
+def plain(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, factor: float = 1.0) -> Tensor:
+    return -factor * advantage * log_ratio.exp()
+
+
+def of_a_field(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, *, grade: Tensor) -> Tensor:
+    return -grade * advantage * logprob
+
+
+def of_two(log_ratio: Tensor, logprob: Tensor) -> Tensor:
+    return log_ratio + logprob
+
+
+def summed(log_ratio: Tensor, logprob: Tensor, advantage: Tensor) -> Tensor:
+    return -(advantage * logprob).sum()
+
+
+def doubled(log_ratio: Tensor, logprob: Tensor, advantage: Tensor) -> Tensor:
+    return -(advantage * logprob).float()
+
+
+def detached(log_ratio: Tensor, logprob: Tensor, advantage: Tensor) -> Tensor:
+    return -advantage * log_ratio.detach()
+
+
+def divided(log_ratio: Tensor, logprob: Tensor, advantage: Tensor) -> Tensor:
+    return -advantage * logprob / torch.zeros_like(logprob)
+
+
+def numbers(log_ratio: Tensor, logprob: Tensor, advantage: Tensor) -> Any:
+    return [0.0] * len(logprob)
+
+
+def near(view: TokenView, bound: float = 0.2) -> Tensor:
+    return (view.logprob.exp() - view.mu.exp()).abs() <= bound
+
+
+def halved(view: TokenView) -> Tensor:
+    return torch.full_like(view.mu, 0.5)
+
+
+def negative(view: TokenView) -> Tensor:
+    return -torch.ones_like(view.mu)
+
+
+def needy(view: TokenView, threshold: float) -> Tensor:
+    return view.mu.exp().clamp(max=threshold)
+
+
+no_function = 3
+
+
+def piece(name: str, **args: Any) -> dict[str, Any]:
+    return {"kind": f"{__name__}.{name}", "args": args}
+
+
+def loss_of(view: TokenView, **pieces: Any) -> Tensor:
+    config = LossConfig.model_validate(pieces)
+    load_plugins(config)
+    return evaluate({"rl": view}, config, {"rl": 1.0}).loss
+
+
+def scaled() -> TokenView:
+    case = Case("losses")
+    return replace(case.view, scale=torch.full_like(case.view.mu, 1 / 9))
+
+
+def test_a_surrogate_that_is_written_again_gives_the_same_loss_and_gradient() -> None:
+    found = []
+    for surrogate in (piece("plain"), {"kind": "linear"}):
+        case = Case("losses")
+        view = replace(case.view, scale=torch.full_like(case.view.mu, 1 / 9))
+        loss = loss_of(view, surrogate=surrogate)
+        loss.backward()
+        found.append((loss.detach(), case.logprob.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_arguments_come_from_the_configuration() -> None:
+    torch.testing.assert_close(
+        loss_of(scaled(), surrogate=piece("plain", factor=3.0)), 3 * loss_of(scaled(), surrogate=piece("plain"))
+    )
+
+
+def test_custom_fields_come_by_name_and_args_before_them() -> None:
+    view = replace(scaled(), custom={"grade": torch.full((9,), 2.0, dtype=torch.float64), "other": torch.zeros(9)})
+    wanted = 2 * loss_of(scaled(), surrogate={"kind": "log_linear"})
+    torch.testing.assert_close(loss_of(view, surrogate=piece("of_a_field")), wanted)
+    fixed = loss_of(view, surrogate=piece("of_a_field", grade=1.0))
+    torch.testing.assert_close(fixed, wanted / 2)
+
+
+def test_corrections_weigh_tokens_or_leave_them_out() -> None:
+    linear = {"kind": "linear"}
+    own = loss_of(scaled(), surrogate=linear, correction=[piece("near", bound=0.3)])
+    built_in = {"kind": "divergence", "bound": 0.3, "signed": False}
+    torch.testing.assert_close(own, loss_of(scaled(), surrogate=linear, correction=[built_in]))
+    assert own != loss_of(scaled(), surrogate=linear)
+    torch.testing.assert_close(
+        loss_of(scaled(), surrogate=linear, correction=[piece("halved")]), loss_of(scaled(), surrogate=linear) / 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("of_two", {}, r"takes 2 positional arguments, wanted 3: log_ratio, logprob, advantage\. Write def of_two"),
+        ("plain", {"slope": 1.0}, r"takes no argument 'slope', which args gives it; it takes factor"),
+        ("of_a_field", {}, r"takes the custom field 'grade', and the experiences have none"),
+        ("summed", {}, r"returns a Tensor of shape \[\], wanted \[9\]"),
+        ("doubled", {}, r"returns a Tensor of torch\.float32, wanted torch\.float64"),
+        ("detached", {}, r"returns losses without a gradient"),
+        ("divided", {}, r"returns .*inf for 9 of 9 tokens whose inputs are finite; mask"),
+        ("numbers", {}, r"returns a list, wanted a Tensor of shape \[9\]"),
+        ("no_function", {}, r"is 3, wanted a function"),
+        ("TokenView", {}, r"wanted a function"),
+    ],
+)
+def test_a_surrogate_that_cannot_be_used_is_named_with_what_to_do(name: str, args: dict[str, Any], said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        loss_of(scaled(), surrogate=piece(name, **args))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("negative", {}, r"gives a weight of -1, wanted at least 0"),
+        ("needy", {}, r"needs an argument 'threshold', which args does not give it"),
+        ("near", {"limit": 1}, r"takes no argument 'limit', which args gives it; it takes bound"),
+    ],
+)
+def test_a_correction_that_cannot_be_used_is_named_with_what_to_do(name: str, args: dict[str, Any], said: str) -> None:
+    with pytest.raises(PluginError, match=said):
+        loss_of(scaled(), correction=[piece(name, **args)])
+
+
+def test_a_path_that_leads_nowhere_is_found_before_the_first_step() -> None:
+    for path in (f"{__name__}.nowhere", "no_such_module.loss"):
+        with pytest.raises(UnknownNameError, match="plug-in of the loss"):
+            load_plugins(LossConfig.model_validate({"surrogate": {"kind": path}}))
+
+
+def test_numbers_that_were_not_finite_before_are_no_fault_of_the_plugin() -> None:
+    """The learner leaves such an optimizer step out; the run goes on."""
+    view = scaled()
+    broken = replace(view, mu=view.mu.index_fill(0, torch.tensor([2]), math.nan))
+    assert not loss_of(broken, surrogate=piece("plain")).isfinite()
