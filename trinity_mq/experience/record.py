@@ -41,8 +41,8 @@ from trinity_mq.experience.rules import (
 class CustomField:
     """Carries ``Experience.info[source_field]`` into the training batch as ``destination_field`` of ``data_type``.
 
-    All experiences of a batch have the same custom fields. A loss function that has a parameter of that name gets the
-    values, one for each trained token.
+    All experiences of a batch have the same custom fields. A surrogate of the user's that has a parameter of that name
+    gets the values, one for each trained token.
     """
 
     source_field: str

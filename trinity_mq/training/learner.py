@@ -237,10 +237,11 @@ class TorchLearner:
                     log.warning("optimizer_step_skipped", reason="loss or gradient not finite", step=step_number)
         seconds = time.perf_counter() - started
         sizes, prompt = tokens_of(batch), int(batch.prompt_lengths().sum())
+        answers = len(batch) + int((batch.lengths("rejected") >= 0).sum())
         return tally.metrics() | {
             "actor/lr": rate,
             "prompt_length/mean": prompt / len(batch),
-            "response_length/mean": (int(sizes.sum()) - prompt) / len(batch),
+            "response_length/mean": (int(sizes.sum()) - prompt) / answers,
             "time/train_step": seconds,
             "perf/tokens_per_second": int(sizes.sum()) * config.epochs / seconds,
         }

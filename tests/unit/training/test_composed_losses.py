@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -292,6 +293,18 @@ async def test_a_reference_is_kept_over_a_restart_and_never_exchanged(
     torch.save(state | {"reference": "0" * 16}, tmp_path / "optimizer.pt")
     with pytest.raises(LearnerError, match=r"reference model in .* was trained with 0000000000000000"):
         await opened(settings, checkpoint=tmp_path)
+
+
+async def test_a_pair_counts_as_one_prompt_and_two_answers(opened: Opener) -> None:
+    learner = await opened(with_algorithm(config(), algorithm_type="dpo"))
+    pairs = [
+        Experience(eid=EID(1, 0, 0), tokens=[2, 3, 4], chosen=[5, 6, 7], rejected=[8]),
+        Experience(eid=EID(1, 1, 0), tokens=[2], chosen=[5, 6], rejected=[8, 9]),
+    ]
+    metrics = await learner.step(pairs, 1)
+    assert (metrics["prompt_length/mean"], metrics["response_length/mean"]) == (2, 2)
+    assert metrics["actor/pair_loss"] == pytest.approx(math.log(2), abs=1e-5), "the policy is still the reference"
+    assert metrics["actor/loss"] == pytest.approx(metrics["actor/pair_loss"])
 
 
 async def test_what_is_seen_of_old_and_differing_samples(opened: Opener) -> None:
