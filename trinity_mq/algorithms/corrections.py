@@ -52,7 +52,8 @@ def importance_weight(view: TokenView, log_weight: Tensor, args: Weight) -> Tens
         if args.high is not None:
             inside &= weight <= args.high
         weight = torch.where(inside, weight, 0.0)
-    return weight / weight.mean() if args.normalize else weight
+    # where all weights are 0, the mean would make them NaN
+    return weight / weight.mean().clamp_min(torch.finfo(weight.dtype).tiny) if args.normalize else weight
 
 
 def reject(view: TokenView, log_weight: Tensor, args: Reject) -> Tensor:
