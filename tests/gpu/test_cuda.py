@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trinity_mq.algorithms.advantage import group_relative_advantages
 
+from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.models import ensure_model_folder
@@ -70,7 +70,7 @@ async def test_training_and_sampling_on_cuda_learn_and_agree(tmp_path: Path, dty
         assert max(abs(a - b) for a, b in zip(own, theirs, strict=True)) <= LIMITS[dtype].largest
         experiences = rollout(generator, step)
         rewards.append(sum(e.reward or 0.0 for e in experiences) / len(experiences))
-        kept, _ = group_relative_advantages(ExperienceBatch.of(experiences), settings.algorithm)
+        kept, _ = estimate(ExperienceBatch.of(experiences), settings.algorithm.estimator, min_group_runs=4)
         metrics = await learner.step(kept, step)
         assert metrics["actor/optimizer_steps"] == 1.0
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3, rewards
