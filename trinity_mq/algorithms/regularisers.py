@@ -10,14 +10,15 @@ from trinity_mq.config.algorithm.pieces import CovarianceKL, Piece, ReferenceKL
 
 
 def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> Tensor:
-    """Return an estimate of ``KL(pi || ref)`` per token in nats from samples of ``pi``.
+    """Return an estimate of ``KL(pi || ref)`` per token in nats from samples of ``pi``; k3 of differences within +-20.
 
     Args:
         difference: ``log pi - log ref``, ``[tokens]``.
         kind: As in :class:`ReferenceKL`.
         ratio: ``pi / anchor``, with gradient; for ``k3_weighted``.
     """
-    k3 = (-difference).exp() - 1 + difference
+    bounded = limited(difference)
+    k3 = (-bounded).exp() - 1 + bounded
     match kind:
         case "k1":
             return difference
@@ -26,8 +27,7 @@ def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> T
         case "k3":
             return k3
         case "k3_clamped":
-            bounded = limited(difference)
-            return ((-bounded).exp() - 1 + bounded).clamp(-10, 10)
+            return k3.clamp(-10, 10)
         case "abs":
             return difference.abs()
         case "k3_weighted":

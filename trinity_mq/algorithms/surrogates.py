@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.plugins import plugin_losses
+from trinity_mq.algorithms.view import limited
 from trinity_mq.config.algorithm.pieces import (
     Clip,
     Gate,
@@ -105,7 +106,7 @@ def log_linear(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: LogL
     if args.weight == "ratio":
         weight = ratio
     elif args.weight == "advantage":
-        weight = (advantage / args.temperature).exp()
+        weight = limited(advantage / args.temperature).exp()
     loss = -advantage * weight * logprob / args.divisor
     return TokenLoss(torch.where(out, 0.0, loss), {"pg_clipfrac": out})
 
@@ -135,11 +136,13 @@ def vespo(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Vespo) ->
 def likelihood(logprob: Tensor, args: Likelihood) -> TokenLoss:
     """Return the weighted negative log likelihood; see :class:`Likelihood`."""
     probability = logprob.detach().exp()
-    if args.weight == "none":
-        return TokenLoss(-logprob)
-    weight = probability if args.weight == "probability" else probability * (1 - probability)
-    limit = torch.as_tensor(args.cutoff, dtype=logprob.dtype, device=logprob.device).log()
-    return TokenLoss(-weight * torch.minimum(logprob, limit))
+    bounded = logprob if args.cutoff == 1 else torch.minimum(logprob, logprob.new_tensor(args.cutoff).log())
+    weight = {
+        "none": torch.ones_like(probability),
+        "probability": probability,
+        "uncertainty": probability * (1 - probability),
+    }[args.weight]
+    return TokenLoss(-weight * bounded)
 
 
 def _chosen(condition: Tensor, first: float, second: float, like: Tensor) -> Tensor:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 
 from tests.unit.algorithms.vectors import FIXTURES, VECTORS, Case, grid
 from trinity_mq.algorithms.corrections import correction
 from trinity_mq.algorithms.evaluator import evaluate
+from trinity_mq.algorithms.regularisers import kl_estimate
+from trinity_mq.algorithms.surrogates import likelihood, surrogate
 from trinity_mq.algorithms.values import clipped_value_loss
 from trinity_mq.algorithms.view import segment_maxima
-from trinity_mq.config.algorithm.pieces import LossConfig
+from trinity_mq.config.algorithm.pieces import Likelihood, LogLinear, LossConfig
 
 
 def close(found: torch.Tensor, expected: object) -> None:
@@ -83,3 +87,29 @@ def test_a_step_whose_weights_are_all_0_has_no_gradient_and_no_nan() -> None:
 def replace_rules(config: LossConfig) -> LossConfig:
     """Return the loss without its corrections, which the view holds."""
     return config.model_copy(update={"correction": ()})
+
+
+@pytest.mark.parametrize("kind", ["k3", "k3_clamped", "k3_weighted", "k3_k2"])
+@pytest.mark.parametrize("difference", [-200.0, 200.0])
+def test_a_policy_far_from_its_reference_has_a_finite_term(kind: str, difference: float) -> None:
+    away = torch.tensor([difference], requires_grad=True)
+    found = kl_estimate(away, kind, torch.ones(1))
+    found.sum().backward()
+    assert found.isfinite().all()
+    assert away.grad is not None
+    assert away.grad.isfinite().all()
+
+
+def test_a_weight_by_advantage_is_bounded() -> None:
+    args = LogLinear(weight="advantage")
+    found = surrogate(torch.zeros(1), torch.tensor([-1.0]), torch.tensor([100.0]), args).loss
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("weight", ["none", "probability", "uncertainty"])
+def test_sure_tokens_have_no_gradient_above_the_cutoff(weight: Any) -> None:
+    logprob = torch.tensor([0.99, 0.4]).log().requires_grad_()
+    likelihood(logprob, Likelihood(weight=weight, cutoff=0.5)).loss.sum().backward()
+    assert logprob.grad is not None
+    assert logprob.grad[0] == 0
+    assert logprob.grad[1] < 0
