@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,6 +22,7 @@ from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.ragged import Indexes
 from trinity_mq.runtime.threads import run_to_end
 from trinity_mq.training.checkpoint import DamagedCheckpointError
+from trinity_mq.training.critic import CRITIC_FILE, Critic, CriticTotals, Targets, critic_advantages
 from trinity_mq.training.packing import PAIRED, SAMPLED, TrainTokens, flatten, split
 from trinity_mq.training.policy import LearnerError, ModelNotLoadedError, Policy
 from trinity_mq.training.reference import Reference
@@ -93,16 +94,17 @@ class TorchLearner:
             LearnerError: The algorithm's advantages are of a kind that is not computed here.
         """
         estimator = config.algorithm.estimator
-        if estimator.where == "trainer":
+        if estimator.where == "trainer" and estimator.kind != "gae":
             raise LearnerError(
                 f"the estimator {estimator.kind!r} of {config.algorithm.algorithm_type} belongs into the trainer, and "
-                "advantages are not computed there yet; choose another algorithm: trinity-mq algorithms"
+                "only those of a critic (gae) are computed there yet; choose another algorithm: trinity-mq algorithms"
             )
         self._config = config
         self._model_folder = model_folder
         self._total_steps = total_steps
         self._loaded: tuple[Policy, torch.optim.Optimizer] | None = None
         self._reference: Reference | None = None
+        self._critic: Critic | None = None
         # The number of threads is a property of the thread that calls torch, so the worker sets it for itself.
         self._pool = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.trainer.num_threads,))
 
@@ -122,7 +124,8 @@ class TorchLearner:
 
         An optimizer step whose loss or gradient is not finite is left out and counted in ``actor/nonfinite_skipped``,
         one without a trained token in ``actor/empty_skipped``; the weights stay as they were. Averages are over the
-        others and absent if there are none.
+        others and absent if there are none. In the warm-up of a critic only that learns, and
+        ``critic/optimizer_steps`` says how often.
 
         Args:
             experiences: With what the loss needs, see :func:`trinity_mq.training.packing.flatten`.
@@ -150,7 +153,7 @@ class TorchLearner:
     async def close(self) -> None:
         """Wait for the thread's work and end it."""
         await asyncio.to_thread(self._pool.shutdown)
-        self._loaded = self._reference = None
+        self._loaded = self._reference = self._critic = None
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await run_to_end(self._pool, work)
@@ -179,6 +182,10 @@ class TorchLearner:
             random_state = torch.get_rng_state()
             self._reference = Reference.load(self._config, self._model_folder, origin)
             torch.set_rng_state(random_state)
+        if self._config.algorithm.estimator.kind == "gae":
+            self._critic = Critic(self._config, self._model_folder)
+            if checkpoint is not None:
+                self._critic.restore(checkpoint / CRITIC_FILE)
         self._loaded = policy, optimizer
 
     @property
@@ -195,6 +202,8 @@ class TorchLearner:
         if policy.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state_all()
         torch.save(state, folder / OPTIMIZER_FILE)
+        if self._critic is not None:
+            self._critic.save(folder / CRITIC_FILE)
 
     def _step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         started = time.perf_counter()
@@ -203,17 +212,44 @@ class TorchLearner:
             raise ValueError(
                 f"train step {step_number} has no experiences: an empty batch is a skipped step, not a train step"
             )
-        policy, optimizer = self._opened
         config = self._config.algorithm
         rate = learning_rate(config.optimizer, step_number, self._total_steps)
-        set_learning_rate(optimizer, rate)
+        set_learning_rate(self._opened[1], rate)
         weights = component_weights(config, step_number)
+        if self._critic is None:
+            metrics = self._train(batch, weights, step_number, None)
+        else:
+            kept, targets, found = critic_advantages(self._critic, batch, self._config, weights, step_number)
+            metrics = found | self._train(kept, weights, step_number, targets)
+        seconds = time.perf_counter() - started
+        sizes, prompt = tokens_of(batch), int(batch.prompt_lengths().sum())
+        answers = len(batch) + int((batch.lengths("rejected") >= 0).sum())
+        return metrics | {
+            "actor/lr": rate,
+            "prompt_length/mean": prompt / len(batch),
+            "response_length/mean": (int(sizes.sum()) - prompt) / answers,
+            "time/train_step": seconds,
+            "perf/tokens_per_second": int(sizes.sum()) * config.epochs / seconds,
+        }
+
+    def _train(
+        self, batch: ExperienceBatch, weights: Mapping[str, float], step_number: int, targets: Targets | None
+    ) -> dict[str, float]:
+        """Do the optimizer steps of a train step, of the critic too where ``targets`` say what it learns; return their
+        metrics.
+        """
+        tally, critic_tally = StepTotals(), CriticTotals()
+        if not batch:
+            tally.add_empty()
+            return tally.metrics() | (critic_tally.metrics() if targets is not None else {})
+        policy, optimizer = self._opened
+        config, critic = self._config.algorithm, self._critic
+        only_critic = critic is not None and critic.is_warming_up
         loss = StepLoss(config, weights, entropy_coefficient(config, step_number, self._total_steps))
         tokens = flatten(batch, config, weights, step_number)
-        columns, entropies = self._score(tokens, needs(config, weights))
+        columns, entropies = self._score(tokens, set() if only_critic else needs(config, weights))
         compares = bool(weights.get("rl")) and compares_tokens(config)
         budget = self._config.trainer.max_tokens_per_micro_batch
-        tally = StepTotals()
         is_first = True  # the weights are still those that ``old`` was scored with
         for epoch in range(config.epochs):
             purpose = f"{self._config.seed}/{step_number}/{epoch}"
@@ -221,6 +257,10 @@ class TorchLearner:
                 batches = tokens.micro_batches(part, budget, self._config.reduction)
                 if not batches:
                     tally.add_empty()
+                    continue
+                if critic is not None and targets is not None:
+                    critic_tally.add(*critic.optimizer_step(batches, targets))
+                if only_critic:
                     continue
                 whole = dict(columns)
                 if compares:
@@ -235,16 +275,10 @@ class TorchLearner:
                 tally.add(finite, metrics)
                 if not finite:
                     log.warning("optimizer_step_skipped", reason="loss or gradient not finite", step=step_number)
-        seconds = time.perf_counter() - started
-        sizes, prompt = tokens_of(batch), int(batch.prompt_lengths().sum())
-        answers = len(batch) + int((batch.lengths("rejected") >= 0).sum())
-        return tally.metrics() | {
-            "actor/lr": rate,
-            "prompt_length/mean": prompt / len(batch),
-            "response_length/mean": (int(sizes.sum()) - prompt) / answers,
-            "time/train_step": seconds,
-            "perf/tokens_per_second": int(sizes.sum()) * config.epochs / seconds,
-        }
+        if critic is None:
+            return tally.metrics()
+        critic.steps += critic_tally.has_learned
+        return tally.metrics() | critic_tally.metrics()
 
     def _score(self, tokens: TrainTokens, needed: Collection[str]) -> tuple[dict[str, Tensor], Tensor]:
         """Return the columns ``old`` and ``ref`` of a train step, as far as they are needed, and the entropies that

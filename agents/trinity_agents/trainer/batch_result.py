@@ -84,13 +84,15 @@ class BatchResult:
     """It was skipped because trainers did not survive it; its dead letter is for people to look at."""
     co_batched: list[BatchResult] = field(default_factory=list)
     """Results of the other batches of the step, in their order."""
+    moved: bool = True
+    """Training changed the policy's weights, which it does not while only a critic learns."""
     repaired: list[BatchResult] = field(default_factory=list)
     """Results of the repaired batches trained on in the same step, in their order."""
 
     @property
     def stepped(self) -> bool:
-        """Whether a train step was made."""
-        return "trained" in {self.outcome, *(one.outcome for one in (*self.co_batched, *self.repaired))}
+        """Whether a train step changed the weights."""
+        return any(one.outcome == "trained" and one.moved for one in (self, *self.co_batched, *self.repaired))
 
     @property
     def counts(self) -> dict[str, float]:
@@ -144,8 +146,8 @@ async def train_on(
         }
         if not parts[number].experiences:
             ends[number] = BatchResult("dropped", "every group was too old", **too_old)
-        elif stepped:
-            ends[number] = BatchResult("trained", **too_old)
+        elif stepped or metrics.get("critic/optimizer_steps", 0.0) > 0:
+            ends[number] = BatchResult("trained", moved=stepped, **too_old)
         else:
             ends[number] = BatchResult("skipped", "no optimizer step was possible", **too_old)
     first, *others = [end for end in ends.values() if end is not None]

@@ -116,9 +116,10 @@ async def test_every_preset_makes_a_train_step(opened: Opener, name: str) -> Non
     assert not same(before, await weights_of(learner))
 
 
-def test_an_estimator_that_runs_in_the_trainer_is_refused_while_there_is_none(folder: Path) -> None:
-    with pytest.raises(LearnerError, match=r"estimator .gae. .*not computed there yet"):
-        TorchLearner(with_algorithm(config(), algorithm_type="ppo"), folder, None)
+def test_an_estimator_that_keeps_averages_in_the_trainer_is_refused_while_there_is_none(folder: Path) -> None:
+    by_role = {"kind": "group", "baseline": "role_mean", "scale": "none"}
+    with pytest.raises(LearnerError, match=r"estimator .group. .*only those of a critic"):
+        TorchLearner(with_algorithm(config(), estimator=by_role), folder, None)
 
 
 async def test_on_fresh_data_the_policy_before_the_step_is_the_sampler(opened: Opener) -> None:

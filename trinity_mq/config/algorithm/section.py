@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trinity_mq.config.algorithm.critic import CriticConfig
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.resolve import resolved
 from trinity_mq.config.base import Section
@@ -55,6 +56,8 @@ class AlgorithmConfig(LossConfig):
     """Passes over a batch."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """AdamW and its schedule."""
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    """The value function, where ``estimator`` is ``gae``."""
     allow_truncated_sampling: bool = False
     """Train on samples drawn with top-p, top-k, min-p or penalties, although their logprobs are not the policy's."""
 

@@ -19,15 +19,15 @@ from trinity_mq.training.checkpoint import StepAttempts
 class Learner:
     """Keeps what it was given."""
 
-    def __init__(self, attempts: StepAttempts, optimizer_steps: float = 1.0) -> None:
-        self.attempts, self.optimizer_steps = attempts, optimizer_steps
+    def __init__(self, attempts: StepAttempts, optimizer_steps: float = 1.0, critic_steps: float = 0.0) -> None:
+        self.attempts, self.optimizer_steps, self.critic_steps = attempts, optimizer_steps, critic_steps
         self.given: list[list[tuple[int | str, int]]] = []
         self.noted: list[int] = []
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         self.given.append([(one.eid.task, step_number) for one in experiences])
         self.noted.append(self.attempts.starts("t"))
-        return {"actor/optimizer_steps": self.optimizer_steps}
+        return {"actor/optimizer_steps": self.optimizer_steps, "critic/optimizer_steps": self.critic_steps}
 
 
 def batch(*steps: int, state: str = "ready") -> TrainBatch:
@@ -77,6 +77,12 @@ async def test_what_is_not_ready_keeps_its_state_and_reason(tmp_path: Path) -> N
 async def test_a_step_that_could_not_be_made_is_skipped(tmp_path: Path) -> None:
     verdict, _ = await judged(tmp_path, batch(5), Learner(StepAttempts(tmp_path), 0.0))
     assert (verdict.outcome, verdict.reason) == ("skipped", "no optimizer step was possible")
+
+
+async def test_a_step_of_the_critic_alone_is_trained_on_and_makes_no_version(tmp_path: Path) -> None:
+    verdict, _ = await judged(tmp_path, batch(5), Learner(StepAttempts(tmp_path), 0.0, 1.0))
+    assert (verdict.outcome, verdict.reason, verdict.stepped) == ("trained", None, False)
+    assert verdict.counts == {"sample/skipped_step": 1.0}
 
 
 async def test_what_trainers_did_not_survive_is_left_alone_and_stays_on_record(tmp_path: Path) -> None:

@@ -1,0 +1,206 @@
+"""The critic: values at the right positions, its loss, checkpoints, warm-up, and values that it learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from tests.unit.training.test_learner import Opener, batch, config, folder, opened, same, weights_of
+from trinity_mq.config import Config
+from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.training.checkpoint import DamagedCheckpointError
+from trinity_mq.training.critic import Critic, Targets, critic_advantages
+from trinity_mq.training.learner import TorchLearner
+from trinity_mq.training.packing import flatten
+
+__all__ = ["folder", "opened"]
+
+
+def ppo(max_tokens: int = 16384, **critic: Any) -> Config:
+    return config(algorithm_type="ppo", kl=None, repeat_times=1, max_tokens=max_tokens, critic={"lr": 1e-3, **critic})
+
+
+def rewarded(seed: int) -> list[Experience]:
+    """Answers of different lengths; some tokens are not trained on."""
+    experiences = batch(seed)
+    for number, one in enumerate(experiences):
+        one.advantages, one.reward = None, 0.25 * number - 1
+        if one.response_length > 2:
+            one.action_mask[1] = False
+    return experiences
+
+
+def shaken(critic: Critic) -> Critic:
+    """Give the head weights that are not zero."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        critic.head.weight.copy_(torch.randn(critic.head.weight.shape, generator=generator))
+        critic.head.bias.fill_(0.3)
+    return critic
+
+
+def plain_values(folder: Path, critic: Critic, one: Experience) -> torch.Tensor:
+    """Return the values of a sequence's trained tokens from a forward pass of it alone."""
+    model = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        hidden = model(one.tokens.long()[None], output_hidden_states=True).hidden_states[-1][0]
+        before = hidden[one.prompt_length - 1 : -1][one.action_mask.bool()]
+        return before @ critic.head.weight[0] + critic.head.bias
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 16384])
+def test_a_value_is_of_the_state_before_its_token(folder: Path, max_tokens: int) -> None:
+    settings, experiences = ppo(max_tokens), rewarded(1)
+    critic = shaken(Critic(settings, folder))
+    _, targets, _ = critic_advantages(critic, ExperienceBatch.of(experiences), settings, {"rl": 1.0}, 1)
+    wanted = torch.cat([plain_values(folder, critic, one) for one in experiences])
+    torch.testing.assert_close(targets.old, wanted, rtol=0, atol=1e-5)
+
+
+def test_values_are_zero_at_first_and_returns_are_then_the_rewards(folder: Path) -> None:
+    settings, experiences = ppo(), rewarded(1)
+    experiences[4].reward = None
+    whole = ExperienceBatch.of(experiences)
+    kept, targets, metrics = critic_advantages(Critic(settings, folder), whole, settings, {"rl": 1.0}, 1)
+    rest = [one for number, one in enumerate(experiences) if number != 4]
+    assert len(kept) == len(rest)
+    wanted = [float(one.reward or 0.0) for one in rest for _ in range(int(one.action_mask.sum()))]
+    assert targets.returns.tolist() == pytest.approx(wanted)
+    assert targets.old.abs().max() == 0
+    assert metrics["critic/explained_variance"] == pytest.approx(0.0)
+    assert metrics["rollout/missing_rewards"] == 1
+
+
+def test_values_stay_with_their_tokens_where_runs_are_left_out(folder: Path) -> None:
+    settings, experiences = ppo(), rewarded(1)
+    experiences[4].reward = None
+    critic = shaken(Critic(settings, folder))
+    _, targets, _ = critic_advantages(critic, ExperienceBatch.of(experiences), settings, {"rl": 1.0}, 1)
+    rest = [one for number, one in enumerate(experiences) if number != 4]
+    wanted = torch.cat([plain_values(folder, critic, one) for one in rest])
+    torch.testing.assert_close(targets.old, wanted, rtol=0, atol=1e-5)
+
+
+def test_micro_batches_do_not_change_the_gradient(folder: Path) -> None:
+    settings = ppo()
+    kept = ExperienceBatch.of(rewarded(2))
+
+    def gradient(max_tokens: int) -> torch.Tensor:
+        critic = shaken(Critic(ppo(clip_grad=1e9, value_clip=5.0), folder))
+        with_advantages, targets, _ = critic_advantages(critic, kept, settings, {"rl": 1.0}, 1)
+        tokens = flatten(with_advantages, settings.algorithm, {"rl": 1.0}, 1)
+        batches = tokens.micro_batches(range(len(with_advantages)), max_tokens)
+        assert (len(batches) > 1) == (max_tokens < 1000)
+        finite, _ = critic.optimizer_step(batches, targets)
+        assert finite
+        return torch.cat([one.grad.flatten() for one in critic.parameters if one.grad is not None])
+
+    wanted = gradient(16384)
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(gradient(30), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_return_that_is_not_finite_changes_nothing(folder: Path) -> None:
+    settings, critic = ppo(), Critic(ppo(), folder)
+    kept, targets, _ = critic_advantages(critic, ExperienceBatch.of(rewarded(2)), settings, {"rl": 1.0}, 1)
+    batches = flatten(kept, settings.algorithm, {"rl": 1.0}, 1).micro_batches(range(len(kept)), 16384)
+    before = [one.detach().clone() for one in critic.parameters]
+    finite, _ = critic.optimizer_step(batches, Targets(targets.old, targets.returns * float("inf")))
+    assert not finite
+    assert all(torch.equal(one, other) for one, other in zip(critic.parameters, before, strict=True))
+
+
+def critic_of(learner: TorchLearner) -> Critic:
+    assert learner._critic is not None
+    return learner._critic
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+async def test_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, opened: Opener, mini_batches: int) -> None:
+    settings = config(
+        algorithm_type="ppo", kl=None, mini_batches=mini_batches, critic={"lr": 1e-3, "warmup_steps": 1}, max_tokens=50
+    )
+    learner = await opened(settings, total_steps=10)
+    for step in (1, 1, 2):
+        await learner.step(rewarded(step), step)
+    await learner.save(tmp_path)
+    resumed = await opened(settings, checkpoint=tmp_path, total_steps=10)
+    assert critic_of(resumed).steps == 3
+    for step in (3, 4):
+        metrics = [await one.step(rewarded(step), step) for one in (learner, resumed)]
+        assert metrics[0]["critic/vf_loss"] == metrics[1]["critic/vf_loss"]
+    assert same(await weights_of(learner), await weights_of(resumed))
+    pairs = zip(critic_of(learner).parameters, critic_of(resumed).parameters, strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("content", [None, b"not a file of torch"])
+async def test_a_checkpoint_without_its_critic_is_damaged(
+    tmp_path: Path, opened: Opener, content: bytes | None
+) -> None:
+    learner = await opened(ppo())
+    await learner.save(tmp_path)
+    (tmp_path / "critic.pt").unlink()
+    if content is not None:
+        (tmp_path / "critic.pt").write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=r"critic\.pt is damaged or not there"):
+        await opened(ppo(), checkpoint=tmp_path)
+
+
+async def test_only_the_critic_learns_in_the_warm_up(opened: Opener) -> None:
+    learner = await opened(ppo(warmup_steps=2))
+    before = await weights_of(learner)
+    for _ in range(2):  # the run's step stands still
+        metrics = await learner.step(rewarded(1), 1)
+        assert (metrics["actor/optimizer_steps"], metrics["critic/optimizer_steps"]) == (0, 1)
+        assert same(before, await weights_of(learner))
+    assert critic_of(learner).head.weight.abs().max() > 0
+    metrics = await learner.step(rewarded(1), 1)
+    assert (metrics["actor/optimizer_steps"], metrics["critic/optimizer_steps"]) == (1, 1)
+    assert not same(before, await weights_of(learner))
+
+
+async def test_the_preset_trains_policy_and_critic_with_a_reference(opened: Opener) -> None:
+    learner = await opened(config(algorithm_type="ppo"))
+    metrics = [await learner.step(rewarded(step), step) for step in (1, 2)]
+    assert [one["actor/optimizer_steps"] for one in metrics] == [one["critic/optimizer_steps"] for one in metrics]
+    assert metrics[0]["actor/optimizer_steps"] == 1
+    assert metrics[1]["actor/kl_loss"] > 0, "the policy has left the reference"
+
+
+async def test_a_batch_without_rewards_trains_nothing(opened: Opener) -> None:
+    learner = await opened(ppo())
+    before, experiences = await weights_of(learner), rewarded(1)
+    for one in experiences:
+        one.reward = None
+    metrics = await learner.step(experiences, 1)
+    assert (metrics["actor/optimizer_steps"], metrics["critic/optimizer_steps"]) == (0, 0)
+    assert same(before, await weights_of(learner))
+
+
+async def test_values_explain_rewards_that_follow_from_the_prompt(opened: Opener) -> None:
+    """The reward of an answer is that of its prompt's first digit: the critic alone has to find it."""
+    learner = await opened(ppo(warmup_steps=1000, lr=3e-3))
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for step in range(60):
+        experiences = []
+        for run in range(32):
+            tokens = torch.randint(2, 12, (5,), generator=generator).int()
+            experiences.append(
+                Experience(
+                    eid=EID(step, run, 0),
+                    tokens=tokens,
+                    prompt_length=2,
+                    logprobs=[-2.0] * 3,
+                    reward=float(tokens[0] - 2) / 9,
+                    temperature=1.0,
+                )
+            )
+        found.append((await learner.step(experiences, 1))["critic/explained_variance"])
+    assert found[0] == pytest.approx(0.0, abs=1e-6)
+    assert min(found[-5:]) > 0.5, [round(one, 2) for one in found]
