@@ -147,6 +147,14 @@ def covariance_choice(view: TokenView, args: CovarianceKL) -> Tensor:
     return chosen
 
 
+def step_choice(view: TokenView, regularisers: Sequence[Piece]) -> Tensor | None:
+    """Return the tokens of an optimizer step that KL terms of few tokens act on, bool ``[tokens]``; None without such
+    a term.
+    """
+    found = [covariance_choice(view, one) for one in regularisers if isinstance(one, CovarianceKL)]
+    return torch.stack(found).any(0) if found else None
+
+
 Rule = Callable[[TokenView, Tensor, Any], Tensor]
 
 RULES: dict[str, Rule] = {

@@ -55,31 +55,6 @@ def step_weights(view: TokenView, config: LossConfig, seed: str) -> Tensor | Non
     return corrections(view, anchor, rules, bypass=config.anchor == "mu", seed=seed)
 
 
-def components(config: LossConfig) -> set[str]:
-    """Return the components that have a weight in some train step."""
-    known = {name for name, weight in config.weights.model_dump().items() if weight}
-    return known | {"rl", "ce"} if config.ce_schedule is not None else known
-
-
-def needs(config: LossConfig, weights: Mapping[str, float]) -> set[str]:
-    """Return what the components of a train step read besides tokens, engine logprobs and advantages: see
-    :class:`Piece`.
-
-    Args:
-        config: The loss.
-        weights: Of its components.
-    """
-    pieces: list[Piece] = []
-    found: set[str] = set()
-    if weights.get("rl"):
-        pieces += [config.ratio, config.surrogate, *config.correction, *config.regularisers]
-        pieces += [config.kl] if config.kl is not None and config.kl.coef else []
-        found |= {"old": {"old"}, "loglinear": {"staleness"}}.get(config.anchor, set())
-    pieces += [config.distillation] if weights.get("ref_kl") else []
-    pieces += [config.pair] if weights.get("pair") else []
-    return found.union(*(piece.needs for piece in pieces))
-
-
 def component_weights(config: LossConfig, step: int) -> dict[str, float]:
     """Return the weight of each component in train step ``step`` (from 1), those of 0 left out."""
     weights = config.weights.model_dump()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.algorithms.view import TokenView, limited
-from trinity_mq.config.algorithm.pieces import CovarianceKL, Piece, ReferenceKL
+from trinity_mq.config.algorithm.pieces import CovarianceKL, ReferenceKL, Regulariser, Square
 
 
 def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> Tensor:
@@ -46,12 +46,11 @@ def reference_kl(view: TokenView, anchor: Tensor, args: ReferenceKL) -> Tensor:
     return kl_estimate(view.logprob - view.ref, args.kind, ratio)
 
 
-def regulariser(view: TokenView, anchor: Tensor, args: Piece) -> Tensor:
+def regulariser(view: TokenView, anchor: Tensor, args: Regulariser) -> Tensor:
     """Return the term of each token, its coefficient included."""
     if isinstance(args, CovarianceKL):
         assert view.chosen is not None
         return torch.where(view.chosen, args.coef * limited(view.logprob - anchor).abs(), 0.0)
-    coef: float = args.coef  # type: ignore[attr-defined]  # all members of the union have one
-    if args.kind == "square":
-        return coef * limited(view.logprob - anchor).square()
-    return -coef * view.logprob
+    if isinstance(args, Square):
+        return args.coef * limited(view.logprob - anchor).square()
+    return -args.coef * view.logprob

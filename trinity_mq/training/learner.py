@@ -15,8 +15,9 @@ import structlog
 import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.evaluator import component_weights, components, needs
+from trinity_mq.algorithms.evaluator import component_weights
 from trinity_mq.algorithms.plugins import load_plugins
+from trinity_mq.config.algorithm.needs import components, needs
 from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.ragged import Indexes

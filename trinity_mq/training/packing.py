@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.evaluator import components, needs
 from trinity_mq.algorithms.reduction import sequence_scales
+from trinity_mq.config.algorithm.needs import components, needs
 from trinity_mq.config.algorithm.pieces import LossConfig, Reduction
 from trinity_mq.experience import (
     Experience,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from trinity_mq.algorithms.corrections import covariance_choice
+from trinity_mq.algorithms.corrections import step_choice
 from trinity_mq.algorithms.evaluator import evaluate, over_step, step_weights
 from trinity_mq.algorithms.mismatch import AGES, metrics_by_age, mismatch_metrics, mismatch_sums, sums_by_age
 from trinity_mq.algorithms.view import TokenView
@@ -138,7 +138,10 @@ def compared(
     order = index.argsort()
     view = _joined(views, sequence).where(order)
     result = {}
-    for name, found in (("weight", step_weights(view, config, seed)), ("chosen", _chosen(view, config))):
+    for name, found in (
+        ("weight", step_weights(view, config, seed)),
+        ("chosen", step_choice(view, config.regularisers)),
+    ):
         if found is not None:
             result[name] = found.new_zeros(scored[0].shape).index_copy(0, index[order], found)
     return result
@@ -153,12 +156,6 @@ def _joined(views: Sequence[TokenView], sequence: Tensor) -> TokenView:
             columns[name] = torch.cat(parts)
     more: dict[str, Any] = columns
     return TokenView(segment=sequence, **more)
-
-
-def _chosen(view: TokenView, config: LossConfig) -> Tensor | None:
-    """Return the tokens that a KL penalty of few tokens is for, bool ``[tokens]``; None without one."""
-    found = [covariance_choice(view, one) for one in config.regularisers if isinstance(one, CovarianceKL)]
-    return torch.stack(found).any(0) if found else None
 
 
 DIFFERENCE = "rollout/rollout_vs_train_logprob_diff"

@@ -90,14 +90,19 @@ class BatchResult:
     """Results of the repaired batches trained on in the same step, in their order."""
 
     @property
+    def trained(self) -> bool:
+        """Whether a train step was made, be it one in which only a critic learned."""
+        return any(one.outcome == "trained" for one in (self, *self.co_batched, *self.repaired))
+
+    @property
     def stepped(self) -> bool:
-        """Whether a train step changed the weights."""
+        """Whether a train step changed the policy's weights."""
         return any(one.outcome == "trained" and one.moved for one in (self, *self.co_batched, *self.repaired))
 
     @property
     def counts(self) -> dict[str, float]:
         """Whether no train step was made, and how many repaired batches were trained on if there were any."""
-        found = {"sample/skipped_step": float(not self.stepped)}
+        found = {"sample/skipped_step": float(not self.trained)}
         if self.repaired:
             found["sample/repaired_batches"] = float(sum(one.outcome == "trained" for one in self.repaired))
         return found

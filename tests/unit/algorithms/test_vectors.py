@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.unit.algorithms.vectors import VECTORS, Case, grid, of_kind, reduction_of, with_step_weights
-from trinity_mq.algorithms.corrections import correction, covariance, covariance_choice
+from trinity_mq.algorithms.corrections import correction, covariance, step_choice
 from trinity_mq.algorithms.evaluator import evaluate, over_step, scheduled, token_losses
 from trinity_mq.algorithms.ratios import anchor_logprob
-from trinity_mq.config.algorithm.pieces import CovarianceKL, LossConfig, Schedule
+from trinity_mq.config.algorithm.pieces import LossConfig, Schedule
 
 CLIP: dict[str, Any] = {"kind": "clip", "low": 0.2, "high": 0.2, "dual": 3.0}
 PLAIN: dict[str, Any] = CLIP | {"dual": None}
@@ -179,9 +179,7 @@ def test_policy_losses(name: str) -> None:
     config = config_of(name, **LOSSES[name])
     view = replace(case.view, scale=case.scaled(config.reduction))
     view = with_step_weights(view, config)
-    for one in config.regularisers:
-        if isinstance(one, CovarianceKL):
-            view = replace(view, chosen=covariance_choice(view, one))
+    view = replace(view, chosen=step_choice(view, config.regularisers))
     terms = evaluate({"rl": view}, config, {"rl": 1.0})
     close(terms.loss.detach(), expected["loss"])
     terms.loss.backward()

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from trinity_mq.cli.arguments import add_actions
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import AlgorithmConfig, ConfigError, load_config
+from trinity_mq.config.algorithm.needs import components, needs
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
 from trinity_mq.config.algorithm.resolve import preset_of
@@ -46,9 +47,9 @@ def list_algorithms(arguments: argparse.Namespace) -> int:
     width = max(60, shutil.get_terminal_size((100, 24)).columns - 1)
     for name, preset in sorted(PRESETS.items()):
         config = AlgorithmConfig.model_validate({"algorithm_type": name})
-        needs = "; needs " + ", ".join(needs_of(config)) if needs_of(config) else ""
+        told = "; needs " + ", ".join(needs_of(config)) if needs_of(config) else ""
         print(textwrap.fill(preset.summary, width, initial_indent=f"{name:27}", subsequent_indent=" " * 27))
-        print(textwrap.fill(line_of(config) + needs, width, initial_indent=" " * 29, subsequent_indent=" " * 29))
+        print(textwrap.fill(line_of(config) + told, width, initial_indent=" " * 29, subsequent_indent=" " * 29))
     print(f"\n{len(PRESETS)} algorithms. Formula and settings of one: trinity-mq algorithms show NAME")
     return 0
 
@@ -111,13 +112,8 @@ def _short(piece: Any) -> str:
 
 def needs_of(config: AlgorithmConfig) -> list[str]:
     """Return what an algorithm needs besides tokens, logprobs and rewards, as keys of :data:`NEEDS`."""
+    known = components(config)
     found = ["runs"] if config.estimator.compares_runs else []
     found += config.estimator.needs
-    if config.weights.rl:
-        found += [config.anchor] if config.anchor == "old" else ["staleness"] if config.anchor == "loglinear" else []
-        found += [need for rule in config.correction for need in rule.needs]
-        found += config.kl.needs if config.kl is not None and config.kl.coef else ()
-    found += ["teacher"] if config.weights.ref_kl else []
-    found += ["answers"] if config.weights.ce or config.ce_schedule is not None else []
-    found += ["pairs", *config.pair.needs] if config.weights.pair else []
-    return list(dict.fromkeys(found))
+    found += [need for component, need in (("ce", "answers"), ("pair", "pairs")) if component in known]
+    return list(dict.fromkeys([*found, *sorted(needs(config, dict.fromkeys(known, 1.0)))]))

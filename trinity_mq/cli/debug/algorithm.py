@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity_mq.algorithms.corrections import covariance_choice
+from trinity_mq.algorithms.corrections import step_choice
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.evaluator import component_weights, evaluate, step_weights
 from trinity_mq.algorithms.reduction import sequence_scales
 from trinity_mq.algorithms.view import TokenView
 from trinity_mq.cli.target import configuration
 from trinity_mq.config import AlgorithmConfig
-from trinity_mq.config.algorithm.pieces import CovarianceKL
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.runtime.plugins import add_plugins
 
@@ -162,7 +161,7 @@ def losses(
         entropy=sample.entropy[mask],
         staleness=(rows % 3)[mask],
     )
-    view = replace(whole, weight=step_weights(whole, config, "debug"), chosen=_chosen(whole, config))
+    view = replace(whole, weight=step_weights(whole, config, "debug"), chosen=step_choice(whole, config.regularisers))
     wanted = torch.zeros(len(mask), dtype=torch.bool)
     wanted[answers] = True
     view = view.where(wanted[rows][mask])
@@ -171,11 +170,6 @@ def losses(
     torch.autograd.backward(loss)
     gradient = logprob.grad if logprob.grad is not None else torch.zeros_like(logprob)
     return Losses(loss.item(), gradient)
-
-
-def _chosen(view: TokenView, config: AlgorithmConfig) -> Tensor | None:
-    found = [covariance_choice(view, one) for one in config.regularisers if isinstance(one, CovarianceKL)]
-    return torch.stack(found).any(0) if found else None
 
 
 def table(sample: Sample, advantages: Tensor, found: Losses) -> Iterator[str]:

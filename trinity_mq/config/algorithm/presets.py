@@ -331,7 +331,7 @@ PRESETS: dict[str, Preset] = {
         repeat_times=1,
     ),
     "cpt": Preset(
-        "Continued pre-training on plain text: every token after the first is trained.",
+        "Continued pre-training: as sft, on texts whose prompt is their first token.",
         "maximum likelihood",
         NO_ADVANTAGE,
         {"weights": SUPERVISED},

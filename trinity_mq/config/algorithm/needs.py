@@ -1,0 +1,32 @@
+"""The components of a loss, and what they read besides tokens, engine logprobs and advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trinity_mq.config.algorithm.pieces import LossConfig, Piece
+
+
+def components(config: LossConfig) -> set[str]:
+    """Return the components that have a weight in some train step."""
+    known = {name for name, weight in config.weights.model_dump().items() if weight}
+    return known | {"rl", "ce"} if config.ce_schedule is not None else known
+
+
+def needs(config: LossConfig, weights: Mapping[str, float]) -> set[str]:
+    """Return what the components of a train step read besides tokens, engine logprobs and advantages: see
+    :class:`Piece`.
+
+    Args:
+        config: The loss.
+        weights: Of its components.
+    """
+    pieces: list[Piece] = []
+    found: set[str] = set()
+    if weights.get("rl"):
+        pieces += [config.ratio, config.surrogate, *config.correction, *config.regularisers]
+        pieces += [config.kl] if config.kl is not None and config.kl.coef else []
+        found |= {"old": {"old"}, "loglinear": {"staleness"}}.get(config.anchor, set())
+    pieces += [config.distillation] if weights.get("ref_kl") else []
+    pieces += [config.pair] if weights.get("pair") else []
+    return found.union(*(piece.needs for piece in pieces))
