@@ -147,12 +147,8 @@ class GigpoEstimator(EstimatorBase):
         return True
 
 
-class DistillEstimator(EstimatorBase):
-    """The teacher's minus the student's logprob of each token (on-policy distillation, arXiv 2306.13649)."""
-
-    kind: Literal["distill"] = "distill"
-    kl_coef: float = Field(default=1.0, gt=0)
-    """Factor of the advantage."""
+class TeacherEstimator(EstimatorBase):
+    """Base of the estimators that follow a teacher's logprobs and look at no reward."""
 
     @property
     def needs_reward(self) -> bool:
@@ -163,7 +159,15 @@ class DistillEstimator(EstimatorBase):
         return ("teacher",)
 
 
-class JsdEstimator(EstimatorBase):
+class DistillEstimator(TeacherEstimator):
+    """The teacher's minus the student's logprob of each token (on-policy distillation, arXiv 2306.13649)."""
+
+    kind: Literal["distill"] = "distill"
+    kl_coef: float = Field(default=1.0, gt=0)
+    """Factor of the advantage."""
+
+
+class JsdEstimator(TeacherEstimator):
     """The policy gradient of the generalised Jensen-Shannon divergence from a teacher (arXiv 2306.13649)."""
 
     kind: Literal["jsd"] = "jsd"
@@ -171,14 +175,6 @@ class JsdEstimator(EstimatorBase):
     """Share of the teacher in the mixture both are compared with."""
     kl_coef: float = Field(default=1.0, gt=0)
     """Factor of the advantage."""
-
-    @property
-    def needs_reward(self) -> bool:
-        return False
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("teacher",)
 
 
 class GaeEstimator(EstimatorBase):
