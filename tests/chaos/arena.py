@@ -98,10 +98,11 @@ class Arena:
                     "eval_on_startup": False,
                     "eval_interval": 1000,
                     "max_repeat_times_per_runner": 2,
-                    # a slice that got lost is cancelled in the end, so that the test can say which one it was
-                    "max_timeout": 20,
+                    # a slice that got lost is cancelled in the end, so that the test can say which one it was; on a
+                    # busy machine a runner that is started again may need 40 s
+                    "max_timeout": 60,
                     "max_retry_times": 1,
-                    "batch_timeout": 100,
+                    "batch_timeout": 150,
                     "unfinished": "drop",
                 },
                 # the innocent are given back with the killer's slice: nobody is to be called poisoned here
