@@ -39,7 +39,7 @@ class EstimatorBase(Section):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Models besides the policy: ``teacher``, ``critic``."""
+        """What is needed besides rewards: ``teacher``, ``critic``, ``roles``."""
         return ()
 
 
@@ -102,6 +102,10 @@ class GroupEstimator(EstimatorBase):
     @property
     def where(self) -> Place:
         return "trainer" if self.baseline == "role_mean" else "operator"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("roles",) if self.baseline == "role_mean" else ()
 
     @model_validator(mode="after")
     def _fitting(self) -> GroupEstimator:

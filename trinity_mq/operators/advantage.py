@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from trinity_mq.algorithms.estimators import estimate
+from trinity_mq.algorithms.estimators.group import roles
 from trinity_mq.algorithms.estimators.plugin import plugin_function
 from trinity_mq.config import AlgorithmConfig
-from trinity_mq.config.estimators import EstimatorPlugin
+from trinity_mq.config.estimators import EstimatorPlugin, GroupEstimator
 from trinity_mq.experience import ExperienceBatch, gather_custom_fields
 from trinity_mq.operators.base import ColumnOperator
 
 
 class AdvantageOperator(ColumnOperator):
     """Gives every experience its advantages, as the configured estimator computes them, unless that runs in the
-    trainer. A batch whose custom fields could not be trained with fails here, and not the trainer.
+    trainer. A batch whose custom fields or roles could not be trained with fails here, and not the trainer.
 
     Raises:
         FatalError: The estimator is a function of the user's own that cannot be called as configured; at construction.
@@ -31,5 +32,7 @@ class AdvantageOperator(ColumnOperator):
         if self.config.estimator.where == "operator":
             least = self.config.effective_min_group_runs
             batch, metrics = estimate(batch, self.config.estimator, min_group_runs=least)
+        elif isinstance(self.config.estimator, GroupEstimator):
+            roles(batch)
         gather_custom_fields(batch)
         return batch, metrics

@@ -1,26 +1,22 @@
-"""The critic: a value function on a copy of the first model, and the advantages that its values make."""
+"""The critic: a value function on a copy of the first model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from trinity_mq.algorithms.estimators import estimate
-from trinity_mq.algorithms.estimators.runs import with_scores
 from trinity_mq.algorithms.values import clipped_value_loss
 from trinity_mq.config.algorithm import CriticConfig
 from trinity_mq.config.run import Config
-from trinity_mq.experience import ExperienceBatch
 from trinity_mq.training.checkpoint import DamagedCheckpointError
-from trinity_mq.training.packing import MicroBatch, flatten
+from trinity_mq.training.packing import MicroBatch
 from trinity_mq.training.policy import Policy
 
 CRITIC_FILE = "critic.pt"
@@ -173,41 +169,3 @@ class CriticTotals:
         for name in self._applied[0] if self._applied else ():
             found[name] = math.fsum(metrics[name] for metrics in self._applied) / steps
         return found
-
-
-def critic_advantages(
-    critic: Critic, batch: ExperienceBatch, config: Config, weights: Mapping[str, float], step: int
-) -> tuple[ExperienceBatch, Targets, dict[str, float]]:
-    """Give a train step's samples their advantages from rewards and values.
-
-    Args:
-        critic: Whose values.
-        batch: All samples of the train step.
-        config: The run; its estimator takes values.
-        weights: Of the components in this train step.
-        step: Its number, from 1.
-
-    Returns:
-        The samples of runs with a reward, with ``advantages`` and ``returns``; what the critic is to learn, in the
-        order of their trained tokens; and metrics: the estimator's, ``critic/vpred_mean``, and
-        ``critic/explained_variance``, which is ``1 - Var(R - V) / Var(R)`` over the trained tokens, absent where
-        the returns R are equal.
-    """
-    # what is packed here are the states alone; advantages have to be there
-    tokens = flatten(with_scores(batch, [0.0] * len(batch)), config.algorithm, weights, step)
-    packed = tokens.micro_batches(range(len(batch)), config.trainer.max_tokens_per_micro_batch)
-    mask = batch.dense("action_mask").bool()
-    values = torch.zeros(len(mask))
-    values[mask] = critic.values(packed, tokens.tokens).cpu()
-    kept, metrics = estimate(batch, config.algorithm.estimator, values=values)
-    if not len(kept):
-        return kept, Targets(values[:0], values[:0]), metrics
-    stays = np.repeat(np.isin(batch.ids("rid"), kept.ids("rid")), batch.lengths("action_mask"))
-    old = values[mask & torch.from_numpy(stays)]
-    returns = kept.dense("returns").float()[kept.dense("action_mask").bool()]
-    if len(old):
-        metrics |= {"critic/vpred_mean": old.mean().item()}
-    if len(old) > 1 and returns.min() < returns.max():
-        left = (returns - old).double().var() / returns.double().var()
-        metrics |= {"critic/explained_variance": 1 - left.item()}
-    return kept, Targets(old.to(critic.device), returns.to(critic.device)), metrics

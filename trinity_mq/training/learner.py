@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol, TypeVar
@@ -22,8 +23,9 @@ from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.ragged import Indexes
 from trinity_mq.runtime.threads import run_to_end
+from trinity_mq.training.advantages import Advantages, Memory, trainer_advantages
 from trinity_mq.training.checkpoint import DamagedCheckpointError
-from trinity_mq.training.critic import CRITIC_FILE, Critic, CriticTotals, Targets, critic_advantages
+from trinity_mq.training.critic import CRITIC_FILE, Critic, CriticTotals
 from trinity_mq.training.packing import PAIRED, SAMPLED, TrainTokens, flatten, split
 from trinity_mq.training.policy import LearnerError, ModelNotLoadedError, Policy
 from trinity_mq.training.reference import Reference
@@ -90,22 +92,14 @@ class TorchLearner:
             config: The run; used are its seed, algorithm, model and trainer.
             model_folder: Hugging Face folder of the first model; the tokenizer is always taken from here.
             total_steps: Train steps of the run, for the decay; None leaves it out.
-
-        Raises:
-            LearnerError: The algorithm's advantages are of a kind that is not computed here.
         """
-        estimator = config.algorithm.estimator
-        if estimator.where == "trainer" and estimator.kind != "gae":
-            raise LearnerError(
-                f"the estimator {estimator.kind!r} of {config.algorithm.algorithm_type} belongs into the trainer, and "
-                "only those of a critic (gae) are computed there yet; choose another algorithm: trinity-mq algorithms"
-            )
         self._config = config
         self._model_folder = model_folder
         self._total_steps = total_steps
         self._loaded: tuple[Policy, torch.optim.Optimizer] | None = None
         self._reference: Reference | None = None
         self._critic: Critic | None = None
+        self._memory = Memory()
         # The number of threads is a property of the thread that calls torch, so the worker sets it for itself.
         self._pool = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.trainer.num_threads,))
 
@@ -125,7 +119,8 @@ class TorchLearner:
 
         An optimizer step whose loss or gradient is not finite is left out and counted in ``actor/nonfinite_skipped``,
         one without a trained token in ``actor/empty_skipped``; the weights stay as they were. Averages are over the
-        others and absent if there are none. In the warm-up of a critic only that learns, and
+        others and absent if there are none. A step that does not change the policy leaves the baselines of roles as
+        they were. In the warm-up of a critic only that learns, and
         ``critic/optimizer_steps`` says how often.
 
         Args:
@@ -136,7 +131,9 @@ class TorchLearner:
         return await self._run(lambda: self._step(experiences, step_number))
 
     async def save(self, folder: Path) -> None:
-        """Write ``model/``, which ``transformers`` loads, and ``optimizer.pt`` with optimizer and random state."""
+        """Write ``model/``, which ``transformers`` loads, and ``optimizer.pt`` with optimizer, random state and what
+        goes on from step to step.
+        """
         await self._run(lambda: self._save(folder))
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
@@ -178,7 +175,9 @@ class TorchLearner:
                 raise
             raise DamagedCheckpointError(str(error)) from error
         optimizer = make_optimizer(policy.parameters, self._config.algorithm.optimizer)
-        origin = None if checkpoint is None else _restore(checkpoint / OPTIMIZER_FILE, policy, optimizer)
+        origin, memory = None, Memory()
+        if checkpoint is not None:
+            origin, memory = _restore(checkpoint / OPTIMIZER_FILE, policy, optimizer)
         if self._needs_reference:
             random_state = torch.get_rng_state()
             self._reference = Reference.load(self._config, self._model_folder, origin)
@@ -187,7 +186,7 @@ class TorchLearner:
             self._critic = Critic(self._config, self._model_folder)
             if checkpoint is not None:
                 self._critic.restore(checkpoint / CRITIC_FILE)
-        self._loaded = policy, optimizer
+        self._loaded, self._memory = (policy, optimizer), memory
 
     @property
     def _needs_reference(self) -> bool:
@@ -198,6 +197,7 @@ class TorchLearner:
         policy, optimizer = self._opened
         policy.save(folder / MODEL_FOLDER, self._model_folder)
         state: dict[str, Any] = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+        state["memory"] = asdict(self._memory)
         if self._reference is not None:
             state["reference"] = self._reference.origin
         if policy.device.type == "cuda":
@@ -217,11 +217,12 @@ class TorchLearner:
         rate = learning_rate(config.optimizer, step_number, self._total_steps)
         set_learning_rate(self._opened[1], rate)
         weights = component_weights(config, step_number)
-        if self._critic is None:
-            metrics = self._train(batch, weights, step_number, None)
-        else:
-            kept, targets, found = critic_advantages(self._critic, batch, self._config, weights, step_number)
-            metrics = found | self._train(kept, weights, step_number, targets)
+        given = Advantages(batch, self._memory)
+        if config.estimator.where == "trainer":
+            given = trainer_advantages(batch, self._config, weights, step_number, self._memory, self._critic)
+        metrics = given.metrics | self._train(given, weights, step_number)
+        if metrics["actor/optimizer_steps"]:
+            self._memory = given.memory
         seconds = time.perf_counter() - started
         sizes, prompt = tokens_of(batch), int(batch.prompt_lengths().sum())
         answers = len(batch) + int((batch.lengths("rejected") >= 0).sum())
@@ -233,12 +234,11 @@ class TorchLearner:
             "perf/tokens_per_second": int(sizes.sum()) * config.epochs / seconds,
         }
 
-    def _train(
-        self, batch: ExperienceBatch, weights: Mapping[str, float], step_number: int, targets: Targets | None
-    ) -> dict[str, float]:
-        """Do the optimizer steps of a train step, of the critic too where ``targets`` say what it learns; return their
-        metrics.
+    def _train(self, given: Advantages, weights: Mapping[str, float], step_number: int) -> dict[str, float]:
+        """Do the optimizer steps of a train step, of the critic too where there are targets of what it learns; return
+        their metrics.
         """
+        batch, targets = given.batch, given.targets
         tally, critic_tally = StepTotals(), CriticTotals()
         if not batch:
             tally.add_empty()
@@ -305,8 +305,10 @@ def tokens_of(batch: ExperienceBatch) -> Indexes:
     return total
 
 
-def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> str | None:
-    """Put back the optimizer and the random state in ``path``; return which reference model it was trained with."""
+def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> tuple[str | None, Memory]:
+    """Put back the optimizer and the random state in ``path``; return which reference model it was trained with, and
+    what the last train step left for the next.
+    """
     try:
         state = torch.load(path, map_location=policy.device, weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
@@ -317,7 +319,7 @@ def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> st
         torch.set_rng_state(state["rng"].cpu())
         if policy.device.type == "cuda" and "cuda_rng" in state:
             torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda_rng"]])
-    except (KeyError, ValueError, RuntimeError) as error:
+        memory = Memory(**state.get("memory", {}))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedCheckpointError(f"{path} does not fit the model beside it: {error}") from error
-    origin: str | None = state.get("reference")
-    return origin
+    return state.get("reference"), memory

@@ -32,7 +32,7 @@ def preset(name: str) -> Estimator:
     return TypeAdapter[Estimator](Estimator).validate_python(PRESETS[name].estimator)
 
 
-ROLES = GroupEstimator(baseline="role_mean", scale="none")
+ROLES = preset("rae")
 BY_REWARD: dict[str, Estimator] = {
     "advantage/grpo": GroupEstimator(),
     "advantage/grpo/eps_1e-4": preset("grpo"),

@@ -186,7 +186,7 @@ def test_whitened_advantages_have_mean_0_and_variance_1_or_are_all_0(rows: list[
 @pytest.mark.parametrize("name", ALL)
 def test_an_empty_batch_and_a_batch_without_rewards_are_empty(name: str) -> None:
     assert advantages([], ALL[name]) == {}
-    rows = [experience(run, None, logprobs=[-1.0], info={"env_state_hash": 1}) for run in range(3)]
+    rows = [experience(run, None, logprobs=[-1.0], info={"env_state_hash": 1, "role": "a"}) for run in range(3)]
     assert advantages(rows, ALL[name]) == {}
 
 
@@ -200,7 +200,7 @@ def test_preference_pairs_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_huge_rewards_give_finite_advantages(name: str) -> None:
     rows = [
-        experience(run, reward, logprobs=[-1.0 - run], info={"env_state_hash": 1})
+        experience(run, reward, logprobs=[-1.0 - run], info={"env_state_hash": 1, "role": "a"})
         for run, reward in enumerate([1e308, -1e308, 1e300, 0.0])
     ]
     found = advantages(rows, ALL[name])
@@ -315,6 +315,11 @@ def test_each_role_of_a_run_has_a_reward_and_a_baseline() -> None:
     assert baselines == {"seller": 0.75, "buyer": -0.5}
     with pytest.raises(ValueError, match="no baselines were given to begin with; the trainer keeps them"):
         estimate(ExperienceBatch.of(rows), args)
+    for info in ({}, {"role": ""}):
+        rows[1].info = info
+        with pytest.raises(ValueError, match=rf"experience {rows[1].eid.uid} has info\['role'\].*Set experience\.info"):
+            estimate(ExperienceBatch.of(rows), args, baselines=baselines)
+    assert baselines == {"seller": 0.75, "buyer": -0.5}, "nothing was learned from a batch that cannot be used"
 
 
 def test_a_likelier_run_is_worth_less_than_one_of_equal_reward() -> None:

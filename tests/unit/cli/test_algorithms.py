@@ -52,6 +52,7 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("grpo", ["runs"]),
         ("ppo", ["critic", "ref"]),
+        ("rae", ["roles"]),
         ("decoupled", ["runs", "old"]),
         ("dpo", ["pairs", "ref"]),
         ("mix", ["runs", "answers"]),

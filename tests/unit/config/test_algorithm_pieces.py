@@ -108,6 +108,7 @@ STALE = {"sync_style": "fully_async", "pipeline_depth": 8}
         ({"weights": {"rl": 0.0, "ce": 1.0}, "entropy_coef": 0.1}, {}, "belongs to sampled answers"),
         ({"kl": {"kind": "k1", "coef": 0.1}}, {}, "its expected gradient is 0"),
         ({"estimator": "none"}, {}, "would have no advantage"),
+        ({"algorithm_type": "rae", "weights": {"ce": 1.0}}, {}, "advantages of samples alone"),
         ({"anchor": "old"}, STALE, "old data would count as fresh"),
         ({"correction": [{"kind": "weight"}]}, {}, "weighed twice"),
         ({"ratio": {"kind": "sequence"}}, {}, "weigh by its length"),

@@ -74,6 +74,7 @@ def test_what_an_estimator_needs_depends_on_its_fields() -> None:
     assert {name for name, args in given.items() if args.compares_runs} == {"group", "gigpo", "own"}
     assert {name for name, args in given.items() if args.where == "trainer"} == {"roles", "gae"}
     assert {name: args.needs for name, args in given.items() if args.needs} == {
+        "roles": ("roles",),
         "gae": ("critic",),
         "distill": ("teacher",),
         "jsd": ("teacher",),

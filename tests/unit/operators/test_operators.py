@@ -170,6 +170,16 @@ async def test_custom_fields_that_could_not_be_trained_with_fail_the_batch():
         await run_chain(chain, exps)
 
 
+async def test_a_role_that_is_not_there_fails_the_batch_and_not_the_trainer():
+    exps = [exp(run=run, reward=float(run), info={"role": "player"}) for run in range(2)]
+    chain = [AdvantageOperator(AlgorithmConfig(algorithm_type="rae"))]
+    kept, _ = await run_chain(chain, exps)
+    assert [each.advantages for each in kept] == [None, None], "the trainer computes them"
+    del exps[1].info["role"]
+    with pytest.raises(OperatorError, match=rf"experience {exps[1].eid.uid} has info\['role'\] None, wanted the name"):
+        await run_chain(chain, exps)
+
+
 async def test_synchronous_operators_run_in_a_thread():
     (operator,) = create_operators([OperatorConfig(name=f"{THIS}.Synchronous", args={"factor": 2.0})])
     kept, metrics = await run_chain([operator], [exp()])

@@ -12,8 +12,9 @@ from transformers import Qwen3ForCausalLM
 from tests.unit.training.test_learner import Opener, batch, config, folder, opened, same, weights_of
 from trinity_mq.config import Config
 from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.training.advantages import Advantages, Memory, trainer_advantages
 from trinity_mq.training.checkpoint import DamagedCheckpointError
-from trinity_mq.training.critic import Critic, Targets, critic_advantages
+from trinity_mq.training.critic import Critic, Targets
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.packing import flatten
 
@@ -32,6 +33,14 @@ def rewarded(seed: int) -> list[Experience]:
         if one.response_length > 2:
             one.action_mask[1] = False
     return experiences
+
+
+def learned(critic: Critic, experiences: list[Experience], settings: Config) -> tuple[Advantages, Targets]:
+    """Return the advantages of train step 1 and what the critic learns in it."""
+    whole = ExperienceBatch.of(experiences)
+    found = trainer_advantages(whole, settings, {"rl": 1.0}, 1, Memory(), critic)
+    assert found.targets is not None
+    return found, found.targets
 
 
 def shaken(critic: Critic) -> Critic:
@@ -56,7 +65,7 @@ def plain_values(folder: Path, critic: Critic, one: Experience) -> torch.Tensor:
 def test_a_value_is_of_the_state_before_its_token(folder: Path, max_tokens: int) -> None:
     settings, experiences = ppo(max_tokens), rewarded(1)
     critic = shaken(Critic(settings, folder))
-    _, targets, _ = critic_advantages(critic, ExperienceBatch.of(experiences), settings, {"rl": 1.0}, 1)
+    _, targets = learned(critic, experiences, settings)
     wanted = torch.cat([plain_values(folder, critic, one) for one in experiences])
     torch.testing.assert_close(targets.old, wanted, rtol=0, atol=1e-5)
 
@@ -64,22 +73,21 @@ def test_a_value_is_of_the_state_before_its_token(folder: Path, max_tokens: int)
 def test_values_are_zero_at_first_and_returns_are_then_the_rewards(folder: Path) -> None:
     settings, experiences = ppo(), rewarded(1)
     experiences[4].reward = None
-    whole = ExperienceBatch.of(experiences)
-    kept, targets, metrics = critic_advantages(Critic(settings, folder), whole, settings, {"rl": 1.0}, 1)
+    found, targets = learned(Critic(settings, folder), experiences, settings)
     rest = [one for number, one in enumerate(experiences) if number != 4]
-    assert len(kept) == len(rest)
+    assert len(found.batch) == len(rest)
     wanted = [float(one.reward or 0.0) for one in rest for _ in range(int(one.action_mask.sum()))]
     assert targets.returns.tolist() == pytest.approx(wanted)
     assert targets.old.abs().max() == 0
-    assert metrics["critic/explained_variance"] == pytest.approx(0.0)
-    assert metrics["rollout/missing_rewards"] == 1
+    assert found.metrics["critic/explained_variance"] == pytest.approx(0.0)
+    assert found.metrics["rollout/missing_rewards"] == 1
 
 
 def test_values_stay_with_their_tokens_where_runs_are_left_out(folder: Path) -> None:
     settings, experiences = ppo(), rewarded(1)
     experiences[4].reward = None
     critic = shaken(Critic(settings, folder))
-    _, targets, _ = critic_advantages(critic, ExperienceBatch.of(experiences), settings, {"rl": 1.0}, 1)
+    _, targets = learned(critic, experiences, settings)
     rest = [one for number, one in enumerate(experiences) if number != 4]
     wanted = torch.cat([plain_values(folder, critic, one) for one in rest])
     torch.testing.assert_close(targets.old, wanted, rtol=0, atol=1e-5)
@@ -87,13 +95,12 @@ def test_values_stay_with_their_tokens_where_runs_are_left_out(folder: Path) -> 
 
 def test_micro_batches_do_not_change_the_gradient(folder: Path) -> None:
     settings = ppo()
-    kept = ExperienceBatch.of(rewarded(2))
 
     def gradient(max_tokens: int) -> torch.Tensor:
         critic = shaken(Critic(ppo(clip_grad=1e9, value_clip=5.0), folder))
-        with_advantages, targets, _ = critic_advantages(critic, kept, settings, {"rl": 1.0}, 1)
-        tokens = flatten(with_advantages, settings.algorithm, {"rl": 1.0}, 1)
-        batches = tokens.micro_batches(range(len(with_advantages)), max_tokens)
+        found, targets = learned(critic, rewarded(2), settings)
+        tokens = flatten(found.batch, settings.algorithm, {"rl": 1.0}, 1)
+        batches = tokens.micro_batches(range(len(found.batch)), max_tokens)
         assert (len(batches) > 1) == (max_tokens < 1000)
         finite, _ = critic.optimizer_step(batches, targets)
         assert finite
@@ -106,8 +113,8 @@ def test_micro_batches_do_not_change_the_gradient(folder: Path) -> None:
 
 def test_a_return_that_is_not_finite_changes_nothing(folder: Path) -> None:
     settings, critic = ppo(), Critic(ppo(), folder)
-    kept, targets, _ = critic_advantages(critic, ExperienceBatch.of(rewarded(2)), settings, {"rl": 1.0}, 1)
-    batches = flatten(kept, settings.algorithm, {"rl": 1.0}, 1).micro_batches(range(len(kept)), 16384)
+    found, targets = learned(critic, rewarded(2), settings)
+    batches = flatten(found.batch, settings.algorithm, {"rl": 1.0}, 1).micro_batches(range(len(found.batch)), 16384)
     before = [one.detach().clone() for one in critic.parameters]
     finite, _ = critic.optimizer_step(batches, Targets(targets.old, targets.returns * float("inf")))
     assert not finite

@@ -66,8 +66,8 @@ def group_advantages(
         absent if none does.
 
     Raises:
-        ValueError: An experience without action mask (dpo); ``role_mean`` without ``baselines``; ``greedy`` without any
-            run that is marked.
+        ValueError: An experience without action mask (dpo); ``role_mean`` without ``baselines``, or with an experience
+            that has no role; ``greedy`` without any run that is marked.
     """
     mask_lengths(batch)
     units = _units(batch, args)
@@ -99,11 +99,24 @@ def _units(batch: ExperienceBatch, args: GroupEstimator) -> list[str]:
     """Return what counts as a run for each experience: what one role did in it, where roles have baselines."""
     if args.baseline != "role_mean":
         return batch.ids("rid")
-    return [f"{rid} {role}" for rid, role in zip(batch.ids("rid"), _roles(batch), strict=True)]
+    return [f"{rid} {role}" for rid, role in zip(batch.ids("rid"), roles(batch), strict=True)]
 
 
-def _roles(batch: ExperienceBatch) -> list[str]:
-    return [str((info or {}).get(ROLE, "")) for info in batch.values("info")]
+def roles(batch: ExperienceBatch) -> list[str]:
+    """Return the role of each experience, ``info["role"]``.
+
+    Raises:
+        ValueError: An experience has none; names it.
+    """
+    found = [(info or {}).get(ROLE) for info in batch.values("info")]
+    for uid, role in zip(batch.ids("uid"), found, strict=True):
+        if role in (None, ""):
+            raise ValueError(
+                f"experience {uid} has info[{ROLE!r}] {role!r}, wanted the name of who acted, such as 'player_0': the "
+                f"baseline 'role_mean' is an average for each role. Set experience.info[{ROLE!r}] in the workflow, or "
+                "take a baseline that compares the runs of a task, such as mean"
+            )
+    return [str(role) for role in found]
 
 
 def _without_greedy(batch: ExperienceBatch, groups: Groups) -> tuple[Groups, dict[str, float]]:
@@ -214,11 +227,11 @@ def _role_distances(
             "trainer keeps them: compute these advantages there"
         )
     order = {unit: (tid, run) for unit, tid, run in zip(units, batch.ids("tid"), batch.values("eid.run"), strict=True)}
-    roles = dict(zip(units, _roles(batch), strict=True))
+    acting = dict(zip(units, roles(batch), strict=True))
     result: Groups = {tid: {} for tid in groups}
     rewards = {unit: reward for group in groups.values() for unit, reward in group.items()}
     for unit in sorted(rewards, key=lambda unit: (*order[unit], unit)):
-        role, reward = roles[unit], rewards[unit]
+        role, reward = acting[unit], rewards[unit]
         before = baselines.get(role, 0.0)
         result[order[unit][0]][unit] = reward - before - args.shift
         baselines[role] = moved(before, reward, args.decay)

@@ -25,6 +25,7 @@ NEEDS = {
     "old": "a forward pass before each train step",
     "teacher": "teacher_logprobs of the workflow",
     "critic": "a value function, which the trainer trains",
+    "roles": "info.role of the experiences: who acted",
     "staleness": "versions of the sampled tokens, which engines give",
     "entropy": "a forward pass before each optimizer step",
     "runs": "at least two runs of each task",

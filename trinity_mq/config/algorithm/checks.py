@@ -44,10 +44,11 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
             "choose an estimator, or weights: {rl: 0}"
         )
     imitates = weights.ce or weights.pair or loss.ce_schedule is not None
-    if config.estimator.kind == "gae" and imitates:
+    if config.estimator.where == "trainer" and imitates:
         yield (
-            "algorithm.estimator is gae, and weights.ce, weights.pair or ce_schedule trains on answers that were not "
-            "sampled: the critic has values for samples alone; take another estimator, or weights: {rl: 1}"
+            f"algorithm.estimator is {config.estimator.kind}, in the trainer, and weights.ce, weights.pair or "
+            "ce_schedule trains on answers that were not sampled: the trainer computes advantages of samples alone; "
+            "take another estimator, or weights: {rl: 1}"
         )
     weighs = [rule for rule in loss.correction if isinstance(rule, Weight)]
     if loss.anchor == "old" and staleness and not any(rule.kind in AGAINST_SAMPLER for rule in loss.correction):

@@ -100,6 +100,13 @@ PRESETS: dict[str, Preset] = {
         _group(baseline="leave_one_out", scale="none"),
         {"surrogate": CLIP, "kl": K2},
     ),
+    "rae": Preset(
+        "Rewards minus the moving average of their role's: for games of several players, and of a policy with itself.",
+        "arXiv 2506.24119; prime-rl",
+        _group(baseline="role_mean", decay=0.95, scale="none"),
+        {"surrogate": CLIP},
+        repeat_times=1,
+    ),
     "remax": Preset(
         "Rewards minus that of a greedy answer to the same task.",
         "arXiv 2310.10505",
