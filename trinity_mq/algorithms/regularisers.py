@@ -7,6 +7,7 @@ from torch import Tensor
 
 from trinity_mq.algorithms.view import TokenView, limited
 from trinity_mq.config.algorithm.pieces import CovarianceKL, ReferenceKL, Regulariser, Square
+from trinity_mq.config.algorithm.reference import RewardKL
 
 
 def kl_estimate(difference: Tensor, kind: str, ratio: Tensor | None = None) -> Tensor:
@@ -44,6 +45,34 @@ def reference_kl(view: TokenView, anchor: Tensor, args: ReferenceKL) -> Tensor:
     assert view.ref is not None
     ratio = limited(view.logprob - anchor).exp()
     return kl_estimate(view.logprob - view.ref, args.kind, ratio)
+
+
+def sampler_kl(mu: Tensor, ref: Tensor, args: RewardKL) -> Tensor:
+    """Return the estimate of ``KL(sampler || ref)`` that is taken from the reward of each token, without its weight;
+    of differences within +-20, and 0 where one of the two is no number.
+
+    Args:
+        mu: Logprobs of the policy that sampled, ``[tokens]`` in nats.
+        ref: Of the reference.
+        args: Which estimate.
+    """
+    return kl_estimate(limited(mu - ref), args.kind).nan_to_num(nan=0.0)
+
+
+def adapted(coef: float, kl: float, samples: int, args: RewardKL) -> float:
+    """Return the coefficient after a train step, ``coef (1 + clip(kl / target - 1, -.2, .2) samples / horizon)`` (arXiv
+    1909.08593, section 2.2); as it was without a target. Samples beyond the horizon do not count.
+
+    Args:
+        coef: Before.
+        kl: Mean over the samples of their mean KL a token, in nats.
+        samples: Of the train step.
+        args: Target and horizon.
+    """
+    if args.target is None:
+        return coef
+    error = max(-0.2, min(0.2, kl / args.target - 1))
+    return coef * (1 + error * min(samples, args.horizon) / args.horizon)
 
 
 def regulariser(view: TokenView, anchor: Tensor, args: Regulariser) -> Tensor:

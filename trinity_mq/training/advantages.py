@@ -1,4 +1,6 @@
-"""Advantages that the trainer computes: from a critic's values, or from averages that it keeps over train steps."""
+"""Advantages that the trainer computes: from a critic's values, a KL to the reference in the rewards, or averages that
+it keeps over train steps.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,13 @@ from torch import Tensor
 
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.estimators.runs import with_scores
+from trinity_mq.algorithms.regularisers import adapted, sampler_kl
+from trinity_mq.config.algorithm.reference import RewardKL
 from trinity_mq.config.run import Config
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.training.critic import Critic, Targets
 from trinity_mq.training.packing import flatten
+from trinity_mq.training.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Memory:
 
     baselines: dict[str, float] = field(default_factory=dict)
     """Moving averages of the rewards, by role."""
+    reward_kl_coef: float | None = None
+    """Coefficient of the KL in the rewards where that follows a target. None: the configuration's."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class Advantages:
     metrics: dict[str, float] = field(default_factory=dict)
     targets: Targets | None = None
     """What the critic learns, in the order of the trained tokens."""
+    ref: Tensor | None = None
+    """The reference's logprobs of the trained tokens, float32 ``[tokens]``, where they were needed."""
 
 
 def trainer_advantages(
@@ -46,6 +55,7 @@ def trainer_advantages(
     step: int,
     memory: Memory,
     critic: Critic | None = None,
+    reference: Reference | None = None,
 ) -> Advantages:
     """Give a train step's samples the advantages of an estimator that runs in the trainer.
 
@@ -56,34 +66,71 @@ def trainer_advantages(
         step: Its number, from 1.
         memory: Of the train step before; it is left as it is.
         critic: Whose values the estimator takes, if it takes some.
+        reference: From which ``reward_kl`` holds the policy, if that is set.
 
     Returns:
         The samples of runs with a reward, with ``advantages``, and ``returns`` where there is a critic. The metrics are
         the estimator's, and of a critic ``critic/vpred_mean``, and ``critic/explained_variance``, which is
-        ``1 - Var(R - V) / Var(R)`` over the trained tokens, absent where the returns R are equal.
+        ``1 - Var(R - V) / Var(R)`` over the trained tokens, absent where the returns R are equal. With ``reward_kl``
+        there are ``actor/kl_reward``, the mean over samples of their mean KL a token in nats, and
+        ``actor/kl_reward_coef``, what it was multiplied by.
 
     Raises:
         ValueError: An experience has not what the estimator needs; names it.
     """
     algorithm, mask = config.algorithm, batch.dense("action_mask").bool()
+    baselines = dict(memory.baselines)
     given: dict[str, Any] = {}
-    baselines, values = dict(memory.baselines), torch.zeros(len(mask))
+    metrics: dict[str, float] = {}
+    values, ref, targets = torch.zeros(len(mask)), None, None
     if algorithm.estimator.kind == "group":
         given["baselines"] = baselines
-    if critic is not None:
+    if critic is not None or algorithm.reward_kl is not None:
         # what is packed here are the states alone; advantages have to be there
         tokens = flatten(with_scores(batch, [0.0] * len(batch)), algorithm, weights, step)
         packed = tokens.micro_batches(range(len(batch)), config.trainer.max_tokens_per_micro_batch)
+    if critic is not None:
         values[mask] = critic.values(packed, tokens.tokens).cpu()
         given["values"] = values
-    kept, metrics = estimate(batch, algorithm.estimator, **given)
+    coef = memory.reward_kl_coef
+    if algorithm.reward_kl is not None:
+        assert reference is not None
+        ref = reference.logprobs(packed, tokens.tokens).cpu()
+        given["token_penalty"], coef, metrics = _penalty(batch, tokens.columns["mu"], ref, algorithm.reward_kl, coef)
+    kept, found = estimate(batch, algorithm.estimator, **given)
     stays = np.repeat(np.isin(batch.ids("rid"), kept.ids("rid")), batch.lengths("action_mask"))
     left = mask & torch.from_numpy(stays)
-    targets = None
+    metrics |= found
     if critic is not None:
         targets, found = _learned(kept, values[left], critic)
         metrics |= found
-    return Advantages(kept, Memory(baselines), metrics, targets)
+    return Advantages(kept, Memory(baselines, coef), metrics, targets, None if ref is None else ref[left[mask]])
+
+
+def _penalty(
+    batch: ExperienceBatch, mu: Tensor, ref: Tensor, args: RewardKL, coef: float | None
+) -> tuple[Tensor, float | None, dict[str, float]]:
+    """Return what is taken from the rewards, ``[response tokens of the batch]``, the coefficient of the next train step
+    (None without a target), and metrics.
+
+    Args:
+        batch: The samples.
+        mu: Logprobs of the policy that sampled them, ``[trained tokens]``.
+        ref: Of the reference.
+        args: The section.
+        coef: That the last train step left.
+    """
+    mask = batch.dense("action_mask").bool()
+    kl = torch.zeros(len(mask)).masked_scatter(mask, sampler_kl(mu, ref, args))
+    used = args.coef if coef is None or args.target is None else coef
+    owner = np.repeat(np.arange(len(batch)), batch.lengths("action_mask"))
+    counts = np.bincount(owner[mask.numpy()], minlength=len(batch))
+    means = np.bincount(owner, weights=kl.double().numpy(), minlength=len(batch))[counts > 0] / counts[counts > 0]
+    if not len(means):
+        return used * kl, coef, {}
+    mean = float(means.mean())
+    following = None if args.target is None else adapted(used, mean, len(means), args)
+    return used * kl, following, {"actor/kl_reward": mean, "actor/kl_reward_coef": used}
 
 
 def _learned(kept: ExperienceBatch, old: Tensor, critic: Critic) -> tuple[Targets, dict[str, float]]:

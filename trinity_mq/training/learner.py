@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trinity_mq.algorithms.evaluator import component_weights
 from trinity_mq.algorithms.plugins import load_plugins
-from trinity_mq.config.algorithm.needs import components, needs
+from trinity_mq.config.algorithm.needs import needs, needs_reference
 from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.experience.ragged import Indexes
@@ -119,8 +119,8 @@ class TorchLearner:
 
         An optimizer step whose loss or gradient is not finite is left out and counted in ``actor/nonfinite_skipped``,
         one without a trained token in ``actor/empty_skipped``; the weights stay as they were. Averages are over the
-        others and absent if there are none. A step that does not change the policy leaves the baselines of roles as
-        they were. In the warm-up of a critic only that learns, and
+        others and absent if there are none. A step that does not change the policy leaves the baselines of roles, and
+        the coefficient of a KL in the rewards, as they were. In the warm-up of a critic only that learns, and
         ``critic/optimizer_steps`` says how often.
 
         Args:
@@ -178,7 +178,7 @@ class TorchLearner:
         origin, memory = None, Memory()
         if checkpoint is not None:
             origin, memory = _restore(checkpoint / OPTIMIZER_FILE, policy, optimizer)
-        if self._needs_reference:
+        if needs_reference(self._config.algorithm):
             random_state = torch.get_rng_state()
             self._reference = Reference.load(self._config, self._model_folder, origin)
             torch.set_rng_state(random_state)
@@ -187,11 +187,6 @@ class TorchLearner:
             if checkpoint is not None:
                 self._critic.restore(checkpoint / CRITIC_FILE)
         self._loaded, self._memory = (policy, optimizer), memory
-
-    @property
-    def _needs_reference(self) -> bool:
-        config = self._config.algorithm
-        return "ref" in needs(config, dict.fromkeys(components(config), 1.0))
 
     def _save(self, folder: Path) -> None:
         policy, optimizer = self._opened
@@ -218,8 +213,9 @@ class TorchLearner:
         set_learning_rate(self._opened[1], rate)
         weights = component_weights(config, step_number)
         given = Advantages(batch, self._memory)
-        if config.estimator.where == "trainer":
-            given = trainer_advantages(batch, self._config, weights, step_number, self._memory, self._critic)
+        if config.advantages_in == "trainer":
+            models = self._critic, self._reference
+            given = trainer_advantages(batch, self._config, weights, step_number, self._memory, *models)
         metrics = given.metrics | self._train(given, weights, step_number)
         if metrics["actor/optimizer_steps"]:
             self._memory = given.memory
@@ -248,7 +244,7 @@ class TorchLearner:
         only_critic = critic is not None and critic.is_warming_up
         loss = StepLoss(config, weights, entropy_coefficient(config, step_number, self._total_steps))
         tokens = flatten(batch, config, weights, step_number)
-        columns, entropies = self._score(tokens, set() if only_critic else needs(config, weights))
+        columns, entropies = self._score(tokens, set() if only_critic else needs(config, weights), given.ref)
         compares = bool(weights.get("rl")) and compares_tokens(config)
         budget = self._config.trainer.max_tokens_per_micro_batch
         is_first = True  # the weights are still those that ``old`` was scored with
@@ -281,9 +277,11 @@ class TorchLearner:
         critic.steps += critic_tally.has_learned
         return tally.metrics() | critic_tally.metrics()
 
-    def _score(self, tokens: TrainTokens, needed: Collection[str]) -> tuple[dict[str, Tensor], Tensor]:
+    def _score(
+        self, tokens: TrainTokens, needed: Collection[str], ref: Tensor | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the columns ``old`` and ``ref`` of a train step, as far as they are needed, and the entropies that
-        came with ``old``; one forward pass each, before the weights move.
+        came with ``old``; one forward pass each, before the weights move. ``ref`` is given where it is known.
         """
         budget = self._config.trainer.max_tokens_per_micro_batch
         columns: dict[str, Tensor] = {}
@@ -291,10 +289,12 @@ class TorchLearner:
         if "old" in needed:
             batches = tokens.micro_batches(tokens.experiences({SAMPLED}), budget)
             columns["old"], entropies = score(self._opened[0], batches, tokens.tokens)
-        if "ref" in needed:
+        if ref is not None:
+            columns["ref"] = ref.to(self._opened[0].device)
+        elif "ref" in needed:
             assert self._reference is not None
             batches = tokens.micro_batches(tokens.experiences({SAMPLED, PAIRED}), budget)
-            columns["ref"], _ = score(self._reference.policy, batches, tokens.tokens)
+            columns["ref"] = self._reference.logprobs(batches, tokens.tokens)
         return columns, entropies
 
 

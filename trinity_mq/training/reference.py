@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from trinity_mq.config.run import Config
+from trinity_mq.training.packing import MicroBatch
 from trinity_mq.training.policy import LearnerError, Policy
+from trinity_mq.training.update import score
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,10 @@ class Reference:
                 "put the first model back, or train anew with --fresh"
             )
         return cls(policy, found)
+
+    def logprobs(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
+        """Return the logprobs of the tokens in ``batches`` at the temperatures of their samples, see :func:`score`."""
+        return score(self.policy, batches, tokens)[0]
 
 
 def digest(policy: Policy) -> str:

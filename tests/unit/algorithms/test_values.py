@@ -12,12 +12,13 @@ import torch
 from tests.unit.algorithms.vectors import FIXTURES, VECTORS, Case, grid, of_kind
 from trinity_mq.algorithms.corrections import correction
 from trinity_mq.algorithms.evaluator import evaluate, policy_terms
-from trinity_mq.algorithms.regularisers import kl_estimate
+from trinity_mq.algorithms.regularisers import adapted, kl_estimate, sampler_kl
 from trinity_mq.algorithms.scoring import token_logprobs
 from trinity_mq.algorithms.surrogates import likelihood, surrogate
 from trinity_mq.algorithms.values import clipped_value_loss
 from trinity_mq.algorithms.view import TokenView, segment_maxima
 from trinity_mq.config.algorithm.pieces import Likelihood, LogLinear, LossConfig
+from trinity_mq.config.algorithm.reference import RewardKL
 
 
 def close(found: torch.Tensor, expected: object) -> None:
@@ -138,6 +139,25 @@ def test_the_entropy_of_a_step_is_the_mean_over_its_tokens() -> None:
     close(found, -0.5 * VECTORS["entropy/token-mean"]["expected"])
 
 
+def test_the_coefficient_of_a_kl_in_the_rewards_follows_its_target() -> None:
+    vector = VECTORS["kl/adaptive_controller"]
+    args, coef, found = vector["args"], vector["args"]["kl_coef"], []
+    section = RewardKL(coef=coef, target=args["target_kl"], horizon=args["horizon"])
+    for kl in vector["inputs"]["current_kl"]:
+        coef = adapted(coef, kl, args["batch_size"], section)
+        found.append(coef)
+    assert found == pytest.approx(vector["expected"], rel=1e-12)
+    assert adapted(0.1, 5.0, 64, RewardKL()) == 0.1, "without a target it stays"
+    assert adapted(1.0, 0.0, 10**9, section) == pytest.approx(0.8), "it never changes its sign"
+
+
+def test_the_kl_in_the_rewards_is_finite_and_that_of_the_sampler() -> None:
+    mu = torch.tensor([-1.0, -1.0, float("nan"), -1.0])
+    ref = torch.tensor([-1.5, -float("inf"), -1.0, -200.0])
+    found = {kind: sampler_kl(mu, ref, RewardKL(kind=kind)).tolist() for kind in ("k1", "k2", "abs")}
+    assert found == {"k1": [0.5, 20, 0, 20], "k2": [0.125, 200, 0, 200], "abs": [0.5, 20, 0, 20]}
+
+
 BANDIT: dict[str, dict[str, Any]] = {
     "no correction": {"surrogate": {"kind": "log_linear"}},
     "exact IS": {"surrogate": {"kind": "linear"}},
@@ -179,7 +199,6 @@ def test_each_rule_of_the_bandit_is_tried() -> None:
 UNTESTED = {
     "advantage/clipv": "needs an expectation over the vocabulary that the trainer does not compute",
     "prox_approx/linear": "an anchor between sampler and policy in probabilities; the one in logprobs is there",
-    "kl/adaptive_controller": "belongs to a KL term in the reward, which there is none of",
     "lr_schedule": "its linear decay begins after the warm-up, ours with the first step; no cosine",
     "replay/linear_decay": "belongs to replay, which there is none of",
     "selector/difficulty_based": "belongs to selectors, which there are none of",

@@ -9,6 +9,7 @@ from trinity_mq.cli.commands.algorithms import NEEDS, needs_of
 from trinity_mq.cli.main import main
 from trinity_mq.config import AlgorithmConfig
 from trinity_mq.config.algorithm.presets import PRESETS
+from trinity_mq.config.algorithm.reference import RewardKL
 
 
 def test_each_algorithm_is_listed_with_its_pieces_and_needs(
@@ -29,6 +30,10 @@ def test_what_is_shown_of_one_can_be_pasted(capsys: pytest.CaptureFixture[str]) 
     assert "max(-A s" in words
     found = AlgorithmConfig.model_validate(yaml.safe_load(text))
     assert found == AlgorithmConfig.model_validate({"algorithm_type": "gspo", "surrogate": {"low": 0.1}})
+    assert main(["algorithms", "show", "ppo", "kl=null", "reward_kl={coef: 0.1}"]) == 0
+    words, _, text = capsys.readouterr().out.partition("\nalgorithm:\n")
+    assert "needs: a frozen reference model" in words
+    assert AlgorithmConfig.model_validate(yaml.safe_load(text)).reward_kl == RewardKL(coef=0.1)
 
 
 @pytest.mark.parametrize("name", PRESETS)

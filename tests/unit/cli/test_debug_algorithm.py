@@ -26,6 +26,14 @@ def test_every_preset_passes_its_checks(name: str, config: Path, capsys: pytest.
     assert "ok      masked tokens have no part in it" in out
 
 
+def test_a_kl_in_the_rewards_is_in_what_is_shown(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for more in ([], ["algorithm.reward_kl={coef: 0.5}"]):
+        assert main(["debug", "algorithm", str(config), "algorithm.algorithm_type=reinforceplusplus", *more]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] != shown[1]
+
+
 LOSS = """
 import torch
 

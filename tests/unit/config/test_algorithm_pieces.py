@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from trinity_mq.config import AlgorithmConfig, ConfigError, load_config
 from trinity_mq.config.algorithm.checks import contradictions
-from trinity_mq.config.algorithm.pieces import Clip, LossConfig, Truncate
+from trinity_mq.config.algorithm.pieces import Clip, LossConfig, ReferenceKL, Truncate
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
+from trinity_mq.config.algorithm.reference import RewardKL
 from trinity_mq.config.algorithm.resolve import preset_of
 from trinity_mq.config.estimators import DistillEstimator, GroupEstimator
 
@@ -62,6 +63,7 @@ def test_names_of_trinity() -> None:
     assert kl is not None
     assert (kl.kind, kl.coef) == ("k3_clamped", 0.01)
     assert loss_of(algorithm_type="ppo", kl_loss_fn="none").kl is None
+    assert loss_of(algorithm_type="ppo", kl_loss_fn_args={"kl_coef": 0.01}).kl == ReferenceKL(kind="k2", coef=0.01)
     distill = loss_of(algorithm_type="on_policy_distill", kl_coef=0.5).estimator
     assert distill == DistillEstimator(kl_coef=0.5)
     assert loss_of(std_level="batch").estimator == GroupEstimator(scale="batch", epsilon=1e-4)
@@ -77,9 +79,44 @@ def test_names_of_trinity() -> None:
     assert {preset_of(alias) is PRESETS[name] for alias, name in ALIASES.items()} == {True}
 
 
+ADAPTIVE = {"adaptive": True, "kl_coef": 0.01, "target_kl": 0.1, "horizon": 100}
+
+
+@pytest.mark.parametrize(
+    ("section", "reward_kl"),
+    [
+        ({}, None),
+        ({"kl_penalty_fn": "none"}, None),
+        ({"kl_penalty_fn": "none", "kl_penalty_fn_args": ADAPTIVE}, None),
+        ({"kl_penalty_fn_args": ADAPTIVE}, None),
+        ({"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"kl_coef": 0.0}}, None),
+        ({"kl_penalty_fn": "k1"}, RewardKL()),
+        ({"kl_penalty_fn": "low_var_kl"}, RewardKL(kind="k3_clamped")),
+        ({"kl_penalty_fn": "corrected_k3", "kl_penalty_fn_args": {"kl_coef": 0.1}}, RewardKL(kind="k3", coef=0.1)),
+        (
+            {"kl_penalty_fn": "k2", "kl_penalty_fn_args": ADAPTIVE},
+            RewardKL(kind="k2", coef=0.01, target=0.1, horizon=100),
+        ),
+        (
+            {"kl_penalty_fn": "abs", "kl_penalty_fn_args": ADAPTIVE | {"adaptive": False}},
+            RewardKL(kind="abs", coef=0.01),
+        ),
+    ],
+)
+def test_the_kl_penalty_of_trinity_is_the_kl_in_the_rewards(section: dict[str, Any], reward_kl: Any) -> None:
+    config = loss_of(algorithm_type="reinforceplusplus", **section)
+    assert config.reward_kl == reward_kl
+    assert config.advantages_in == ("operator" if reward_kl is None else "trainer")
+    assert config.kl == ReferenceKL(kind="k2", coef=0.001), "the term in the loss is another one"
+
+
 @pytest.mark.parametrize(
     ("section", "words"),
     [
+        ({"kl_penalty_fn": "k9"}, "kl_penalty_fn is 'k9', wanted one of k1, k2, k3"),
+        ({"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"adaptive": True}}, "without target_kl or horizon, wanted"),
+        ({"kl_penalty_fn": "k1", "kl_penalty_fn_args": {"coef": 1}}, r"kl_penalty_fn_args\.coef is not known, wanted"),
+        ({"reward_kl": {"coef": 0.0}}, "greater than 0"),
         ({"algorithm_type": "grpoo"}, "algorithm_type 'grpoo' is not known"),
         ({"surrogate": {"kind": "clipp"}}, "kind is none of clip, truncate"),
         ({"surrogate": {"kind": "clip", "lo": 0.1}}, "Extra inputs"),
@@ -107,6 +144,13 @@ STALE = {"sync_style": "fully_async", "pipeline_depth": 8}
         ({"weights": {"rl": 0.0}}, {}, "nothing would be trained"),
         ({"weights": {"rl": 0.0, "ce": 1.0}, "entropy_coef": 0.1}, {}, "belongs to sampled answers"),
         ({"kl": {"kind": "k1", "coef": 0.1}}, {}, "its expected gradient is 0"),
+        ({"reward_kl": {}}, {}, "the estimator is group, wanted discounted or gae"),
+        ({"algorithm_type": "sft", "reward_kl": {}}, {}, "no reward has a part in the loss"),
+        (
+            {"algorithm_type": "reinforceplusplus", "weights": {"ce": 1.0}, "reward_kl": {}},
+            {},
+            "advantages of samples alone",
+        ),
         ({"estimator": "none"}, {}, "would have no advantage"),
         ({"algorithm_type": "rae", "weights": {"ce": 1.0}}, {}, "advantages of samples alone"),
         ({"anchor": "old"}, STALE, "old data would count as fresh"),
@@ -121,6 +165,10 @@ def test_what_would_learn_nothing_is_refused_with_its_reason(
     model = {"tiny": {}, "max_response_tokens": 256}
     with pytest.raises(ConfigError, match=words):
         load_config({"model": model, "algorithm": algorithm, "synchronizer": synchronizer})
+
+
+def test_k1_belongs_in_the_rewards() -> None:
+    assert list(contradictions(loss_of(algorithm_type="reinforceplusplus", reward_kl={"kind": "k1"}), 0, 4096)) == []
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -110,7 +110,7 @@ async def test_every_preset_makes_a_train_step(opened: Opener, name: str) -> Non
     before = await weights_of(learner)
     kind = {"pair": "dpo", "ce": "mix"}.get(next(iter(component_weights(settings.algorithm, 1))), "grpo")
     experiences = rows(kind if "mix" not in name else "mix")
-    if settings.algorithm.estimator.where == "trainer":
+    if settings.algorithm.advantages_in == "trainer":
         for number, one in enumerate(experiences):
             one.advantages, one.reward, one.info = None, float(number), {"role": "player"}
     metrics = await learner.step(experiences, 4)

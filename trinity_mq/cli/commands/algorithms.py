@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from trinity_mq.cli.arguments import add_actions
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import AlgorithmConfig, ConfigError, load_config
-from trinity_mq.config.algorithm.needs import components, needs
+from trinity_mq.config.algorithm.needs import components, needs, needs_reference
 from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
 from trinity_mq.config.algorithm.resolve import preset_of
@@ -82,7 +82,9 @@ def show(arguments: argparse.Namespace) -> int:
     used = {"imitation": weights.ce or config.ce_schedule, "distillation": weights.ref_kl, "pair": weights.pair}
     unused = {name for name, weight in used.items() if not weight}
     shown = config.model_dump(
-        mode="json", include={"repeat_times", "estimator", *LossConfig.model_fields} - unused, exclude_none=True
+        mode="json",
+        include={"repeat_times", "estimator", "reward_kl", *LossConfig.model_fields} - unused,
+        exclude_none=True,
     )
     print("\nalgorithm:")
     print(textwrap.indent(yaml.safe_dump({"algorithm_type": config.algorithm_type, **shown}, sort_keys=False), "  "))
@@ -117,4 +119,5 @@ def needs_of(config: AlgorithmConfig) -> list[str]:
     found = ["runs"] if config.estimator.compares_runs else []
     found += config.estimator.needs
     found += [need for component, need in (("ce", "answers"), ("pair", "pairs")) if component in known]
+    found += ["ref"] if needs_reference(config) else []
     return list(dict.fromkeys([*found, *sorted(needs(config, dict.fromkeys(known, 1.0)))]))

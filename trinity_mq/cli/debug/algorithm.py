@@ -17,6 +17,7 @@ from trinity_mq.algorithms.corrections import step_choice
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.algorithms.evaluator import component_weights, evaluate, step_weights
 from trinity_mq.algorithms.reduction import sequence_scales
+from trinity_mq.algorithms.regularisers import sampler_kl
 from trinity_mq.algorithms.view import TokenView
 from trinity_mq.cli.target import configuration
 from trinity_mq.config import AlgorithmConfig
@@ -110,7 +111,12 @@ def advantages_of(sample: Sample, config: AlgorithmConfig) -> Tensor:
     batch = ExperienceBatch.of(experiences)
     values = torch.zeros(sample.mask.numel()) if config.estimator.kind == "gae" else None
     baselines: dict[str, float] | None = {} if getattr(config.estimator, "baseline", "") == "role_mean" else None
-    kept, _ = estimate(batch, config.estimator, min_group_runs=2, values=values, baselines=baselines)
+    penalty = None
+    if config.reward_kl is not None:
+        penalty = config.reward_kl.coef * sampler_kl(sample.mu, sample.ref, config.reward_kl).flatten()
+    kept, _ = estimate(
+        batch, config.estimator, min_group_runs=2, values=values, baselines=baselines, token_penalty=penalty
+    )
     result = torch.zeros(sample.mask.shape)
     for experience in kept:
         assert experience.advantages is not None

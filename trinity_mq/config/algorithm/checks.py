@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from trinity_mq.config.algorithm.pieces import Weight
 from trinity_mq.config.algorithm.section import AlgorithmConfig
 
+BY_TOKEN = ("discounted", "gae")
+"""Estimators that give each token its own rewards."""
 LONG_ANSWER = 64
 """Response tokens beyond which the product of an answer's ratios leaves any range soon: a drift of .02 nats a token is
 a factor of 3.6 over 64."""
@@ -32,10 +34,7 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
             f"algorithm.entropy_coef is {entropy_coef:g}, but weights.rl is 0: the bonus belongs to sampled answers "
             "and would have no effect; remove it"
         )
-    if loss.kl is not None and loss.kl.kind == "k1" and loss.kl.coef:
-        yield (
-            "algorithm.kl.kind is k1: as a loss its expected gradient is 0, so it would only add noise; take k2, or k3"
-        )
+    yield from _of_the_reference(config)
     if not weights.rl:
         return
     if config.estimator.kind == "none":
@@ -44,7 +43,7 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
             "choose an estimator, or weights: {rl: 0}"
         )
     imitates = weights.ce or weights.pair or loss.ce_schedule is not None
-    if config.estimator.where == "trainer" and imitates:
+    if config.advantages_in == "trainer" and imitates:
         yield (
             f"algorithm.estimator is {config.estimator.kind}, in the trainer, and weights.ce, weights.pair or "
             "ce_schedule trains on answers that were not sampled: the trainer computes advantages of samples alone; "
@@ -73,4 +72,23 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
             f"algorithm multiplies the ratios of whole answers, which may have model.max_response_tokens "
             f"{max_response_tokens} tokens and be {staleness} train steps old: the product leaves any range and "
             "answers are lost by their length. Take ratio: {kind: sequence}, level: token or geometric, or fresh data"
+        )
+
+
+def _of_the_reference(config: AlgorithmConfig) -> Iterator[str]:
+    """Yield what is wrong with the KL to the reference, in the loss and in the rewards."""
+    if config.kl is not None and config.kl.kind == "k1" and config.kl.coef:
+        yield (
+            "algorithm.kl.kind is k1: as a loss its expected gradient is 0, so it would only add noise; take k2 or k3, "
+            "or take it from the rewards: reward_kl: {kind: k1}"
+        )
+    if config.reward_kl is None:
+        return
+    if not config.weights.rl and config.ce_schedule is None:
+        yield "algorithm.reward_kl is set, but weights.rl is 0: no reward has a part in the loss; remove it"
+    elif config.estimator.kind not in BY_TOKEN:
+        yield (
+            f"algorithm.reward_kl is set, and the estimator is {config.estimator.kind}, wanted discounted or gae: a KL "
+            "of each token has no place in an estimator of whole runs; take algorithm_type: reinforceplusplus or ppo, "
+            "or the KL in the loss: kl: {kind: k2}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trinity_mq.config.algorithm.pieces import LossConfig, Piece
+from trinity_mq.config.algorithm.section import AlgorithmConfig
 
 
 def components(config: LossConfig) -> set[str]:
@@ -30,3 +31,8 @@ def needs(config: LossConfig, weights: Mapping[str, float]) -> set[str]:
     pieces += [config.distillation] if weights.get("ref_kl") else []
     pieces += [config.pair] if weights.get("pair") else []
     return found.union(*(piece.needs for piece in pieces))
+
+
+def needs_reference(config: AlgorithmConfig) -> bool:
+    """Return whether some train step compares the policy with a reference model."""
+    return config.reward_kl is not None or "ref" in needs(config, dict.fromkeys(components(config), 1.0))

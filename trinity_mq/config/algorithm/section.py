@@ -10,9 +10,10 @@ from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.algorithm.critic import CriticConfig
 from trinity_mq.config.algorithm.pieces import LossConfig
+from trinity_mq.config.algorithm.reference import RewardKL
 from trinity_mq.config.algorithm.resolve import resolved
 from trinity_mq.config.base import Section
-from trinity_mq.config.estimators import Estimator, GroupEstimator
+from trinity_mq.config.estimators import Estimator, GroupEstimator, Place
 
 
 class OptimizerConfig(Section):
@@ -41,6 +42,8 @@ class AlgorithmConfig(LossConfig):
     """Preset whose pieces are used where nothing else is said; ``trinity-mq algorithms`` lists them."""
     estimator: Estimator = Field(default_factory=lambda: GroupEstimator(epsilon=1e-4))
     """How rewards, or a teacher's logprobs, become an advantage for each response token."""
+    reward_kl: RewardKL | None = None
+    """Takes a KL to the reference model from the rewards of tokens; for the estimators ``discounted`` and ``gae``."""
     repeat_times: int = Field(default=8, ge=1)
     """Runs of each task: the group size."""
     min_group_runs: int | None = Field(default=None, ge=1)
@@ -65,6 +68,11 @@ class AlgorithmConfig(LossConfig):
     @classmethod
     def _resolved(cls, data: Any) -> Any:
         return resolved(data) if isinstance(data, Mapping) else data
+
+    @property
+    def advantages_in(self) -> Place:
+        """The agent that computes advantages: the trainer, where that takes a state or a model of its own."""
+        return "trainer" if self.reward_kl is not None else self.estimator.where
 
     @property
     def effective_min_group_runs(self) -> int:

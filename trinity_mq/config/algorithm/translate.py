@@ -93,6 +93,12 @@ KL_KINDS = {
 """``kl_loss_fn`` of Trinity-RFT, and the kinds of ``kl``."""
 
 
+REWARD_KL_KINDS = KL_KINDS | {"corrected_k3": "k3"}
+"""``kl_penalty_fn`` of Trinity-RFT, and the kinds of ``reward_kl``, which has no ratio to correct with."""
+REWARD_KL_KEYS = {"kl_coef": "coef", "target_kl": "target", "horizon": "horizon"}
+"""``kl_penalty_fn_args`` but ``adaptive``, and the fields of ``reward_kl``."""
+
+
 def translated(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
     """Take names of Trinity-RFT out of ``own`` and return what they mean as pieces.
 
@@ -124,10 +130,40 @@ def translated(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
         result["surrogate"] = {**base, **surrogate}
     if "loss_agg_mode" in own:
         result["reduction"] = {"kind": _known("loss_agg_mode", own.pop("loss_agg_mode"), REDUCTIONS)}
-    coef = (own.pop("kl_loss_fn_args", None) or {}).get("kl_coef", 0.001)
+    return result | _kl_terms(own, preset)
+
+
+def _kl_terms(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
+    """Take the KL to a reference out of ``own``, and return ``kl`` and ``reward_kl`` as far as it says something."""
+    result: dict[str, Any] = {}
+    args = own.pop("kl_loss_fn_args", None) or {}
     if (kind := own.pop("kl_loss_fn", None)) is not None:
-        result["kl"] = None if kind == "none" else {"kind": _known("kl_loss_fn", kind, KL_KINDS), "coef": coef}
+        term = {"kind": _known("kl_loss_fn", kind, {"none": "", **KL_KINDS}), "coef": args.get("kl_coef", 0.001)}
+        result["kl"] = term if kind != "none" else None
+    elif "kl_coef" in args and preset.loss.get("kl"):
+        result["kl"] = {**preset.loss["kl"], "coef": args["kl_coef"]}
+    args = own.pop("kl_penalty_fn_args", None) or {}
+    if (kind := own.pop("kl_penalty_fn", None)) is not None:
+        result["reward_kl"] = None if kind == "none" else _reward_kl(kind, args)
     return result
+
+
+def _reward_kl(kind: str, args: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return ``reward_kl`` from ``kl_penalty_fn`` and its arguments; without a weight there is none."""
+    adaptive = bool(args.get("adaptive"))
+    if unknown := args.keys() - REWARD_KL_KEYS.keys() - {"adaptive"}:
+        raise ValueError(
+            f"kl_penalty_fn_args.{min(unknown)} is not known, wanted one of adaptive, {', '.join(REWARD_KL_KEYS)}"
+        )
+    if adaptive and None in (args.get("target_kl"), args.get("horizon")):
+        raise ValueError(
+            "kl_penalty_fn_args.adaptive is true without target_kl or horizon, wanted both: the KL in nats a token to "
+            "hold, and the samples over which its weight changes by a fifth"
+        )
+    given = {name: args[key] for key, name in REWARD_KL_KEYS.items() if args.get(key) is not None}
+    fields = given if adaptive else {name: value for name, value in given.items() if name == "coef"}
+    found = {"kind": _known("kl_penalty_fn", kind, REWARD_KL_KINDS), "coef": 0.001, **fields}
+    return found if found["coef"] else None
 
 
 def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str, Any]:

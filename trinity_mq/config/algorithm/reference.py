@@ -1,0 +1,27 @@
+"""The section of a KL to the reference model in the rewards."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from trinity_mq.config.base import Section
+
+
+class RewardKL(Section):
+    """A KL to the reference model that is taken from the reward of each trained token: ``r_t - coef kl_t`` (arXiv
+    1909.08593; estimators of http://joschu.net/blog/kl-approx.html).
+
+    It is that of the policy which sampled, by its own logprobs, since the reward is that of its answer.
+    """
+
+    kind: Literal["k1", "k2", "k3", "k3_clamped", "abs"] = "k1"
+    """As in ``kl``; ``k1``, the difference of the logprobs, is the usual one: in a reward it has no bias."""
+    coef: float = Field(default=0.001, gt=0)
+    """Weight of the KL; with ``target`` the one of the first train step."""
+    target: float | None = Field(default=None, gt=0)
+    """KL in nats a token to hold by moving the weight, ``coef (1 + clip(kl / target - 1, -.2, .2) samples / horizon)``
+    after each train step. Null: the weight stays."""
+    horizon: int = Field(default=10000, ge=1)
+    """With ``target``: samples over which the weight changes by a fifth, which is the most in one train step."""
