@@ -28,7 +28,7 @@ from trinity_mq.training.checkpoint import DamagedCheckpointError
 from trinity_mq.training.critic import CRITIC_FILE, Critic, CriticTotals
 from trinity_mq.training.packing import PAIRED, SAMPLED, TrainTokens, flatten, split
 from trinity_mq.training.policy import LearnerError, ModelNotLoadedError, Policy
-from trinity_mq.training.reference import Reference
+from trinity_mq.training.reference import REFERENCE_FILE, Reference
 from trinity_mq.training.update import (
     StepLoss,
     StepTotals,
@@ -105,7 +105,7 @@ class TorchLearner:
 
     async def open(self, checkpoint: Path | None) -> None:
         """Load the model, and from a checkpoint also optimizer and random state; a reference model where the loss needs
-        one, which is the first model of the run.
+        one, which begins as the first model of the run.
 
         Raises:
             DamagedCheckpointError: The checkpoint does not load.
@@ -119,9 +119,9 @@ class TorchLearner:
 
         An optimizer step whose loss or gradient is not finite is left out and counted in ``actor/nonfinite_skipped``,
         one without a trained token in ``actor/empty_skipped``; the weights stay as they were. Averages are over the
-        others and absent if there are none. A step that does not change the policy leaves the baselines of roles, and
-        the coefficient of a KL in the rewards, as they were. In the warm-up of a critic only that learns, and
-        ``critic/optimizer_steps`` says how often.
+        others and absent if there are none. A step that does not change the policy leaves the baselines of roles, the
+        coefficient of a KL in the rewards and the reference as they were. In the warm-up of a critic only that
+        learns, and ``critic/optimizer_steps`` says how often.
 
         Args:
             experiences: With what the loss needs, see :func:`trinity_mq.training.packing.flatten`.
@@ -175,13 +175,15 @@ class TorchLearner:
                 raise
             raise DamagedCheckpointError(str(error)) from error
         optimizer = make_optimizer(policy.parameters, self._config.algorithm.optimizer)
-        origin, memory = None, Memory()
+        origin, has_moved, memory = None, False, Memory()
         if checkpoint is not None:
-            origin, memory = _restore(checkpoint / OPTIMIZER_FILE, policy, optimizer)
+            origin, has_moved, memory = _restore(checkpoint / OPTIMIZER_FILE, policy, optimizer)
         if needs_reference(self._config.algorithm):
             random_state = torch.get_rng_state()
             self._reference = Reference.load(self._config, self._model_folder, origin)
             torch.set_rng_state(random_state)
+            if checkpoint is not None and has_moved:
+                self._reference.restore(checkpoint / REFERENCE_FILE)
         if self._config.algorithm.estimator.kind == "gae":
             self._critic = Critic(self._config, self._model_folder)
             if checkpoint is not None:
@@ -194,7 +196,9 @@ class TorchLearner:
         state: dict[str, Any] = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
         state["memory"] = asdict(self._memory)
         if self._reference is not None:
-            state["reference"] = self._reference.origin
+            state |= {"reference": self._reference.origin, "reference_has_moved": self._reference.has_moved}
+            if self._reference.has_moved:
+                self._reference.save(folder / REFERENCE_FILE)
         if policy.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state_all()
         torch.save(state, folder / OPTIMIZER_FILE)
@@ -219,6 +223,8 @@ class TorchLearner:
         metrics = given.metrics | self._train(given, weights, step_number)
         if metrics["actor/optimizer_steps"]:
             self._memory = given.memory
+            if self._reference is not None:
+                self._reference.follow(self._opened[0], step_number)
         seconds = time.perf_counter() - started
         sizes, prompt = tokens_of(batch), int(batch.prompt_lengths().sum())
         answers = len(batch) + int((batch.lengths("rejected") >= 0).sum())
@@ -305,9 +311,9 @@ def tokens_of(batch: ExperienceBatch) -> Indexes:
     return total
 
 
-def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> tuple[str | None, Memory]:
-    """Put back the optimizer and the random state in ``path``; return which reference model it was trained with, and
-    what the last train step left for the next.
+def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> tuple[str | None, bool, Memory]:
+    """Put back the optimizer and the random state in ``path``; return which reference model it was trained with and
+    whether that had moved, and what the last train step left for the next.
     """
     try:
         state = torch.load(path, map_location=policy.device, weights_only=True)
@@ -322,4 +328,4 @@ def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> tu
         memory = Memory(**state.get("memory", {}))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamagedCheckpointError(f"{path} does not fit the model beside it: {error}") from error
-    return state.get("reference"), memory
+    return state.get("reference"), state.get("reference_has_moved", False), memory

@@ -32,7 +32,7 @@ def test_what_is_shown_of_one_can_be_pasted(capsys: pytest.CaptureFixture[str]) 
     assert found == AlgorithmConfig.model_validate({"algorithm_type": "gspo", "surrogate": {"low": 0.1}})
     assert main(["algorithms", "show", "ppo", "kl=null", "reward_kl={coef: 0.1}"]) == 0
     words, _, text = capsys.readouterr().out.partition("\nalgorithm:\n")
-    assert "needs: a frozen reference model" in words
+    assert "needs: a reference model" in words
     assert AlgorithmConfig.model_validate(yaml.safe_load(text)).reward_kl == RewardKL(coef=0.1)
 
 

@@ -144,6 +144,7 @@ STALE = {"sync_style": "fully_async", "pipeline_depth": 8}
         ({"weights": {"rl": 0.0}}, {}, "nothing would be trained"),
         ({"weights": {"rl": 0.0, "ce": 1.0}, "entropy_coef": 0.1}, {}, "belongs to sampled answers"),
         ({"kl": {"kind": "k1", "coef": 0.1}}, {}, "its expected gradient is 0"),
+        ({"reference": {"update": "ema"}}, {}, "nothing compares the policy with a reference"),
         ({"reward_kl": {}}, {}, "the estimator is group, wanted discounted or gae"),
         ({"algorithm_type": "sft", "reward_kl": {}}, {}, "no reward has a part in the loss"),
         (

@@ -21,7 +21,7 @@ from trinity_mq.config.algorithm.resolve import preset_of
 PIECES = ("anchor", "ratio", "surrogate", "correction", "kl", "regularisers", "reduction")
 """Pieces of the policy loss, in the order in which they are shown."""
 NEEDS = {
-    "ref": "a frozen reference model, which the trainer holds",
+    "ref": "a reference model, which the trainer holds",
     "old": "a forward pass before each train step",
     "teacher": "teacher_logprobs of the workflow",
     "critic": "a value function, which the trainer trains",

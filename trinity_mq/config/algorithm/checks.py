@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trinity_mq.config.algorithm.needs import needs_reference
 from trinity_mq.config.algorithm.pieces import Weight
 from trinity_mq.config.algorithm.section import AlgorithmConfig
 
@@ -76,11 +77,16 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
 
 
 def _of_the_reference(config: AlgorithmConfig) -> Iterator[str]:
-    """Yield what is wrong with the KL to the reference, in the loss and in the rewards."""
+    """Yield what is wrong with the reference and the KL to it, in the loss and in the rewards."""
     if config.kl is not None and config.kl.kind == "k1" and config.kl.coef:
         yield (
             "algorithm.kl.kind is k1: as a loss its expected gradient is 0, so it would only add noise; take k2 or k3, "
             "or take it from the rewards: reward_kl: {kind: k1}"
+        )
+    if config.reference.update != "never" and not needs_reference(config):
+        yield (
+            f"algorithm.reference.update is {config.reference.update}, and nothing compares the policy with a "
+            "reference: set kl: {kind: k2, coef: 0.001} to hold it near one, or remove it"
         )
     if config.reward_kl is None:
         return

@@ -1,4 +1,4 @@
-"""The section of a KL to the reference model in the rewards."""
+"""The sections of the reference model, and of a KL to it in the rewards."""
 
 from __future__ import annotations
 
@@ -25,3 +25,18 @@ class RewardKL(Section):
     after each train step. Null: the weight stays."""
     horizon: int = Field(default=10000, ge=1)
     """With ``target``: samples over which the weight changes by a fifth, which is the most in one train step."""
+
+
+class ReferenceConfig(Section):
+    """The reference model, which begins as the first model of the run; without effect where nothing needs one."""
+
+    update: Literal["never", "copy", "ema"] = "never"
+    """What it becomes every ``every_steps`` train steps: what it was; the policy; or
+    ``decay reference + (1 - decay) policy``, a moving average (arXiv 2404.09656)."""
+    every_steps: int = Field(default=100, ge=1)
+    """Train steps between updates."""
+    decay: float = Field(default=0.4, gt=0, lt=1)
+    """ema: how much of the reference stays at an update."""
+    offload: bool = False
+    """Keep it in host memory between passes where the policy is on a CUDA device; each pass then copies it there and
+    back."""

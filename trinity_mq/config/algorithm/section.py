@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.algorithm.critic import CriticConfig
 from trinity_mq.config.algorithm.pieces import LossConfig
-from trinity_mq.config.algorithm.reference import RewardKL
+from trinity_mq.config.algorithm.reference import ReferenceConfig, RewardKL
 from trinity_mq.config.algorithm.resolve import resolved
 from trinity_mq.config.base import Section
 from trinity_mq.config.estimators import Estimator, GroupEstimator, Place
@@ -61,6 +61,8 @@ class AlgorithmConfig(LossConfig):
     """AdamW and its schedule."""
     critic: CriticConfig = Field(default_factory=CriticConfig)
     """The value function, where ``estimator`` is ``gae``."""
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    """The model that the policy is held near, where a piece needs one."""
     allow_truncated_sampling: bool = False
     """Train on samples drawn with top-p, top-k, min-p or penalties, although their logprobs are not the policy's."""
 

@@ -1,0 +1,126 @@
+"""The reference model: how it follows the policy, and that a restart goes on with the same one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.training.test_learner import Opener, batch, config, folder, opened, plain_logprobs, same, weights_of
+from trinity_mq.config import Config
+from trinity_mq.training.checkpoint import DamagedCheckpointError
+from trinity_mq.training.learner import TorchLearner
+from trinity_mq.training.packing import flatten
+from trinity_mq.training.reference import Reference
+
+__all__ = ["folder", "opened"]
+
+Weights = dict[str, torch.Tensor]
+
+
+def held(**reference: Any) -> Config:
+    return config(kl={"kind": "k2", "coef": 0.1}, reference=reference, lr=1e-2)
+
+
+def reference_of(learner: TorchLearner) -> Weights:
+    assert learner._reference is not None
+    return {name: tensor.clone() for name, tensor in learner._reference.policy.weights()}
+
+
+def mixed(before: Weights, policy: Weights, decay: float) -> Weights:
+    return {name: decay * before[name] + (1 - decay) * policy[name] for name in before}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_logprobs_are_at_the_temperature_of_the_sample(
+    folder: Path, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, experiences = held(offload=offload), batch(1)
+    assert len({one.temperature for one in experiences}) > 1
+    reference = Reference.load(settings, folder, None)
+    places: list[str] = []
+    monkeypatch.setattr(reference.policy.model, "to", lambda device: places.append(str(device)))
+    tokens = flatten(experiences, settings.algorithm, {"rl": 1.0}, 1)
+    found = reference.logprobs(tokens.micro_batches(range(len(experiences)), 40), tokens.tokens)
+    assert places == ["cpu", "cpu"][: 1 + offload], "to the policy's device, and away from it"
+    with torch.no_grad():
+        wanted = torch.cat([plain_logprobs(reference.policy.model, one) for one in experiences])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("update", "decay"), [("never", 1.0), ("copy", 0.0), ("ema", 0.75)])
+async def test_it_follows_the_policy_every_so_many_steps(opened: Opener, update: str, decay: float) -> None:
+    settings = held(update=update, every_steps=2, **({"decay": decay} if update == "ema" else {}))
+    learner = await opened(settings)
+    wanted = first = reference_of(learner)
+    for step in range(1, 5):
+        await learner.step(batch(step), step)
+        policy = await weights_of(learner)
+        assert not same(policy, first)
+        if step % 2 == 0:
+            wanted = mixed(wanted, policy, decay)
+        for name, tensor in reference_of(learner).items():
+            torch.testing.assert_close(tensor, wanted[name], rtol=1e-6, atol=1e-7)
+        if update == "copy" and step % 2 == 0:
+            assert same(reference_of(learner), policy)
+    assert same(reference_of(learner), first) is (update == "never")
+
+
+async def test_one_that_moves_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, opened: Opener) -> None:
+    settings = held(update="ema", every_steps=2, decay=0.5)
+    learner = await opened(settings)
+    for step in (1, 2, 3):
+        await learner.step(batch(step), step)
+    await learner.save(tmp_path)
+    resumed = await opened(settings, checkpoint=tmp_path)
+    assert same(reference_of(learner), reference_of(resumed))
+    for step in (4, 5):
+        found = [(await one.step(batch(step), step))["actor/kl_loss"] for one in (learner, resumed)]
+        assert found[0] == found[1] > 0
+    assert same(reference_of(learner), reference_of(resumed))
+    assert same(await weights_of(learner), await weights_of(resumed))
+
+
+async def test_one_that_moved_stays_where_it_is_if_it_is_to_move_no_more(tmp_path: Path, opened: Opener) -> None:
+    learner = await opened(held(update="copy", every_steps=1))
+    await learner.step(batch(1), 1)
+    (tmp_path / "1").mkdir()
+    (tmp_path / "2").mkdir()
+    await learner.save(tmp_path / "1")
+    still = await opened(held(), checkpoint=tmp_path / "1")
+    await still.step(batch(2), 2)
+    assert same(reference_of(still), reference_of(learner))
+    await still.save(tmp_path / "2")
+    assert same(reference_of(await opened(held(), checkpoint=tmp_path / "2")), reference_of(learner))
+
+
+async def test_its_weights_are_in_the_checkpoint_only_if_they_moved(tmp_path: Path, opened: Opener) -> None:
+    learner = await opened(held(update="copy", every_steps=2))
+    await learner.step(batch(1), 1)
+    await learner.save(tmp_path)
+    assert not (tmp_path / "reference.pt").exists()
+    await learner.step(batch(2), 2)
+    await learner.save(tmp_path)
+    for content in (None, b"not a file of torch"):
+        (tmp_path / "reference.pt").unlink()
+        if content is not None:
+            (tmp_path / "reference.pt").write_bytes(content)
+        with pytest.raises(DamagedCheckpointError, match=r"reference\.pt is damaged or not there"):
+            await opened(held(), checkpoint=tmp_path)
+        (tmp_path / "reference.pt").touch()
+    torch.save({"other": torch.zeros(1)}, tmp_path / "reference.pt")
+    with pytest.raises(DamagedCheckpointError, match=r"reference\.pt does not fit the first model"):
+        await opened(held(), checkpoint=tmp_path)
+
+
+async def test_a_step_that_changes_nothing_leaves_it(opened: Opener) -> None:
+    learner = await opened(held(update="copy", every_steps=1))
+    await learner.step(batch(1), 1)
+    before, bad = reference_of(learner), batch(2)
+    for one in bad:
+        one.logprobs = torch.full_like(one.logprobs, math.nan)
+    await learner.step(bad, 2)
+    assert same(reference_of(learner), before)
