@@ -20,6 +20,7 @@ from trinity_mq.config.agents import (
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.checks import contradictions
 from trinity_mq.config.algorithm.pieces import Reduction
+from trinity_mq.config.algorithm.translate import with_critic
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
@@ -69,11 +70,13 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_mode(cls, data: Any) -> Any:
-        """Drop ``mode: both``, the one mode that configurations of the reference system may name."""
-        if isinstance(data, dict) and data.get("mode") == "both":
-            return {key: value for key, value in data.items() if key != "mode"}
-        return data
+    def _translated(cls, data: Any) -> Any:
+        """Drop ``mode: both``, the one mode that configurations of Trinity-RFT may name, and bring the settings of its
+        critic to their place.
+        """
+        if not isinstance(data, dict):
+            return data
+        return with_critic({key: value for key, value in data.items() if (key, value) != ("mode", "both")})
 
     @field_validator("run_dir")
     @classmethod

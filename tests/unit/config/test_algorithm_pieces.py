@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from trinity_mq.config import AlgorithmConfig, ConfigError, load_config
+from trinity_mq.config.algorithm import CriticConfig
 from trinity_mq.config.algorithm.checks import contradictions
 from trinity_mq.config.algorithm.pieces import Clip, LossConfig, ReferenceKL, Truncate
 from trinity_mq.config.algorithm.presets import ALIASES, PRESETS
@@ -166,6 +167,43 @@ def test_what_would_learn_nothing_is_refused_with_its_reason(
     model = {"tiny": {}, "max_response_tokens": 256}
     with pytest.raises(ConfigError, match=words):
         load_config({"model": model, "algorithm": algorithm, "synchronizer": synchronizer})
+
+
+VERL = {"trainer": {"critic_warmup": 3}, "critic": {"optim": {"lr": 1e-4}, "grad_clip": 2.0, "cliprange_value": 0.2}}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "critic", "wanted"),
+    [
+        ({"critic_warmup": 5}, None, CriticConfig(warmup_steps=5)),
+        ({"critic_warmup": 5, "trainer_config": None}, {"lr": 1e-3}, CriticConfig(warmup_steps=5, lr=1e-3)),
+        (
+            {"trainer_config": VERL},
+            {"lr": 1e-3},
+            CriticConfig(warmup_steps=3, lr=1e-3, clip_grad=2.0, value_clip=0.2),
+        ),
+        ({"trainer_config": {"critic": {"optim": {}}}}, None, CriticConfig()),
+    ],
+)
+def test_the_critic_of_trinity_is_found_in_its_trainer(trainer: Any, critic: Any, wanted: CriticConfig) -> None:
+    algorithm = {"algorithm_type": "ppo"} | ({} if critic is None else {"critic": critic})
+    config = load_config({"model": {"tiny": {}}, "algorithm": algorithm, "trainer": trainer | {"save_interval": 7}})
+    assert config.algorithm.critic == wanted
+    assert config.trainer.save_interval == 7
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ({"trainer_config": {"critic": {"ppo_epochs": 2}}}, r"trainer_config\.critic\.ppo_epochs has no meaning here"),
+        ({"trainer_config": {"critic": {"optim": {"lr": -1.0}}}}, r"algorithm\.critic\.lr: Input should be greater"),
+        ({"trainer_config": "train.yaml"}, r"trainer\.trainer_config has no meaning here, wanted of trainer_config"),
+        ({"critic_warmups": 1}, r"trainer\.critic_warmups: unknown key"),
+    ],
+)
+def test_what_else_a_trainer_of_trinity_says_is_refused(trainer: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config({"model": {"tiny": {}}, "trainer": trainer})
 
 
 def test_k1_belongs_in_the_rewards() -> None:

@@ -98,6 +98,15 @@ REWARD_KL_KINDS = KL_KINDS | {"corrected_k3": "k3"}
 REWARD_KL_KEYS = {"kl_coef": "coef", "target_kl": "target", "horizon": "horizon"}
 """``kl_penalty_fn_args`` but ``adaptive``, and the fields of ``reward_kl``."""
 
+CRITIC_KEYS = {
+    "critic_warmup": "warmup_steps",
+    "trainer_config.trainer.critic_warmup": "warmup_steps",
+    "trainer_config.critic.optim.lr": "lr",
+    "trainer_config.critic.grad_clip": "clip_grad",
+    "trainer_config.critic.cliprange_value": "value_clip",
+}
+"""Settings of a critic in Trinity-RFT's section ``trainer``, and the fields of ``algorithm.critic``."""
+
 
 def translated(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
     """Take names of Trinity-RFT out of ``own`` and return what they mean as pieces.
@@ -188,3 +197,33 @@ def _known(name: str, value: Any, table: Mapping[str, str]) -> str:
     if value not in table:
         raise ValueError(f"{name} is {value!r}, wanted one of {', '.join(table)}")
     return table[value]
+
+
+def with_critic(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the settings of a critic in ``trainer``, as Trinity-RFT has them, in
+    ``algorithm.critic``, where what it says itself counts.
+
+    Raises:
+        ValueError: ``trainer.trainer_config`` says something else too.
+    """
+    trainer, algorithm = data.get("trainer"), data.get("algorithm") or {}
+    if not isinstance(trainer, Mapping) or not isinstance(algorithm, Mapping):
+        return data
+    flat = _flat({key: trainer[key] for key in ("critic_warmup", "trainer_config") if trainer.get(key) is not None})
+    if unknown := flat.keys() - CRITIC_KEYS.keys():
+        known = ", ".join(key.removeprefix("trainer_config.") for key in CRITIC_KEYS if "." in key)
+        raise ValueError(
+            f"trainer.{min(unknown)} has no meaning here, wanted of trainer_config only {known}; remove it: our own "
+            "settings are in docs/settings.md"
+        )
+    critic = {CRITIC_KEYS[key]: value for key, value in flat.items()} | dict(algorithm.get("critic") or {})
+    left = {key: value for key, value in trainer.items() if key not in {"critic_warmup", "trainer_config"}}
+    return data | {"trainer": left} | ({"algorithm": {**algorithm, "critic": critic}} if critic else {})
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested sections by their dotted keys."""
+    result: dict[str, Any] = {}
+    for key, value in section.items():
+        result |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return result
