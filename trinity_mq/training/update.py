@@ -14,7 +14,8 @@ from torch.nn.utils import clip_grad_norm_
 from trinity_mq.algorithms.corrections import step_choice
 from trinity_mq.algorithms.evaluator import evaluate, over_step, step_weights
 from trinity_mq.algorithms.mismatch import AGES, metrics_by_age, mismatch_metrics, mismatch_sums, sums_by_age
-from trinity_mq.algorithms.view import TokenView
+from trinity_mq.algorithms.regularisers import kl_estimate
+from trinity_mq.algorithms.view import TokenView, limited
 from trinity_mq.config.algorithm import AlgorithmConfig, OptimizerConfig
 from trinity_mq.config.algorithm.pieces import CovarianceKL, LossConfig
 from trinity_mq.training.packing import ROLES, SAMPLED, MicroBatch
@@ -212,13 +213,18 @@ def accumulate(policy: Policy, batches: Sequence[MicroBatch], loss: StepLoss, co
 
 
 def _observe(total: StepSums, samples: TokenView) -> None:
-    """Add what there is to see of samples besides their loss: how far the engine's logprobs are from the policy's."""
+    """Add what there is to see of samples besides their loss: how far the engine's logprobs are from the policy's, and
+    how far the policy is from the reference, if there is one.
+    """
     if not samples.tokens:
         return
     assert samples.staleness is not None
     difference = (samples.logprob.detach() - samples.mu).abs()
     _add(total.sums, {"difference": difference.sum()})
     _raise(total.maxima, {"difference": difference.max()})
+    if samples.ref is not None:
+        apart = limited(samples.logprob.detach() - samples.ref)
+        _add(total.sums, {f"kl_ref_{kind}": kl_estimate(apart, kind).sum() for kind in ("k1", "k3")})
     sums, maxima = mismatch_sums(samples.where(samples.staleness == 0))
     _add(total.mismatch, sums | sums_by_age(samples, samples.staleness))
     _raise(total.mismatch_maxima, maxima)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3ForCausalLM
 
 from tests.unit.training.test_learner import Opener, batch, config, folder, opened, plain_logprobs, same, weights_of
 from trinity_mq.config import Config
@@ -67,6 +68,28 @@ async def test_it_follows_the_policy_every_so_many_steps(opened: Opener, update:
         if update == "copy" and step % 2 == 0:
             assert same(reference_of(learner), policy)
     assert same(reference_of(learner), first) is (update == "never")
+
+
+@pytest.mark.parametrize("offload", [False, True])
+async def test_how_far_the_policy_is_from_it_is_a_metric(folder: Path, opened: Opener, offload: bool) -> None:
+    """The means over all trained tokens of samples, before the optimizer step."""
+    plain = [await opened(config(kl=None, lr=1e-2)), await opened(held(offload=offload))]
+    names = {"actor/kl_ref_k1", "actor/kl_ref_k3"}
+    for learner, known in zip(plain, (set(), names), strict=True):
+        assert names & (await learner.step(batch(1), 1)).keys() == known
+    experiences = batch(2)
+    for one in experiences:
+        if one.response_length > 2:
+            one.action_mask[1] = False
+    policy = plain[1]._opened[0].model
+    reference = Qwen3ForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        rows = [plain_logprobs(policy, one) - plain_logprobs(reference, one) for one in experiences]
+    apart = torch.cat([row[one.action_mask.bool()] for one, row in zip(experiences, rows, strict=True)])
+    metrics = await plain[1].step(experiences, 2)
+    assert metrics["actor/kl_ref_k1"] == pytest.approx(float(apart.mean()), abs=1e-5)
+    assert metrics["actor/kl_ref_k3"] == pytest.approx(float(((-apart).exp() - 1 + apart).mean()), abs=1e-5)
+    assert metrics["actor/kl_ref_k3"] > 1e-5
 
 
 async def test_one_that_moves_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, opened: Opener) -> None:
