@@ -159,6 +159,7 @@ STALE = {"sync_style": "fully_async", "pipeline_depth": 8}
         ({"correction": [{"kind": "weight"}]}, {}, "weighed twice"),
         ({"ratio": {"kind": "sequence"}}, {}, "weigh by its length"),
         ({"ratio": {"kind": "sequence_product"}}, STALE, "answers are lost by their length"),
+        ({"regularisers": [{"kind": "covariance"}, {"kind": "covariance"}]}, {}, "has kind covariance 2 times"),
     ],
 )
 def test_what_would_learn_nothing_is_refused_with_its_reason(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trinity_mq.config.algorithm.needs import needs_reference
-from trinity_mq.config.algorithm.pieces import Weight
+from trinity_mq.config.algorithm.pieces import CovarianceKL, Weight
 from trinity_mq.config.algorithm.section import AlgorithmConfig
 
 BY_TOKEN = ("discounted", "gae")
@@ -49,6 +49,12 @@ def contradictions(config: AlgorithmConfig, staleness: int, max_response_tokens:
             f"algorithm.estimator is {config.estimator.kind}, in the trainer, and weights.ce, weights.pair or "
             "ce_schedule trains on answers that were not sampled: the trainer computes advantages of samples alone; "
             "take another estimator, or weights: {rl: 1}"
+        )
+    few = [one for one in loss.regularisers if isinstance(one, CovarianceKL)]
+    if len(few) > 1:
+        yield (
+            f"algorithm.regularisers has kind covariance {len(few)} times: each would act on the tokens that any of "
+            "them chooses, and not on its own share. Keep one, with the share and the coef that you want"
         )
     weighs = [rule for rule in loss.correction if isinstance(rule, Weight)]
     if loss.anchor == "old" and staleness and not any(rule.kind in AGAINST_SAMPLER for rule in loss.correction):
