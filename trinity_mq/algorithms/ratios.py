@@ -13,7 +13,8 @@ def anchor_logprob(view: TokenView, anchor: Anchor) -> Tensor:
     """Return the logprob that the ratio divides by, ``[tokens]``, without gradient.
 
     ``loglinear`` puts it between the sampler's and the policy's logprob: ``log mu + a (log pi - log mu)`` with ``a =
-    (s - 1) / s`` of the token's staleness ``s``, 0 for fresh tokens (arXiv 2512.06547).
+    (s - 1) / s`` of the token's staleness ``s``, 0 for fresh tokens (arXiv 2512.06547). ``linear`` does so between the
+    probabilities: ``log((1 - a) mu + a pi)`` (AReaL 1.0.4, ``prox_logp_method: linear``).
     """
     if anchor == "mu":
         return view.mu
@@ -23,7 +24,10 @@ def anchor_logprob(view: TokenView, anchor: Anchor) -> Tensor:
     assert view.staleness is not None
     age = view.staleness.to(view.mu.dtype)
     share = torch.where(age > 0, (age - 1) / age.clamp_min(1), 0.0).clamp(0, 1)
-    return view.mu + share * (view.logprob.detach() - view.mu)
+    policy = view.logprob.detach()
+    if anchor == "linear":
+        return torch.logaddexp(view.mu + torch.log1p(-share), policy + share.log())
+    return view.mu + share * (policy - view.mu)
 
 
 def log_ratio(view: TokenView, anchor: Tensor, ratio: Piece) -> Tensor:

@@ -330,7 +330,7 @@ def _check_samples(samples: ExperienceBatch, needed: Collection[str], weights: M
         samples,
         np.array([not rows for rows in samples.values("versions")], dtype=bool) & ("staleness" in needed),
         "has no versions, and the loss weighs tokens by their staleness; an engine of this project returns them with "
-        "its samples. Take an anchor other than loglinear and no staleness correction for samples of others",
+        "its samples. Take the anchor mu or old, and no staleness correction, for samples of others",
     )
 
 

@@ -198,7 +198,6 @@ def test_each_rule_of_the_bandit_is_tried() -> None:
 
 UNTESTED = {
     "advantage/clipv": "needs an expectation over the vocabulary that the trainer does not compute",
-    "prox_approx/linear": "an anchor between sampler and policy in probabilities; the one in logprobs is there",
     "lr_schedule": "its linear decay begins after the warm-up, ours with the first step; no cosine",
     "replay/linear_decay": "belongs to replay, which there is none of",
     "selector/difficulty_based": "belongs to selectors, which there are none of",

@@ -319,6 +319,13 @@ def test_anchor_between_sampler_and_policy() -> None:
     close(case.full(anchor_logprob(case.view, "loglinear")), expected["prox_logprob"])
 
 
+def test_anchor_between_the_probabilities_of_sampler_and_policy() -> None:
+    case = Case("losses")
+    found = case.full(anchor_logprob(case.view, "linear"))
+    # AReaL adds 1e-10 to the probability before its logarithm
+    torch.testing.assert_close(found, grid(VECTORS["prox_approx/linear"]["expected"]), rtol=0, atol=1e-9)
+
+
 def test_covariance() -> None:
     case = Case("losses", anchor="old_logprob")
     close(case.full(covariance(case.view)), VECTORS["clip_cov/covariance"]["expected"])

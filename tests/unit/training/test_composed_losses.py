@@ -164,6 +164,7 @@ FRESH = {
     "decoupled": {"algorithm_type": "decoupled"},
     "icepop": {"algorithm_type": "icepop"},
     "loglinear": {"anchor": "loglinear", "correction": [{"kind": "weight"}]},
+    "linear": {"anchor": "linear", "correction": [{"kind": "weight"}]},
     "truncate": {"surrogate": {"kind": "truncate", "cap": 1e6}},
     "topr": {"algorithm_type": "topr", "kl": None},
     "importance_sampling": {"surrogate": {"kind": "linear"}},

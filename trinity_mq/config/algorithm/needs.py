@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trinity_mq.config.algorithm.pieces import LossConfig, Piece
+from trinity_mq.config.algorithm.pieces import BY_AGE, LossConfig, Piece
 from trinity_mq.config.algorithm.section import AlgorithmConfig
 
 
@@ -27,7 +27,8 @@ def needs(config: LossConfig, weights: Mapping[str, float]) -> set[str]:
     if weights.get("rl"):
         pieces += [config.ratio, config.surrogate, *config.correction, *config.regularisers]
         pieces += [config.kl] if config.kl is not None and config.kl.coef else []
-        found |= {"old": {"old"}, "loglinear": {"staleness"}}.get(config.anchor, set())
+        found |= {"old"} if config.anchor == "old" else set()
+        found |= {"staleness"} if config.anchor in BY_AGE else set()
     pieces += [config.distillation] if weights.get("ref_kl") else []
     pieces += [config.pair] if weights.get("pair") else []
     return found.union(*(piece.needs for piece in pieces))

@@ -494,9 +494,12 @@ class Schedule(Section):
     """After the fall."""
 
 
-Anchor = Literal["mu", "old", "loglinear"]
+Anchor = Literal["mu", "old", "loglinear", "linear"]
 """What the ratio divides by: the sampler's logprobs; those of the policy at the start of the train step, by a forward
-pass; or an interpolation between the two by the age of the token, without one (arXiv 2512.06547)."""
+pass; or an interpolation between the two by the age of the token, without one: of the logprobs (arXiv 2512.06547), or
+of the probabilities."""
+BY_AGE = frozenset({"loglinear", "linear"})
+"""Anchors that need the age of each token."""
 
 KINDS = {name: get_args(get_args(union)[0]) for name, union in (("surrogate", Surrogate), ("correction", Correction))}
 """Members of the open unions."""
@@ -520,7 +523,8 @@ class LossConfig(Section):
 
     anchor: Anchor = "mu"
     """Logprobs that the ratio divides by: ``mu``, the sampler's; ``old``, the policy's at the start of the train step;
-    ``loglinear``, between the two by the token's age, without a forward pass."""
+    ``loglinear``, between the two by the token's age, without a forward pass; ``linear``, the same of the probabilities
+    instead of their logarithms, so that the anchor of a token that became likely lies higher."""
     ratio: Ratio = Field(default_factory=TokenRatio)
     """Ratio of policy and anchor."""
     surrogate: Surrogate = Field(default_factory=Clip)
