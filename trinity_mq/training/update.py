@@ -38,7 +38,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def decay_factor(config: OptimizerConfig, step: int, total_steps: int | None) -> float:
-    """Return ``max(min_lr_ratio, 1 - step / total_steps)``, or 1 for a constant rate or without a known end.
+    """Return what the decay leaves of the rate; 1 for a constant rate or without a known end.
+
+    With ``m`` the ``min_lr_ratio``, ``linear`` is ``max(m, 1 - step / total_steps)``; ``cosine`` is ``m + (1 - m) (1 +
+    cos(pi x)) / 2`` with ``x`` from 0 at the end of the warm-up to 1 at ``total_steps`` (arXiv 1608.03983, equation 5,
+    without restarts).
 
     Args:
         config: The schedule.
@@ -47,7 +51,11 @@ def decay_factor(config: OptimizerConfig, step: int, total_steps: int | None) ->
     """
     if config.lr_scheduler_type == "constant" or total_steps is None:
         return 1.0
-    return max(config.min_lr_ratio, 1 - step / total_steps)
+    least = config.min_lr_ratio
+    if config.lr_scheduler_type == "linear":
+        return max(least, 1 - step / total_steps)
+    passed = (step - config.lr_warmup_steps) / max(total_steps - config.lr_warmup_steps, 1)
+    return least + (1 - least) * (1 + math.cos(math.pi * min(max(passed, 0.0), 1.0))) / 2
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -> float:

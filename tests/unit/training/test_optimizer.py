@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.unit.algorithms.vectors import VECTORS
 from trinity_mq.config import AlgorithmConfig, OptimizerConfig
 from trinity_mq.training.update import (
     decay_factor,
@@ -23,7 +24,28 @@ def test_the_rate_is_that_of_the_recipe() -> None:
     assert learning_rate(config, 300, 300) == learning_rate(config, 900, 300) == pytest.approx(1e-4)
 
 
-@pytest.mark.parametrize(("scheduler", "total"), [("constant", 300), ("linear", None)])
+@pytest.mark.parametrize("scheduler", ["constant", "cosine"])
+def test_the_schedules_of_the_vector(scheduler: str) -> None:
+    """Its ``linear`` begins after the warm-up; ours begins with the first step, as it was measured."""
+    vector = VECTORS["lr_schedule"]
+    given = vector["args"]
+    config = OptimizerConfig(
+        lr=1.0, lr_warmup_steps=given["warmup"], min_lr_ratio=given["min_lr_ratio"], lr_scheduler_type=scheduler
+    )
+    found = [learning_rate(config, step, given["total"]) for step in vector["inputs"]["steps"]]
+    assert found == pytest.approx(vector["expected"][scheduler], abs=1e-12)
+
+
+def test_a_cosine_falls_without_a_step_upwards_and_stays_at_its_end() -> None:
+    config = OptimizerConfig(lr=1.0, lr_warmup_steps=3, min_lr_ratio=0.2, lr_scheduler_type="cosine")
+    rates = [learning_rate(config, step, 20) for step in range(3, 30)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == learning_rate(config, 20, 20) == pytest.approx(0.2)
+    whole_run_is_warm_up = [learning_rate(config, step, 3) for step in (1, 3, 4)]
+    assert whole_run_is_warm_up == pytest.approx([1 / 3, 1.0, 0.2])
+
+
+@pytest.mark.parametrize(("scheduler", "total"), [("constant", 300), ("linear", None), ("cosine", None)])
 def test_a_constant_rate_or_an_unknown_end_does_not_decay(scheduler: str, total: int | None) -> None:
     config = OptimizerConfig(lr=1e-3, lr_warmup_steps=4, lr_scheduler_type=scheduler)
     assert decay_factor(config, 250, total) == 1

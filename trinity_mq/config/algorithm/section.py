@@ -27,8 +27,10 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     lr_warmup_steps: int = Field(default=10, ge=0)
     """Train steps in which the learning rate rises linearly from 0."""
-    lr_scheduler_type: Literal["linear", "constant"] = "linear"
-    """``linear`` falls to ``min_lr_ratio`` at ``buffer.total_steps``. ``constant`` was measured to oscillate."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """``linear`` falls from the first train step on, as ``1 - step / buffer.total_steps``, to ``min_lr_ratio``;
+    ``cosine`` from the end of the warm-up along half a cosine, to ``min_lr_ratio`` at ``buffer.total_steps``.
+    ``constant`` was measured to oscillate."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end of the decay, as a fraction of ``lr``."""
     clip_grad: float = Field(default=1.0, gt=0)
