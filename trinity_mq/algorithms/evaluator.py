@@ -35,6 +35,7 @@ class LossTerms:
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Scalars that are summed over tokens; divided by the tokens of the optimizer step they are metrics."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
+    minima: dict[str, Tensor] = field(default_factory=dict)
 
 
 def over_step(rule: Piece) -> bool:
@@ -114,6 +115,7 @@ def evaluate(
         {name: value for _, terms in found for name, value in terms.reduced.items()},
         {name: value for _, terms in found for name, value in terms.sums.items()},
         {name: value for _, terms in found for name, value in terms.maxima.items()},
+        {name: value for _, terms in found for name, value in terms.minima.items()},
     )
 
 
@@ -142,7 +144,7 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
 
     Sums are ``ppo_kl`` and ``ppo_kl_k3`` (estimators k1 and k3 of KL(anchor, policy) in nats,
     http://joschu.net/blog/kl-approx.html), ``ratio_mean``, the counts of surrogate and corrections; maximum
-    ``ratio_max``.
+    ``ratio_max``, minimum ``ratio_min``.
     """
     loss, counts = token_losses(view, config)
     anchor = anchor_logprob(view, config.anchor)
@@ -164,8 +166,8 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
         if view.staleness is not None and "masked_frac" in counts:
             for age in AGES:
                 sums[f"masked_frac/{age}"] = (counts["masked_frac"] & of_age(view.staleness, age)).sum()
-        maxima = {"ratio_max": ratio.max()}
-    return LossTerms((loss * view.scale).sum(), reduced, sums, maxima)
+    extremes = {"ratio_max": ratio.max()}, {"ratio_min": ratio.min()}
+    return LossTerms((loss * view.scale).sum(), reduced, sums, *extremes)
 
 
 def distillation_terms(view: TokenView, config: LossConfig) -> LossTerms:

@@ -49,6 +49,8 @@ class MicroBatch:
 
     input_ids: Tensor
     """int64 ``[sequences, longest - 1]``: the last token of a sequence predicts nothing."""
+    lengths: Tensor
+    """int64 ``[sequences]``: how many of these positions are no padding."""
     rows: Tensor
     """int64 ``[tokens]``: the sequence of each trained token, rising; each sequence has some."""
     columns: Tensor
@@ -189,6 +191,7 @@ class TrainTokens:
         row, own = torch.from_numpy(rows), torch.from_numpy(sequences)
         return MicroBatch(
             input_ids=torch.where(real, self.ids[where], 0),
+            lengths=torch.from_numpy(lengths - 1),
             rows=row,
             columns=position - 1,
             targets=self.ids[torch.from_numpy(self.starts[sequences])[row] + position],

@@ -185,11 +185,15 @@ class StepSums:
     """Trained tokens."""
     sampled: int = 0
     """Those of samples."""
+    positions: int = 0
+    """Positions of all micro-batches that went through the model, and how many of them were padding."""
+    padding: int = 0
     reduced: dict[str, Tensor] = field(default_factory=dict)
     """``loss`` and its parts."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Sums over tokens of samples; ``entropy`` over all."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
+    minima: dict[str, Tensor] = field(default_factory=dict)
     mismatch: dict[str, Tensor] = field(default_factory=dict)
     """Sums over fresh tokens of samples, see :func:`mismatch_sums`, and of :func:`sums_by_age`."""
     mismatch_maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -203,6 +207,8 @@ def accumulate(policy: Policy, batches: Sequence[MicroBatch], loss: StepLoss, co
     """
     total = StepSums()
     for packed in batches:
+        total.positions += packed.input_ids.numel()
+        total.padding += packed.input_ids.numel() - int(packed.lengths.sum())
         batch = packed.to(policy.device)
         logprob, entropy = policy.score(batch, entropy_gradient=loss.entropy_coef > 0)
         view = token_view(batch, logprob, entropy, columns)
@@ -216,19 +222,22 @@ def accumulate(policy: Policy, batches: Sequence[MicroBatch], loss: StepLoss, co
         _add(total.reduced, {"loss": terms.loss.detach(), **terms.reduced})
         _add(total.sums, {"entropy": entropy.detach().sum(), **terms.sums})
         _raise(total.maxima, terms.maxima)
+        _lower(total.minima, terms.minima)
         _observe(total, present[SAMPLED])
     return total
 
 
 def _observe(total: StepSums, samples: TokenView) -> None:
-    """Add what there is to see of samples besides their loss: how far the engine's logprobs are from the policy's, and
-    how far the policy is from the reference, if there is one.
+    """Add what there is to see of samples besides their loss: their advantages, how far the engine's logprobs are from
+    the policy's, and how far the policy is from the reference, if there is one.
     """
     if not samples.tokens:
         return
     assert samples.staleness is not None
     difference = (samples.logprob.detach() - samples.mu).abs()
-    _add(total.sums, {"difference": difference.sum()})
+    advantage = samples.advantage.double()  # a variance is a small difference of sums
+    _add(total.sums, {"difference": difference.sum(), "advantage": advantage.sum()})
+    _add(total.sums, {"advantage_squares": advantage.square().sum(), "advantage_positive": (advantage > 0).sum()})
     _raise(total.maxima, {"difference": difference.max()})
     if samples.ref is not None:
         apart = limited(samples.logprob.detach() - samples.ref)
@@ -278,16 +287,20 @@ def step_metrics(total: StepSums) -> dict[str, float]:
     """Return the metrics of an optimizer step.
 
     Parts of the loss are reduced as the loss is; shares and means are over the trained tokens of samples, the entropy's
-    over all trained tokens.
+    over all trained tokens. ``advantage/std`` is that of all these tokens, not the unbiased one.
     """
     reduced, sums, maxima = _numbers(total.reduced), _numbers(total.sums), _numbers(total.maxima)
     mismatch = _numbers(total.mismatch)
     metrics = {f"actor/{name}": value for name, value in reduced.items()}
     metrics["actor/entropy"] = sums.pop("entropy") / total.tokens
+    metrics["perf/padding_frac"] = total.padding / total.positions
     if not total.sampled:
         return metrics
     metrics[f"{DIFFERENCE}/mean"] = sums.pop("difference") / total.sampled
     metrics[f"{DIFFERENCE}/max"] = maxima.pop("difference")
+    mean, square = (sums.pop(name) / total.sampled for name in ("advantage", "advantage_squares"))
+    metrics |= {"advantage/mean": mean, "advantage/std": math.sqrt(max(square - mean**2, 0.0))}
+    metrics["advantage/pos_frac"] = sums.pop("advantage_positive") / total.sampled
     ages = {age: sums.pop(f"masked_frac/{age}", 0.0) for age in AGES}
     for age, masked in ages.items():
         if tokens := mismatch[f"tokens/{age}"]:
@@ -296,8 +309,13 @@ def step_metrics(total: StepSums) -> dict[str, float]:
     for name, metric in OFF_POLICY.items():
         metrics[f"offpolicy/{metric}"] = sums.pop(name, unweighted.get(name, 0.0)) / total.sampled
     metrics |= {f"actor/{name}": value / total.sampled for name, value in sums.items()}
-    metrics |= {f"actor/{name}": value for name, value in maxima.items()}
+    metrics |= {f"actor/{name}": value for name, value in (maxima | _numbers(total.minima)).items()}
     return metrics | mismatch_metrics(mismatch, _numbers(total.mismatch_maxima)) | metrics_by_age(mismatch)
+
+
+def _lower(total: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name, value in found.items():
+        total[name] = torch.minimum(total[name], value) if name in total else value
 
 
 def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
@@ -336,7 +354,9 @@ class StepTotals:
         self._empty += 1
 
     def metrics(self) -> dict[str, float]:
-        """Return averages (of ``*_max`` the largest) over the applied optimizer steps, and counts; all finite."""
+        """Return averages (of ``*_max`` the largest, of ``*_min`` the smallest) over the applied optimizer steps, and
+        counts; all finite.
+        """
         result = {
             "actor/optimizer_steps": float(len(self._applied)),
             "actor/nonfinite_skipped": float(self._nonfinite),
@@ -344,6 +364,7 @@ class StepTotals:
         }
         for name in dict.fromkeys(name for metrics in self._applied for name in metrics):
             values = [metrics[name] for metrics in self._applied if name in metrics]
-            result[name] = max(values) if name.endswith("_max") else math.fsum(values) / len(values)
+            extreme = {"_max": max, "_min": min}.get(name[-4:])
+            result[name] = math.fsum(values) / len(values) if extreme is None else extreme(values)
         result |= self._first or {}
         return {name: value for name, value in result.items() if math.isfinite(value)}

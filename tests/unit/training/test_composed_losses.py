@@ -319,6 +319,28 @@ async def test_what_is_seen_of_old_and_differing_samples(opened: Opener) -> None
     assert any(name.startswith("mismatch/k3/") for name in metrics)
 
 
+async def test_ratios_advantages_and_padding_are_measured(opened: Opener) -> None:
+    """Over two micro-batches and two optimizer steps, against numbers of each token."""
+    settings = with_algorithm(config(max_tokens=40, lr=1e-2, epochs=2), epochs=2)
+    learner, experiences = await opened(settings), rows("grpo")
+    tokens = flatten(experiences, settings.algorithm, {"rl": 1.0}, 4)
+    batches = tokens.micro_batches(range(len(experiences)), 40)
+    assert len(batches) > 1
+    logprob = score(learner._loaded[0], batches, tokens.tokens)[0]
+    before = (logprob - tokens.columns["mu"]).exp()
+    metrics = await learner.step(experiences, 4)
+    assert metrics["actor/ratio_min"] < metrics["actor/ratio_mean"] < metrics["actor/ratio_max"]
+    assert metrics["actor/ratio_min"] <= before.min() * (1 + 1e-5)
+    assert metrics["actor/ratio_max"] >= before.max() * (1 - 1e-5)
+    advantages = torch.cat([one.advantages for one in experiences if one.advantages is not None])
+    assert metrics["advantage/mean"] == pytest.approx(advantages.mean().item())
+    assert metrics["advantage/std"] == pytest.approx(advantages.std(unbiased=False).item())
+    assert metrics["advantage/pos_frac"] == pytest.approx((advantages > 0).float().mean().item())
+    real = sum(len(one.tokens) - 1 for one in experiences)
+    assert metrics["perf/padding_frac"] == pytest.approx(1 - real / sum(one.input_ids.numel() for one in batches))
+    assert metrics["perf/padding_frac"] > 0
+
+
 RANK = """
 import sys
 import torch, torch.distributed as dist
