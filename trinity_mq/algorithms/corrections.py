@@ -26,6 +26,7 @@ from trinity_mq.config.algorithm.pieces import (
     Reject,
     SecondMoment,
     StalenessWeight,
+    VocabularyClip,
     Weight,
 )
 
@@ -122,6 +123,19 @@ def entropy_clip(view: TokenView, args: EntropyClip) -> Tensor:
     return (~out).to(logprob.dtype)
 
 
+def vocabulary_clip(view: TokenView, args: VocabularyClip) -> Tensor:
+    """Return 1 but for the few negative tokens that lower the entropy most; see :class:`VocabularyClip`."""
+    assert view.entropy is not None
+    assert view.entropy_baseline is not None
+    logprob = view.logprob.detach()
+    fall = view.entropy_baseline - logprob.exp() * (view.entropy.detach() + logprob)
+    candidates = (view.advantage < 0) & (fall > args.bound * fall.std(unbiased=False))
+    count = min(int(candidates.sum()), max(int(args.share * view.tokens), 1))
+    kept = torch.ones_like(fall)
+    kept[torch.where(candidates, fall, -torch.inf).topk(count).indices] = 0.0
+    return kept
+
+
 def covariance(view: TokenView) -> Tensor:
     """Return ``(log pi - mean) (A - mean)`` of each token over the view (arXiv 2505.22617, equation 10)."""
     logprob = view.logprob.detach()
@@ -164,6 +178,7 @@ RULES: dict[str, Rule] = {
     "second_moment": second_moment,
     "staleness": lambda view, log_weight, args: staleness_weight(view, args),
     "entropy_clip": lambda view, log_weight, args: entropy_clip(view, args),
+    "vocabulary_clip": lambda view, log_weight, args: vocabulary_clip(view, args),
 }
 """By the kind in the configuration; each takes a view, the log weight and its arguments."""
 

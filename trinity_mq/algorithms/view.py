@@ -36,6 +36,9 @@ class TokenView:
     teacher: Tensor | None = None
     entropy: Tensor | None = None
     """Of the policy being trained, with gradient where it is differentiated."""
+    entropy_baseline: Tensor | None = None
+    """Expectation of ``p (H + log p)`` over the vocabulary, of the policy before the optimizer step; see
+    :func:`trinity_mq.algorithms.scoring.entropy_baselines`."""
     staleness: Tensor | None = None
     """Train steps between the weights that sampled the token and those at the start of the train step, at least 0."""
     weight: Tensor | None = None

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trinity_mq.algorithms.evaluator import component_weights
 from trinity_mq.algorithms.plugins import load_plugins
+from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.config.algorithm.needs import needs, needs_reference
 from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
@@ -250,7 +251,8 @@ class TorchLearner:
         only_critic = critic is not None and critic.is_warming_up
         loss = StepLoss(config, weights, entropy_coefficient(config, step_number, self._total_steps))
         tokens = flatten(batch, config, weights, step_number)
-        columns, entropies = self._score(tokens, set() if only_critic else needs(config, weights), given.ref)
+        needed = set() if only_critic else needs(config, weights)
+        columns, before = self._score(tokens, needed, given.ref)
         compares = bool(weights.get("rl")) and compares_tokens(config)
         budget = self._config.trainer.max_tokens_per_micro_batch
         is_first = True  # the weights are still those that ``old`` was scored with
@@ -267,11 +269,8 @@ class TorchLearner:
                     continue
                 whole = dict(columns)
                 if compares:
-                    scored = (
-                        (columns["old"], entropies)
-                        if is_first and "old" in columns
-                        else score(policy, batches, tokens.tokens)
-                    )
+                    scored = before if is_first and before is not None else None
+                    scored = scored or score(policy, batches, tokens.tokens, needed)
                     whole |= compared(batches, scored, columns, config, f"{purpose}/{number}")
                 finite, metrics = optimizer_step(policy, optimizer, batches, loss, whole, config.optimizer.clip_grad)
                 is_first = is_first and not finite
@@ -285,23 +284,24 @@ class TorchLearner:
 
     def _score(
         self, tokens: TrainTokens, needed: Collection[str], ref: Tensor | None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the columns ``old`` and ``ref`` of a train step, as far as they are needed, and the entropies that
-        came with ``old``; one forward pass each, before the weights move. ``ref`` is given where it is known.
+    ) -> tuple[dict[str, Tensor], Scores | None]:
+        """Return the columns ``old`` and ``ref`` of a train step, as far as they are needed, and all that came with
+        ``old``; one forward pass each, before the weights move. ``ref`` is given where it is known.
         """
         budget = self._config.trainer.max_tokens_per_micro_batch
         columns: dict[str, Tensor] = {}
-        entropies = torch.zeros(0)
+        before: Scores | None = None
         if "old" in needed:
             batches = tokens.micro_batches(tokens.experiences({SAMPLED}), budget)
-            columns["old"], entropies = score(self._opened[0], batches, tokens.tokens)
+            before = score(self._opened[0], batches, tokens.tokens, needed)
+            columns["old"] = before.logprob
         if ref is not None:
             columns["ref"] = ref.to(self._opened[0].device)
         elif "ref" in needed:
             assert self._reference is not None
             batches = tokens.micro_batches(tokens.experiences({SAMPLED, PAIRED}), budget)
             columns["ref"] = self._reference.logprobs(batches, tokens.tokens)
-        return columns, entropies
+        return columns, before
 
 
 def tokens_of(batch: ExperienceBatch) -> Indexes:

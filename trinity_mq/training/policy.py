@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trinity_mq.algorithms.scoring import token_logprobs
+from trinity_mq.algorithms.scoring import entropy_baselines, token_logprobs
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.training.packing import MicroBatch
@@ -90,12 +90,23 @@ class Policy:
 
     def score(self, batch: MicroBatch, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies of the batch's trained tokens, float32 ``[tokens]``, at their temperatures."""
+        logits = self._token_logits(batch)
+        return token_logprobs(logits, batch.targets, batch.temperature, entropy_gradient=entropy_gradient)
+
+    @torch.no_grad()
+    def score_with_baseline(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logprobs, entropies and entropy baselines of the batch's trained tokens, without gradient."""
+        logits = self._token_logits(batch)
+        found = token_logprobs(logits, batch.targets, batch.temperature, entropy_gradient=False)
+        return *found, entropy_baselines(logits, batch.temperature)
+
+    def _token_logits(self, batch: MicroBatch) -> Tensor:
+        """Return the logits that the batch's trained tokens were chosen by, ``[tokens, vocabulary]``."""
         self._positions = (batch.rows, batch.columns)
         try:
-            logits = self._logits(batch.input_ids)
+            return self._logits(batch.input_ids)
         finally:
             self._positions = None
-        return token_logprobs(logits, batch.targets, batch.temperature, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def sequence_logprobs(self, tokens: Sequence[int]) -> list[float]:

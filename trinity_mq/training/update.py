@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from trinity_mq.algorithms.corrections import step_choice
 from trinity_mq.algorithms.evaluator import evaluate, over_step, step_weights
 from trinity_mq.algorithms.mismatch import AGES, metrics_by_age, mismatch_metrics, mismatch_sums, sums_by_age
 from trinity_mq.algorithms.regularisers import kl_estimate
+from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.algorithms.view import TokenView, limited
 from trinity_mq.config.algorithm import AlgorithmConfig, OptimizerConfig
 from trinity_mq.config.algorithm.pieces import CovarianceKL, LossConfig
@@ -82,19 +83,24 @@ class StepLoss:
 
 
 @torch.no_grad()
-def score(policy: Policy, batches: Sequence[MicroBatch], tokens: int) -> tuple[Tensor, Tensor]:
-    """Return logprobs and entropies of the tokens in ``batches``, float32 ``[tokens]`` each, 0 for all others.
+def score(policy: Policy, batches: Sequence[MicroBatch], tokens: int, needed: Collection[str] = frozenset()) -> Scores:
+    """Return what a policy says about the tokens in ``batches``, float32 ``[tokens]`` each, 0 for all others.
 
     Args:
         policy: Whose.
         batches: Any of the train step's.
         tokens: Trained tokens of the train step.
+        needed: What the loss reads; the entropy baselines only come where they are in it.
     """
-    logprobs, entropies = (torch.zeros(tokens, device=policy.device) for _ in range(2))
+    logprobs, entropies, baselines = (torch.zeros(tokens, device=policy.device) for _ in range(3))
+    has_baseline = "entropy_baseline" in needed
     for packed in batches:
         batch = packed.to(policy.device)
-        logprobs[batch.index], entropies[batch.index] = policy.score(batch, entropy_gradient=False)
-    return logprobs, entropies
+        if has_baseline:
+            logprobs[batch.index], entropies[batch.index], baselines[batch.index] = policy.score_with_baseline(batch)
+        else:
+            logprobs[batch.index], entropies[batch.index] = policy.score(batch, entropy_gradient=False)
+    return Scores(logprobs, entropies, baselines if has_baseline else None)
 
 
 def token_view(batch: MicroBatch, logprob: Tensor, entropy: Tensor, columns: Columns) -> TokenView:
@@ -121,7 +127,7 @@ def compares_tokens(config: LossConfig) -> bool:
 
 @torch.no_grad()
 def compared(
-    batches: Sequence[MicroBatch], scored: tuple[Tensor, Tensor], columns: Columns, config: LossConfig, seed: str
+    batches: Sequence[MicroBatch], scored: Scores, columns: Columns, config: LossConfig, seed: str
 ) -> dict[str, Tensor]:
     """Return the columns ``weight`` and ``chosen`` of the pieces that compare the tokens of an optimizer step.
 
@@ -129,18 +135,20 @@ def compared(
 
     Args:
         batches: All of the optimizer step.
-        scored: Logprobs and entropies of the policy before it, ``[tokens]`` of the train step, see :func:`score`.
+        scored: What the policy before it says, ``[tokens]`` of the train step, see :func:`score`.
         columns: ``old`` where the loss has it as anchor.
         config: The loss.
         seed: Decides what is drawn at random.
     """
     views: list[TokenView] = []
     places: list[Tensor] = []
+    if scored.entropy_baseline is not None:
+        columns = {**columns, "entropy_baseline": scored.entropy_baseline}
     for packed in batches:
-        batch = packed.to(scored[0].device)
+        batch = packed.to(scored.logprob.device)
         kept = batch.role == SAMPLED
         places.append(torch.stack([batch.index, batch.sequence])[:, kept])
-        views.append(token_view(batch, scored[0][batch.index], scored[1][batch.index], columns).where(kept))
+        views.append(token_view(batch, scored.logprob[batch.index], scored.entropy[batch.index], columns).where(kept))
     index, sequence = torch.cat(places, 1)
     if not len(index):
         return {}
@@ -152,14 +160,14 @@ def compared(
         ("chosen", step_choice(view, config.regularisers)),
     ):
         if found is not None:
-            result[name] = found.new_zeros(scored[0].shape).index_copy(0, index[order], found)
+            result[name] = found.new_zeros(scored.logprob.shape).index_copy(0, index[order], found)
     return result
 
 
 def _joined(views: Sequence[TokenView], sequence: Tensor) -> TokenView:
     """Return the tokens of all ``views`` as one; ``sequence`` are the numbers of their sequences."""
     columns: dict[str, Tensor] = {}
-    for name in ("logprob", "mu", "advantage", "scale", "old", "entropy", "staleness"):
+    for name in ("logprob", "mu", "advantage", "scale", "old", "entropy", "entropy_baseline", "staleness"):
         parts = [getattr(view, name) for view in views]
         if parts[0] is not None:
             columns[name] = torch.cat(parts)

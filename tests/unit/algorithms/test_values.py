@@ -13,7 +13,7 @@ from tests.unit.algorithms.vectors import FIXTURES, VECTORS, Case, grid, of_kind
 from trinity_mq.algorithms.corrections import correction
 from trinity_mq.algorithms.evaluator import evaluate, policy_terms
 from trinity_mq.algorithms.regularisers import adapted, kl_estimate, sampler_kl
-from trinity_mq.algorithms.scoring import token_logprobs
+from trinity_mq.algorithms.scoring import entropy_baselines, token_logprobs
 from trinity_mq.algorithms.surrogates import likelihood, surrogate
 from trinity_mq.algorithms.values import clipped_value_loss
 from trinity_mq.algorithms.view import TokenView, segment_maxima
@@ -72,6 +72,48 @@ def test_the_tokens_that_lower_the_entropy_most() -> None:
     rules = [{"kind": "entropy_clip", "bound": vector["args"]["mu"]}]
     (rule,) = LossConfig.model_validate({"correction": rules}).correction
     close(case.full(correction(view, view.mu, view.mu, rule, "seed")), vector["expected"]["per_token"])
+
+
+@pytest.mark.parametrize(("share", "left_out"), [(1.0, 2), (0.2, 1), (0.001, 1)])
+def test_the_few_tokens_that_lower_the_entropy_most_by_the_vocabulary(share: float, left_out: int) -> None:
+    """With share 1 and the vector's bound, the vector; with half the bound two tokens, then no more than the share."""
+    vector = VECTORS["advantage/clipv"]
+    inputs, mask = vector["inputs"], grid(vector["inputs"]["mask"]).bool()
+    case = Case("losses", advantages=inputs["advantages"])
+    columns = {"logprob": "logprob", "entropy": "entropy", "entropy_baseline": "necs"}
+    given: dict[str, Any] = {column: grid(inputs[name])[mask] for column, name in columns.items()}
+    view = replace(case.view, **given)
+
+    def kept(bound: float, share: float) -> torch.Tensor:
+        rules = [{"kind": "vocabulary_clip", "bound": bound, "share": share}]
+        (rule,) = LossConfig.model_validate({"correction": rules}).correction
+        return case.full(correction(view, view.mu, view.mu, rule, "seed"))
+
+    close(kept(vector["args"]["mu"], vector["args"]["max_frac"]), vector["expected"]["per_token"])
+    fewer = kept(1.0, share)
+    assert int((fewer[mask] == 0).sum()) == left_out
+    assert fewer[1, 0] == 0
+    assert (kept(100.0, share)[mask] == 1).all()
+
+
+def test_the_entropys_baseline_makes_the_first_order_change_of_a_policy_gradient_step() -> None:
+    """``dH = -a (S_k - baseline)`` of the step ``a (onehot_k - p)`` on the logits, for every ``k``."""
+    logits = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    temperature, targets = torch.linspace(0.5, 1.5, 7), torch.arange(7) % 5
+    logprob, entropy = token_logprobs(logits, targets, temperature, entropy_gradient=False)
+    leaf = (logits / temperature[:, None]).double().requires_grad_()
+    distribution = leaf.log_softmax(-1)
+    (slope,) = torch.autograd.grad(-(distribution.exp() * distribution).sum(), leaf)
+    direction = torch.nn.functional.one_hot(targets, 5) - distribution.detach().exp()
+    baseline = entropy_baselines(logits, temperature)
+    found = -(logprob.exp() * (entropy + logprob) - baseline)
+    torch.testing.assert_close(found.double(), (slope * direction).sum(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_an_impossible_token_has_no_part_in_the_entropys_baseline() -> None:
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]])
+    with_it, without = (entropy_baselines(one, torch.ones(1)) for one in (logits, logits[:, :2]))
+    torch.testing.assert_close(with_it, without)
 
 
 def test_a_step_whose_weights_are_all_0_has_no_gradient_and_no_nan() -> None:
@@ -197,7 +239,6 @@ def test_each_rule_of_the_bandit_is_tried() -> None:
 
 
 UNTESTED = {
-    "advantage/clipv": "needs an expectation over the vocabulary that the trainer does not compute",
     "replay/linear_decay": "belongs to replay, which there is none of",
     "selector/difficulty_based": "belongs to selectors, which there are none of",
 }

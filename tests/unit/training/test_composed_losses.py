@@ -15,6 +15,7 @@ import torch
 from tests.unit.training.test_learner import Opener, batch, config, folder, opened, same, weights_of
 from trinity_mq.algorithms.evaluator import component_weights
 from trinity_mq.config import AlgorithmConfig, Config
+from trinity_mq.config.algorithm.needs import needs
 from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.experience import EID, Experience
 from trinity_mq.training.packing import SAMPLED, flatten
@@ -30,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "decoupled": {"algorithm_type": "decoupled"},
     "m2po": {"algorithm_type": "m2po"},
     "kl_cov": {"algorithm_type": "kl_cov", "regularisers": [{"kind": "covariance", "share": 0.1}]},
+    "clip_v": {"correction": [{"kind": "vocabulary_clip", "bound": 0.5, "share": 0.1}]},
     "kl": {"kl": {"kind": "k3", "coef": 0.1}},
     "mix": {"algorithm_type": "mix"},
     "dpo": {"algorithm_type": "dpo"},
@@ -81,7 +83,8 @@ def gradient(
     batches = tokens.micro_batches(range(len(experiences)), budget, algorithm.reduction)
     columns = {"ref": score(other, batches, tokens.tokens)[0], "old": score(other, batches, tokens.tokens)[0]}
     if compares_tokens(algorithm) and loss.weights.get("rl"):
-        columns |= compared(batches, score(policy, batches, tokens.tokens), columns, algorithm, "seed")
+        scored = score(policy, batches, tokens.tokens, needs(algorithm, loss.weights))
+        columns |= compared(batches, scored, columns, algorithm, "seed")
     assert len(batches) >= ranks
     for rank in range(ranks):
         accumulate(policy, batches[rank::ranks], loss, columns)
@@ -142,7 +145,7 @@ async def sampled_by(learner: Any, experiences: list[Experience]) -> list[Experi
     policy = learner._loaded[0]
     tokens = flatten(experiences, AlgorithmConfig(), {"rl": 1.0}, 1)
     batches = tokens.micro_batches(tokens.experiences({SAMPLED}), 16384)
-    logprobs, _ = score(policy, batches, tokens.tokens)
+    logprobs = score(policy, batches, tokens.tokens).logprob
     start = 0
     for one in experiences:
         size = int(one.action_mask.sum()) if one.action_mask is not None else 0
@@ -234,6 +237,7 @@ def test_what_is_not_trained_on_never_matters(folder: Path, name: str) -> None:
         ({"algorithm_type": "decoupled"}, 2),
         ({"algorithm_type": "m2po"}, 4),
         ({"algorithm_type": "m2po", "anchor": "old"}, 2 + 3),
+        ({"algorithm_type": "clip_b", "anchor": "old"}, 2 + 3),
         ({"kl": {"kind": "k2", "coef": 0.1}}, 0),
         ({"kl": {"kind": "k2", "coef": 0.0}}, 0),
     ],

@@ -28,6 +28,7 @@ NEEDS = {
     "roles": "info.role of the experiences: who acted",
     "staleness": "versions of the sampled tokens, which engines give",
     "entropy": "a forward pass before each optimizer step",
+    "entropy_baseline": "a sum over the vocabulary for each token of that pass",
     "runs": "at least two runs of each task",
     "answers": "given answers: experiences with info.is_expert, or a taskset of answers",
     "pairs": "pairs of a chosen and a rejected answer",

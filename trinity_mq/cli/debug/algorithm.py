@@ -44,10 +44,11 @@ class Sample:
     ref: Tensor
     teacher: Tensor
     entropy: Tensor
+    entropy_baseline: Tensor
 
     def spoiled(self) -> Sample:
         """Return the same with garbage at the masked tokens."""
-        names = ("logprob", "mu", "old", "ref", "teacher", "entropy")
+        names = ("logprob", "mu", "old", "ref", "teacher", "entropy", "entropy_baseline")
         return replace(self, **{name: getattr(self, name).where(self.mask, GARBAGE) for name in names})
 
 
@@ -83,7 +84,8 @@ def make_sample(seed: int) -> Sample:
     for place in MASKED:
         mask[::2, place] = False
     entropy = torch.rand(shape, generator=generator) + 0.2
-    return Sample(mask, near(old, 0.5), mu, old, near(mu, 0.3), near(mu, 0.5), entropy)
+    policies = near(old, 0.5), mu, old, near(mu, 0.3), near(mu, 0.5)
+    return Sample(mask, *policies, entropy, torch.rand(shape, generator=generator) * 0.1)
 
 
 def advantages_of(sample: Sample, config: AlgorithmConfig) -> Tensor:
@@ -165,6 +167,7 @@ def losses(
         ref=sample.ref[mask],
         teacher=sample.teacher[mask],
         entropy=sample.entropy[mask],
+        entropy_baseline=sample.entropy_baseline[mask],
         staleness=(rows % 3)[mask],
     )
     view = replace(whole, weight=step_weights(whole, config, "debug"), chosen=step_choice(whole, config.regularisers))

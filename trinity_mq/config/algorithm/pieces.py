@@ -19,7 +19,7 @@ class Piece(Section):
     kind: str
     needs: ClassVar[tuple[str, ...]] = ()
     """What the piece reads besides tokens, engine logprobs and advantages: ``old``, ``ref``, ``teacher``, ``entropy``,
-    ``staleness``."""
+    ``entropy_baseline``, ``staleness``."""
 
 
 class Plugin(Piece):
@@ -375,6 +375,20 @@ class EntropyClip(Piece):
     """Standard deviations."""
 
 
+class VocabularyClip(Piece):
+    """Leaves out tokens of negative advantage that would lower the entropy most, compared with the whole vocabulary:
+    those with ``E S - S`` above ``bound`` standard deviations of it over the optimizer step, where ``S = p (H + log
+    p)`` and ``E S`` is its expectation over the vocabulary (Clip-V, arXiv 2602.03392).
+    """
+
+    kind: Literal["vocabulary_clip"] = "vocabulary_clip"
+    needs: ClassVar[tuple[str, ...]] = ("entropy", "entropy_baseline")
+    bound: float = Field(default=8.5, gt=0)
+    """Standard deviations."""
+    share: float = Field(default=0.0001, gt=0, le=1)
+    """Most of the trained tokens that are left out, those above the bound by most; at least one may be."""
+
+
 class CovarianceClip(Piece):
     """Leaves out a random share of the tokens whose logprob and advantage covary most (Clip-Cov, arXiv 2505.22617)."""
 
@@ -395,6 +409,7 @@ Correction = Annotated[
     | Annotated[OffPolicySequenceMask, Tag("sequence_mask")]
     | Annotated[StalenessWeight, Tag("staleness")]
     | Annotated[EntropyClip, Tag("entropy_clip")]
+    | Annotated[VocabularyClip, Tag("vocabulary_clip")]
     | Annotated[CovarianceClip, Tag("covariance_clip")]
     | Annotated[Plugin, Tag("plugin")],
     _by_kind(
@@ -405,11 +420,12 @@ Correction = Annotated[
         "sequence_mask",
         "staleness",
         "entropy_clip",
+        "vocabulary_clip",
         "covariance_clip",
     ),
 ]
 
-OVER_STEP = (SecondMoment, EntropyClip, CovarianceClip)
+OVER_STEP = (SecondMoment, EntropyClip, VocabularyClip, CovarianceClip)
 """Corrections that need all tokens of the optimizer step at once."""
 
 # Regularisers

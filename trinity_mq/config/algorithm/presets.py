@@ -311,6 +311,13 @@ PRESETS: dict[str, Preset] = {
         _group(scale="group"),
         {"surrogate": CLIP, "correction": [{"kind": "entropy_clip"}]},
     ),
+    "clip_v": Preset(
+        "Keeps the entropy up: leaves out the few bad tokens that would lower it most, by the whole vocabulary.",
+        "arXiv 2602.03392",
+        _group(scale="group"),
+        {"surrogate": CLIP, "correction": [{"kind": "vocabulary_clip"}]},
+        differs="Tokens of advantage 0 are never left out.",
+    ),
     "on_policy_distill": Preset(
         "Follows a teacher's logprobs on the student's own samples, token by token; rewards have no part.",
         "arXiv 2306.13649",
