@@ -27,7 +27,7 @@ from trinity_mq.runtime.threads import run_to_end
 from trinity_mq.training.advantages import Advantages, Memory, trainer_advantages
 from trinity_mq.training.checkpoint import DamagedCheckpointError
 from trinity_mq.training.critic import CRITIC_FILE, Critic, CriticTotals
-from trinity_mq.training.packing import PAIRED, SAMPLED, TrainTokens, flatten, split
+from trinity_mq.training.packing import PAIRED, SAMPLED, TrainTokens, flatten, split, without_unknown
 from trinity_mq.training.policy import LearnerError, ModelNotLoadedError, Policy
 from trinity_mq.training.reference import REFERENCE_FILE, Reference
 from trinity_mq.training.update import (
@@ -214,6 +214,7 @@ class TorchLearner:
                 f"train step {step_number} has no experiences: an empty batch is a skipped step, not a train step"
             )
         config = self._config.algorithm
+        batch, unknown = without_unknown(batch, config)
         rate = learning_rate(config.optimizer, step_number, self._total_steps)
         set_learning_rate(self._opened[1], rate)
         weights = component_weights(config, step_number)
@@ -231,6 +232,7 @@ class TorchLearner:
         answers = len(batch) + int((batch.lengths("rejected") >= 0).sum())
         return metrics | {
             "actor/lr": rate,
+            "mismatch/unknown_logprobs": float(unknown),
             "prompt_length/mean": prompt / len(batch),
             "response_length/mean": (int(sizes.sum()) - prompt) / answers,
             "time/train_step": seconds,

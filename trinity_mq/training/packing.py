@@ -25,7 +25,7 @@ from trinity_mq.experience import (
     gather_custom_fields,
     split_dpo_experience_to_single_turn,
 )
-from trinity_mq.experience.ragged import Indexes
+from trinity_mq.experience.ragged import Indexes, Ragged
 from trinity_mq.experience.rules import DPO
 
 SAMPLED, IMITATED, PAIRED = 0, 1, 2
@@ -257,6 +257,25 @@ def flatten(
     first[plain] = np.arange(len(plain))
     first[pairs] = len(plain) + 2 * np.arange(len(pairs))
     return _flat(answers, np.concatenate([role[plain], np.full(len(halves), PAIRED)]), first, weights, step)
+
+
+def without_unknown(batch: ExperienceBatch, config: LossConfig) -> tuple[ExperienceBatch, int]:
+    """Return the batch with an action mask of False where the engine's or the teacher's logprob of a sampled token is
+    not finite, and the number of tokens that this leaves out: they are in no loss and in no denominator.
+
+    Raises:
+        ValueError: No component of the loss is about one of the experiences.
+    """
+    lengths = batch.lengths("action_mask")
+    sampled = (_roles(batch, config) == SAMPLED) & (lengths >= 0)
+    if not sampled.any():
+        return batch, 0
+    mask = batch.dense("action_mask").bool()
+    known = torch.ones_like(mask)
+    for name in ("logprobs", "teacher_logprobs"):
+        known &= _column(batch, name, np.maximum(lengths, 0), sampled).isfinite()
+    out = int((mask & ~known).sum())
+    return (batch.replace(action_mask=Ragged.packed(mask & known, lengths)) if out else batch), out
 
 
 def _roles(batch: ExperienceBatch, config: LossConfig) -> Indexes:

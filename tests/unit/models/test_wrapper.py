@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -24,6 +25,7 @@ from trinity_mq.models import (
 from trinity_mq.models.engines.server.server import EngineServer
 from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.models.recording.responses import experiences_of
+from trinity_mq.models.recording.sse import Gathered
 
 MESSAGES = [{"role": "user", "content": "+372="}]
 Wrap = Callable[..., ModelWrapper]
@@ -270,6 +272,25 @@ def test_sixteen_experiences_from_one_answer_are_cheap() -> None:
         experiences_of(answer, 1.0)
         times.append(time.perf_counter() - started)
     assert min(times) < 1e-3
+
+
+@pytest.mark.parametrize("value", ["null", "NaN", "-Infinity", "Infinity", "-9999.0"])
+def test_a_token_without_a_finite_logprob_costs_no_answer(value: str) -> None:
+    """As JSON holds it, streamed or not; -9999 is what vLLM writes for minus infinity."""
+    sampled = {"token_ids": [5, 6, 7], "token_logprobs": [-1.5, json.loads(value), -0.5], "finish_reason": "stop"}
+    whole = {"index": 0, "message": {"content": "1"}, **sampled}
+    gathered = Gathered()
+    gathered.add({"prompt_token_ids": [3, 4], "choices": [{**whole, "delta": {"content": "1"}}]})
+    for answer in ({"prompt_token_ids": [3, 4], "choices": [whole]}, gathered.answer()):
+        [found] = experiences_of(answer, 1.0)
+        assert found.experience_type == "single_turn"
+        assert found.tokens.tolist() == [3, 4, 5, 6, 7]
+        assert found.action_mask is not None
+        assert found.logprobs is not None
+        assert found.action_mask.tolist() == [True, False, True]
+        assert found.logprobs.tolist() == [-1.5, 0.0, -0.5]
+        assert found.metrics == {"unknown_logprobs:sum": 1}
+        assert Experience.deserialize(found.serialize()) == found
 
 
 def test_a_server_that_knows_no_token_ids_is_named() -> None:

@@ -323,6 +323,41 @@ async def test_what_is_seen_of_old_and_differing_samples(opened: Opener) -> None
     assert any(name.startswith("mismatch/k3/") for name in metrics)
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo", "m2po", "mix"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+async def test_a_token_without_a_finite_logprob_is_as_one_that_is_masked(
+    opened: Opener, name: str, value: float
+) -> None:
+    async def stepped(unknown: bool) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        experiences = rows(name)
+        for one in experiences:
+            if one.logprobs is None or one.info.get("is_expert"):
+                continue
+            out = torch.arange(one.response_length) % 3 == 1
+            one.logprobs = torch.where(out, value, one.logprobs) if unknown else one.logprobs
+            one.action_mask = torch.ones_like(out) if unknown else ~out
+        learner = await opened(with_algorithm(config(), **SETTINGS[name]))
+        return await learner.step(experiences, 4), await weights_of(learner)
+
+    (found, weights), (expected, wanted) = [await stepped(unknown) for unknown in (True, False)]
+    assert found.pop("mismatch/unknown_logprobs") > expected.pop("mismatch/unknown_logprobs") == 0
+    assert same(weights, wanted)
+    for timed in ("time/train_step", "perf/tokens_per_second"):
+        del found[timed], expected[timed]
+    assert found == expected
+
+
+async def test_a_batch_without_a_finite_logprob_is_an_empty_step(opened: Opener) -> None:
+    learner, experiences = await opened(), rows("grpo")
+    for one in experiences:
+        one.logprobs = torch.full((one.response_length,), math.nan)
+    before = await weights_of(learner)
+    metrics = await learner.step(experiences, 4)
+    assert (metrics["actor/empty_skipped"], metrics["actor/nonfinite_skipped"]) == (1, 0)
+    assert metrics["mismatch/unknown_logprobs"] == sum(one.response_length for one in experiences)
+    assert same(before, await weights_of(learner))
+
+
 async def test_ratios_advantages_and_padding_are_measured(opened: Opener) -> None:
     """Over two micro-batches and two optimizer steps, against numbers of each token."""
     settings = with_algorithm(config(max_tokens=40, lr=1e-2, epochs=2), epochs=2)

@@ -61,6 +61,23 @@ def plain_values(folder: Path, critic: Critic, one: Experience) -> torch.Tensor:
         return before @ critic.head.weight[0] + critic.head.bias
 
 
+async def test_a_token_without_a_finite_logprob_has_no_value_and_no_advantage(opened: Opener) -> None:
+    found = []
+    for unknown in (True, False):
+        experiences = rewarded(4)
+        for one in experiences:
+            if unknown:
+                one.logprobs[0] = float("nan")
+            elif one.response_length:
+                one.action_mask[0] = False
+        learner = await opened(ppo())
+        metrics = await learner.step(experiences, 1)
+        assert metrics["critic/nonfinite_skipped"] == metrics["actor/nonfinite_skipped"] == 0
+        found.append((metrics["critic/vf_loss"], metrics["actor/loss"], await weights_of(learner)))
+    assert found[0][:2] == found[1][:2]
+    assert same(found[0][2], found[1][2])
+
+
 @pytest.mark.parametrize("max_tokens", [1, 40, 16384])
 def test_a_value_is_of_the_state_before_its_token(folder: Path, max_tokens: int) -> None:
     settings, experiences = ppo(max_tokens), rewarded(1)

@@ -304,18 +304,16 @@ async def test_saves_a_folder_that_transformers_loads(folder: Path, tmp_path: Pa
     assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("spoilt", "value"), [("logprobs", math.nan), ("advantages", math.nan), ("advantages", math.inf)]
-)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 async def test_numbers_that_are_not_finite_never_reach_the_weights(
-    tmp_path: Path, opened: Opener, spoilt: str, value: float
+    tmp_path: Path, opened: Opener, value: float
 ) -> None:
     learner = await opened()
     await learner.step(batch(1), 1)
     before = await weights_of(learner)
     await learner.save(tmp_path)
     bad = batch(2)
-    setattr(bad[3], spoilt, torch.full_like(bad[3].logprobs, value))
+    bad[3].advantages = torch.full_like(bad[3].logprobs, value)
     with capture_logs() as logs:
         metrics = await learner.step(bad, 2)
     assert metrics["actor/nonfinite_skipped"] == 1
@@ -344,7 +342,7 @@ async def test_a_model_that_masks_tokens_with_minus_infinity_is_trained(opened: 
 async def test_other_mini_batches_are_trained_when_one_is_not_finite(opened: Opener) -> None:
     learner = await opened(config(mini_batches=4))
     bad = batch(2)
-    bad[0].logprobs = torch.full_like(bad[0].logprobs, math.nan)
+    bad[0].advantages = torch.full_like(bad[0].advantages, math.nan)
     metrics = await learner.step(bad, 1)
     assert metrics["actor/nonfinite_skipped"] == 1
     assert metrics["actor/optimizer_steps"] == 3

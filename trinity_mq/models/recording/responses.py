@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trinity_mq.experience import Experience
-from trinity_mq.experience.rules import RESPONSE_TRUNCATED, Versions
+from trinity_mq.experience.rules import RESPONSE_TRUNCATED, SINGLE_TURN, Versions
 from trinity_mq.models.errors import EngineRefused, PromptTooLong
 from trinity_mq.models.recording.sse import numbers
 
 WHOLE = frozenset({"stop", "tool_calls", "function_call", "content_filter"})
 """Finish reasons of a response that ended by itself."""
+NO_LOGPROB = -9999.0
+"""What vLLM writes for minus infinity, which JSON has no number for; no logprob of a sampled token is as low."""
 MASKED_TEXT = "[the prompt is too long: this experience is masked out]"
 
 
@@ -25,6 +28,10 @@ def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: 
     as ``token_logprobs`` of the choice or inside its ``logprobs``. Versions are ``weight_versions`` of a choice, else
     ``weight_version`` of the answer, else unknown. A response that was cut off, by a limit, by the server or by whoever
     closed the stream, is ``response_truncated``.
+
+    A token whose logprob is no finite number (None, NaN, minus infinity, or vLLM's -9999) is kept and not trained on:
+    its action mask is False, its logprob 0, and the metric ``unknown_logprobs`` counts it. Its answer and the other
+    runs of the task lose nothing.
 
     Args:
         answer: The JSON body.
@@ -45,9 +52,16 @@ def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: 
 def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperature: float) -> Experience:
     prompt = _ids(choice if choice.get("prompt_token_ids") is not None else answer, "prompt_token_ids")
     response = _ids(choice, "token_ids")
+    given = _logprobs(choice, len(response))
+    known = [value is not None and NO_LOGPROB < value < math.inf for value in given]
+    unknown = known.count(False)
+    logprobs = [value if is_known else 0.0 for value, is_known in zip(given, known, strict=True)] if unknown else given
     return Experience(
+        experience_type=SINGLE_TURN,
         tokens=torch.tensor([*prompt, *response], dtype=torch.int32),
-        logprobs=torch.tensor(_logprobs(choice, len(response)), dtype=torch.float32),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        action_mask=torch.tensor(known) if unknown else None,
+        metrics={"unknown_logprobs:sum": unknown} if unknown else None,
         prompt_length=len(prompt),
         prompt_text=choice.get("prompt_text", answer.get("prompt_text")),
         response_text=_text(choice),
@@ -68,7 +82,7 @@ def _ids(where: Mapping[str, Any], name: str) -> list[int]:
     return ids
 
 
-def _logprobs(choice: Mapping[str, Any], count: int) -> list[float]:
+def _logprobs(choice: Mapping[str, Any], count: int) -> list[float | None]:
     found = numbers(choice)
     if found is None or len(found) != count:
         raise EngineRefused(

@@ -67,10 +67,12 @@ class Gathered:
             return {**self._answer, "choices": [_settled(choice) for choice in choices]}
 
 
-def numbers(choice: Mapping[str, Any]) -> list[float] | None:
-    """Return the logprobs of a choice, or of a part of one, in whichever form the server gives them."""
+def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
+    """Return the logprobs of a choice, or of a part of one, in whichever form the server gives them; None for a token
+    of which it gives none.
+    """
     logprobs = choice.get("logprobs") or {}
-    found: list[float] | None = choice.get("token_logprobs")
+    found: list[float | None] | None = choice.get("token_logprobs")
     if found is None:
         found = logprobs.get("token_logprobs")  # text completions
     if found is None and logprobs.get("content") is not None:  # chat completions
