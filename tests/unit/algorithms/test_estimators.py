@@ -297,7 +297,7 @@ def test_without_its_greedy_run_a_task_is_partial() -> None:
     assert metrics["rollout/missing_rewards"] == 1
     assert advantages([], args) == {}
     with pytest.raises(
-        ValueError, match=r"no experience of the batch has info\['greedy'\], wanted one run of each task"
+        ValueError, match=r"no experience of the batch has info\['greedy'\].* buffer.taskset.workflow_args.greedy_base"
     ):
         advantages([experience(run, 1.0) for run in range(2)], args)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.cli.commands.validate import PLAIN_WORKFLOWS
+from trinity_mq.cli.commands.validate import GREEDY_WORKFLOWS, PLAIN_WORKFLOWS
 from trinity_mq.cli.main import main
 from trinity_mq.runtime import plugins
 from trinity_mq.workflows import load_workflow
@@ -26,6 +26,8 @@ def test_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 QUEUE = "model: {{tiny: {{}}}}\nbuffer: {{taskset: {{storage_type: queue, {}}}}}"
+REMAX = QUEUE + "\nalgorithm: {{algorithm_type: remax}}"
+GREEDY = QUEUE.format("workflow: math_workflow, workflow_args: {greedy_baseline: true}") + "\n"
 NO_TEMPLATE = "model.tiny has no chat template, so it answers no chat requests, and workflow 'async_simple_workflow'"
 
 
@@ -47,6 +49,8 @@ NO_TEMPLATE = "model.tiny has no chat template, so it answers no chat requests, 
             "model: {tiny: {}}\noperator: {operators: [{name: reward_filtr}]}",
             "did you mean 'reward_filter'",
         ),
+        (REMAX.format("workflow: math_workflow"), "set buffer.taskset.workflow_args.greedy_baseline: true"),
+        (GREEDY + "algorithm: {algorithm_type: grpo}", "the estimator of grpo has no use for a greedy run"),
         ("model: {model_path: /no/such/model}", "model.model_path /no/such/model: no such folder"),
         ("model: {tiny: {chat_template: ''}}\nbuffer: {taskset: {storage_type: synthetic, path: ops3}}", NO_TEMPLATE),
         ("model: {tiny: {}, device: cuda}", "model.device is cuda, and torch sees no CUDA device here"),
@@ -66,7 +70,7 @@ NO_TEMPLATE = "model.tiny has no chat template, so it answers no chat requests, 
         ),
         (
             QUEUE.format("workflow_args: {with_think: true}"),
-            "workflow_args.with_think does not exist; the workflow takes",
+            "workflow_args.with_think does not exist; there are greedy_baseline",
         ),
         (
             "model: {tiny: {}}\noperator: {operators: [{name: reward_filter, args: {treshold: 1}}]}",
@@ -236,7 +240,13 @@ def test_an_operator_of_the_wrong_form_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_the_plain_workflows_take_no_arguments_and_no_history() -> None:
+@pytest.mark.parametrize("name", sorted(GREEDY_WORKFLOWS))
+def test_a_greedy_run_is_made_and_used(tmp_path: Path, name: str) -> None:
+    given = f"workflow: {name}, workflow_args: {{greedy_baseline: true}}"
+    assert main(["validate", write(tmp_path, REMAX.format(given))]) == 0
+
+
+def test_the_plain_workflows_need_no_arguments_and_no_history() -> None:
     for name in PLAIN_WORKFLOWS:
         for kind in (load_workflow(name), load_workflow(f"async_{name}")):
             assert (kind.arguments_kind, kind.needs_history) == (None, False)

@@ -9,7 +9,9 @@ import torch
 
 from tests.unit.workflows.running import running
 from tests.unit.workflows.speaking import chatting_generator
-from trinity_mq.experience import Experience
+from trinity_mq.algorithms.estimators import estimate
+from trinity_mq.config import AlgorithmConfig
+from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.testing.scripted import ScriptedGenerator
 from trinity_mq.workflows import (
@@ -55,6 +57,37 @@ CASES = [
     ("tool_call_workflow", {"tools": TOOLS}, [{"name": "add", "arguments": {"a": 1}}]),
     ("tool_agent_workflow", {"tools": [f"{__name__}.multiply"]}, "12"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "truth"), [case for case in CASES if not {"eval", "agent"} & set(case[0].split("_"))]
+)
+async def test_a_greedy_run_is_the_baseline_of_the_others(generator, tmp_path, name, arguments, truth):
+    """From the request to the tokens of a train step, for the algorithm remax."""
+    task = Task(
+        workflow=load_workflow(f"async_{name}"),
+        raw_task={"question": "What is 3 times 4?", "answer": truth},
+        workflow_args={**arguments, "greedy_baseline": True},
+        batch_id=3,
+        task_id=5,
+    )
+    async with running(generator, tmp_path, max_response_tokens=12) as runner:
+        (status, experiences), (_, again) = [await runner.run_task_async(task, 3, 0) for _ in range(2)]
+    assert status.ok, status.message
+    assert [one.eid.run for one in experiences] == [0, 1, 2]
+    greedy, *others = experiences
+    assert greedy.tokens.tolist() == again[0].tokens.tolist()
+    check_exact(generator, experiences)
+    greedy.reward, (first, second) = 0.25, others
+    first.reward, second.reward = 1.0, 0.0
+    algorithm = AlgorithmConfig(algorithm_type="remax", repeat_times=3)
+    batch = ExperienceBatch.of(experiences)
+    kept, metrics = estimate(batch, algorithm.estimator, min_group_runs=algorithm.effective_min_group_runs)
+    found = [(one.eid.run, float(one.advantages.sum() / max(one.action_mask.sum(), 1))) for one in kept]
+    trained = {one.eid.run for one in others if one.action_mask.any()}  # boxed math masks what was cut
+    assert found == [(1, 0.75 * (1 in trained)), (2, -0.25 * (2 in trained))]
+    assert metrics["rollout/partial_groups"] == 0
+    assert not greedy.action_mask.any(), "no estimator would train on it"
 
 
 @pytest.mark.parametrize("twin", ["", "async_"])

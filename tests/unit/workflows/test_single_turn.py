@@ -40,6 +40,45 @@ async def test_all_runs_are_asked_for_in_one_request(kind, stub_model):
     assert [exp.metrics for exp in experiences] == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 1.0}]
 
 
+GREEDY = {"greedy_baseline": True}
+
+
+@BOTH
+async def test_the_first_run_is_greedy_where_that_is_wanted(kind, stub_model):
+    model = stub_model(["2", "3", "2"])
+    workflow = task(kind, rollout_args={"temperature": 0.7}, workflow_args=GREEDY).to_workflow(model)
+    workflow.set_repeat_times(3, 0)
+    experiences = await run(workflow)
+    assert [keys for _, keys in model.calls] == [{"temperature": 0.0, "n": 1}, {"temperature": 0.7, "n": 2}]
+    assert [exp.eid.run for exp in experiences] == [0, 1, 2]
+    assert [exp.info.get("greedy", False) for exp in experiences] == [True, False, False]
+    assert [exp.reward for exp in experiences] == [1.0, 0.0, 1.0]
+    assert [bool(exp.action_mask.any()) for exp in experiences] == [False, True, True]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("runs", "base", "is_eval", "asked"),
+    [
+        (1, 0, False, [{"n": 1, "temperature": 0.0}]),
+        (2, 3, False, [{"n": 2}]),
+        (2, 0, True, [{"n": 2}]),
+    ],
+)
+async def test_one_run_of_a_training_task_is_greedy_however_it_is_cut(kind, stub_model, runs, base, is_eval, asked):
+    model = stub_model(["2", "3"])
+    workflow = task(kind, workflow_args=GREEDY, is_eval=is_eval).to_workflow(model)
+    workflow.set_repeat_times(runs, base)
+    assert [exp.eid.run for exp in await run(workflow)] == list(range(base, base + runs))
+    assert [keys for _, keys in model.calls] == asked
+
+
+@BOTH
+def test_whether_a_run_is_greedy_is_true_or_false(kind, stub_model):
+    with pytest.raises(TaskError, match="greedy_baseline is 'yes', wanted true or false"):
+        task(kind, workflow_args={"greedy_baseline": "yes"}).to_workflow(stub_model([]))
+
+
 @BOTH
 async def test_the_reward_is_the_sum_of_its_parts(kind, stub_model):
     made = task(kind, reward_fn=char_match, raw_task={"question": "q", "answer": "237"})

@@ -125,8 +125,10 @@ def _without_greedy(batch: ExperienceBatch, groups: Groups) -> tuple[Groups, dic
     if len(batch) and not marked:
         raise ValueError(
             f"no experience of the batch has info[{GREEDY!r}], wanted one run of each task with it: for the baseline "
-            "'greedy' the workflow samples one run of each task at temperature 0 and marks its experiences; a baseline "
-            "without such a run is leave_one_out"
+            "'greedy' the workflow samples one run of each task at temperature 0 and marks its experiences. Set "
+            "buffer.taskset.workflow_args.greedy_baseline: true, which simple, math, math_boxed and tool_call "
+            "workflows take; mark them in a workflow of your own; or take the baseline leave_one_out, which needs no "
+            "such run"
         )
     baseline = {
         tid: [reward for rid, reward in group.items() if rid in marked]

@@ -19,7 +19,9 @@ from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
 PLAIN_WORKFLOWS = frozenset({"simple_workflow", "math_workflow"})
-"""Built-in workflows, each also as ``async_``, that take no arguments and no recorded calls."""
+"""Built-in workflows, each also as ``async_``, that need no arguments and no recorded calls."""
+GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow"}
+"""Those that can make a greedy run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +45,15 @@ def check_all(config: Config) -> list[str]:
         ConfigError: All that is wrong, one line each.
     """
     lines, problems = [], []
-    for check in (check_tasksets, check_workflows, check_operators, check_models, check_devices, check_blob_store):
+    for check in (
+        check_tasksets,
+        check_greedy_runs,
+        check_workflows,
+        check_operators,
+        check_models,
+        check_devices,
+        check_blob_store,
+    ):
         try:
             lines += check(config)
         except (ConfigError, TasksetError, FatalError) as error:
@@ -95,6 +105,29 @@ def check_tasksets(config: Config) -> list[str]:
     return found
 
 
+def check_greedy_runs(config: Config) -> list[str]:
+    """Check that built-in workflows make the greedy run that the estimator compares with, and only for such a one.
+
+    Raises:
+        ConfigError: They do not, or nothing would look at it.
+    """
+    taskset, estimator = config.buffer.taskset, config.algorithm.estimator
+    is_made = bool(taskset.workflow_args.get("greedy_baseline"))
+    is_wanted = getattr(estimator, "baseline", None) == "greedy"
+    if is_wanted and not is_made and taskset.workflow.removeprefix("async_") in GREEDY_WORKFLOWS:
+        raise ConfigError(
+            f"algorithm {config.algorithm.algorithm_type} compares the runs of a task with a greedy one, and workflow "
+            f"{taskset.workflow!r} makes none; set buffer.taskset.workflow_args.greedy_baseline: true"
+        )
+    if is_made and not is_wanted:
+        raise ConfigError(
+            f"buffer.taskset.workflow_args.greedy_baseline is true, and the estimator of "
+            f"{config.algorithm.algorithm_type} has no use for a greedy run, which is not trained on; remove it, or "
+            "set algorithm.estimator.baseline: greedy"
+        )
+    return []
+
+
 def check_workflows(config: Config) -> list[str]:
     """Import the workflow of every taskset; return a line on each that is the user's own.
 
@@ -106,11 +139,12 @@ def check_workflows(config: Config) -> list[str]:
     for taskset in _tasksets(config):
         if _is_plain(taskset):
             continue
-        from trinity_mq.workflows import WORKFLOWS, Arguments, TaskError, check_arguments, load_workflow
+        from trinity_mq.workflows import WORKFLOWS, TaskError, check_arguments, load_workflow
+        from trinity_mq.workflows.builtin.simple import SimpleArguments
 
         try:
             kind = load_workflow(taskset.workflow)
-            takes = kind.arguments_kind or (Arguments if taskset.workflow in WORKFLOWS else None)
+            takes = kind.arguments_kind or (SimpleArguments if taskset.workflow in WORKFLOWS else None)
             if takes is not None:
                 check_arguments(taskset.workflow_args, takes)
         except (UnknownNameError, TaskError) as error:

@@ -8,9 +8,9 @@ from pydantic import Field
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED
 from trinity_mq.rewards import create_reward
-from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.arguments import arguments_of
 from trinity_mq.workflows.attributes import Replaceable
-from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.builtin.simple import SimpleArguments, SimpleWorkflow
 from trinity_mq.workflows.dual import call
 from trinity_mq.workflows.workflow import Task
 
@@ -21,7 +21,7 @@ THINKING = (
 )
 
 
-class BoxedArguments(Arguments):
+class BoxedArguments(SimpleArguments):
     """``workflow_args`` of the boxed math workflows."""
 
     use_base: bool = False

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.rewards import create_reward, parts_of
 from trinity_mq.rewards.truth import truth_text
+from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.dual import DualWorkflow, call, compute
 from trinity_mq.workflows.workflow import Task, TaskError
@@ -36,8 +40,30 @@ def truth_of(task: Task) -> str | None:
     return truth_text(task.truth)
 
 
+class SimpleArguments(Arguments):
+    """``workflow_args`` of single-turn workflows."""
+
+    greedy_baseline: bool = False
+    """Sample the first of a training task's ``repeat_times`` runs at temperature 0, as the baseline of the others: its
+    experience has ``info["greedy"]`` and is not trained on. For the algorithm ``remax``."""
+
+
+def has_greedy_baseline(task: Task) -> bool:
+    """Return whether the first run of the task is to be a greedy one; in an evaluation it never is.
+
+    Raises:
+        TaskError: The argument is neither true nor false.
+    """
+    wanted = task.workflow_args.get("greedy_baseline", False)
+    if not isinstance(wanted, bool):
+        raise TaskError(f"workflow_args.greedy_baseline is {wanted!r}, wanted true or false")
+    return wanted and not task.is_eval
+
+
 class SimpleWorkflow(DualWorkflow):
-    """One request for all runs of a single-turn task, each response rewarded by a rule."""
+    """One request for all runs of a single-turn task, each response rewarded by a rule; one more request where the
+    first run is a greedy one (:class:`SimpleArguments`).
+    """
 
     can_reset = True
     can_repeat = True
@@ -45,6 +71,9 @@ class SimpleWorkflow(DualWorkflow):
     """Used where the taskset's format has none."""
     default_reward_fn: ClassVar[str] = "exact_match"
     """Used where the task has none."""
+    has_greedy_baseline: bool = False
+    """The first run of the task is a greedy one; see :func:`has_greedy_baseline`."""
+    _asked: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
@@ -56,10 +85,12 @@ class SimpleWorkflow(DualWorkflow):
         """Get ready for ``task``.
 
         Raises:
+            TaskError: It has an argument with a value that it cannot have.
             UnknownNameError: Its reward function is not known.
             RewardError: The reward function does not take the task's arguments.
         """
         self.task = task
+        self.has_greedy_baseline = has_greedy_baseline(task)
         self.reward_fn = create_reward(task.reward_fn or self.default_reward_fn, task.reward_fn_args)
 
     @Replaceable
@@ -78,8 +109,10 @@ class SimpleWorkflow(DualWorkflow):
         return [{"role": "system", "content": system}, question] if system else [question]
 
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters: those of the task, and one completion for each run."""
-        return {**self.task.rollout_args, "n": self.repeat_times}
+        """Return the sampling parameters of the next request: those of the task, and one completion for each run; of a
+        greedy run temperature 0.
+        """
+        return {**self.task.rollout_args, "n": self.repeat_times, **self._asked}
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, its parts as metrics, and the run that each one is."""
@@ -116,9 +149,28 @@ class SimpleWorkflow(DualWorkflow):
         """Return one response for each run."""
         return await self.model.chat_async(self.format_messages(), **self.sampling())
 
+    async def answers(self) -> list[Experience]:
+        """Return one response for each run; where the first run of the task is among them and is to be greedy, that one
+        is marked and not trained on.
+        """
+        if not self.has_greedy_baseline or self.run_id_base:
+            return await self.responses()
+        [greedy] = await self._responses_with(n=1, temperature=0.0)
+        greedy.info["greedy"] = True
+        greedy.action_mask = torch.zeros(greedy.response_length, dtype=torch.bool)
+        others = self.repeat_times - 1
+        return [greedy, *(await self._responses_with(n=others) if others else [])]
+
+    async def _responses_with(self, **sampling: Any) -> list[Experience]:
+        self._asked = sampling
+        try:
+            return await self.responses()
+        finally:
+            del self._asked
+
     async def body(self) -> list[Experience]:
         """Ask, and return one rewarded experience for each run; a reward may take its time."""
-        responses = await self.responses()
+        responses = await self.answers()
         return await compute(self.is_async, lambda: self.rewarded(responses), "reward")
 
 

@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 from trinity_mq.experience import Experience
-from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.workflows.arguments import arguments_of
+from trinity_mq.workflows.builtin.simple import SimpleArguments, SimpleWorkflow
 from trinity_mq.workflows.workflow import Task, TaskError
 
 
-class ToolCallArguments(Arguments):
+class ToolCallArguments(SimpleArguments):
     """``workflow_args`` of the tool-calling workflows."""
 
     tools_key: str = "tools"
