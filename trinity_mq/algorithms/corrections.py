@@ -143,11 +143,15 @@ def covariance(view: TokenView) -> Tensor:
 
 
 def covariance_clip(view: TokenView, args: CovarianceClip, seed: str) -> Tensor:
-    """Return 1 but for a random share of the tokens of high covariance; see :class:`CovarianceClip`."""
+    """Return 1 but for a random share of the tokens of high covariance; see :class:`CovarianceClip`. Which are drawn
+    does not depend on the order of the sequences.
+    """
     found = covariance(view)
-    candidates = torch.nonzero((found > args.low) & (found < args.high))[:, 0].tolist()
+    candidates = torch.nonzero((found > args.low) & (found < args.high))[:, 0]
+    mu, advantage = (column[candidates].tolist() for column in (view.mu, view.advantage))
+    ordered = sorted(zip(mu, advantage, candidates.tolist(), strict=True))
     count = max(int(args.share * view.tokens), 1)
-    drawn = random.Random(seed).sample(candidates, min(count, len(candidates)))
+    drawn = [place for _, _, place in random.Random(seed).sample(ordered, min(count, len(ordered)))]
     kept = torch.ones_like(found)
     kept[drawn] = 0.0
     return kept
