@@ -17,68 +17,23 @@ import tempfile
 import time
 from pathlib import Path
 
-from trinity_mq.algorithms.estimators import estimate
+from one_process import OneProcess
 from trinity_mq.config import Config, load_config
-from trinity_mq.data import open_taskset
-from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.models import ensure_model_folder
-from trinity_mq.models.engines.generation.request import GenerationRequest
-from trinity_mq.models.engines.generation.text import TextCodec
-from trinity_mq.models.engines.torch.generator import TextGenerator
-from trinity_mq.rewards import create_reward
 from trinity_mq.testing.runs import LocalRun
-from trinity_mq.training.learner import TorchLearner
 
 WARM_UP = 5
 
 
 async def one_process(config: Config, folder: Path, steps: int) -> list[float]:
     """Return the seconds of each step of the baseline."""
-    model = ensure_model_folder(config.model, folder / "model", config.seed)
-    generator = TextGenerator.build(config.model, model, num_threads=1)
-    codec = TextCodec.load(model)
-    learner = TorchLearner(config, model, steps)
-    await learner.open(None)
-    taskset = open_taskset(config.buffer.taskset, repeat_times=config.algorithm.repeat_times, seed=config.seed)
-    reward = create_reward(config.buffer.taskset.reward_fn, {})
-    generator.apply(generator.check(dict(await learner.weights())))
+    loop = OneProcess(config, folder, steps)
+    await loop.open()
     seconds = []
     for step in range(1, steps + 1):
         started = time.perf_counter()
-        tasks = taskset.next_batch(config.buffer.batch_size)
-        prompts = [codec.encode(task.raw_task["question"]) for task in tasks]
-        requests = [
-            GenerationRequest(
-                prompt,
-                max_tokens=config.model.max_response_tokens,
-                n=task.repeat_times,
-                stop_ids=codec.stop_ids,
-                seed=1000 * step + number,
-            )
-            for number, (prompt, task) in enumerate(zip(prompts, tasks, strict=True))
-        ]
-        experiences = [
-            Experience(
-                eid=EID(batch=step, task=number, run=run),
-                tokens=[*prompt, *sample.token_ids],
-                prompt_length=len(prompt),
-                logprobs=sample.logprobs,
-                reward=sum(
-                    reward(sample.text, task.raw_task["answer"], finished=sample.finish_reason == "stop").values()
-                ),
-                temperature=1.0,
-            )
-            for number, (prompt, task, samples) in enumerate(
-                zip(prompts, tasks, generator.generate(requests), strict=True)
-            )
-            for run, sample in enumerate(samples)
-        ]
-        kept, _ = estimate(ExperienceBatch.of(experiences), config.algorithm.estimator)
-        if kept:
-            await learner.step(kept, step)
-            generator.apply(generator.check(dict(await learner.weights())))
+        await loop.step(step)
         seconds.append(time.perf_counter() - started)
-    await learner.close()
+    await loop.close()
     return seconds
 
 
