@@ -67,18 +67,17 @@ def mismatch_sums(view: TokenView) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 
 @torch.no_grad()
-def sums_by_age(view: TokenView, staleness: Tensor) -> dict[str, Tensor]:
-    """Return, for each age, the number of tokens ``tokens/<age>`` and the sum ``k3/<age>``, scalars.
+def sums_by(view: TokenView, groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return, for each group, the number of tokens ``tokens/<group>`` and the sum ``k3/<group>``, scalars.
 
     Args:
         view: The tokens.
-        staleness: int64 ``[tokens]``, at least 0.
+        groups: By name, which tokens are in it, bool ``[tokens]``.
     """
     change = limited(view.logprob.detach() - view.mu)
     k3 = change.exp() - 1 - change
     found: dict[str, Tensor] = {}
-    for name in AGES:
-        chosen = of_age(staleness, name)
+    for name, chosen in groups.items():
         found[f"tokens/{name}"] = chosen.sum()
         found[f"k3/{name}"] = torch.where(chosen, k3, 0.0).sum()
     return found
@@ -113,8 +112,11 @@ def mismatch_metrics(sums: Totals, maxima: Totals) -> dict[str, float]:
     return {f"mismatch/{name}": value for name, value in metrics.items()}
 
 
-def metrics_by_age(sums: Totals) -> dict[str, float]:
-    """Return ``mismatch/k3/<age>`` of the ages that there are tokens of."""
-    return {
-        f"mismatch/k3/{name}": sums[f"k3/{name}"] / tokens for name in AGES if (tokens := sums.get(f"tokens/{name}"))
-    }
+def metrics_by(sums: Totals) -> dict[str, float]:
+    """Return ``mismatch/k3/<group>`` of the groups of :func:`sums_by` that there are tokens of."""
+    found = {}
+    for name, tokens in sums.items():
+        if name.startswith("tokens/") and tokens:
+            group = name.removeprefix("tokens/")
+            found[f"mismatch/k3/{group}"] = sums[f"k3/{group}"] / tokens
+    return found

@@ -18,6 +18,8 @@ TYPES = (SINGLE_TURN, MULTI_TURN, DPO)
 
 PROMPT_TRUNCATED = "prompt_truncated"
 RESPONSE_TRUNCATED = "response_truncated"
+ENGINE = "engine"
+"""Key in ``info``: the id of the engine that sampled the response."""
 TRUNCATE_STATUSES = (None, PROMPT_TRUNCATED, RESPONSE_TRUNCATED)
 
 Versions = list[tuple[int, int, int]]

@@ -26,7 +26,7 @@ from trinity_mq.experience import (
     split_dpo_experience_to_single_turn,
 )
 from trinity_mq.experience.ragged import Indexes, Ragged
-from trinity_mq.experience.rules import DPO
+from trinity_mq.experience.rules import DPO, ENGINE
 
 SAMPLED, IMITATED, PAIRED = 0, 1, 2
 """Roles of sequences: sampled by the policy, by an expert, or an answer of a pair (chosen, then rejected)."""
@@ -77,6 +77,8 @@ class MicroBatch:
     """float32 ``[tokens]``: the teacher's logprobs where a component needs them."""
     custom: dict[str, Tensor] = field(default_factory=dict)
     """``[tokens, ...]`` each: the custom fields, by destination, of the experience that a token is of."""
+    engines: dict[str, Tensor] = field(default_factory=dict)
+    """bool ``[tokens]`` each: whether the engine of that id sampled it; none where a single one sampled all."""
 
     @property
     def tokens(self) -> int:
@@ -85,10 +87,14 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on ``device``."""
-        custom = {name: column.to(device) for name, column in self.custom.items()}
-        others = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "custom"}
-        moved: dict[str, Any] = {name: None if one is None else one.to(device) for name, one in others.items()}
-        return MicroBatch(custom=custom, **moved)
+        moved: dict[str, Any] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, dict):
+                moved[one.name] = {name: column.to(device) for name, column in value.items()}
+            else:
+                moved[one.name] = None if value is None else value.to(device)
+        return MicroBatch(**moved)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,8 @@ class TrainTokens:
     """``[tokens]`` each: the columns of :class:`MicroBatch` that are copied as they are."""
     custom: Mapping[str, Tensor]
     """``[tokens, ...]`` each."""
+    engines: Mapping[str, Tensor]
+    """bool ``[tokens]`` each."""
 
     @property
     def tokens(self) -> int:
@@ -200,6 +208,7 @@ class TrainTokens:
             role=torch.from_numpy(self.role[sequences])[row],
             scale=torch.from_numpy(scale[sequences]).float()[row],
             custom={name: column[index] for name, column in self.custom.items()},
+            engines={name: column[index] for name, column in self.engines.items()},
             **{name: column[index] for name, column in self.columns.items()},
         )
 
@@ -408,7 +417,25 @@ def _flat(
             ]
             for name, column in (gather_custom_fields(answers.select(chosen)) if len(chosen) else {}).items()
         },
+        engines=_by_engine(answers, sampled, trained),
     )
+
+
+def _by_engine(answers: ExperienceBatch, sampled: Flags, trained: Tensor) -> dict[str, Tensor]:
+    """Return which tokens each engine sampled, bool ``[tokens]`` by its id; nothing where there is only one.
+
+    Args:
+        answers: A sequence each.
+        sampled: Which of them the policy sampled.
+        trained: The sequence of each trained token.
+    """
+    infos = zip(answers.values("info"), sampled, strict=True)
+    engines = [str((info or {}).get(ENGINE, "")) if one else "" for info, one in infos]
+    names = sorted(set(engines) - {""})
+    if len(names) < 2:
+        return {}
+    owner = np.array(engines)
+    return {name: torch.from_numpy(owner == name)[trained] for name in names}
 
 
 def _column(answers: ExperienceBatch, name: str, responses: Indexes, chosen: Flags) -> Tensor:

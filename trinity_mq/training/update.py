@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from trinity_mq.algorithms.corrections import step_choice
 from trinity_mq.algorithms.evaluator import evaluate, over_step, step_weights
-from trinity_mq.algorithms.mismatch import AGES, metrics_by_age, mismatch_metrics, mismatch_sums, sums_by_age
+from trinity_mq.algorithms.mismatch import AGES, metrics_by, mismatch_metrics, mismatch_sums, of_age, sums_by
 from trinity_mq.algorithms.regularisers import kl_estimate
 from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.algorithms.view import TokenView, limited
@@ -203,7 +203,7 @@ class StepSums:
     maxima: dict[str, Tensor] = field(default_factory=dict)
     minima: dict[str, Tensor] = field(default_factory=dict)
     mismatch: dict[str, Tensor] = field(default_factory=dict)
-    """Sums over fresh tokens of samples, see :func:`mismatch_sums`, and of :func:`sums_by_age`."""
+    """Sums over fresh tokens of samples, see :func:`mismatch_sums`, and of :func:`sums_by`, by age and by engine."""
     mismatch_maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -231,13 +231,15 @@ def accumulate(policy: Policy, batches: Sequence[MicroBatch], loss: StepLoss, co
         _add(total.sums, {"entropy": entropy.detach().sum(), **terms.sums})
         _raise(total.maxima, terms.maxima)
         _lower(total.minima, terms.minima)
-        _observe(total, present[SAMPLED])
+        _observe(total, present[SAMPLED], {name: flags[kept[SAMPLED]] for name, flags in batch.engines.items()})
     return total
 
 
-def _observe(total: StepSums, samples: TokenView) -> None:
+def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor]) -> None:
     """Add what there is to see of samples besides their loss: their advantages, how far the engine's logprobs are from
     the policy's, and how far the policy is from the reference, if there is one.
+
+    ``engines`` says which of the tokens each engine sampled, bool ``[tokens]``, where there are several.
     """
     if not samples.tokens:
         return
@@ -251,7 +253,9 @@ def _observe(total: StepSums, samples: TokenView) -> None:
         apart = limited(samples.logprob.detach() - samples.ref)
         _add(total.sums, {f"kl_ref_{kind}": kl_estimate(apart, kind).sum() for kind in ("k1", "k3")})
     sums, maxima = mismatch_sums(samples.where(samples.staleness == 0))
-    _add(total.mismatch, sums | sums_by_age(samples, samples.staleness))
+    groups = {age: of_age(samples.staleness, age) for age in AGES}
+    groups |= {f"engine/{name}": flags for name, flags in engines.items()}
+    _add(total.mismatch, sums | sums_by(samples, groups))
     _raise(total.mismatch_maxima, maxima)
 
 
@@ -318,7 +322,7 @@ def step_metrics(total: StepSums) -> dict[str, float]:
         metrics[f"offpolicy/{metric}"] = sums.pop(name, unweighted.get(name, 0.0)) / total.sampled
     metrics |= {f"actor/{name}": value / total.sampled for name, value in sums.items()}
     metrics |= {f"actor/{name}": value for name, value in (maxima | _numbers(total.minima)).items()}
-    return metrics | mismatch_metrics(mismatch, _numbers(total.mismatch_maxima)) | metrics_by_age(mismatch)
+    return metrics | mismatch_metrics(mismatch, _numbers(total.mismatch_maxima)) | metrics_by(mismatch)
 
 
 def _lower(total: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.algorithms.vectors import VECTORS, Case
-from trinity_mq.algorithms.mismatch import AGES, metrics_by_age, mismatch_metrics, mismatch_sums, sums_by_age
+from trinity_mq.algorithms.mismatch import AGES, metrics_by, mismatch_metrics, mismatch_sums, of_age, sums_by
 from trinity_mq.algorithms.view import TokenView
 
 NAMES = {
@@ -63,8 +63,10 @@ def test_sums_of_parts_are_those_of_the_whole() -> None:
 
 def test_the_ages_divide_the_tokens() -> None:
     staleness = torch.tensor([0, 1, 2, 3, 7, 8, 40, 0, 5])
-    found = {name: value.item() for name, value in sums_by_age(view(), staleness).items()}
+    groups = {name: of_age(staleness, name) for name in AGES}
+    found = {name: value.item() for name, value in sums_by(view(), groups).items()}
     assert [found[f"tokens/{name}"] for name in AGES] == [2, 2, 3, 2]
     sums, _ = mismatch_sums(view())
     assert sum(found[f"k3/{name}"] for name in AGES) == pytest.approx(sums["k3"].item())
-    assert set(metrics_by_age(found)) == {f"mismatch/k3/{name}" for name in AGES}
+    assert set(metrics_by(found)) == {f"mismatch/k3/{name}" for name in AGES}
+    assert metrics_by({"tokens/age_0": 0.0, "k3/age_0": 0.0, "tokens": 3.0}) == {}, "no token is of that age"

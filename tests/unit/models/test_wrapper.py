@@ -199,6 +199,7 @@ async def test_openai_clients_are_recorded(wrap: Wrap) -> None:
     recorded = model.extract_experience_from_history()
     for left, right in zip(recorded, wanted, strict=True):
         assert left == _with_eid(left, right)
+        assert left.info["engine"] == model.model.id
 
     def ask() -> None:
         with model.get_openai_client() as client:

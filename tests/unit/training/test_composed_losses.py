@@ -321,6 +321,19 @@ async def test_what_is_seen_of_old_and_differing_samples(opened: Opener) -> None
         metrics["offpolicy/masked_frac_pos"] + metrics["offpolicy/masked_frac_neg"]
     )
     assert any(name.startswith("mismatch/k3/") for name in metrics)
+    assert not any(name.startswith("mismatch/k3/engine/") for name in metrics), "it says nothing of a single engine"
+
+
+async def test_one_engine_that_differs_from_the_trainer_is_seen(opened: Opener) -> None:
+    learner = await opened(with_algorithm(config(), algorithm_type="grpo"))
+    experiences = await sampled_by(learner, rows("grpo"))
+    for number, one in enumerate(experiences):
+        one.info["engine"] = f"engine-{number % 2}"
+        if number % 2:
+            one.logprobs -= 0.5
+    metrics = await learner.step(experiences, 1)
+    assert metrics["mismatch/k3/engine/engine-0"] < 1e-6
+    assert metrics["mismatch/k3/engine/engine-1"] == pytest.approx(math.exp(0.5) - 1.5, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "m2po", "mix"])

@@ -144,9 +144,13 @@ def test_mini_batches_are_never_empty_and_a_single_one_keeps_its_order() -> None
 
 
 def test_moves_to_a_device_whole() -> None:
-    (batch,) = pack([weighted(1, 2, 3)], 100)
+    both = [weighted(run, 2, 3) for run in (1, 2)]
+    for one in both:
+        one.info["engine"] = f"engine-{one.eid.run}"
+    (batch,) = pack(both, 100)
     moved = vars(batch.to(torch.device("meta")))
-    columns = [*moved.pop("custom").values(), *(value for value in moved.values() if value is not None)]
+    columns = [*moved.pop("custom").values(), *moved.pop("engines").values()]
+    columns += [value for value in moved.values() if value is not None]
     assert {str(column.device) for column in columns} == {"meta"}
 
 
@@ -164,6 +168,18 @@ def test_custom_fields_are_there_for_each_trained_token() -> None:
     for batch in batches:
         assert batch.custom["loss_weight"].tolist() == (batch.targets // 100).tolist()
     assert sum(batch.tokens for batch in batches) == 16
+
+
+def test_the_engine_of_each_trained_token_is_known_where_there_are_several() -> None:
+    given = [experience(run, 1, run, info={"engine": "ab"[run % 2]} if run < 4 else {}) for run in range(1, 5)]
+    batches = pack(given, 6)
+    assert len(batches) > 1
+    for batch in batches:
+        run = batch.targets // 100
+        assert batch.engines["b"].tolist() == ((run == 1) | (run == 3)).tolist()
+        assert batch.engines["a"].tolist() == (run == 2).tolist(), "run 4 does not say"
+    (batch,) = pack([given[0], given[2]], 100)
+    assert batch.engines == {}, "one engine is all there is"
 
 
 def test_custom_fields_that_differ_are_refused() -> None:

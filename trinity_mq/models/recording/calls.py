@@ -9,6 +9,7 @@ from typing import Any
 from tenacity import RetryCallState, retry_if_exception_type, stop_after_delay
 
 from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import ENGINE
 from trinity_mq.messages import Version
 from trinity_mq.models.clients import stream_error
 from trinity_mq.models.errors import EngineLost, EngineNotReady, PromptTooLong
@@ -102,6 +103,9 @@ class Call:
         """Return an answer as experiences and keep nothing; errors as :meth:`experiences`."""
         text_only = self.model.role == "auxiliary" and not self.recorded
         experiences = experiences_of(answer, self.temperature, text_only=text_only)
+        if self.model.role == "rollout":
+            for experience in experiences:
+                experience.info[ENGINE] = self.model.id
         self.answered_by(answer, experiences)
         return experiences
 
