@@ -82,7 +82,8 @@ async def test_tasks_come_back_and_rubbish_is_parked(tmp_path: Path) -> None:
             assert told["outcome"] == "finished"
             assert told["completed_runs"] == told["total_runs"] == len(told["answers"]) == 8
             assert [one["run"] for one in told["answers"]] == list(range(8))
-            assert all(one["text"] and one["reward"] is not None for one in told["answers"])
+            # a model of random weights may end its answer at once
+            assert all(isinstance(one["text"], str) and one["reward"] is not None for one in told["answers"])
             kinds, experiences = [], []
             async with asyncio.timeout(60), replies.iterator() as answers:
                 async for answer in answers:

@@ -278,7 +278,7 @@ def test_what_can_be_known_before_the_start_is_said_then_and_leaves_no_trace(ben
     code, out, err = bench.finish("run", str(bench.config), *wrong)
     assert (code, out) == (2, "")
     arguments, model = err.splitlines()
-    assert arguments == "trinity-mq run: taskset 'train': workflow_args.x does not exist; the workflow takes none"
+    assert arguments == "trinity-mq run: taskset 'train': workflow_args.x does not exist; there are greedy_baseline"
     assert model.startswith("model.model_path /no/such/model: no such folder; give a Hugging Face folder or a hub id")
     code, _, err = bench.finish()
     assert (code, err) == (0, ""), "another model than at the start that was refused"
