@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,6 +95,18 @@ class History:
 def last_generation(folder: Path) -> int:
     """Return the highest generation that has a history in ``folder``, 0 where there is none."""
     return max((int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal()), default=0)
+
+
+def last_progress(folder: Path) -> int:
+    """Return the highest progress that a generation with a history in ``folder`` came to, 0 where there is none."""
+    highest = 0
+    for path in folder.glob("*.jsonl"):
+        for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+            with contextlib.suppress(ValueError):  # the last line of a killed process may be cut off
+                if "progress" in (entry := json.loads(line)):
+                    highest = max(highest, int(entry["progress"]))
+                    break
+    return highest
 
 
 def last_saved(folder: Path) -> int | None:

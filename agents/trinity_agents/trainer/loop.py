@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 
 from trinity_agents.trainer.batch_result import BatchResult, skipped_batch_dead_letter, train_on
-from trinity_agents.trainer.history import History, last_generation, last_saved
+from trinity_agents.trainer.history import History, last_generation, last_progress, last_saved
 from trinity_agents.trainer.source import StreamSource, TrainBatch
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
@@ -32,6 +32,8 @@ from trinity_mq.transport.blobs import open_store
 
 log = structlog.get_logger(__name__)
 
+QUIET_SECONDS = 10.0
+"""How long a restarted trainer waits for the next batch that it has trained on before; the stream holds them all."""
 CANARY = tuple(2 + n * n % 6 for n in range(24))
 """Token ids of the canary prompt; any fixed ones do, and every vocabulary has these. More of them show smaller changes:
 see :mod:`trinity_mq.sync.gate.canary`."""
@@ -74,6 +76,9 @@ class TrainLoop:
         self.source.changed = agent.woken
         self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
         self._saved_progress = self._first_step = 0
+        self._reached = 0
+        """Progress that an earlier generation came to."""
+        self._replay_ends = self._quiet_ends = 0.0
         self._saved_run: str | None = None
         """Id of the run that the checkpoints are of."""
         self._answered = 0
@@ -141,6 +146,7 @@ class TrainLoop:
             found = {"generation": self.generation, "step": self.step, "progress": self.progress}
             log.info("resumed", checkpoint=checkpoint.path.name, **found)
         self._saved_progress, self._first_step = self.progress, self.step
+        self._reached = last_progress(histories)
         self._history = History(histories, self.generation, resumed)
 
     async def _load(self) -> Checkpoint | None:
@@ -216,8 +222,11 @@ class TrainLoop:
     async def run(self) -> None:
         """Train until the run is over or the agent is asked to drain."""
         agent = self.agent
+        self._replay_ends = asyncio.get_running_loop().time() + self.config.explorer.max_timeout
+        self._quiet_ends = asyncio.get_running_loop().time() + QUIET_SECONDS
         while not (agent.draining.is_set() or self.is_run_over):
-            if self.gate.someone_is_behind or self._sync_is_due():
+            replay_left = self._replay_left
+            if not replay_left and (self.gate.someone_is_behind or self._sync_is_due()):
                 await self._sync()
             elif self._is_at_end:
                 if not self.finished:
@@ -227,13 +236,28 @@ class TrainLoop:
                     await agent.woken.wait()
             elif self.source.available():
                 await self._consume()
+                self._quiet_ends = asyncio.get_running_loop().time() + QUIET_SECONDS
             else:
                 agent.set_state("idle", f"batch {self.progress + 1}" if self._in_batch_order else "the next batch")
-                await agent.woken.wait()
+                await agent.woken.wait(replay_left or None)
         if self.is_run_over and (unused := self.source.unused):
             log.warning("repaired_batches_unused", batches=unused, reason="no batch came after them")
             agent.report(self.progress, {"sample/unused_repaired_batches": float(len(unused))})
         await self._save()
+
+    @property
+    def _replay_left(self) -> float:
+        """Seconds for which what an earlier generation has trained on goes before syncs, 0 once that is over.
+
+        Rollouts under way would else end with weights as old as the checkpoint, and their groups be dropped as stale.
+        Engines that lack weights wait meanwhile, at most as long as one attempt of a rollout may take, and not for
+        batches that do not come.
+        """
+        now = asyncio.get_running_loop().time()
+        if self.progress >= self._reached:
+            return 0.0
+        ends = self._replay_ends if self.source.available() else min(self._replay_ends, self._quiet_ends)
+        return max(0.0, ends - now)
 
     @property
     def is_run_over(self) -> bool:

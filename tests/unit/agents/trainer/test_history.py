@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_agents.trainer.history import History, HistoryError, lineage
+from trinity_agents.trainer.history import History, HistoryError, last_progress, lineage
 
 
 def write(folder: Path, generation: int, resumed_from: tuple[int, int] | None, progress: range) -> None:
@@ -133,3 +133,14 @@ def test_a_repaired_batch_is_another_line_of_the_same_progress(tmp_path: Path) -
     found = [(entry["progress"], entry["batch"], "repaired" in entry) for entry in lineage(tmp_path, 1, 3)]
     assert found == [(1, 1, False), (2, 2, False), (2, 1, True), (3, 3, False)]
     assert len(lineage(tmp_path, 1, 1)) == 1
+
+
+def test_the_furthest_that_any_generation_came(tmp_path: Path) -> None:
+    assert last_progress(tmp_path) == 0
+    write(tmp_path, 1, None, range(1, 8))
+    write(tmp_path, 2, (1, 4), range(5, 6))
+    write(tmp_path, 3, (1, 4), range(0))
+    assert last_progress(tmp_path) == 7
+    with (tmp_path / "1.jsonl").open("a") as file:
+        file.write('{"saved":7}\n{"progress":8,"st')
+    assert last_progress(tmp_path) == 7, "a line that was cut off was never acted on"

@@ -621,3 +621,27 @@ def _entries(file: Path) -> dict[int, dict[str, Any]]:
 
 class _Over(Exception):
     """The scene has been seen."""
+
+
+@pytest.mark.parametrize("seconds", [7.0, 8.0, 9.0])
+@pytest.mark.parametrize("saved", [2, 100])
+def test_a_restarted_trainer_takes_what_it_has_trained_on_before_engines_get_its_weights(
+    tmp_path: Path, saved: int, seconds: float
+) -> None:
+    """Rollouts under way would else be of weights as old as the checkpoint, and their groups be dropped."""
+    overrides = ("synchronizer.sync_offset=1", f"trainer.save_interval={saved}", "explorer.eval_interval=100")
+    late = {6, 7}
+    sim = Simulation(tmp_path, overrides, batches=8, runner_seconds=lambda each: seconds if each.batch in late else 0.1)
+
+    async def killed_while_they_are_under_way() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+        await until(lambda: sim.trainer.loop.progress == 5)
+        await asyncio.sleep(1.0)
+        assert await killed(first)
+        await asyncio.sleep(1.0)
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=killed_while_they_are_under_way), limit=1000)
+    assert list(outcomes(sim).values()) == ["trained"] * 8
+    assert [value for _, value in sim.values("sample/dropped_stale_groups") if value] == []
+    assert [version for version in sim.engine.served if version[0] == 2] == [(2, 5), (2, 6), (2, 7), (2, 8)]
