@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -206,6 +207,8 @@ def table(curves: Iterable[Curve]) -> str:
     for curve in curves:
         grouped.setdefault((curve.depth, curve.name), []).append(curve)
     steps = sorted({int(step) for found in grouped.values() for curve in found for step in curve.accuracy})
+    # the last step is evaluated too, right behind a regular one
+    steps = [step for step, after in itertools.pairwise([*steps, steps[-1] * 2]) if after - step > 5] if steps else []
     aged = any(depth for depth, _ in grouped)
     heads = [
         "algorithm",
@@ -294,9 +297,12 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 8, 16], help="staleness: batches ahead")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: the example's)")
     parser.add_argument("--out", default="benchmarks/curves", help="folder of the curves")
+    parser.add_argument("--table", action="store_true", help="only print the table of what is there")
     options = parser.parse_args()
     study = Study(Path(options.out) / f"{options.study}.json")
-    if options.study == "presets":
+    if options.table:
+        pass
+    elif options.study == "presets":
         compare_presets(study, options)
     else:
         asyncio.run(compare_on_old_data(study, options))

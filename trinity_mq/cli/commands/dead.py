@@ -11,7 +11,7 @@ import textwrap
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-from trinity_mq.bus import Bus, Delivery, Envelope, HeaderValue, Incoming, QueueGone, StaleDelivery, StreamCut, Topology
+from trinity_mq.bus import Bus, Delivery, Envelope, HeaderValue, Incoming, QueueGone, StreamCut, Topology
 from trinity_mq.bus.streams import read_at
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.cli.arguments import add_actions, add_broker, add_target
@@ -210,20 +210,12 @@ async def _letters(target: Target, limit: int) -> tuple[Sequence[Incoming], int]
 
 
 async def _each(bus: Bus, topology: Topology, count: int) -> AsyncIterator[Delivery]:
-    """Yield so many letters, oldest first; those that are not acknowledged go back at the end.
-
-    They are given back one by one: what a closed channel held comes back some time later, and a command that follows at
-    once would not see it.
-    """
+    """Yield so many letters, oldest first; those that are not acknowledged go back at the end."""
     if not count:
         return
     async with await bus.consume(topology.dead, prefetch=count) as subscription:
-        letters: list[Delivery] = []
         with contextlib.suppress(TimeoutError):
             for _ in range(count):
                 async with asyncio.timeout(QUIET_SECONDS):
-                    letters.append(await anext(subscription))
-                yield letters[-1]
-        for letter in letters:
-            with contextlib.suppress(StaleDelivery):
-                await letter.requeue()
+                    letter = await anext(subscription)
+                yield letter
