@@ -168,7 +168,7 @@ class MemoryWorld(SchedulerWorld):
 class RabbitWorld(SchedulerWorld):
     """Two runner processes for all scenarios, time real."""
 
-    unit = 0.2
+    unit = 0.3
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.run = url, f"t{secrets.token_hex(5)}"

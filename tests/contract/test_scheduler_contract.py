@@ -171,7 +171,7 @@ def test_wait_all_starts_its_timer_anew_and_takes_nothing(world: SchedulerWorld)
         scheduler.schedule(stage.tasks(2.0, 4.0), 1)
         scheduler.schedule(stage.tasks(6.0), 2)
         async with stage.lasts(6.0, 7.0):
-            await scheduler.wait_all(timeout=5.0 * stage.unit)
+            await scheduler.wait_all(timeout=3.0 * stage.unit)
         assert len((await scheduler.get_results(1))[1]) == 2
         assert len((await scheduler.get_results(2))[1]) == 1
 

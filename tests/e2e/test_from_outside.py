@@ -11,6 +11,7 @@ import aio_pika
 import pytest
 
 from trinity_mq.experience import Experience
+from trinity_mq.rewards.text import char_match
 from trinity_mq.testing.runs import LocalRun
 
 ROOT = Path(__file__).parents[2]
@@ -82,8 +83,9 @@ async def test_tasks_come_back_and_rubbish_is_parked(tmp_path: Path) -> None:
             assert told["outcome"] == "finished"
             assert told["completed_runs"] == told["total_runs"] == len(told["answers"]) == 8
             assert [one["run"] for one in told["answers"]] == list(range(8))
-            # a model of random weights may end its answer at once
-            assert all(isinstance(one["text"], str) and one["reward"] is not None for one in told["answers"])
+            for one in told["answers"]:  # the model has hardly learnt: it may end an answer at once, its text is empty
+                possible = [sum(char_match(one["text"], "3", finished=ended).values()) for ended in (True, False)]
+                assert any(one["reward"] == pytest.approx(reward) for reward in possible), one
             kinds, experiences = [], []
             async with asyncio.timeout(60), replies.iterator() as answers:
                 async for answer in answers:

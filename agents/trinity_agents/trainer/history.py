@@ -98,10 +98,18 @@ def last_generation(folder: Path) -> int:
 
 
 def last_progress(folder: Path) -> int:
-    """Return the highest progress that a generation with a history in ``folder`` came to, 0 where there is none."""
+    """Return the highest progress that a generation with a history in ``folder`` came to, 0 where there is none.
+
+    Raises:
+        HistoryError: A file is unreadable.
+    """
     highest = 0
     for path in folder.glob("*.jsonl"):
-        for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise HistoryError(f"cannot read the history {path}: {error}") from error
+        for line in reversed(lines):
             with contextlib.suppress(ValueError):  # the last line of a killed process may be cut off
                 if "progress" in (entry := json.loads(line)):
                     highest = max(highest, int(entry["progress"]))

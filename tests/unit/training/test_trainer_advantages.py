@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from tests.unit.training.test_critic import rewarded
 from tests.unit.training.test_learner import Opener, batch, config, folder, opened, plain_logprobs, same, weights_of
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import Config
@@ -125,16 +126,6 @@ def penalised(algorithm: str = "reinforceplusplus", **reward_kl: Any) -> Config:
     return config(algorithm_type=algorithm, kl=None, repeat_times=2, reward_kl=reward_kl, max_tokens=50)
 
 
-def answered(seed: int) -> list[Experience]:
-    """Rewarded answers, some tokens of which are a tool's."""
-    experiences = batch(seed)
-    for number, one in enumerate(experiences):
-        one.advantages, one.reward = None, 0.25 * number - 1
-        if one.response_length > 2:
-            one.action_mask[1] = False
-    return experiences
-
-
 @torch.no_grad()
 def differences(folder: Path, experiences: list[Experience]) -> list[torch.Tensor]:
     """Return ``log mu - log ref`` of the response tokens of each, the first model being the reference."""
@@ -145,7 +136,7 @@ def differences(folder: Path, experiences: list[Experience]) -> list[torch.Tenso
 @pytest.mark.parametrize(("kind", "kl"), [("k1", lambda d: d), ("k2", lambda d: d**2 / 2), ("abs", torch.abs)])
 def test_the_kl_is_taken_from_the_rewards_of_trained_tokens(folder: Path, kind: str, kl: Any) -> None:
     """By forward passes of each sequence alone, at the temperature of its sample."""
-    settings, experiences = penalised(kind=kind, coef=0.3), answered(1)
+    settings, experiences = penalised(kind=kind, coef=0.3), rewarded(1)
     assert len({one.temperature for one in experiences}) > 1
     experiences[4].reward = None
     whole = ExperienceBatch.of(experiences)
@@ -164,7 +155,7 @@ def test_the_kl_is_taken_from_the_rewards_of_trained_tokens(folder: Path, kind: 
 
 
 def test_a_critic_learns_the_rewards_less_the_kl(folder: Path) -> None:
-    settings, experiences = penalised("ppo", coef=0.5), answered(1)
+    settings, experiences = penalised("ppo", coef=0.5), rewarded(1)
     models = Critic(settings, folder), Reference.load(settings, folder, None)
     found = trainer_advantages(ExperienceBatch.of(experiences), settings, {"rl": 1.0}, 1, Memory(), *models)
     assert found.targets is not None
@@ -176,28 +167,28 @@ def test_a_critic_learns_the_rewards_less_the_kl(folder: Path) -> None:
 async def test_the_coefficient_goes_on_from_a_checkpoint(tmp_path: Path, opened: Opener) -> None:
     settings = penalised(coef=0.1, target=0.01, horizon=24)
     learner = await opened(settings)
-    used = [(await learner.step(answered(step), step))["actor/kl_reward_coef"] for step in (1, 2, 3)]
+    used = [(await learner.step(rewarded(step), step))["actor/kl_reward_coef"] for step in (1, 2, 3)]
     assert used[0] == 0.1
     assert used[1] in (pytest.approx(0.1 * (1 + 0.2 * 12 / 24)), pytest.approx(0.1 * (1 - 0.2 * 12 / 24)))
     assert len(set(used)) == 3
     await learner.save(tmp_path)
     resumed = await opened(settings, checkpoint=tmp_path)
     for step in (4, 5):
-        found = [(await one.step(answered(step), step))["actor/kl_reward_coef"] for one in (learner, resumed)]
+        found = [(await one.step(rewarded(step), step))["actor/kl_reward_coef"] for one in (learner, resumed)]
         assert found[0] == found[1] != used[-1]
     assert same(await weights_of(learner), await weights_of(resumed))
     fixed = await opened(penalised(coef=0.25), checkpoint=tmp_path)
-    assert (await fixed.step(answered(4), 4))["actor/kl_reward_coef"] == 0.25, "without a target the setting counts"
+    assert (await fixed.step(rewarded(4), 4))["actor/kl_reward_coef"] == 0.25, "without a target the setting counts"
 
 
 async def test_a_step_that_changes_nothing_leaves_the_coefficient(opened: Opener) -> None:
     learner = await opened(penalised(coef=0.1, target=1e-4, horizon=24))
-    bad = answered(1)
+    bad = rewarded(1)
     for one in bad:
         one.logprobs = torch.full_like(one.logprobs, math.nan)
     metrics = await learner.step(bad, 1)
     assert metrics["actor/optimizer_steps"] == 0
-    assert (await learner.step(answered(1), 1))["actor/kl_reward_coef"] == 0.1
+    assert (await learner.step(rewarded(1), 1))["actor/kl_reward_coef"] == 0.1
 
 
 async def test_the_reference_is_scored_once_where_loss_and_rewards_both_need_it(
@@ -213,6 +204,6 @@ async def test_the_reference_is_scored_once_where_loss_and_rewards_both_need_it(
         return original(packed, entropy_gradient=entropy_gradient)
 
     monkeypatch.setattr(reference, "score", watched)
-    await learner.step(answered(1), 1)
-    assert (await learner.step(answered(1), 2))["actor/kl_loss"] > 0
-    assert sum(scored) == 2 * sum(int(one.action_mask.sum()) for one in answered(1))
+    await learner.step(rewarded(1), 1)
+    assert (await learner.step(rewarded(1), 2))["actor/kl_loss"] > 0
+    assert sum(scored) == 2 * sum(int(one.action_mask.sum()) for one in rewarded(1))
