@@ -59,6 +59,16 @@ IDLE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
+class Throughput:
+    """What one setting gave."""
+
+    rate: float
+    """Tasks a second."""
+    latency: float
+    """Median seconds of a batch of one task."""
+
+
+@dataclass(frozen=True)
 class Setting:
     """What is varied."""
 
@@ -172,9 +182,9 @@ async def finished(scheduler: Scheduler, setting: Setting, batch: int, tasks: in
 
 
 async def through_the_queue(
-    config: Config, config_path: Path, url: str, setting: Setting, profiles: Path | None
-) -> float:
-    """Return tasks a second through scheduler, broker and runners, and print who spent what."""
+    config: Config, config_path: Path, url: str, setting: Setting, profiles: Path | None = None
+) -> Throughput:
+    """Send tasks through scheduler, broker and runners, and print who spent what."""
     topology = Topology(config.name)
     async with contextlib.AsyncExitStack() as stack:
         bus = create_bus(config.broker, topology, "bench")
@@ -204,16 +214,21 @@ async def through_the_queue(
             print(
                 f"  {name:10} {spent / setting.tasks * 1e3:6.3f} ms of processor a task, {spent / seconds:5.2f} cores"
             )
-        return setting.tasks / seconds
+        return Throughput(setting.tasks / seconds, statistics.median(alone))
 
 
-async def measure(folder: Path, setting: Setting, profiles: Path | None) -> None:
-    """Measure one setting and print the shares."""
+def configuration(folder: Path) -> tuple[Config, Path]:
+    """Write a configuration into a new folder, and return it and its file."""
     folder.mkdir()
     path = folder / "bench.yaml"
     smoke = (HERE.parent / "examples" / "smoke.yaml").read_text(encoding="utf-8")
     path.write_text(smoke.replace("name: smoke", "name: bench") + f"\nrunner:\n  concurrency: {CONCURRENCY}\n")
-    config = load_config(path, [f"run_dir={folder}/run"])
+    return load_config(path, [f"run_dir={folder}/run"]), path
+
+
+async def measure(folder: Path, setting: Setting, profiles: Path | None) -> None:
+    """Measure one setting and print the shares."""
+    config, path = configuration(folder)
     print(f"\n{setting.tasks} tasks of {RUNS} runs, {setting.tokens} tokens each, {setting.runners} runner(s)")
     plain, part = await plain_loop(config, setting)
     node = PrivateNode(folder / "broker")
@@ -222,7 +237,7 @@ async def measure(folder: Path, setting: Setting, profiles: Path | None) -> None
         await node.wait_ready()
         os.environ[URL_VARIABLE] = node.url
         bare = await bare_loop(node.url, setting, part)
-        rate = await through_the_queue(config, path, node.url, setting, profiles)
+        rate = (await through_the_queue(config, path, node.url, setting, profiles)).rate
     finally:
         await node.stop()
     print(f"plain loop, no broker  : {plain:8.0f} tasks/s")

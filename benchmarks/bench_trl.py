@@ -40,7 +40,7 @@ from trinity_mq.models.engines.generation.request import GenerationRequest
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.torch.decoding import decode
 from trinity_mq.rewards import create_reward
-from trinity_mq.training.update import decay_factor, learning_rate, make_optimizer
+from trinity_mq.training.optimizers import decay_factor, learning_rate, make_optimizer
 
 ALGORITHM = {"algorithm_type": "grpo", "surrogate": {"low": 0.2, "high": 0.28, "dual": None}}
 SYSTEMS = {"trl": None, "trinity-mq-on-policy": 0, "trinity-mq": 1}
@@ -50,7 +50,9 @@ LIMIT = 900.0
 
 
 def train_with_trl(file: Path, folder: Path) -> dict[str, Any]:
-    """Train a configuration with TRL and return its curve, and the seconds and tokens of a step."""
+    """Train a configuration with TRL; return its curve, the median seconds of a step, the end of each step (since the
+    epoch) and the process's processor seconds by then.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -71,12 +73,14 @@ def train_with_trl(file: Path, folder: Path) -> dict[str, Any]:
             for text, ids, truth in zip(completions, completion_ids, answer, strict=True)
         ]
 
-    optimizer = make_optimizer(model.parameters(), algorithm.optimizer)
+    optimizer = make_optimizer(model, algorithm.optimizer)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: learning_rate(algorithm.optimizer, done + 1, steps) / algorithm.optimizer.lr
     )
     size = config.buffer.batch_size * algorithm.repeat_times
     seconds: list[float] = []
+    ends: list[float] = []
+    cpu: list[float] = []
     accuracy: dict[str, float] = {}
 
     class Watch(TrainerCallback):  # type: ignore[misc]
@@ -94,6 +98,8 @@ def train_with_trl(file: Path, folder: Path) -> dict[str, Any]:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             seconds.append(time.perf_counter() - self.began)
+            ends.append(time.time())
+            cpu.append(time.process_time())
             if state.global_step % config.explorer.eval_interval == 0 or state.global_step == steps:
                 accuracy[str(state.global_step)] = held_out_accuracy(model, codec, config)
             self.began = time.perf_counter()
@@ -128,7 +134,7 @@ def train_with_trl(file: Path, folder: Path) -> dict[str, Any]:
         ),
     )
     trainer.train()
-    return {"accuracy": accuracy, "step_seconds": statistics.median(seconds[10:])}
+    return {"accuracy": accuracy, "step_seconds": statistics.median(seconds[10:]), "ends": ends, "cpu": cpu}
 
 
 @torch.inference_mode()

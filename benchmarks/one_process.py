@@ -6,6 +6,7 @@ the fast way to compare algorithms in ``learning_curves.py``.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from trinity_mq.models.engines.generation.request import Completion, GenerationR
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.rewards import create_reward
+from trinity_mq.sync.channels.buckets import whole
 from trinity_mq.training.learner import TorchLearner
 
 
@@ -129,7 +131,8 @@ class OneProcess:
         return self.generator.generate(requests)
 
     async def _sync(self, number: int) -> None:
-        weights = {name: tensor.clone() for name, tensor in await self.learner.weights()}
+        late = await self.learner.weights()
+        weights = await asyncio.to_thread(lambda: {name: whole(tensor).clone() for name, tensor in late})
         self._waiting.append(weights)
         self._sampled_by.append(number)
         self._apply(self._waiting[0])

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SLIM = ("trinity_mq", "trinity_mq.cli.main", "trinity_mq.bus", "trinity_mq.messages", "trinity_mq.config")
 SLIM += (
     "trinity_mq.telemetry",
-    "trinity_mq.runtime.supervisor",
+    "trinity_mq.runtime.processes.supervisor",
     "trinity_mq.runtime.serve",
     "trinity_mq.cli.run.command",
 )

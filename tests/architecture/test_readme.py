@@ -133,7 +133,9 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     paths = set(re.findall(r"`((?:[\w-]+/)+(?:[\w.-]+\.(?:py|md|yaml|toml))?)`", text))
     links = set(re.findall(r"\]\(([^)#:]+)\)", text))
-    outside = re.compile(r"^(runs|checkpoints|state|broker|history|logs|final|tensorboard)/")
+    outside = re.compile(
+        r"^(runs|checkpoints|model|adapter|state|broker|history|logs|final|stopped|tensorboard|trace)/"
+    )
     missing = {
         path
         for path in paths

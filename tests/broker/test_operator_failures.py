@@ -24,7 +24,7 @@ from trinity_mq.config import SupervisorConfig, load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import Accepted, BatchClosed, BatchReady, DecodeError, decode
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
+from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.transport.experience_parts import part_message
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(120)]

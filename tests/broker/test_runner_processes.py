@@ -17,7 +17,7 @@ from trinity_mq.config import Config, SupervisorConfig, load_config
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Heartbeat
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
+from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.scheduling import Scheduler
 from trinity_mq.workflows import Task
 from trinity_mq.workflows.workflow import load_workflow

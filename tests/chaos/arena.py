@@ -28,7 +28,7 @@ from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.messages import BatchReady, Mark, decode_any
 from trinity_mq.runtime.deliveries import EXPERIENCES, envelope
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.runtime.supervisor import PARENT_VARIABLE
+from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 from trinity_mq.testing.fakes import FakeChannel, FakeLearner
 
 BATCHES, TASKS, RUNS = 25, 8, 4

@@ -29,7 +29,7 @@ from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.models.engines.host.ready_file import ReadyFile
 from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.runtime.supervisor import PARENT_VARIABLE
+from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 LEASE = 6.0

@@ -34,7 +34,7 @@ from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.collective import broadcast as collective
 from trinity_mq.sync.channels.factory import open_channel
 from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
-from trinity_mq.training.policy import Policy
+from trinity_mq.training.model.policy import Policy
 
 ENGINE_POINTS_VARIABLE = "CHAOS_ENGINE_POINTS"
 CANARY = (2, 3, 4, 5, 6, 7, 3, 5, 2, 6)

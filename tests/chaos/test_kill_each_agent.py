@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(500)]
 
 
 async def test_killing_each_kind_of_process_costs_time_and_nothing_else(tmp_path: Path) -> None:
-    victims = ["runner-0", "operator-0", "trainer-0", "explorer-0", "engine"]
+    victims = ["runner-0", "engine", "fork server", "operator-0", "trainer-0", "explorer-0", "engine"]
     async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", ("trainer.save_interval=7",)) as run:
         for number, victim in enumerate(victims, start=1):
-            await run.until_progress(9 * number, 120.0)
+            await run.until_progress(8 * number, 120.0)
             run.kill(victim)
         code, output = await run.ended(300.0)
     assert code == 0, output

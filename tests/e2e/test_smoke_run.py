@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.metric_names import undocumented
 from trinity_agents.trainer.history import lineage
 from trinity_mq.testing.runs import LocalRun
 
@@ -35,8 +36,9 @@ async def test_it_learns_and_leaves_behind_what_it_promises(tmp_path: Path) -> N
         "actor/grad_norm",
         "time/train_step",
         "sample/staleness/max",
-        "time/sync_weight",
+        "time/sync",
     } <= names
+    assert undocumented(names) == set()
     assert max(age for _, age in run.values("sample/staleness/max")) <= 1
     assert {"time", "role", "step"} <= set(run.metrics()[0])
     assert list((tmp_path / "run" / "tensorboard").rglob("events.out.tfevents.*"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import Config, load_config
@@ -94,3 +95,46 @@ async def test_float32_on_cuda_equals_the_cpu(tmp_path: Path) -> None:
         found.append(generator.score([ScoreRequest(CANARY, 0.7)])[0])
         await learner.close()
     assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+async def test_an_offloaded_optimizer_makes_the_same_steps_and_keeps_nothing_on_the_device(
+    tmp_path: Path, kind: str
+) -> None:
+    def settings(offload: bool) -> Config:
+        plain = config("cuda", "float32")
+        momentum = {} if kind == "adamw" else {"momentum": 0.9}
+        changes = {"optimizer_type": kind, "offload": offload, **momentum}
+        optimizer = plain.algorithm.optimizer.model_copy(update=changes)
+        return plain.model_copy(update={"algorithm": plain.algorithm.model_copy(update={"optimizer": optimizer})})
+
+    model = ensure_model_folder(settings(False).model, tmp_path / "model", 3)
+    generator = TextGenerator.build(settings(False).model, model, num_threads=1)
+    batches = [
+        estimate(ExperienceBatch.of(rollout(generator, step)), settings(False).algorithm.estimator)[0]
+        for step in range(1, 7)
+    ]
+
+    async def trained(learner: TorchLearner, steps: range) -> dict[str, torch.Tensor]:
+        for step in steps:
+            metrics = await learner.step(batches[step - 1], step)
+            assert metrics["actor/update_norm"] > 0
+            assert {"time/forward", "time/backward", "time/optimizer"} <= metrics.keys()
+        return {name: tensor.clone() for name, tensor in await learner.weights()}
+
+    plain, offloaded, resumed = (TorchLearner(settings(offload), model, 6) for offload in (False, True, True))
+    for one in (plain, offloaded):
+        await one.open(None)
+    wanted = await trained(plain, range(1, 7))
+    await trained(offloaded, range(1, 4))
+    states = offloaded._opened[1].state.values()
+    moments = [value for state in states for value in state.values() if torch.is_tensor(value) and value.numel() > 1]
+    assert moments
+    assert all(value.is_pinned() for value in moments)
+    (tmp_path / "checkpoint").mkdir()
+    await offloaded.save(tmp_path / "checkpoint")
+    await resumed.open(tmp_path / "checkpoint")
+    found = await trained(resumed, range(4, 7))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for one in (plain, offloaded, resumed):
+        await one.close()

@@ -20,6 +20,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
 import httpx  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from tests.unit.models.talker import talker_config, taught  # noqa: E402
 from tests.unit.sync.weights import manifest_of  # noqa: E402
@@ -105,7 +106,7 @@ def new_weights(folder: Path, seed: int) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def _started(model: ModelConfig, run_dir: Path, mode: str) -> Iterator[Started]:
+def started_engine(model: ModelConfig, run_dir: Path, mode: str) -> Iterator[Started]:
     rollout = {"engine": "vllm", "lease": 3600.0, "max_batch_sequences": 64}
     rollout["vllm"] = {"kv_cache_memory_bytes": 32 * 2**20, "start_timeout": START_SECONDS}
     data = {"model": model.model_dump(), "run_dir": str(run_dir), "explorer": {"rollout_model": rollout}}
@@ -143,19 +144,29 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> TextGenerator:
 @pytest.fixture(scope="session")
 def waiting_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     base = tmp_path_factory.mktemp("untied")
-    yield from _started(untied(base / "model"), base / "run", "wait")
+    yield from started_engine(untied(base / "model"), base / "run", "wait")
 
 
 @pytest.fixture(scope="session")
 def keeping_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     base = tmp_path_factory.mktemp("tied")
-    yield from _started(_tied(base / "model"), base / "run", "keep")
+    yield from started_engine(_tied(base / "model"), base / "run", "keep")
 
 
 @pytest.fixture(scope="session")
 def aborting_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     base = tmp_path_factory.mktemp("aborting")
-    yield from _started(untied(base / "model"), base / "run", "abort")
+    yield from started_engine(untied(base / "model"), base / "run", "abort")
+
+
+def tensors_of(model: Any) -> dict[str, Tensor]:
+    """Return what a sync of ``model`` sends: its weights, or its adapter where peft has put one on it."""
+    if not hasattr(model, "peft_config"):
+        return named_weights(model)
+    from peft import get_peft_model_state_dict
+
+    adapter: dict[str, Tensor] = get_peft_model_state_dict(model)
+    return adapter
 
 
 class Engine:
@@ -176,7 +187,7 @@ class Engine:
             "rank": 1,
             "world": 2,
             "seconds": seconds,
-            "manifest": manifest_of(named_weights(model).items()),
+            "manifest": manifest_of(tensors_of(model).items()),
             "canary": {"tokens": CANARY},
         }
 
@@ -184,7 +195,7 @@ class Engine:
         """Send the weights of ``model`` to the paused engine; returns the canary's logprobs."""
         self.epoch += 1
         spec = self.spec(model, version, await self.sender.rendezvous())
-        tensors = list(named_weights(model).items())
+        tensors = list(tensors_of(model).items())
         async with asyncio.TaskGroup() as group:
             receiving = group.create_task(self.host.receive(spec))
             group.create_task(self.sender.broadcast(tensors, spec["manifest"], self.epoch, 1, 2))
@@ -243,4 +254,4 @@ def reference(model: Any, prompt: list[int], response: list[int], temperature: f
     return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-__all__ = ["CANARY", "Engine", "Started", "new_weights", "reference", "untied"]
+__all__ = ["CANARY", "Engine", "Started", "adopted", "new_weights", "reference", "started_engine", "untied"]

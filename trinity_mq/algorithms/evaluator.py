@@ -20,7 +20,7 @@ from trinity_mq.algorithms.pairs import pair_loss
 from trinity_mq.algorithms.ratios import anchor_logprob, log_ratio
 from trinity_mq.algorithms.regularisers import reference_kl, regulariser
 from trinity_mq.algorithms.surrogates import likelihood, surrogate
-from trinity_mq.algorithms.view import TokenView, limited
+from trinity_mq.algorithms.view import TokenView, limited, segment_means, segment_sums
 from trinity_mq.config.algorithm.pieces import OVER_STEP, LossConfig, Piece, Schedule, Weight
 
 
@@ -143,8 +143,9 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
     """Return the loss of sampled tokens; see the module.
 
     Sums are ``ppo_kl`` and ``ppo_kl_k3`` (estimators k1 and k3 of KL(anchor, policy) in nats,
-    http://joschu.net/blog/kl-approx.html), ``ratio_mean``, the counts of surrogate and corrections; maximum
-    ``ratio_max``, minimum ``ratio_min``.
+    http://joschu.net/blog/kl-approx.html), ``ratio_mean``, ``ratio_squares``, the counts of surrogate and corrections,
+    and with a correction ``masked_sequences``, of which every token is left out; maxima ``ratio_max`` and
+    ``correction_weight_max``, minimum ``ratio_min``.
     """
     loss, counts = token_losses(view, config)
     anchor = anchor_logprob(view, config.anchor)
@@ -163,11 +164,21 @@ def policy_terms(view: TokenView, config: LossConfig, entropy_coef: float = 0.0)
         ratio = change.exp()
         sums = {name: count.sum() for name, count in counts.items()}
         sums |= {"ppo_kl": -change.sum(), "ppo_kl_k3": (ratio - 1 - change).sum(), "ratio_mean": ratio.sum()}
+        sums["ratio_squares"] = ratio.square().sum()
+        maxima = {"ratio_max": ratio.max()}
+        if "masked_frac" in counts:
+            sums["masked_sequences"] = _sequences_without(~counts["masked_frac"], view)
+            maxima["correction_weight_max"] = counts["correction_weight"].max()
         if view.staleness is not None and "masked_frac" in counts:
             for age in AGES:
                 sums[f"masked_frac/{age}"] = (counts["masked_frac"] & of_age(view.staleness, age)).sum()
-    extremes = {"ratio_max": ratio.max()}, {"ratio_min": ratio.min()}
-    return LossTerms((loss * view.scale).sum(), reduced, sums, *extremes)
+    return LossTerms((loss * view.scale).sum(), reduced, sums, maxima, {"ratio_min": ratio.min()})
+
+
+def _sequences_without(kept: Tensor, view: TokenView) -> Tensor:
+    """Return the number of sequences of which no token is ``kept``, bool ``[tokens]``; a scalar."""
+    share = segment_means(kept.to(view.mu.dtype), view)
+    return ((share == 0) / segment_sums(torch.ones_like(share), view)).sum()
 
 
 def distillation_terms(view: TokenView, config: LossConfig) -> LossTerms:

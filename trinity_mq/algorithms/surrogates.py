@@ -38,7 +38,7 @@ class TokenLoss:
 
 def clip(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Clip) -> TokenLoss:
     """Return PPO's clipped loss; see :class:`Clip`. Counted are the tokens whose gradient the clip cuts
-    (``pg_clipfrac``, by side ``_low`` and ``_high``) and the dual clip (``pg_clipfrac_lower``).
+    (``pg_clipfrac``, by side ``_low`` and ``_high``) and the dual clip (``pg_clipfrac_dual``).
     """
     ratio = log_ratio.exp()
     plain = -advantage * ratio
@@ -52,7 +52,7 @@ def clip(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Clip) -> T
         "pg_clipfrac": cut,
         "pg_clipfrac_low": cut & (advantage < 0),
         "pg_clipfrac_high": cut & (advantage > 0),
-        "pg_clipfrac_lower": bounded < loss,
+        "pg_clipfrac_dual": bounded < loss,
     }
     return TokenLoss(bounded, counts)
 

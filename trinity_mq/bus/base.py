@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from trinity_mq.bus.topology import Queue, Topology
+from trinity_mq.telemetry.trace import record
 
 if TYPE_CHECKING:
     from trinity_mq.config.bus import BrokerConfig  # pydantic takes longer to import than all of this
@@ -326,11 +328,16 @@ class Bus(ABC):
         if exchange and exchange not in self._exchanges:
             raise ValueError(f"exchange {exchange!r} is none of this run's: {', '.join(sorted(self._exchanges))}")
         seconds = self._config.publish_timeout if timeout is None else timeout
+        started = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
-                return await self._publish(exchange, routing_key, envelope.of_run(self.run_id))
+                taken = await self._publish(exchange, routing_key, envelope.of_run(self.run_id))
         except TimeoutError:
             raise BusUnavailable(f"{what} was not confirmed in {seconds:g} s: {self.trouble or 'no reply'}") from None
+        if isinstance(batch := envelope.headers.get("batch"), int | str):
+            size = len(envelope.body)
+            record(f"confirm {envelope.kind}", started, time.monotonic(), batch=batch, wait=True, size=size)
+        return taken
 
     @abstractmethod
     async def _publish(self, exchange: str, routing_key: str, envelope: Envelope) -> bool:

@@ -45,13 +45,14 @@ COMMANDS = (
     (
         "timeline",
         "commands.timeline:timeline",
-        "write what each agent of a run did when, as a trace for https://ui.perfetto.dev",
+        "write what each agent of a run did when, as a trace for https://ui.perfetto.dev; show one batch",
     ),
     (
         "inspect",
         "inspect.command:inspect",
         "show experiences of a run, or of a file, token by token; takes nothing from anybody",
     ),
+    ("audit", "commands.audit:audit", "prove from a run's records which experiences made a checkpoint, each once"),
     ("debug", "debug.command", "try one thing by itself, without a broker"),
     ("dead", "commands.dead", "list dead letters, and run batches among them again"),
     ("clean", "broker.clean:clean", "delete the queues, exchanges and blobs of a run that is over for good"),

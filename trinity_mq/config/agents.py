@@ -198,21 +198,66 @@ class OperatorsConfig(Section):
     """Seconds for the chain on one batch."""
 
 
+class GuardConfig(Section):
+    """Optimizer steps of the policy that the trainer skips, and when it stops. A step whose loss or gradient norm is
+    not finite is always skipped. Skipped steps leave weights and optimizer as they were.
+    """
+
+    max_norm_ratio: float | None = Field(default=None, gt=1)
+    """Largest gradient norm, before clipping, as a multiple of the usual one; a step beyond is skipped. Usual is the
+    median of the last 100 applied steps, of which there have to be 20. 10 leaves out what is far from it. None: no
+    limit."""
+    max_mismatch: float | None = Field(default=None, gt=0)
+    """Largest ``mismatch/k3`` of the first optimizer step of a batch, in nats: how far the logprobs of engine and
+    trainer are apart under the same weights; a step beyond is skipped. None: no limit."""
+    max_consecutive_skips: int | None = Field(default=5, ge=1)
+    """Optimizer steps skipped in a row at which the trainer stops, with an error. The batch of the last one is not
+    counted: a trainer started after that trains on it first. None: never."""
+
+
 class TrainerConfig(Section):
     """The trainer, which steps the optimizer."""
 
     save_interval: int = Field(default=50, ge=1)
     """Batches between checkpoints."""
     max_checkpoints_to_keep: int = Field(default=2, ge=1)
-    """Checkpoints kept; older ones are deleted."""
+    """Newest checkpoints kept; older ones are deleted, unless ``keep_every`` keeps them."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Batches between checkpoints that stay for good: one is saved whenever a multiple of so many batches is reached.
+    None: none stays."""
+    async_save: bool = True
+    """Write checkpoints while training goes on: it waits only until weights and optimizer state are copied in host
+    memory, where that copy stays for the next checkpoint. Otherwise it waits until they are written."""
+    export: Literal["every", "last"] = "every"
+    """Where the model is written for ``transformers``: as ``model/`` in ``every`` checkpoint and at the end as
+    ``final/``, or only as ``final/``, which saves a quarter of a checkpoint's bytes."""
     max_tokens_per_micro_batch: int = Field(default=16384, ge=1)
-    """Most padded tokens in one forward and backward pass; a longer single sequence has a pass of its own."""
+    """Most tokens in one forward and backward pass, padding included; a longer sequence has a pass of its own."""
+    packing: Literal["auto", "packed", "padded"] = "auto"
+    """Sequences of a pass. ``padded``: a row each, filled up to the longest. ``packed``: one after the other in one
+    row, without padding; refused for models whose layers would mix them (Mamba, linear attention and the like). On a
+    CPU that takes a mask of tokens x tokens. ``auto``: packed where model and device have an attention for it (CUDA
+    with flash attention and ``model.dtype: bfloat16``, or with flex attention), padded elsewhere."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass, which computes the rest of the layer anew: less memory,
+    about a third more time."""
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads of the trainer's torch."""
+    """CPU threads of the trainer's torch, in each of its processes."""
+    nproc: int = Field(default=1, ge=1)
+    """Processes that share a train step, each with a part of the model (FSDP2) and, where there are GPUs, a GPU of its
+    own. The trainer starts them on its machine; under ``torchrun`` those that it has started count instead."""
+    rank_timeout: float = Field(default=600.0, gt=0)
+    """Seconds after which a process that waits for another in a train step gives up; the trainer then begins anew from
+    its last checkpoint. One that ends is noticed at once."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Most floating point operations a second of the device in ``model.dtype``, in units of 10^12, as its data sheet
+    says (H100, bfloat16: 989), for the metric ``perf/mfu``. None: no such metric."""
     batches_per_step: int = Field(default=1, ge=1)
     """Batches in one train step. Each counts as progress; the last step of a run takes the remaining ones. Under
     ``fixed`` it must divide ``synchronizer.sync_interval``; otherwise it is at most ``pipeline_depth + 1``, so that
     explorer and trainer do not wait for each other."""
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+    """Optimizer steps that are skipped."""
 
 
 class MonitorConfig(Section):
@@ -225,6 +270,9 @@ class MonitorConfig(Section):
     mean alone."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level written to the log files."""
+    trace: bool = False
+    """Write what every process does for each batch, and when, into ``trace/`` of the run's folder: about 50 kB a
+    batch of 32 tasks. ``trinity-mq timeline RUN --batch N`` shows it."""
 
 
 class SupervisorConfig(Section):
@@ -236,3 +284,6 @@ class SupervisorConfig(Section):
     """Seconds in which restarts are counted."""
     grace: float = Field(default=30.0, gt=0)
     """Seconds in which a process drains before it is killed."""
+    fork: bool = True
+    """Agents and engines are forked from one process that has imported what they need (Linux): a run starts sooner and
+    takes less memory. ``false`` starts each with its command line, which a library may need that cannot be forked."""

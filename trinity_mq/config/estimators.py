@@ -237,8 +237,20 @@ class EstimatorPlugin(EstimatorBase):
         return value
 
 
-KINDS = ("group", "discounted", "gigpo", "distill", "jsd", "gae", "none")
-"""The estimators that need no plug-in, by ``kind``."""
+FIELDS = {
+    one.model_fields["kind"].default: frozenset(one.model_fields)
+    for one in (
+        GroupEstimator,
+        DiscountedEstimator,
+        GigpoEstimator,
+        DistillEstimator,
+        JsdEstimator,
+        GaeEstimator,
+        NoEstimator,
+    )
+}
+"""The fields of each estimator that is no plug-in, by its ``kind``."""
+KINDS = tuple(FIELDS)
 
 
 def _tag(value: Any) -> Any:

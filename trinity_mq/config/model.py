@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -43,6 +44,43 @@ class TinyModelConfig(Section):
         return value
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (arXiv 2106.09685): the weights ``W`` stay as they are, and ``W + scale x B A`` is trained by
+    its ``A`` and ``B``, with ``scale = alpha / r``. They begin as no change at all. Learning rates are usually ten
+    times those of training all weights.
+    """
+
+    r: int = Field(default=16, ge=1)
+    """Rank: rows of ``A`` and columns of ``B``."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Twice the rank is usual."""
+    rslora: bool = False
+    """Whether the scale is ``alpha / sqrt(r)`` (arXiv 2312.03732), which suits high ranks."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Ends of the names of the layers that get an adapter, such as ``[q_proj, v_proj]``; ``all-linear``: every linear
+    layer but the output layer.
+    """
+    sync: Literal["merged", "adapter"] = "merged"
+    """What engines get after a train step. ``merged``: all weights with the adapter in them, by every engine.
+    ``adapter``: the adapter alone, a few percent of that; the engine has to be vllm, and answers under way go on with
+    the adapter that they began with.
+    """
+    quantization: Literal["4bit", "8bit"] | None = None
+    """Bits of the weights that stay (QLoRA, arXiv 2305.14314); needs bitsandbytes, a GPU and ``sync: merged``."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _names_some(cls, value: str | list[str]) -> str | list[str]:
+        if not value or any(not name for name in value):
+            raise ValueError('names no layer; give ends of their names, such as [q_proj, v_proj], or "all-linear"')
+        return value
+
+    @property
+    def scale(self) -> float:
+        """Factor of ``B A``."""
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+
 class ModelConfig(Section):
     """Either ``model_path`` or ``tiny``."""
 
@@ -60,6 +98,8 @@ class ModelConfig(Section):
     """Type of the trained weights; float32 is recommended on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of trainer and engines. ``auto``: CUDA where there is one."""
+    lora: LoraConfig | None = None
+    """Adapters to train in place of all weights; none: all weights are trained."""
     trust_remote_code: bool = False
     """Allow code in the model's folder to run."""
 

@@ -144,6 +144,56 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _ranks(self) -> Config:
+        if self.trainer.nproc > 1 and (why := self.not_sharded):
+            raise ValueError(f"trainer.nproc is {self.trainer.nproc}, but {why}")
+        return self
+
+    @model_validator(mode="after")
+    def _lora(self) -> Config:
+        lora, engine = self.model.lora, self.explorer.rollout_model.engine
+        if lora is None:
+            return self
+        if lora.sync == "adapter" and engine != "vllm":
+            raise ValueError(
+                f"model.lora.sync is adapter, and explorer.rollout_model.engine is {engine}: only vllm takes an "
+                "adapter beside its model. Set model.lora.sync to merged, or the engine to vllm"
+            )
+        if lora.quantization and lora.sync == "adapter":
+            raise ValueError(
+                f"model.lora.quantization is {lora.quantization} and model.lora.sync is adapter: the engine would have "
+                "the adapter on weights that are not quantized, which is another model. Set model.lora.sync to merged"
+            )
+        if lora.quantization and self.trainer.nproc > 1:
+            raise ValueError(
+                f"model.lora.quantization is {lora.quantization} and trainer.nproc {self.trainer.nproc}: quantized "
+                "weights cannot be sharded here. Take one process, or leave quantization out"
+            )
+        if (update := self.algorithm.reference.update) != "never":
+            raise ValueError(
+                f"algorithm.reference.update is {update}, and with model.lora the reference is the model without its "
+                "adapters, which does not move: set algorithm.reference.update to never"
+            )
+        return self
+
+    @property
+    def not_sharded(self) -> str | None:
+        """What keeps the trainer from sharing a train step among several processes, and what to do; None: nothing."""
+        optimizer = self.algorithm.optimizer
+        if optimizer.optimizer_type not in {"adamw", "sgd"}:
+            return (
+                f"algorithm.optimizer.optimizer_type {optimizer.optimizer_type} needs whole matrices, and each process "
+                "has a part of them: take adamw or sgd, or one process"
+            )
+        for name, section in (("optimizer", optimizer), ("reference", self.algorithm.reference)):
+            if section.offload:
+                return (
+                    f"algorithm.{name}.offload has not been made for models in parts, which take less memory anyway: "
+                    "leave it out, or take one process"
+                )
+        return None
+
+    @model_validator(mode="after")
     def _sampling(self) -> Config:
         used = sorted(TRUNCATING & set(self.buffer.taskset.rollout_args))
         if self.explorer.rollout_model.top_p < 1:

@@ -1,6 +1,6 @@
-"""Synthetic arithmetic problems, the same on every machine, which a tiny model learns from random weights.
+"""Synthetic arithmetic problems, the same on every machine, for tiny models with random weights and for trained ones.
 
-The sets, their shuffle and the held-out part are those of the recipe whose learning curve was measured.
+The sets, their shuffle and the held-out part are those of the recipes whose learning curves were measured.
 """
 
 from __future__ import annotations
@@ -13,40 +13,72 @@ from itertools import product
 from trinity_mq.data.errors import TasksetError
 
 Digits = tuple[int, int, int]
+Problem = tuple[str, str]
+"""Question and answer."""
 SHUFFLE_SEED = 1234
 MAX_HELD_OUT = 256
 
 
-def _ops3(digits: Digits) -> list[tuple[str, str]]:
+def _ops3(digits: Digits) -> list[Problem]:
     """``+372=`` largest, ``-372=`` smallest, ``,372=`` middle digit."""
     text = "".join(map(str, digits))
     low, middle, high = sorted(digits)
     return [(f"+{text}=", str(high)), (f"-{text}=", str(low)), (f",{text}=", str(middle))]
 
 
-def _max3(digits: Digits) -> list[tuple[str, str]]:
+def _max3(digits: Digits) -> list[Problem]:
     """``3,7,2=`` largest digit."""
     return [(",".join(map(str, digits)) + "=", str(max(digits)))]
 
 
-def _copy3(digits: Digits) -> list[tuple[str, str]]:
+def _copy3(digits: Digits) -> list[Problem]:
     """``372=`` the same again."""
     text = "".join(map(str, digits))
     return [(f"{text}=", text)]
 
 
-def _sort3(digits: Digits) -> list[tuple[str, str]]:
+def _sort3(digits: Digits) -> list[Problem]:
     """``372=`` digits in rising order."""
     return [("".join(map(str, digits)) + "=", "".join(map(str, sorted(digits))))]
 
 
-KINDS: Mapping[str, Callable[[Digits], list[tuple[str, str]]]] = {
-    "copy3": _copy3,
-    "max3": _max3,
-    "ops3": _ops3,
-    "sort3": _sort3,
+def _three_digits(make: Callable[[Digits], list[Problem]]) -> list[Problem]:
+    return [problem for digits in product(range(10), range(10), range(10)) for problem in make(digits)]
+
+
+def _sums() -> list[Problem]:
+    """``What is 12 + 31?`` 43, of numbers from 2 to 49."""
+    return [(f"What is {a} + {b}?", str(a + b)) for a, b in product(range(2, 50), repeat=2)]
+
+
+NAMES = ("Anna", "Ben", "Leo", "Mia", "Sara", "Tom")
+THINGS = ("apples", "books", "coins", "eggs", "marbles", "stamps")
+
+
+def _word_problems() -> list[Problem]:
+    """``Mia has 14 apples and gives 5 away. How many apples does Mia have now?`` 9, of numbers from 2 to 30."""
+    found = []
+    for a, b in product(range(2, 31), repeat=2):
+        name, thing = NAMES[(a + 2 * b) % len(NAMES)], THINGS[(2 * a + b) % len(THINGS)]
+        more = (f"buys {b} more", f"finds {b} more")[(a + b) % 2]
+        less = (f"gives {b} away", f"loses {b} of them")[(a + b) % 2]
+        for action, left in ((more, a + b), (less, a - b)):
+            if left >= 0:
+                asked = f"How many {thing} does {name} have now?"
+                found.append((f"{name} has {a} {thing} and {action}. {asked}", str(left)))
+    return found
+
+
+KINDS: Mapping[str, Callable[[], list[Problem]]] = {
+    "copy3": lambda: _three_digits(_copy3),
+    "max3": lambda: _three_digits(_max3),
+    "ops3": lambda: _three_digits(_ops3),
+    "sort3": lambda: _three_digits(_sort3),
+    "sums": _sums,
+    "word_problems": _word_problems,
 }
-"""Problem sets by name: the problems of three digits. 1000 problems each, ops3 3000."""
+"""Problem sets by name. Of three digits, for a tiny model: 1000 problems each, ops3 3000. In English, for a trained
+model: sums 2304, word_problems 1276."""
 
 
 def problems(kind: str, split: str) -> list[dict[str, str]]:
@@ -65,8 +97,7 @@ def problems(kind: str, split: str) -> list[dict[str, str]]:
         raise TasksetError(f"no synthetic problems called {kind!r}; {hint}")
     if split not in {"train", "test"}:
         raise TasksetError(f"synthetic problems have no split {split!r}, wanted 'train' or 'test'")
-    make = KINDS[kind]
-    pairs = sorted(pair for digits in product(range(10), range(10), range(10)) for pair in make(digits))
+    pairs = sorted(KINDS[kind]())
     random.Random(SHUFFLE_SEED).shuffle(pairs)
     held_out = min(MAX_HELD_OUT, len(pairs) // 5)
     chosen = pairs[:held_out] if split == "test" else pairs[held_out:]

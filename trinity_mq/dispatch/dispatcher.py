@@ -48,6 +48,7 @@ from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.runtime.deliveries import decode_or_dead_letter, drop_foreign, envelope
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.telemetry.trace import span
 
 log = structlog.get_logger(__name__)
 
@@ -192,9 +193,11 @@ class Dispatcher:
                 ticket.opened_beat = self._next_heartbeat()
                 if ticket.deliver == "pipeline":
                     self._failed(ticket, *ticket.fail_unlisted(self.bus.max_message_bytes))
-            await self._save()
+            with span("save state", ticket.batch, wait=True):
+                await self._save()
             if ticket.deliver != "none":
-                await self.queues.make(ticket, again=again)
+                with span("declare queue", ticket.batch, wait=True):
+                    await self.queues.make(ticket, again=again)
             self.on_declared(ticket)
             if before is not None:
                 await asyncio.wait([before])
@@ -202,7 +205,8 @@ class Dispatcher:
         finally:
             _resolve(all_sent)
         ticket.published = True
-        await self._save()
+        with span("save state", ticket.batch, wait=True):
+            await self._save()
 
     async def resume(self) -> None:
         """Keep batch queues alive and publish unpublished tickets in the order of opening; called after a restart, once
@@ -238,9 +242,11 @@ class Dispatcher:
         caller saves without the ticket.
         """
         ticket.manifest = manifest
-        await self._save()
+        with span("save state", ticket.batch, wait=True):
+            await self._save()
         if ticket.deliver != "none":
-            await self.bus.unbind(self.topology.batch_queue(ticket.batch, ticket.ticket))
+            with span("unbind queue", ticket.batch, wait=True):
+                await self.bus.unbind(self.topology.batch_queue(ticket.batch, ticket.ticket))
         if ticket.deliver == "pipeline":
             await self.announce(manifest)
         for submission in ticket.submissions:
@@ -317,15 +323,17 @@ class Dispatcher:
 
     async def _publish_slice(self, ticket: Ticket, task_slice: SliceState, common: dict[str, Any]) -> None:
         task_id = ticket.first_task + task_slice.task_id
-        body = TaskSlice(
-            task_id=task_id,
-            run_base=task_slice.run_base,
-            repeat_times=task_slice.repeat_times,
-            task=ticket.tasks[task_slice.task_id],
-            seed=stable_seed(ticket.seed, ticket.batch, task_id),
-            **common,
-        )
-        message = envelope(body, message_id=f"{ticket.ticket}-{task_id}-{task_slice.run_base}")
+        with span("encode slice", ticket.batch) as traced:
+            body = TaskSlice(
+                task_id=task_id,
+                run_base=task_slice.run_base,
+                repeat_times=task_slice.repeat_times,
+                task=ticket.tasks[task_slice.task_id],
+                seed=stable_seed(ticket.seed, ticket.batch, task_id),
+                **common,
+            )
+            message = envelope(body, message_id=f"{ticket.ticket}-{task_id}-{task_slice.run_base}")
+            traced.size = len(message.body)
         key = f"{ticket.lane}.{batch_key(ticket.batch)}"
         try:
             await self.bus.publish(self.topology.exchange("tasks"), key, message)
@@ -358,11 +366,13 @@ class Dispatcher:
         elif delivery.kind == TaskResult.kind and isinstance(ticket, str) and ticket not in self.tickets:
             self.late_results += 1  # not even decoded
         else:
-            message = await decode_or_dead_letter(self.bus, self.topology, delivery, self._owner)
-            if isinstance(message, Mark) and message.nonce == nonce:
-                self._caught_up.set()
-            elif message is not None:
-                self._apply(message)
+            batch = delivery.headers.get("batch")
+            with span("take results", batch if isinstance(batch, int | str) else None, size=len(delivery.body)):
+                message = await decode_or_dead_letter(self.bus, self.topology, delivery, self._owner)
+                if isinstance(message, Mark) and message.nonce == nonce:
+                    self._caught_up.set()
+                elif message is not None:
+                    self._apply(message)
         if delivery.offset is not None:
             self.results_offset = delivery.offset + 1
 

@@ -23,7 +23,6 @@ from trinity_mq.models.model_folder import ensure_model_folder
 
 if TYPE_CHECKING:
     from trinity_mq.models.clients import EngineClients
-    from trinity_mq.models.engines.generation.text import fingerprint
     from trinity_mq.models.engines.host.host import EngineHost
     from trinity_mq.models.wrapper import ModelWrapper
 
@@ -31,7 +30,6 @@ _LAZY = {
     "EngineClients": "trinity_mq.models.clients",
     "EngineHost": "trinity_mq.models.engines.host.host",
     "ModelWrapper": "trinity_mq.models.wrapper",
-    "fingerprint": "trinity_mq.models.engines.generation.text",
 }
 
 __all__ = [
@@ -48,7 +46,6 @@ __all__ = [
     "PromptTooLong",
     "VersionMismatch",
     "ensure_model_folder",
-    "fingerprint",
 ]
 
 

@@ -24,6 +24,7 @@ from trinity_mq.models.errors import (
     PromptTooLong,
     VersionMismatch,
 )
+from trinity_mq.telemetry.trace import span, trace_headers
 
 VERSION_HEADER = "X-TMQ-Version"
 """``generation.step``: of a request, the only version that may answer it; of an answer, the version that gave it."""
@@ -53,8 +54,13 @@ class EngineClients:
             self._session = aiohttp.ClientSession(connector=connector)
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
         try:
-            async with self._session.post(url, json=body, headers=headers, timeout=limit) as response:
-                return understood(response.status, response.headers, await response.read(), url)
+            with span("ask engine", wait=True) as asked:
+                sent = {**headers, **trace_headers()}
+                async with self._session.post(url, json=body, headers=sent, timeout=limit) as response:
+                    answer = await response.read()
+                asked.size = len(answer)
+            with span("parse answer", size=len(answer)):
+                return understood(response.status, response.headers, answer, url)
         except TimeoutError:
             raise EngineLost(f"{url}: no answer within {timeout:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -66,15 +72,18 @@ class EngineClients:
             if self._client is None:
                 limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_SECONDS)
                 self._client = httpx.Client(limits=limits, trust_env=False)  # no proxy leads to an engine
+        sent = {**headers, **trace_headers()}
         try:
-            response = self._client.post(
-                url, json=dict(body), headers=dict(headers), timeout=httpx.Timeout(timeout, connect=CONNECT_SECONDS)
-            )
+            with span("ask engine", wait=True) as asked:
+                limits_of_call = httpx.Timeout(timeout, connect=CONNECT_SECONDS)
+                response = self._client.post(url, json=dict(body), headers=sent, timeout=limits_of_call)
+                asked.size = len(response.content)
         except httpx.TimeoutException:
             raise EngineLost(f"{url}: no answer within {timeout:g} s") from None
         except httpx.HTTPError as error:
             raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
-        return understood(response.status_code, response.headers, response.content, url)
+        with span("parse answer", size=len(response.content)):
+            return understood(response.status_code, response.headers, response.content, url)
 
     async def aclose(self) -> None:
         """Close all connections."""

@@ -20,6 +20,7 @@ from trinity_mq.models.recording.calls import Call, RecordedModel
 from trinity_mq.models.recording.history import History
 from trinity_mq.models.recording.merging import merge_turns as merged
 from trinity_mq.models.recording.responses import conversation_experience
+from trinity_mq.telemetry.trace import span
 
 if TYPE_CHECKING:
     import openai
@@ -248,7 +249,8 @@ class ModelWrapper(RecordedModel):
             )
         given = {name: value for name, value in sampling.items() if name != "logprobs"}  # there anyway
         limit = {} if self.max_prompt_tokens is None else {"max_prompt_tokens": self.max_prompt_tokens}
-        return Call(self, {**limit, **what, **given}, tokens=True)
+        with span("make request"):
+            return Call(self, {**limit, **what, **given}, tokens=True)
 
     def _asked(self, path: str, call: Call) -> list[Experience]:
         try:

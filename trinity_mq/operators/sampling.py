@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity_mq.algorithms.estimators.runs import run_values
+from trinity_mq.algorithms.estimators.runs import run_values, scores
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.ragged import column_items
 from trinity_mq.operators.base import ColumnOperator, of_tasks
@@ -25,13 +25,9 @@ class DapoDynamicSampling(ColumnOperator):
         """Return the experiences that are kept, ``filtered_count`` of experiences, and the tasks dropped because all
         runs were right, all were wrong, or there were too few.
         """
-        measured, rewards = batch.values("metrics"), batch.values("reward")
-        scores = [
-            (metrics or {}).get(self.metric_key, reward) for metrics, reward in zip(measured, rewards, strict=True)
-        ]
         kept_tids: set[str] = set()
         dropped = {"dropped_all_correct": 0, "dropped_all_wrong": 0, "dropped_too_few": 0}
-        for tid, found in run_values(batch, scores)[0].items():
+        for tid, found in run_values(batch, scores(batch, self.metric_key))[0].items():
             right = sum(score > self.correct_threshold for score in found.values())
             if len(found) < 2:
                 dropped["dropped_too_few"] += 1

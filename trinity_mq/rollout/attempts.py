@@ -19,6 +19,7 @@ from trinity_mq.rollout.instances import Instances
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.telemetry import get_logger
+from trinity_mq.telemetry.trace import span
 from trinity_mq.workflows import RunFailedError, Task, TaskError, Workflow, execute
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 
@@ -113,12 +114,13 @@ class RunGroup:
         )
         done: tuple[list[Experience], float] = await serving(self._go, block)
         experiences, seconds = done
-        by_run = self._by_run(block, experiences)
-        for run, listed in by_run.items():
-            if (fault := reward_fault(self.job.kind, listed, needed=self.job.needs_reward)) is not None:
-                self.job.results.add_failure(fault)
-            self.job.results.finished(self.job.task, run, listed, seconds)
-            self.missing.remove(run)
+        with span("finish runs", count=len(experiences)):
+            by_run = self._by_run(block, experiences)
+            for run, listed in by_run.items():
+                if (fault := reward_fault(self.job.kind, listed, needed=self.job.needs_reward)) is not None:
+                    self.job.results.add_failure(fault)
+                self.job.results.finished(self.job.task, run, listed, seconds)
+                self.missing.remove(run)
         lacking = [run for run in block if run not in by_run]
         if lacking:
             raise RunFailedError(
@@ -133,13 +135,18 @@ class RunGroup:
         self.engine_trouble = ""
         # A retry draws anew: what failed would fail again on the same samples.
         seed = stable_seed(job.seed, block[0], *([self._attempts] if self._attempts > 1 else []))
+
+        def ready() -> Workflow:
+            with span("make workflow"):
+                return instance.ready(block)
+
         instance = self._instances.take(engine, seed)
         loop = asyncio.get_running_loop()
         start = loop.time()
         try:
             async with asyncio.timeout(job.limits.attempt) as limit:
                 experiences = await execute(
-                    lambda: instance.ready(block),
+                    ready,
                     job.kind,
                     close=self._instances.closing(instance),
                     own_loop=job.own_loops,

@@ -28,9 +28,9 @@ from trinity_mq.runtime.errors import (
 )
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import die_with_parent, disk_full, when_parent_ends
+from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
 from trinity_mq.runtime.service import LifeSigns
-from trinity_mq.runtime.supervisor import PARENT_VARIABLE
-from trinity_mq.telemetry import setup_logging
+from trinity_mq.telemetry import setup_logging, start_trace
 
 log = structlog.get_logger(__name__)
 
@@ -62,6 +62,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     if parent is not None:
         die_with_parent(parent)
     setup_logging(role, agent_id, config.path, config.monitor.log_level)
+    start_trace(role, agent_id, config.path, on=config.monitor.trace)
     supervised = parent is not None
     signs = LifeSigns.from_environment(supervised=supervised)  # before anything is started that could inherit it
     try:

@@ -4,6 +4,7 @@ from trinity_mq.telemetry.aggregate import aggregate_eval_runs, aggregate_eval_t
 from trinity_mq.telemetry.log import get_logger, mask_passwords, setup_logging
 from trinity_mq.telemetry.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from trinity_mq.telemetry.sparkline import sparkline
+from trinity_mq.telemetry.trace import flush_trace, read_trace, start_trace
 
 __all__ = [
     "METRICS_FILE",
@@ -12,9 +13,12 @@ __all__ = [
     "aggregate_eval_tasks",
     "aggregate_runs",
     "aggregate_tasks",
+    "flush_trace",
     "get_logger",
     "mask_passwords",
     "read_metrics",
+    "read_trace",
     "setup_logging",
     "sparkline",
+    "start_trace",
 ]

@@ -35,6 +35,8 @@ HOWS: Mapping[str, Callable[[Sequence[float]], float]] = {
     "min": min,
     "last": lambda values: values[-1],
 }
+ACCURACY, MAJORITY = "accuracy", "majority"
+"""Metrics of evaluations with a meaning of their own; see :func:`aggregate_eval_runs`."""
 _DURATION = "time/"
 """Prefix of the names of durations: "best of k" means nothing there."""
 
@@ -68,6 +70,9 @@ def aggregate_eval_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     ``<key>/mean@n`` and ``<key>/std@n`` (of the population); for n > 1 also ``best@k`` and ``worst@k`` for k = 2, 4, 8
     ... below n, and n: the expected greatest and least of k runs drawn with replacement, the exact value of what a
     bootstrap estimates. Durations (``time/...``) are plain means. n counts the runs that have the key.
+
+    Of an ``accuracy`` of 0 and 1 there is also ``pass@k``, the probability that one of k of the runs is right, drawn
+    without replacement, and the accuracy of the answer that most runs gave, ``majority``, is ``majority@n``.
     """
     found: dict[str, float] = {}
     for key, values in _columns(runs).items():
@@ -75,6 +80,11 @@ def aggregate_eval_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if name.startswith(_DURATION):
             found[name] = _mean(values)
             continue
+        if name == MAJORITY:
+            found[f"{name}@{n}"] = _mean(values)
+            continue
+        if name == ACCURACY and set(values) <= {0.0, 1.0}:
+            found |= {f"pass@{k}": pass_at(round(sum(values)), n, k) for k in best_of_sizes(n)}
         found |= {f"{name}/mean@{n}": _mean(values), f"{name}/std@{n}": _deviation(values)}
         for k in best_of_sizes(n):
             found[f"{name}/best@{k}"], found[f"{name}/worst@{k}"] = best_and_worst(values, k)
@@ -88,6 +98,13 @@ def best_of_sizes(n: int) -> list[int]:
     [2, 4, 8, 9]
     """
     return [2**power for power in range(1, n.bit_length()) if 2**power < n] + [n] if n > 1 else []
+
+
+def pass_at(right: int, n: int, k: int) -> float:
+    """Return the probability that at least one of ``k`` runs is right, drawn without replacement from ``n`` runs of
+    which ``right`` are: ``1 - C(n - right, k) / C(n, k)`` (arXiv 2107.03374, equation 1).
+    """
+    return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:

@@ -15,7 +15,9 @@ DURATIONS: Mapping[tuple[str, str], Activity] = {
     ("explorer", "time/eval"): "eval",
     ("operator", "time/operators"): "operators",
     ("trainer", "time/batch"): "train",
-    ("trainer", "time/sync_weight"): "sync",
+    ("trainer", "time/sync"): "sync",
+    ("trainer", "time/save"): "save",
+    ("trainer", "time/sync_weight"): "sync",  # names of earlier releases
     ("trainer", "time/save_checkpoint"): "save",
 }
 """By role and metric: the activity whose seconds the metric holds. It ended when the metric was written."""

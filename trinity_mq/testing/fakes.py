@@ -19,6 +19,7 @@ from trinity_mq.messages import TaskResult, TaskSlice, Version, decode
 from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import EXPERIENCES, acknowledge, envelope
+from trinity_mq.training.checkpoints.checkpoint import Writer
 
 ENGINE_RETRY = 0.01
 """Seconds until a fake runner asks again whether the engine has weights."""
@@ -122,6 +123,13 @@ class FakeLearner:
         """Write a file, so that there is a checkpoint."""
         (folder / "weights").write_text("none")
 
+    async def stage(self) -> Writer:
+        """Nothing to copy."""
+        return self.save
+
+    async def export(self, folder: Path) -> None:
+        """Nothing to write."""
+
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
         """Return no tensors."""
         return []
@@ -140,7 +148,7 @@ class FakeLearner:
 
 @dataclass
 class FakeRunner:
-    """Runs task slices from a bus: one experience for each run, after ``seconds``.
+    """Runs task slices from a bus: one experience for each run, which ``make`` makes, after ``seconds``.
 
     ``spoil`` returns the fate of a slice: ``None`` (finished), ``"empty"`` (no experiences) or ``"failed"``; ``name``
     is the runner's id in the results.
@@ -153,6 +161,7 @@ class FakeRunner:
     spoil: Callable[[TaskSlice], str | None] = lambda task_slice: None
     done: list[TaskSlice] = field(default_factory=list)
     name: str = "runner-0"
+    make: Callable[[TaskSlice, int, Version], Experience] = field(default_factory=lambda: one_experience)
 
     async def run(self) -> None:
         """Consume task slices until cancelled."""
@@ -174,7 +183,7 @@ class FakeRunner:
         runs = [] if spoiled else list(range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times))
         parts = 0
         if runs and task_slice.deliver != "none":
-            body = Experience.serialize_many([one_experience(task_slice, run, version) for run in runs])
+            body = Experience.serialize_many([self.make(task_slice, run, version) for run in runs])
             key = self.topology.batch_routing_key(task_slice.batch, task_slice.ticket)
             headers: dict[str, Any] = {"attempt": attempt, "part": 0, "ticket": task_slice.ticket}
             message = Envelope(body=body, kind="experience_part", content_type=EXPERIENCES, headers=headers)

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from trinity_mq.telemetry import METRICS_FILE, read_metrics
 
 LOOK_AGAIN = 0.2
@@ -105,7 +107,11 @@ class LocalRun:
         await self.until(lambda: any(step >= progress for step, _ in self.values("trainer/step")), seconds)
 
     def pid(self, agent: str) -> int | None:
-        """Return the process id of an agent's latest life, as its log says, or of ``engine``."""
+        """Return the process id of an agent's latest life, as its log says, of ``engine``, or of ``fork server``."""
+        if agent == "fork server":
+            assert self.process is not None
+            children = psutil.Process(self.process.pid).children()
+            return next((one.pid for one in children if any("fork_server" in word for word in one.cmdline())), None)
         if agent == "engine":
             files = list((self.run_dir / "engines").glob("*.ready.json"))
             return int(json.loads(files[0].read_text())["pid"]) if files else None

@@ -25,12 +25,14 @@ from trinity_mq.training.reference import Reference
 
 @dataclass(frozen=True)
 class Memory:
-    """What one train step leaves for the advantages of the next one; part of a checkpoint."""
+    """What one train step leaves for the next one; part of a checkpoint."""
 
     baselines: dict[str, float] = field(default_factory=dict)
     """Moving averages of the rewards, by role."""
     reward_kl_coef: float | None = None
     """Coefficient of the KL in the rewards where that follows a target. None: the configuration's."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """State of the guard of optimizer steps, see :meth:`trinity_mq.training.guard.Guard.state`."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,16 @@ def trainer_advantages(
     if critic is not None or algorithm.reward_kl is not None:
         # what is packed here are the states alone; advantages have to be there
         tokens = flatten(with_scores(batch, [0.0] * len(batch)), algorithm, weights, step)
-        packed = tokens.micro_batches(range(len(batch)), config.trainer.max_tokens_per_micro_batch)
+        model = critic or reference
+        assert model is not None
+        batches = model.division.of(tokens, range(len(batch)))
     if critic is not None:
-        values[mask] = critic.values(packed, tokens.tokens).cpu()
+        values[mask] = critic.values(batches, tokens.tokens).cpu()
         given["values"] = values
     coef = memory.reward_kl_coef
     if algorithm.reward_kl is not None:
         assert reference is not None
-        ref = reference.logprobs(packed, tokens.tokens).cpu()
+        ref = reference.logprobs(batches, tokens.tokens).cpu()
         given["token_penalty"], coef, metrics = _penalty(batch, tokens.columns["mu"], ref, algorithm.reward_kl, coef)
     kept, found = estimate(batch, algorithm.estimator, **given)
     stays = np.repeat(np.isin(batch.ids("rid"), kept.ids("rid")), batch.lengths("action_mask"))

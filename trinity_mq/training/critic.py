@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +14,15 @@ from torch.nn.utils import clip_grad_norm_
 from trinity_mq.algorithms.values import clipped_value_loss
 from trinity_mq.config.algorithm import CriticConfig
 from trinity_mq.config.run import Config
-from trinity_mq.training.checkpoint import DamagedCheckpointError
+from trinity_mq.training.checkpoints.state import Part, Parts, module_state, optimizer_part, optimizer_state
+from trinity_mq.training.model.attention import model_inputs
+from trinity_mq.training.model.policy import Policy
 from trinity_mq.training.packing import MicroBatch
-from trinity_mq.training.policy import Policy
+from trinity_mq.training.parallel.ranks import Ranks
+from trinity_mq.training.parallel.sharding import blocks, shard, sharded_states, whole
 
-CRITIC_FILE = "critic.pt"
-"""Inside a checkpoint: weights, optimizer and train steps of the critic."""
+CRITIC, CRITIC_OPTIMIZER = "critic", "critic_optimizer"
+"""Its parts of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -32,30 +34,51 @@ class Targets:
     returns: Tensor
 
 
+class _Values(nn.Module):
+    """A backbone with a head of one number, which is 0 at first."""
+
+    def __init__(self, backbone: nn.Module, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self.backbone, self.head = backbone, nn.Linear(width, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Return the values of a micro-batch's trained tokens, float32 ``[tokens]``."""
+        device = batch.input_ids.device.type
+        with torch.autocast(device, dtype=self._dtype, enabled=self._dtype != torch.float32):
+            inputs = model_inputs(self.backbone, batch)
+            hidden: Tensor = self.backbone(**inputs, use_cache=False).last_hidden_state
+        values: Tensor = self.head(hidden[batch.rows, batch.columns].float())[:, 0]
+        return values
+
+
 class Critic:
     """Values of the state before each trained token, from the hidden state that the token's logprob comes from.
 
     The backbone begins as the first model, the head with zeros: all values are 0 at first.
     """
 
-    def __init__(self, config: Config, folder: Path) -> None:
-        """Load the backbone from the Hugging Face folder of the first model; torch's random state stays.
+    def __init__(self, config: Config, folder: Path, ranks: Ranks | None = None) -> None:
+        """Load the backbone from the Hugging Face folder of the first model, and shard it over ``ranks``. All of its
+        weights are trained, also where the policy has adapters.
 
         Raises:
             ModelNotLoadedError: No model there.
             LearnerError: No such device.
         """
-        random_state = torch.get_rng_state()
-        policy = Policy(config.model, folder, config.seed)
-        torch.set_rng_state(random_state)
+        plain = config.model.model_copy(update={"lora": None})
+        policy = Policy(plain, folder, config.seed, config.trainer)
         width = policy.model.get_output_embeddings().weight.shape[1]
-        self.device = policy.device
+        self.ranks, self.device = ranks or Ranks(), policy.device
+        self.division = replace(policy.division, rank=self.ranks.rank, ranks=self.ranks.world)
         self.settings: CriticConfig = config.algorithm.critic
-        self.backbone: nn.Module = policy.model.base_model
-        self.head = nn.Linear(width, 1, device=self.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-        self._dtype = getattr(torch, config.model.dtype)
+        dtype = getattr(torch, config.model.dtype)
+        self.module = _Values(policy.model.base_model, width, dtype).to(self.device)
+        if self.ranks.world > 1:
+            shard(self.module.head, (), self.device, self.ranks.world, torch.float32)
+            shard(self.module, blocks(policy.model), self.device, self.ranks.world, dtype)
         betas = config.algorithm.optimizer.betas
         self._optimizer = torch.optim.AdamW(self.parameters, self.settings.lr, betas, weight_decay=0.0, fused=True)
         self.steps = 0
@@ -64,7 +87,7 @@ class Critic:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All parameters."""
-        return [*self.backbone.parameters(), *self.head.parameters()]
+        return list(self.module.parameters())
 
     @property
     def is_warming_up(self) -> bool:
@@ -73,10 +96,7 @@ class Critic:
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the values of a micro-batch on the critic's device, float32 ``[tokens]``, with gradient."""
-        reduced = self._dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self._dtype, enabled=reduced):
-            hidden: Tensor = self.backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        values: Tensor = self.head(hidden[batch.rows, batch.columns].float())[:, 0]
+        values: Tensor = self.module(batch)
         return values
 
     @torch.no_grad()
@@ -86,6 +106,7 @@ class Critic:
         for packed in batches:
             batch = packed.to(self.device)
             result[batch.index] = self.forward(batch)
+        self.ranks.sum(result)
         return result
 
     def optimizer_step(self, batches: Sequence[MicroBatch], targets: Targets) -> tuple[bool, dict[str, float]]:
@@ -95,7 +116,7 @@ class Critic:
             Whether loss and gradient were finite (else nothing is changed), and the metrics ``critic/vf_loss``,
             ``critic/vf_clipfrac`` and ``critic/grad_norm``.
         """
-        tokens = sum(batch.tokens for batch in batches)
+        tokens = sum(self.ranks.gather(sum(batch.tokens for batch in batches)))
         self._optimizer.zero_grad()
         total, cut = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for packed in batches:
@@ -105,40 +126,29 @@ class Critic:
             loss = losses.sum() / tokens
             torch.autograd.backward(loss)
             total, cut = total + loss.detach(), cut + clipped.sum()
-        norm = clip_grad_norm_(self.parameters, self.settings.clip_grad).item()
+        self.ranks.sum(total, cut)
+        norm = whole(clip_grad_norm_(self.parameters, self.settings.clip_grad)).item()
         metrics = {"critic/vf_loss": total.item(), "critic/vf_clipfrac": cut.item() / tokens, "critic/grad_norm": norm}
         finite = math.isfinite(norm) and math.isfinite(metrics["critic/vf_loss"])
         if finite:
             self._optimizer.step()
         return finite, metrics
 
-    def save(self, path: Path) -> None:
-        """Write everything :meth:`restore` needs."""
-        state = {
-            "backbone": self.backbone.state_dict(),
-            "head": self.head.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "steps": self.steps,
-        }
-        torch.save(state, path)
+    def parts(self) -> Parts:
+        """Return its parts of a checkpoint: its weights, the live ones, and the state of its optimizer."""
+        weights = Part(module_state(self.module), {"steps": self.steps})
+        return {CRITIC: weights, CRITIC_OPTIMIZER: optimizer_part(self._optimizer, self.module)}
 
-    def restore(self, path: Path) -> None:
-        """Put back what :meth:`save` wrote; the settings stay those of the configuration.
+    def restore(self, parts: Parts) -> None:
+        """Take over what :meth:`parts` returned; its weights are there already. The settings stay those of the
+        configuration.
 
         Raises:
-            DamagedCheckpointError: It does not load, or is not there.
+            KeyError, TypeError, ValueError: They are parts of something else.
         """
-        try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
-        except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-            raise DamagedCheckpointError(f"{path} is damaged or not there") from error
-        try:
-            self.backbone.load_state_dict(state["backbone"])
-            self.head.load_state_dict(state["head"])
-            self._optimizer.load_state_dict(state["optimizer"])
-            self.steps = state["steps"]
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise DamagedCheckpointError(f"{path} does not fit the first model: {error}") from error
+        state = optimizer_state(parts[CRITIC_OPTIMIZER])
+        self._optimizer.load_state_dict(state | {"state": sharded_states(state["state"], self.parameters)})
+        self.steps = int(parts[CRITIC].facts["steps"])
         for group in self._optimizer.param_groups:
             group["lr"] = self.settings.lr
 
@@ -165,7 +175,7 @@ class CriticTotals:
     def metrics(self) -> dict[str, float]:
         """Return averages over the applied optimizer steps, and counts."""
         steps = len(self._applied)
-        found = {"critic/optimizer_steps": float(steps), "critic/nonfinite_skipped": float(self._nonfinite)}
+        found = {"critic/optimizer_steps": float(steps), "critic/skipped_nonfinite": float(self._nonfinite)}
         for name in self._applied[0] if self._applied else ():
             found[name] = math.fsum(metrics[name] for metrics in self._applied) / steps
         return found

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import math
+import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import structlog
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from trinity_mq.algorithms.evaluator import component_weights
 from trinity_mq.algorithms.plugins import load_plugins
@@ -22,30 +27,50 @@ from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.config.algorithm.needs import needs, needs_reference
 from trinity_mq.config.run import Config
 from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.experience.ragged import Indexes
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.threads import run_to_end
+from trinity_mq.telemetry.trace import span
 from trinity_mq.training.advantages import Advantages, Memory, trainer_advantages
-from trinity_mq.training.checkpoint import DamagedCheckpointError
-from trinity_mq.training.critic import CRITIC_FILE, Critic, CriticTotals
+from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError, Writer
+from trinity_mq.training.checkpoints.old_checkpoint import is_old, read_old_facts, read_old_parts
+from trinity_mq.training.checkpoints.state import (
+    HostCopies,
+    Part,
+    Parts,
+    flat,
+    module_state,
+    optimizer_part,
+    optimizer_state,
+    read_facts,
+    read_parts,
+    write_parts,
+)
+from trinity_mq.training.critic import CRITIC, Critic, CriticTotals
+from trinity_mq.training.data_metrics import length_metrics, token_metrics, tokens_of
+from trinity_mq.training.guard import Guard
+from trinity_mq.training.model.policy import LearnerError, ModelNotLoadedError, Policy, chosen_device
+from trinity_mq.training.optimizers import learning_rate, make_optimizer, restore_state, set_learning_rate
 from trinity_mq.training.packing import PAIRED, SAMPLED, TrainTokens, flatten, split, without_unknown
-from trinity_mq.training.policy import LearnerError, ModelNotLoadedError, Policy
-from trinity_mq.training.reference import REFERENCE_FILE, Reference
+from trinity_mq.training.parallel.ranks import Command, RankError, Ranks
+from trinity_mq.training.parallel.sharding import whole
+from trinity_mq.training.reference import Reference
+from trinity_mq.training.stopwatch import Stopwatch
 from trinity_mq.training.update import (
     StepLoss,
     StepTotals,
     compared,
     compares_tokens,
     entropy_coefficient,
-    learning_rate,
-    make_optimizer,
     optimizer_step,
     score,
-    set_learning_rate,
+    skipped_for,
 )
 
 MODEL_FOLDER = "model"
 """Inside a checkpoint: what ``transformers`` loads."""
-OPTIMIZER_FILE = "optimizer.pt"
+
+AFTER_AN_ERROR = 30.0
+"""Seconds in which a rank that met an error expects to hear from rank 0, which should have met it too."""
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -67,8 +92,18 @@ class Learner(Protocol):
         ``actor/optimizer_steps`` says how often the weights changed; 0 means that they did not.
         """
 
-    async def save(self, folder: Path) -> None:
-        """Write everything :meth:`open` needs into the existing folder."""
+    async def save(self, folder: Path) -> str | None:
+        """Write everything :meth:`open` needs into the existing folder, which holds no other checkpoint; returns the
+        checksum of the weights, if there is one.
+        """
+
+    async def stage(self) -> Writer:
+        """Copy everything that :meth:`save` writes as it is now, and return what writes it while steps go on. It is
+        called before the next copy is made, or never.
+        """
+
+    async def export(self, folder: Path) -> None:
+        """Write the model as a Hugging Face folder."""
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
         """Return ``(name, dtype, shape)`` of every weight, tied ones once, always in the same order."""
@@ -86,76 +121,122 @@ class Learner(Protocol):
 class TorchLearner:
     """Trains a Hugging Face causal language model; all of torch runs in one worker thread."""
 
-    def __init__(self, config: Config, model_folder: Path, total_steps: int | None) -> None:
+    def __init__(self, config: Config, model_folder: Path, total_steps: int | None, ranks: Ranks | None = None) -> None:
         """Nothing is loaded yet.
 
         Args:
             config: The run; used are its seed, algorithm, model and trainer.
             model_folder: Hugging Face folder of the first model; the tokenizer is always taken from here.
             total_steps: Train steps of the run, for the decay; None leaves it out.
+            ranks: Over which models are sharded. All methods are for rank 0, which announces to the others what they
+                have to take part in; the others call :meth:`follow`.
         """
         self._config = config
+        self._ranks = ranks or Ranks()
         self._model_folder = model_folder
         self._total_steps = total_steps
         self._loaded: tuple[Policy, torch.optim.Optimizer] | None = None
         self._reference: Reference | None = None
         self._critic: Critic | None = None
         self._memory = Memory()
+        self._copies = HostCopies()
+        self._guard = Guard(config.trainer.guard)
         # The number of threads is a property of the thread that calls torch, so the worker sets it for itself.
         self._pool = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.trainer.num_threads,))
+        self._writer_pool = ThreadPoolExecutor(1, "checkpoint-writer", torch.set_num_threads, (1,))
 
     async def open(self, checkpoint: Path | None) -> None:
-        """Load the model, and from a checkpoint also optimizer and random state; a reference model where the loss needs
-        one, which begins as the first model of the run.
+        """Load the model, and from a checkpoint also the optimizer and what goes on from step to step; a reference
+        model where the loss needs one, which begins as the first model of the run.
 
         Raises:
             DamagedCheckpointError: The checkpoint does not load.
             LearnerError: Nothing loadable there, no such device, or the reference is not that of the checkpoint.
             FatalError: A plug-in of the loss cannot be used.
         """
-        await self._run(lambda: self._open(checkpoint))
+        await self._lead("opening", lambda: self._lead_open(checkpoint))
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         """Do one train step: ``epochs x mini_batches`` optimizer steps.
 
-        An optimizer step whose loss or gradient is not finite is left out and counted in ``actor/nonfinite_skipped``,
-        one without a trained token in ``actor/empty_skipped``; the weights stay as they were. Averages are over the
-        others and absent if there are none. A step that does not change the policy leaves the baselines of roles, the
-        coefficient of a KL in the rewards and the reference as they were. In the warm-up of a critic only that
-        learns, and ``critic/optimizer_steps`` says how often.
+        An optimizer step that the guard does not let through, or without a trained token, is left out and counted in
+        ``actor/skipped_<reason>``; the weights stay as they were. Averages are over the others and absent if there are
+        none. A step that does not change the policy leaves the baselines of roles, the coefficient of a KL in the
+        rewards and the reference as they were. In the warm-up of a critic only that learns, and
+        ``critic/optimizer_steps`` says how often.
 
         Args:
             experiences: With what the loss needs, see :func:`trinity_mq.training.packing.flatten`.
-            step_number: From 1; learning rate, weights of entropy and components, mini-batches and the age of tokens
-                follow from it.
-        """
-        return await self._run(lambda: self._step(experiences, step_number))
+            step_number: From 1; learning rate, weights of entropy and components, mini-batches, the age of tokens and
+                whatever is drawn at random follow from it.
 
-    async def save(self, folder: Path) -> None:
-        """Write ``model/``, which ``transformers`` loads, and ``optimizer.pt`` with optimizer, random state and what
-        goes on from step to step.
+        Raises:
+            TrainingStopped: The guard has left out too many optimizer steps in a row. Some of this train step may have
+                been made: go on from a checkpoint.
         """
-        await self._run(lambda: self._save(folder))
+        batch = ExperienceBatch.of(experiences)
+
+        def traced() -> dict[str, float]:
+            with span("train step", threads=True):
+                return self._lead_step(batch, step_number)
+
+        return await self._lead("train step", traced)
+
+    async def save(self, folder: Path) -> str:
+        """Write the state by parts, see :mod:`trinity_mq.training.checkpoints.state`, and with ``trainer.export:
+        every`` also ``model/``, which ``transformers`` loads; returns the checksum of the weights that engines get.
+        """
+        parts = await (self._run(self._parts) if self._ranks.world == 1 else self._lead("checkpoint", self._copy))
+        return await self._run(lambda: self._write(folder, parts))
+
+    async def stage(self) -> Writer:
+        """Copy the state into host memory and return what writes it as :meth:`save` does, on a thread of its own."""
+        parts = await self._lead("checkpoint", self._copy)
+        return lambda folder: run_to_end(self._writer_pool, lambda: self._write(folder, parts))
+
+    async def export(self, folder: Path) -> None:
+        """Write what ``transformers`` loads, in float32."""
+
+        def write() -> None:
+            weights = None if self._ranks.world == 1 else self._copy()["policy"].tensors
+            self._opened[0].save(folder, self._model_folder, weights)
+
+        await self._lead("export", write)
 
     async def manifest(self) -> list[tuple[str, str, list[int]]]:
         """Return ``(name, dtype, shape)`` of every weight."""
         return await self._ask(Policy.manifest)
 
     async def weights(self) -> list[tuple[str, Tensor]]:
-        """Return the weights, detached, on the device; the live ones unless ``model.dtype`` is bfloat16."""
-        return await self._ask(Policy.weights)
+        """Return the weights, detached, on the device; the live ones unless ``model.dtype`` is bfloat16. Those that are
+        sharded are gathered one by one, and adapters merged one by one, when a reader asks for each.
+        """
+        return await self._run(self._lead_weights)
 
     async def canary_logprobs(self, tokens: Sequence[int]) -> list[float]:
         """Return the logprobs of ``tokens[1:]``."""
-        return await self._ask(lambda policy: policy.sequence_logprobs(tokens))
+        return await self._lead("canary", lambda: self._lead_canary(list(tokens)))
 
     async def close(self) -> None:
-        """Wait for the thread's work and end it."""
-        await asyncio.to_thread(self._pool.shutdown)
+        """Wait for the threads' work and end them, and the other ranks."""
+        if self._loaded is not None:
+            with suppress(RankError):  # those that are gone need not be told
+                await self._run(self._end_ranks)
+        for pool in (self._pool, self._writer_pool):
+            await asyncio.to_thread(pool.shutdown)
         self._loaded = self._reference = self._critic = None
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await run_to_end(self._pool, work)
+
+    async def _lead(self, what: str, work: Callable[[], T]) -> T:
+        """Do what all ranks take part in."""
+
+        def led() -> T:
+            with self._ranks.together(what):
+                return work()
+
+        return await self._run(led)
 
     async def _ask(self, work: Callable[[Policy], T]) -> T:
         return await self._run(lambda: work(self._opened[0]))
@@ -166,80 +247,214 @@ class TorchLearner:
             raise LearnerError("the learner holds no model: call open() first")
         return self._loaded
 
-    def _open(self, checkpoint: Path | None) -> None:
-        load_plugins(self._config.algorithm)
-        folder = self._model_folder if checkpoint is None else checkpoint / MODEL_FOLDER
-        try:
-            policy = Policy(self._config.model, folder, self._config.seed)
-        except ModelNotLoadedError as error:
-            if checkpoint is None:
-                raise
-            raise DamagedCheckpointError(str(error)) from error
-        optimizer = make_optimizer(policy.parameters, self._config.algorithm.optimizer)
-        origin, has_moved, memory = None, False, Memory()
-        if checkpoint is not None:
-            origin, has_moved, memory = _restore(checkpoint / OPTIMIZER_FILE, policy, optimizer)
-        if needs_reference(self._config.algorithm):
-            random_state = torch.get_rng_state()
-            self._reference = Reference.load(self._config, self._model_folder, origin)
-            torch.set_rng_state(random_state)
-            if checkpoint is not None and has_moved:
-                self._reference.restore(checkpoint / REFERENCE_FILE)
-        if self._config.algorithm.estimator.kind == "gae":
-            self._critic = Critic(self._config, self._model_folder)
-            if checkpoint is not None:
-                self._critic.restore(checkpoint / CRITIC_FILE)
-        self._loaded, self._memory = (policy, optimizer), memory
+    def _lead_open(self, checkpoint: Path | None) -> None:
+        if self._ranks.world > 1 and (why := self._config.not_sharded):
+            raise LearnerError(f"the trainer was started with {self._ranks.world} processes, but {why}")
+        self._ranks.meet()
+        self._ranks.announce("open", checkpoint=None if checkpoint is None else str(checkpoint.absolute()))
+        self._open(checkpoint)
 
-    def _save(self, folder: Path) -> None:
-        policy, optimizer = self._opened
-        policy.save(folder / MODEL_FOLDER, self._model_folder)
-        state: dict[str, Any] = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-        state["memory"] = asdict(self._memory)
-        if self._reference is not None:
-            state |= {"reference": self._reference.origin, "reference_has_moved": self._reference.has_moved}
-            if self._reference.has_moved:
-                self._reference.save(folder / REFERENCE_FILE)
-        if policy.device.type == "cuda":
-            state["cuda_rng"] = torch.cuda.get_rng_state_all()
-        torch.save(state, folder / OPTIMIZER_FILE)
-        if self._critic is not None:
-            self._critic.save(folder / CRITIC_FILE)
-
-    def _step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
-        started = time.perf_counter()
-        batch = ExperienceBatch.of(experiences)
+    def _lead_step(self, batch: ExperienceBatch, step_number: int) -> dict[str, float]:
         if not batch:
             raise ValueError(
                 f"train step {step_number} has no experiences: an empty batch is a skipped step, not a train step"
             )
+        if self._ranks.world > 1:
+            self._ranks.announce("step", batch.encode(), number=step_number)
+        return self._step(batch, step_number)
+
+    def _copy(self) -> Parts:
+        self._ranks.announce("copy")
+        return self._copies.take(self._parts())
+
+    def _lead_weights(self) -> list[tuple[str, Tensor]]:
+        policy = self._opened[0]
+        if self._ranks.world == 1 and policy.adapters is None:
+            return policy.weights()
+
+        def gather(name: str) -> Tensor:
+            with self._ranks.together("gathering"):
+                self._ranks.announce("gather", weight=name)
+                return whole(policy.weight(name))
+
+        # by the learner's thread, in which all commands are
+        late = [(name, _Gathered(partial(self._pool.submit, gather, name))) for name, _, _ in policy.manifest()]
+        return cast("list[tuple[str, Tensor]]", late)
+
+    def _end_ranks(self) -> None:
+        self._ranks.announce("end")
+        self._ranks.close()
+
+    def _lead_canary(self, tokens: list[int]) -> list[float]:
+        self._ranks.announce("canary", tokens=tokens)
+        return self._opened[0].sequence_logprobs(tokens)
+
+    def follow(self) -> None:
+        """Do on a rank above 0 what rank 0 announces, until it ends; blocks.
+
+        An error that all ranks meet alike, such as a damaged checkpoint, is for rank 0 to answer: it announces what
+        comes next, or ends.
+
+        Raises:
+            RankError: Another rank is gone.
+        """
+        self._ranks.meet()
+        patience = math.inf
+        while (command := self._ranks.next(patience)).name != "end":
+            patience = math.inf
+            try:
+                with self._ranks.together(command.name):
+                    self._obey(command)
+            except FatalError as error:
+                log.warning("command_failed", command=command.name, reason=str(error))
+                patience = AFTER_AN_ERROR
+        self._ranks.close()
+
+    def _obey(self, command: Command) -> None:
+        given = command.arguments
+        if command.name == "open":
+            self._open(None if given["checkpoint"] is None else Path(given["checkpoint"]))
+        elif command.name == "step":
+            self._step(ExperienceBatch.decode(command.body), given["number"])
+        elif command.name == "copy":
+            for tensor in flat(self._parts()).values():
+                whole(tensor)
+        elif command.name == "gather":
+            whole(self._opened[0].weight(given["weight"]))
+        elif command.name == "canary":
+            self._opened[0].sequence_logprobs(given["tokens"])
+        else:
+            raise RankError(f"rank 0 announced {command.name!r}, which is not known here: use one release on all")
+
+    def _open(self, checkpoint: Path | None) -> None:
+        self._ranks.open(chosen_device(self._config.model.device))
+        load_plugins(self._config.algorithm)
+        old = checkpoint if checkpoint is not None and is_old(checkpoint) else None
+        facts: dict[str, dict[str, Any]] = {}
+        if checkpoint is not None:
+            facts = read_old_facts(checkpoint) if old else read_facts(checkpoint)
+        try:
+            folder = old / MODEL_FOLDER if old else self._model_folder
+            policy = Policy(self._config.model, folder, self._config.seed, self._config.trainer, self._ranks)
+        except ModelNotLoadedError as error:
+            if old is None:
+                raise
+            raise DamagedCheckpointError(str(error)) from error
+        optimizer = make_optimizer(policy.model, self._config.algorithm.optimizer)
+        reference = facts.get("reference", {})
+        if needs_reference(self._config.algorithm):
+            origin = reference.get("origin")
+            if policy.adapters is not None:
+                self._reference = Reference.of(policy, self._config.algorithm.reference, origin)
+            else:
+                self._reference = Reference.load(self._config, self._model_folder, origin, self._ranks)
+            self._reference.has_moved = bool(reference.get("has_moved"))
+        if self._config.algorithm.estimator.kind == "gae":
+            self._critic = Critic(self._config, self._model_folder, self._ranks)
+        self._loaded, self._memory = (policy, optimizer), Memory()
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        self._guard = Guard(self._config.trainer.guard, self._memory.guard)
+
+    def _restore(self, checkpoint: Path) -> None:
+        """Take over a checkpoint.
+
+        Raises:
+            DamagedCheckpointError: It does not load, or is one of something else.
+            LearnerError: It is one of all weights, of an earlier release, and only adapters are trained.
+        """
+        policy, optimizer = self._opened
+        modules: dict[str, Module] = {"policy": policy.model}
+        if self._reference is not None and self._reference.has_moved:
+            modules["reference"] = self._reference.policy.model
+        if self._critic is not None:
+            modules[CRITIC] = self._critic.module
+        if not is_old(checkpoint):
+            states = {name: module_state(module) for name, module in modules.items()}
+            parts = read_parts(checkpoint, states | {"policy": policy.state()})
+        elif policy.adapters is None:
+            parts = read_old_parts(checkpoint, modules)
+        else:
+            raise LearnerError(
+                f"the checkpoint {checkpoint} is of an earlier release, which trained all weights, and model.lora is "
+                f"set: leave it out to go on, or start a new run with model.model_path={checkpoint / MODEL_FOLDER}"
+            )
+        try:
+            saved = optimizer_state(parts["optimizer"])
+            restore_state(optimizer, saved, policy.model, self._config.algorithm.optimizer)
+            self._memory = Memory(**parts["memory"].facts)
+            if self._critic is not None:
+                self._critic.restore(parts)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise DamagedCheckpointError(f"the state in {checkpoint} does not fit this run: {error!r}") from error
+
+    def _parts(self) -> Parts:
+        """Return everything that a checkpoint needs, the live tensors."""
+        policy, optimizer = self._opened
+        parts = {"policy": Part(policy.state()), "optimizer": optimizer_part(optimizer, policy.model)}
+        parts["memory"] = Part(facts=asdict(self._memory))
+        if self._reference is not None:
+            parts["reference"] = self._reference.part()
+        if self._critic is not None:
+            parts |= self._critic.parts()
+        return parts
+
+    def _write(self, folder: Path, parts: Parts) -> str:
+        """Write a checkpoint, on any thread where ``parts`` are copies."""
+        policy, weights = self._opened[0], parts["policy"].tensors
+        write_parts(folder, parts)
+        if self._config.trainer.export == "every":
+            policy.save(folder / MODEL_FOLDER, self._model_folder, weights)
+        return policy.digest(weights)
+
+    def _step(self, batch: ExperienceBatch, step_number: int) -> dict[str, float]:
+        started = time.perf_counter()
         config = self._config.algorithm
+        seed_step(self._config.seed, step_number)
         batch, unknown = without_unknown(batch, config)
         rate = learning_rate(config.optimizer, step_number, self._total_steps)
         set_learning_rate(self._opened[1], rate)
         weights = component_weights(config, step_number)
         given = Advantages(batch, self._memory)
+        watch = Stopwatch(self._opened[0].device)
         if config.advantages_in == "trainer":
             models = self._critic, self._reference
-            given = trainer_advantages(batch, self._config, weights, step_number, self._memory, *models)
-        metrics = given.metrics | self._train(given, weights, step_number)
+            with watch.part("score"):
+                given = trainer_advantages(batch, self._config, weights, step_number, self._memory, *models)
+        metrics = given.metrics | self._train(given, weights, step_number, watch)
         if metrics["actor/optimizer_steps"]:
             self._memory = given.memory
             if self._reference is not None:
                 self._reference.follow(self._opened[0], step_number)
-        seconds = time.perf_counter() - started
-        sizes, prompt = tokens_of(batch), int(batch.prompt_lengths().sum())
-        answers = len(batch) + int((batch.lengths("rejected") >= 0).sum())
-        return metrics | {
-            "actor/lr": rate,
-            "mismatch/unknown_logprobs": float(unknown),
-            "prompt_length/mean": prompt / len(batch),
-            "response_length/mean": (int(sizes.sum()) - prompt) / answers,
-            "time/train_step": seconds,
-            "perf/tokens_per_second": int(sizes.sum()) * config.epochs / seconds,
-        }
+        self._memory = replace(self._memory, guard=self._guard.state())
+        return (
+            metrics
+            | watch.metrics()
+            | length_metrics(batch)
+            | self._speed(batch, metrics.get("data/trained_tokens", 0.0), time.perf_counter() - started)
+            | {"actor/lr": rate, "mismatch/unknown_logprobs": float(unknown)}
+        )
 
-    def _train(self, given: Advantages, weights: Mapping[str, float], step_number: int) -> dict[str, float]:
+    def _speed(self, batch: ExperienceBatch, trained: float, seconds: float) -> dict[str, float]:
+        """Return how fast a train step on ``trained`` tokens was that took ``seconds``.
+
+        A token takes about 6 floating point operations a weight: 2 forward, 4 backward (arXiv 2001.08361, section 2.1);
+        of the latter 2 for the weight's own gradient, which one that stays does not have.
+        """
+        epochs, peak = self._config.algorithm.epochs, self._config.trainer.peak_tflops
+        rate = int(tokens_of(batch).sum()) * epochs / seconds
+        weights = self._opened[0].parameters
+        tflops = sum((6 if one.requires_grad else 4) * one.numel() for one in weights) * rate / 1e12
+        return {
+            "time/train_step": seconds,
+            "perf/tokens_per_second": rate,
+            "perf/trained_tokens_per_second": trained * epochs / seconds,
+            "perf/tflops": tflops,
+        } | ({} if peak is None else {"perf/mfu": tflops / peak})
+
+    def _train(
+        self, given: Advantages, weights: Mapping[str, float], step_number: int, watch: Stopwatch
+    ) -> dict[str, float]:
         """Do the optimizer steps of a train step, of the critic too where there are targets of what it learns; return
         their metrics.
         """
@@ -252,16 +467,19 @@ class TorchLearner:
         config, critic = self._config.algorithm, self._critic
         only_critic = critic is not None and critic.is_warming_up
         loss = StepLoss(config, weights, entropy_coefficient(config, step_number, self._total_steps))
-        tokens = flatten(batch, config, weights, step_number)
+        with span("pack tokens"):
+            tokens = flatten(batch, config, weights, step_number)
         needed = set() if only_critic else needs(config, weights)
-        columns, before = self._score(tokens, needed, given.ref)
+        with watch.part("score"):
+            columns, before = self._score(tokens, needed, given.ref)
         compares = bool(weights.get("rl")) and compares_tokens(config)
-        budget = self._config.trainer.max_tokens_per_micro_batch
-        is_first = True  # the weights are still those that ``old`` was scored with
+        reduction = self._config.reduction
+        has_moved = False  # the weights are still those that ``old`` was scored with
+        used = 0
         for epoch in range(config.epochs):
             purpose = f"{self._config.seed}/{step_number}/{epoch}"
             for number, part in enumerate(split(len(batch), config.mini_batches, purpose)):
-                batches = tokens.micro_batches(part, budget, self._config.reduction)
+                batches = policy.division.of(tokens, part, reduction)
                 if not batches:
                     tally.add_empty()
                     continue
@@ -269,20 +487,38 @@ class TorchLearner:
                     critic_tally.add(*critic.optimizer_step(batches, targets))
                 if only_critic:
                     continue
-                whole = dict(columns)
+                extra = dict(columns)
                 if compares:
-                    scored = before if is_first and before is not None else None
-                    scored = scored or score(policy, batches, tokens.tokens, needed)
-                    whole |= compared(batches, scored, columns, config, f"{purpose}/{number}")
-                finite, metrics = optimizer_step(policy, optimizer, batches, loss, whole, config.optimizer.clip_grad)
-                is_first = is_first and not finite
-                tally.add(finite, metrics)
-                if not finite:
-                    log.warning("optimizer_step_skipped", reason="loss or gradient not finite", step=step_number)
+                    with watch.part("score"):
+                        scored = before if not has_moved and before is not None else None
+                        scored = scored or score(policy, batches, tokens.tokens, needed)
+                        most = self._config.trainer.max_tokens_per_micro_batch
+                        everything = tokens.micro_batches(part, most, reduction)
+                        extra |= compared(everything, scored, columns, config, f"{purpose}/{number}")
+                applied, metrics = optimizer_step(
+                    policy,
+                    optimizer,
+                    batches,
+                    loss,
+                    extra,
+                    config.optimizer.clip_grad,
+                    guard=self._guard,
+                    has_moved=has_moved,
+                    offload=config.optimizer.offload,
+                    watch=watch,
+                )
+                has_moved = has_moved or applied
+                used += len(part) * applied
+                tally.add(applied, metrics)
+                if not applied:
+                    norm, reason = metrics["actor/grad_norm"], skipped_for(metrics)
+                    log.warning("optimizer_step_skipped", reason=reason, step=step_number, grad_norm=norm)
+        with span("sum up the step"):
+            found = tally.metrics() | token_metrics(tokens, weights) | {"data/reuse_mean": used / len(batch)}
         if critic is None:
-            return tally.metrics()
+            return found
         critic.steps += critic_tally.has_learned
-        return tally.metrics() | critic_tally.metrics()
+        return found | critic_tally.metrics()
 
     def _score(
         self, tokens: TrainTokens, needed: Collection[str], ref: Tensor | None
@@ -290,44 +526,40 @@ class TorchLearner:
         """Return the columns ``old`` and ``ref`` of a train step, as far as they are needed, and all that came with
         ``old``; one forward pass each, before the weights move. ``ref`` is given where it is known.
         """
-        budget = self._config.trainer.max_tokens_per_micro_batch
+        policy = self._opened[0]
         columns: dict[str, Tensor] = {}
         before: Scores | None = None
         if "old" in needed:
-            batches = tokens.micro_batches(tokens.experiences({SAMPLED}), budget)
-            before = score(self._opened[0], batches, tokens.tokens, needed)
+            batches = policy.division.of(tokens, tokens.experiences({SAMPLED}))
+            before = score(policy, batches, tokens.tokens, needed)
             columns["old"] = before.logprob
         if ref is not None:
-            columns["ref"] = ref.to(self._opened[0].device)
+            columns["ref"] = ref.to(policy.device)
         elif "ref" in needed:
             assert self._reference is not None
-            batches = tokens.micro_batches(tokens.experiences({SAMPLED, PAIRED}), budget)
+            batches = policy.division.of(tokens, tokens.experiences({SAMPLED, PAIRED}))
             columns["ref"] = self._reference.logprobs(batches, tokens.tokens)
         return columns, before
 
 
-def tokens_of(batch: ExperienceBatch) -> Indexes:
-    """Return the tokens of each experience, both answers of a pair counted."""
-    lengths = [np.maximum(batch.lengths(name), 0) for name in ("tokens", "chosen", "rejected")]
-    total: Indexes = lengths[0] + lengths[1] + lengths[2]
-    return total
-
-
-def _restore(path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> tuple[str | None, bool, Memory]:
-    """Put back the optimizer and the random state in ``path``; return which reference model it was trained with and
-    whether that had moved, and what the last train step left for the next.
+class _Gathered:
+    """A weight on rank 0 that is gathered from its shards, or merged with its adapter, when it is read: nobody holds
+    the whole model for that.
     """
-    try:
-        state = torch.load(path, map_location=policy.device, weights_only=True)
-    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-        # What torch says is left to the chain: it advises to load without weights_only.
-        raise DamagedCheckpointError(f"{path} is damaged or not there") from error
-    try:
-        optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"].cpu())
-        if policy.device.type == "cuda" and "cuda_rng" in state:
-            torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda_rng"]])
-        memory = Memory(**state.get("memory", {}))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise DamagedCheckpointError(f"{path} does not fit the model beside it: {error}") from error
-    return state.get("reference"), state.get("reference_has_moved", False), memory
+
+    def __init__(self, gather: Callable[[], Future[Tensor]]) -> None:
+        self._gather = gather
+
+    def full_tensor(self) -> Tensor:
+        """Return the weight; from any thread but the learner's."""
+        return self._gather().result()
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Let what is drawn at random in a train step, such as by a plug-in of the loss, follow from the run's seed and the
+    number of the step alone: a resumed run draws the same, and no random state has to be saved.
+    """
+    found = int.from_bytes(hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=4).digest(), "big")
+    random.seed(found)
+    np.random.seed(found)
+    torch.manual_seed(found)

@@ -1,4 +1,4 @@
-"""Packs experiences into tensors: the trained tokens of a train step, and padded micro-batches within a token budget.
+"""Packs experiences into tensors: the trained tokens of a train step, and micro-batches within a token budget.
 
 A sampled answer is one sequence, an answer to imitate another, a pair of answers two. What each token's loss is scaled
 by follows from the counts of the whole optimizer step, so losses of micro-batches are only added up.
@@ -27,6 +27,7 @@ from trinity_mq.experience import (
 )
 from trinity_mq.experience.ragged import Indexes, Ragged
 from trinity_mq.experience.rules import DPO, ENGINE
+from trinity_mq.training.parallel.division import divide
 
 SAMPLED, IMITATED, PAIRED = 0, 1, 2
 """Roles of sequences: sampled by the policy, by an expert, or an answer of a pair (chosen, then rejected)."""
@@ -42,19 +43,25 @@ Flags = npt.NDArray[np.bool_]
 class MicroBatch:
     """One forward and backward pass.
 
-    Sequences are padded on the right, so under causal attention no real token sees padding: neither an attention mask
-    nor position ids are needed, and the attention kernel takes its fast path. What is trained on is listed token by
-    token; the others, and so all padding, are simply not there.
+    Padded, each sequence has a row, filled up on the right, so under causal attention no real token sees padding:
+    neither an attention mask nor position ids are needed, and the attention kernel takes its fast path. Packed, all
+    sequences are one after the other in a single row, and
+    :func:`trinity_mq.training.model.attention.model_inputs` says where each begins. What is trained on is listed
+    token by token; the others, and so all padding, are simply not there.
+
+    One without sequences, for a rank that has nothing left to do, is a single position of padding.
     """
 
     input_ids: Tensor
-    """int64 ``[sequences, longest - 1]``: the last token of a sequence predicts nothing."""
+    """int64 ``[rows, positions]``; the last token of a sequence is left out, since it predicts nothing."""
     lengths: Tensor
-    """int64 ``[sequences]``: how many of these positions are no padding."""
+    """int64 ``[sequences]``: how many of these positions each has."""
     rows: Tensor
-    """int64 ``[tokens]``: the sequence of each trained token, rising; each sequence has some."""
+    """int64 ``[tokens]``: the row of each trained token."""
     columns: Tensor
-    """int64 ``[tokens]``: the position that predicts it, one before its own."""
+    """int64 ``[tokens]``: the position in this row that predicts it, one before its own."""
+    segment: Tensor
+    """int64 ``[tokens]``: the sequence of each trained token, rising from 0; each sequence has some."""
     targets: Tensor
     """int64 ``[tokens]``."""
     temperature: Tensor
@@ -79,6 +86,8 @@ class MicroBatch:
     """``[tokens, ...]`` each: the custom fields, by destination, of the experience that a token is of."""
     engines: dict[str, Tensor] = field(default_factory=dict)
     """bool ``[tokens]`` each: whether the engine of that id sampled it; none where a single one sampled all."""
+    longest_packed: int = 0
+    """Positions of the longest sequence of a packed row; 0: the rows are padded."""
 
     @property
     def tokens(self) -> int:
@@ -91,10 +100,34 @@ class MicroBatch:
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, dict):
-                moved[one.name] = {name: column.to(device) for name, column in value.items()}
-            else:
-                moved[one.name] = None if value is None else value.to(device)
+                value = {name: column.to(device) for name, column in value.items()}
+            moved[one.name] = value.to(device) if isinstance(value, Tensor) else value
         return MicroBatch(**moved)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a model wants an optimizer step cut; the arguments of :meth:`TrainTokens.micro_batches`."""
+
+    max_tokens: int
+    packed: bool = False
+    rank: int = 0
+    ranks: int = 1
+    hidden_size: int = 1024
+
+    def of(
+        self, tokens: TrainTokens, experiences: Sequence[int] | Indexes, reduction: Reduction | None = None
+    ) -> list[MicroBatch]:
+        """Return this rank's micro-batches; all ranks have the same number of them, some perhaps empty."""
+        return tokens.micro_batches(
+            experiences,
+            self.max_tokens,
+            reduction,
+            packed=self.packed,
+            rank=self.rank,
+            ranks=self.ranks,
+            hidden_size=self.hidden_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -137,17 +170,30 @@ class TrainTokens:
         return there[np.isin(self.role[self.first[there]], list(roles))]
 
     def micro_batches(
-        self, experiences: Sequence[int] | Indexes, max_tokens: int, reduction: Reduction | None = None
+        self,
+        experiences: Sequence[int] | Indexes,
+        max_tokens: int,
+        reduction: Reduction | None = None,
+        *,
+        packed: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        hidden_size: int = 1024,
     ) -> list[MicroBatch]:
-        """Pack an optimizer step into padded micro-batches, longest first (if memory is short it shows at once).
+        """Cut an optimizer step into micro-batches, longest first (if memory is short it shows at once).
 
-        Neighbours in length go together, so little is padding; the two answers of a pair stay together.
+        The two answers of a pair stay together. Ranks get the same number of micro-batches, so the last ones may have
+        no sequences; see :func:`trinity_mq.training.parallel.division.divide`.
 
         Args:
-            experiences: The numbers of those in the optimizer step.
-            max_tokens: Largest ``sequences x longest`` of a micro-batch; a longer single sequence, or pair, is one of
-                its own.
+            experiences: The numbers of those in the optimizer step, of all ranks.
+            max_tokens: Largest number of tokens in a micro-batch, padding included; a longer single sequence, or pair,
+                is one of its own.
             reduction: Makes the scales from the counts of these experiences; None: the mean over tokens.
+            packed: Whether the sequences of a micro-batch are one row.
+            rank: Whose micro-batches are returned, from 0.
+            ranks: Processes that share the optimizer step.
+            hidden_size: Width of the model: how much its attention costs, when the work is shared.
         """
         units = self._units(np.asarray(experiences, dtype=np.int64))
         if not len(units):
@@ -155,17 +201,10 @@ class TrainTokens:
         members = units[units >= 0]
         scale = np.zeros(len(self.counts))
         scale[members] = self._scales(members, reduction or Reduction())
-        longest = np.where(units >= 0, self.lengths[units], 0).max(1)
-        order = np.argsort(-longest, kind="stable")
-        sizes = (units >= 0).sum(1)[order].cumsum()
-        result, start, before = [], 0, 0
-        while start < len(order):
-            room = max_tokens // int(longest[order[start]])
-            end = max(start + 1, int(np.searchsorted(sizes, before + room, side="right")))
-            chosen = units[order[start:end]].reshape(-1)
-            result.append(self._micro_batch(chosen[chosen >= 0], scale))
-            start, before = end, int(sizes[end - 1])
-        return result
+        lengths = np.where(units >= 0, self.lengths[units], 0)
+        parts = divide(lengths, max_tokens, packed=packed, ranks=ranks, hidden_size=hidden_size)[rank]
+        chosen = (units[part].reshape(-1) for part in parts)
+        return [self._micro_batch(part[part >= 0], scale, packed) for part in chosen]
 
     def _units(self, experiences: Indexes) -> Indexes:
         """Return what cannot be divided, ``[units, 2]``: the sequence of an experience and -1, or its pair."""
@@ -183,32 +222,42 @@ class TrainTokens:
         scale[role == PAIRED] = 1 / max(pairs, 1)
         return scale
 
-    def _micro_batch(self, sequences: Indexes, scale: npt.NDArray[np.float64]) -> MicroBatch:
+    def _micro_batch(self, sequences: Indexes, scale: npt.NDArray[np.float64], packed: bool) -> MicroBatch:
         """Return the tensors of one micro-batch without touching single tokens in Python."""
         counts = self.counts[sequences]
-        rows = np.repeat(np.arange(len(sequences)), counts)
+        segment = np.repeat(np.arange(len(sequences)), counts)
         before = self.counts.cumsum() - self.counts
         index = torch.from_numpy(
-            np.repeat(before[sequences] - (counts.cumsum() - counts), counts) + np.arange(len(rows))
+            np.repeat(before[sequences] - (counts.cumsum() - counts), counts) + np.arange(len(segment))
         )
-        lengths = self.lengths[sequences]
-        places = np.arange(int(lengths.max()) - 1)
-        real = torch.from_numpy(places < lengths[:, None] - 1)
-        where = torch.from_numpy(np.minimum(self.starts[sequences][:, None] + places, len(self.ids) - 1))
+        lengths, starts = self.lengths[sequences] - 1, self.starts[sequences]
+        longest = int(lengths.max(initial=1))
         position = self.position[index]
-        row, own = torch.from_numpy(rows), torch.from_numpy(sequences)
+        part, own = torch.from_numpy(segment), torch.from_numpy(sequences)
+        if packed or not len(sequences):
+            begin = lengths.cumsum() - lengths
+            where = torch.from_numpy(np.repeat(starts - begin, lengths) + np.arange(int(lengths.sum())))
+            input_ids = self.ids[where][None] if len(where) else torch.zeros(1, 1, dtype=torch.int64)
+            rows, columns = torch.zeros_like(part), torch.from_numpy(begin)[part] + position - 1
+        else:
+            places = np.arange(longest)
+            where = torch.from_numpy(np.minimum(starts[:, None] + places, len(self.ids) - 1))
+            input_ids = torch.where(torch.from_numpy(places < lengths[:, None]), self.ids[where], 0)
+            rows, columns = part, position - 1
         return MicroBatch(
-            input_ids=torch.where(real, self.ids[where], 0),
-            lengths=torch.from_numpy(lengths - 1),
-            rows=row,
-            columns=position - 1,
-            targets=self.ids[torch.from_numpy(self.starts[sequences])[row] + position],
+            input_ids=input_ids,
+            lengths=torch.from_numpy(lengths),
+            rows=rows,
+            columns=columns,
+            segment=part,
+            targets=self.ids[torch.from_numpy(starts)[part] + position],
             index=index,
-            sequence=own[row],
-            role=torch.from_numpy(self.role[sequences])[row],
-            scale=torch.from_numpy(scale[sequences]).float()[row],
+            sequence=own[part],
+            role=torch.from_numpy(self.role[sequences])[part],
+            scale=torch.from_numpy(scale[sequences]).float()[part],
             custom={name: column[index] for name, column in self.custom.items()},
             engines={name: column[index] for name, column in self.engines.items()},
+            longest_packed=longest if packed and len(sequences) else 0,
             **{name: column[index] for name, column in self.columns.items()},
         )
 

@@ -6,20 +6,19 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trinity_mq.config.algorithm.reference import ReferenceConfig
 from trinity_mq.config.run import Config
-from trinity_mq.training.checkpoint import DamagedCheckpointError
-from trinity_mq.training.packing import MicroBatch
-from trinity_mq.training.policy import LearnerError, Policy
+from trinity_mq.training.checkpoints.state import Part, module_state
+from trinity_mq.training.model.policy import LearnerError, Policy
+from trinity_mq.training.packing import Division, MicroBatch
+from trinity_mq.training.parallel.ranks import Ranks
+from trinity_mq.training.parallel.sharding import whole
 from trinity_mq.training.update import score
-
-REFERENCE_FILE = "reference.pt"
-"""Inside a checkpoint: the weights of a reference that is no longer the first model."""
 
 
 @dataclass
@@ -32,40 +31,51 @@ class Reference:
     settings: ReferenceConfig
     has_moved: bool = False
     """Whether its weights are no longer those of the first model, so that a checkpoint needs them."""
+    is_shared: bool = False
+    """It is the policy that is trained, without its adapters."""
 
     @classmethod
-    def load(cls, config: Config, folder: Path, origin: str | None) -> Reference:
+    def load(cls, config: Config, folder: Path, origin: str | None, ranks: Ranks | None = None) -> Reference:
         """Load the reference from a folder.
 
         Args:
             config: The run.
             folder: Hugging Face folder of the run's first model.
             origin: Of the checkpoint that is gone on from; None: there is none, or it was written without a reference.
+            ranks: Over which it is sharded.
 
         Raises:
             LearnerError: The model there is not the one that the checkpoint was trained with.
             ModelNotLoadedError: No model there.
         """
-        policy = Policy(config.model, folder, config.seed)
+        policy = Policy(config.model, folder, config.seed, config.trainer, ranks)
         for parameter in policy.parameters:
             parameter.requires_grad_(False)
-        found = digest(policy)
-        if origin is not None and origin != found:
-            raise LearnerError(
-                f"the reference model in {folder} has the hash {found}, and the checkpoint was trained with {origin}: "
-                "put the first model back, or train anew with --fresh"
-            )
-        result = cls(policy, found, config.algorithm.reference)
+        result = cls(policy, _checked(digest(policy), origin, f"in {folder}"), config.algorithm.reference)
         result._leave_device()
         return result
 
+    @classmethod
+    def of(cls, policy: Policy, settings: ReferenceConfig, origin: str | None) -> Reference:
+        """Return the model that ``policy`` is without its adapters: no second one is held. See :meth:`load`."""
+        found = _checked(digest(policy), origin, "that the adapters are on")
+        return cls(policy, found, settings, is_shared=True)
+
     def logprobs(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
         """Return the logprobs of the tokens in ``batches`` at the temperatures of their samples, see :func:`score`."""
+        if self.is_shared:
+            with self.policy.without_adapters():
+                return score(self.policy, batches, tokens)[0]
         self.policy.model.to(self.policy.device)
         try:
             return score(self.policy, batches, tokens)[0]
         finally:
             self._leave_device()
+
+    @property
+    def division(self) -> Division:
+        """How it wants its micro-batches."""
+        return self.policy.division
 
     def _leave_device(self) -> None:
         if self.settings.offload:
@@ -81,31 +91,29 @@ class Reference:
             own.lerp_(new.detach().to(own.device), share)
         self.has_moved = True
 
-    def save(self, path: Path) -> None:
-        """Write its weights."""
-        torch.save(self.policy.model.state_dict(), path)
+    def part(self) -> Part:
+        """Return its part of a checkpoint: its weights, the live ones, where they moved."""
+        weights = module_state(self.policy.model) if self.has_moved else {}
+        return Part(weights, {"origin": self.origin, "has_moved": self.has_moved})
 
-    def restore(self, path: Path) -> None:
-        """Put back the weights that :meth:`save` wrote.
 
-        Raises:
-            DamagedCheckpointError: They do not load, or are not there.
-        """
-        try:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-            raise DamagedCheckpointError(f"{path} is damaged or not there") from error
-        try:
-            self.policy.model.load_state_dict(weights)
-        except (TypeError, RuntimeError) as error:
-            raise DamagedCheckpointError(f"{path} does not fit the first model: {error}") from error
-        self.has_moved = True
+def _checked(found: str, origin: str | None, where: str) -> str:
+    if origin is not None and origin != found:
+        raise LearnerError(
+            f"the reference model {where} has the hash {found}, and the checkpoint was trained with {origin}: "
+            "put the first model back, or train anew with --fresh"
+        )
+    return found
 
 
 def digest(policy: Policy) -> str:
-    """Return a hash of the weights' bytes by name, 16 hexadecimal digits."""
+    """Return a hash of the bytes of the weights, but not of adapters, by name, 16 hexadecimal digits."""
     found = hashlib.blake2b(digest_size=8)
+    adapters = set() if policy.adapters is None else set(policy.adapters.parameters)
     for name, tensor in policy.model.named_parameters():
+        if name in adapters:
+            continue
         found.update(name.encode())
-        found.update(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+        data: Any = whole(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy()
+        found.update(memoryview(data).cast("B"))
     return found.hexdigest()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from trinity_mq.algorithms.corrections import step_choice
@@ -17,52 +17,21 @@ from trinity_mq.algorithms.mismatch import AGES, metrics_by, mismatch_metrics, m
 from trinity_mq.algorithms.regularisers import kl_estimate
 from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.algorithms.view import TokenView, limited
-from trinity_mq.config.algorithm import AlgorithmConfig, OptimizerConfig
+from trinity_mq.config.agents import GuardConfig
+from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.pieces import CovarianceKL, LossConfig
+from trinity_mq.telemetry.trace import span
+from trinity_mq.training.guard import ADVICE, Guard
+from trinity_mq.training.model.policy import Policy
+from trinity_mq.training.optimizers import decay_factor, make_step
 from trinity_mq.training.packing import ROLES, SAMPLED, MicroBatch
-from trinity_mq.training.policy import Policy
+from trinity_mq.training.parallel.ranks import Ranks
+from trinity_mq.training.parallel.sharding import whole
+from trinity_mq.training.stopwatch import Stopwatch
 
 Columns = Mapping[str, Tensor]
 """Columns of a :class:`TokenView` that take a forward pass: ``old``, ``ref``, ``weight``, ``chosen``, each ``[tokens]``
 of the whole train step, on the policy's device."""
-
-
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW (arXiv 1711.05101); the learning rate is set before each step."""
-    return torch.optim.AdamW(parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use ``rate`` from the next step on."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def decay_factor(config: OptimizerConfig, step: int, total_steps: int | None) -> float:
-    """Return what the decay leaves of the rate; 1 for a constant rate or without a known end.
-
-    With ``m`` the ``min_lr_ratio``, ``linear`` is ``max(m, 1 - step / total_steps)``; ``cosine`` is ``m + (1 - m) (1 +
-    cos(pi x)) / 2`` with ``x`` from 0 at the end of the warm-up to 1 at ``total_steps`` (arXiv 1608.03983, equation 5,
-    without restarts).
-
-    Args:
-        config: The schedule.
-        step: Train step, from 1.
-        total_steps: Train steps of the run.
-    """
-    if config.lr_scheduler_type == "constant" or total_steps is None:
-        return 1.0
-    least = config.min_lr_ratio
-    if config.lr_scheduler_type == "linear":
-        return max(least, 1 - step / total_steps)
-    passed = (step - config.lr_warmup_steps) / max(total_steps - config.lr_warmup_steps, 1)
-    return least + (1 - least) * (1 + math.cos(math.pi * min(max(passed, 0.0), 1.0))) / 2
-
-
-def learning_rate(config: OptimizerConfig, step: int, total_steps: int | None) -> float:
-    """Return the rate of train step ``step`` (from 1): ``lr`` x decay x warm-up ``min(1, step / lr_warmup_steps)``."""
-    warm_up = min(1.0, step / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
-    return config.lr * decay_factor(config, step, total_steps) * warm_up
 
 
 def entropy_coefficient(config: AlgorithmConfig, step: int, total_steps: int | None) -> float:
@@ -88,7 +57,7 @@ def score(policy: Policy, batches: Sequence[MicroBatch], tokens: int, needed: Co
 
     Args:
         policy: Whose.
-        batches: Any of the train step's.
+        batches: Any of the train step's; of a sharded policy this rank's share of them.
         tokens: Trained tokens of the train step.
         needed: What the loss reads; the entropy baselines only come where they are in it.
     """
@@ -100,6 +69,7 @@ def score(policy: Policy, batches: Sequence[MicroBatch], tokens: int, needed: Co
             logprobs[batch.index], entropies[batch.index], baselines[batch.index] = policy.score_with_baseline(batch)
         else:
             logprobs[batch.index], entropies[batch.index] = policy.score(batch, entropy_gradient=False)
+    policy.ranks.sum(logprobs, entropies, *([baselines] if has_baseline else []))
     return Scores(logprobs, entropies, baselines if has_baseline else None)
 
 
@@ -111,7 +81,7 @@ def token_view(batch: MicroBatch, logprob: Tensor, entropy: Tensor, columns: Col
         mu=batch.mu,
         advantage=batch.advantages,
         scale=batch.scale,
-        segment=batch.rows,
+        segment=batch.segment,
         entropy=entropy,
         staleness=batch.staleness,
         teacher=batch.teacher,
@@ -176,6 +146,8 @@ def _joined(views: Sequence[TokenView], sequence: Tensor) -> TokenView:
 
 
 DIFFERENCE = "rollout/rollout_vs_train_logprob_diff"
+DECISIONS = 0.2
+"""Share of the tokens, those of largest entropy, at which an answer is decided (arXiv 2506.01939)."""
 OFF_POLICY = {
     "masked_frac": "masked_frac",
     "masked_frac_pos": "masked_frac_pos",
@@ -196,6 +168,11 @@ class StepSums:
     positions: int = 0
     """Positions of all micro-batches that went through the model, and how many of them were padding."""
     padding: int = 0
+    micro_batches: int = 0
+    sequences: int = 0
+    """Those of samples."""
+    entropies: list[Tensor] = field(default_factory=list)
+    """Of the tokens of samples, ``[tokens]`` each."""
     reduced: dict[str, Tensor] = field(default_factory=dict)
     """``loss`` and its parts."""
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -207,32 +184,62 @@ class StepSums:
     mismatch_maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
-def accumulate(policy: Policy, batches: Sequence[MicroBatch], loss: StepLoss, columns: Columns) -> StepSums:
+def accumulate(
+    policy: Policy, batches: Sequence[MicroBatch], loss: StepLoss, columns: Columns, watch: Stopwatch | None = None
+) -> StepSums:
     """Add the gradient of all ``batches`` to the policy's and return sums for metrics.
 
     Losses are only added up: their scale comes from the counts of the whole optimizer step, so neither how it is cut
-    into micro-batches nor which rank has which changes the gradient.
+    into micro-batches nor which rank has which changes the gradient. A rank's micro-batch without sequences takes part
+    in the passes of the others and adds nothing.
     """
-    total = StepSums()
+    total, watch = StepSums(), watch or Stopwatch(policy.device)
     for packed in batches:
+        total.micro_batches += 1
         total.positions += packed.input_ids.numel()
         total.padding += packed.input_ids.numel() - int(packed.lengths.sum())
+        total.sequences += int((packed.sequence[packed.role == SAMPLED].bincount() > 0).sum())
         batch = packed.to(policy.device)
-        logprob, entropy = policy.score(batch, entropy_gradient=loss.entropy_coef > 0)
-        view = token_view(batch, logprob, entropy, columns)
-        kept = {role: batch.role == role for role in set(ROLES.values())}
-        present = {role: view if bool(flags.all()) else view.where(flags) for role, flags in kept.items()}
-        views = {name: present[role] for name, role in ROLES.items()}
-        terms = evaluate(views, loss.config, loss.weights, entropy_coef=loss.entropy_coef)
-        torch.autograd.backward(terms.loss)
+        with watch.part("forward"):
+            logprob, entropy = policy.score(batch, entropy_gradient=loss.entropy_coef > 0)
+        if not batch.tokens:
+            with watch.part("backward"):
+                torch.autograd.backward(logprob.sum())
+            continue
+        with watch.part("forward"):
+            view = token_view(batch, logprob, entropy, columns)
+            kept = {role: batch.role == role for role in set(ROLES.values())}
+            present = {role: view if bool(flags.all()) else view.where(flags) for role, flags in kept.items()}
+            views = {name: present[role] for name, role in ROLES.items()}
+            terms = evaluate(views, loss.config, loss.weights, entropy_coef=loss.entropy_coef)
+        with watch.part("backward"):
+            torch.autograd.backward(terms.loss)
         total.tokens += batch.tokens
         total.sampled += present[SAMPLED].tokens
         _add(total.reduced, {"loss": terms.loss.detach(), **terms.reduced})
-        _add(total.sums, {"entropy": entropy.detach().sum(), **terms.sums})
-        _raise(total.maxima, terms.maxima)
-        _lower(total.minima, terms.minima)
-        _observe(total, present[SAMPLED], {name: flags[kept[SAMPLED]] for name, flags in batch.engines.items()})
-    return total
+        with span("observe tokens"):
+            _add(total.sums, {"entropy": entropy.detach().sum(), **terms.sums})
+            _raise(total.maxima, terms.maxima)
+            _lower(total.minima, terms.minima)
+            _observe(total, present[SAMPLED], {name: flags[kept[SAMPLED]] for name, flags in batch.engines.items()})
+    return over_ranks(total, policy.ranks)
+
+
+def over_ranks(total: StepSums, ranks: Ranks) -> StepSums:
+    """Return the sums, and largest and smallest values, over all ranks."""
+    if ranks.world == 1:
+        return total
+    parts = {one.name: getattr(total, one.name) for one in fields(total)}
+    own = {name: _numbers(part) if isinstance(part, dict) else part for name, part in parts.items()}
+    result = StepSums()
+    for found in ranks.gather(own):
+        for name, part in found.items():
+            if not isinstance(part, dict):
+                setattr(result, name, getattr(result, name) + part)
+                continue
+            merge = _raise if name.endswith("maxima") else _lower if name == "minima" else _add
+            merge(getattr(result, name), {key: torch.tensor(value, dtype=torch.float64) for key, value in part.items()})
+    return result
 
 
 def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor]) -> None:
@@ -244,6 +251,8 @@ def _observe(total: StepSums, samples: TokenView, engines: Mapping[str, Tensor])
     if not samples.tokens:
         return
     assert samples.staleness is not None
+    assert samples.entropy is not None
+    total.entropies.append(samples.entropy.detach())
     difference = (samples.logprob.detach() - samples.mu).abs()
     advantage = samples.advantage.double()  # a variance is a small difference of sums
     _add(total.sums, {"difference": difference.sum(), "advantage": advantage.sum()})
@@ -276,23 +285,54 @@ def optimizer_step(
     loss: StepLoss,
     columns: Columns,
     clip_grad: float,
+    *,
+    guard: Guard | None = None,
+    has_moved: bool = False,
+    offload: bool = False,
+    watch: Stopwatch | None = None,
 ) -> tuple[bool, dict[str, float]]:
     """Accumulate the gradient of all ``batches``, clip it to the norm ``clip_grad`` and move the weights once.
 
+    Args:
+        policy: Whose weights.
+        optimizer: Of these.
+        batches: All of the optimizer step.
+        loss: Of the train step.
+        columns: What took a forward pass before.
+        clip_grad: Largest norm of the gradient.
+        guard: Judges the step; by default one that knows no limits and no steps before.
+        has_moved: The weights are no longer those that the batch was sampled for, so that the mismatch says nothing of
+            the engine.
+        offload: See :func:`make_step`.
+        watch: Takes the time.
+
     Returns:
-        Whether loss and gradient were finite (else weights and optimizer are untouched), and metrics.
+        Whether the step was made (else weights and optimizer are untouched), and metrics; of a step that was not, with
+        ``actor/skipped_<reason>``.
 
     Raises:
         PluginError: A surrogate or a correction of the user's own returned something else than a number for each token.
+        TrainingStopped: Too many steps in a row were not made.
     """
+    guard, watch = guard or Guard(GuardConfig()), watch or Stopwatch(policy.device)
     optimizer.zero_grad()
-    total = accumulate(policy, batches, loss, columns)
-    norm = clip_grad_norm_(policy.parameters, clip_grad).item()
-    metrics = step_metrics(total)
-    finite = all(map(math.isfinite, (norm, metrics["actor/loss"], metrics["actor/entropy"])))
-    if finite:
-        optimizer.step()
-    return finite, metrics | {"actor/grad_norm": norm}
+    total = accumulate(policy, batches, loss, columns, watch)
+    with watch.part("optimizer"):
+        norm = whole(clip_grad_norm_(policy.parameters, clip_grad)).item()
+    with span("measure step"):
+        metrics = step_metrics(total) | {"actor/grad_norm": norm}
+    reason = guard.judge(
+        # an entropy that is not finite spoils the loss only where it has a weight, and is as bad a sign where not
+        loss=metrics["actor/loss"] if math.isfinite(metrics["actor/entropy"]) else math.nan,
+        norm=norm,
+        mismatch=None if has_moved else metrics.get("mismatch/k3"),
+    )
+    if reason is not None:
+        return False, metrics | {f"{SKIPPED}{reason}": 1.0}
+    with watch.part("optimizer"):
+        norms = make_step(optimizer, offload=offload)
+    metrics["actor/grad_norm_clipped"] = min(norm, clip_grad)
+    return True, metrics | {"actor/update_norm": norms.update, "actor/weight_norm": norms.weight}
 
 
 def step_metrics(total: StepSums) -> dict[str, float]:
@@ -306,8 +346,10 @@ def step_metrics(total: StepSums) -> dict[str, float]:
     metrics = {f"actor/{name}": value for name, value in reduced.items()}
     metrics["actor/entropy"] = sums.pop("entropy") / total.tokens
     metrics["perf/padding_frac"] = total.padding / total.positions
+    metrics["perf/micro_batches"] = float(total.micro_batches)
     if not total.sampled:
         return metrics
+    metrics["actor/entropy_top20"] = _mean_of_largest(torch.cat(total.entropies), DECISIONS)
     metrics[f"{DIFFERENCE}/mean"] = sums.pop("difference") / total.sampled
     metrics[f"{DIFFERENCE}/max"] = maxima.pop("difference")
     mean, square = (sums.pop(name) / total.sampled for name in ("advantage", "advantage_squares"))
@@ -317,12 +359,21 @@ def step_metrics(total: StepSums) -> dict[str, float]:
     for age, masked in ages.items():
         if tokens := mismatch[f"tokens/{age}"]:
             metrics[f"offpolicy/masked_frac/{age}"] = masked / tokens
+    if squares := sums.pop("ratio_squares", 0.0):
+        metrics["actor/ess"] = sums["ratio_mean"] ** 2 / (total.sampled * squares)
+    metrics["offpolicy/seq_masked_frac"] = sums.pop("masked_sequences", 0.0) / total.sequences
+    metrics["offpolicy/weight_max"] = maxima.pop("correction_weight_max", 1.0)
     unweighted = {"correction_weight": float(total.sampled)}
     for name, metric in OFF_POLICY.items():
         metrics[f"offpolicy/{metric}"] = sums.pop(name, unweighted.get(name, 0.0)) / total.sampled
     metrics |= {f"actor/{name}": value / total.sampled for name, value in sums.items()}
     metrics |= {f"actor/{name}": value for name, value in (maxima | _numbers(total.minima)).items()}
     return metrics | mismatch_metrics(mismatch, _numbers(total.mismatch_maxima)) | metrics_by(mismatch)
+
+
+def _mean_of_largest(values: Tensor, share: float) -> float:
+    """Return the mean of the largest ``share`` of the values, at least of one."""
+    return values.topk(max(1, round(share * len(values)))).values.mean().item()
 
 
 def _lower(total: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:
@@ -338,8 +389,15 @@ def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(scalars, values, strict=True))
 
 
+SKIPPED = "actor/skipped_"
+"""Metrics that count optimizer steps which were not made, by reason."""
 FIRST = (DIFFERENCE, "mismatch/")
 """Metrics that compare the engine with the trainer: of the first optimizer step only."""
+
+
+def skipped_for(metrics: Mapping[str, float]) -> str | None:
+    """Return why the optimizer step with these metrics was not made, None if it was."""
+    return next((name.removeprefix(SKIPPED) for name in metrics if name.startswith(SKIPPED)), None)
 
 
 class StepTotals:
@@ -348,32 +406,27 @@ class StepTotals:
     def __init__(self) -> None:
         self._applied: list[dict[str, float]] = []
         self._first: dict[str, float] | None = None
-        self._nonfinite = 0
-        self._empty = 0
+        self._skipped = dict.fromkeys((*(f"{SKIPPED}{reason}" for reason in ADVICE), f"{SKIPPED}empty"), 0.0)
 
-    def add(self, finite: bool, metrics: dict[str, float]) -> None:
+    def add(self, applied: bool, metrics: dict[str, float]) -> None:
         """Count one optimizer step."""
         if self._first is None:
             # Only the first one sees the weights that the batch was meant for.
             self._first = {name: value for name, value in metrics.items() if name.startswith(FIRST)}
-        if finite:
+        if applied:
             self._applied.append(metrics)
-        else:
-            self._nonfinite += 1
+        for name in metrics.keys() & self._skipped.keys():
+            self._skipped[name] += metrics[name]
 
     def add_empty(self) -> None:
         """Count a mini-batch without a trained token."""
-        self._empty += 1
+        self._skipped[f"{SKIPPED}empty"] += 1
 
     def metrics(self) -> dict[str, float]:
         """Return averages (of ``*_max`` the largest, of ``*_min`` the smallest) over the applied optimizer steps, and
         counts; all finite.
         """
-        result = {
-            "actor/optimizer_steps": float(len(self._applied)),
-            "actor/nonfinite_skipped": float(self._nonfinite),
-            "actor/empty_skipped": float(self._empty),
-        }
+        result = {"actor/optimizer_steps": float(len(self._applied)), **self._skipped}
         for name in dict.fromkeys(name for metrics in self._applied for name in metrics):
             values = [metrics[name] for metrics in self._applied if name in metrics]
             extreme = {"_max": max, "_min": min}.get(name[-4:])

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.threads import in_thread
+from trinity_mq.telemetry.trace import span
 from trinity_mq.workflows.workflow import Workflow
 
 T = TypeVar("T")
@@ -51,7 +52,13 @@ async def call(asynchronous: bool, owner: Any, name: str, *args: Any, **keywords
 
 async def compute(asynchronous: bool, function: Callable[[], T], name: str) -> T:
     """Return the result of a function that computes; on an event loop it has a thread called ``name``."""
-    return await in_thread(function, name) if asynchronous else function()
+
+    def computed() -> T:
+        with span(f"compute {name}"):
+            return function()
+
+    with span(f"await {name}", wait=True):
+        return await in_thread(computed, name) if asynchronous else computed()
 
 
 async def gather(asynchronous: bool, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

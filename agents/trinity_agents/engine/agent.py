@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from trinity_mq.config import Config
-from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest
+from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, refuse
 from trinity_mq.models.engines.server.admin_api import Receiver
 from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
 from trinity_mq.models.engines.torch.generator import TextGenerator
@@ -28,7 +28,7 @@ from trinity_mq.models.engines.vllm.generator import VllmGenerator
 from trinity_mq.models.errors import EngineFailed
 from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
-from trinity_mq.telemetry import setup_logging
+from trinity_mq.telemetry import flush_trace, setup_logging, start_trace
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
     try:
         config = Config.model_validate(json.loads(options.config.read_bytes()))
         setup_logging("engine", options.id, config.path, config.monitor.log_level)
+        start_trace("engine", options.id, config.path, on=config.monitor.trace)
         if receiver is None:
             from trinity_mq.sync.channels.receiver import receive_weights
 
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
     except (FatalError, OSError, ValueError) as error:
         log.error("engine_ends", engine=options.id, reason=str(error))
         print(f"engine {options.id}: {error}", file=sys.stderr, flush=True)  # noqa: T201  # what its host shows
+        refuse(options.ready_file, options.ready_fd)
         return EXIT_FATAL
     except EngineFailed as error:  # vLLM has said above why; our host tries again
         log.error("engine_failed", engine=options.id, reason=str(error))
@@ -68,7 +70,7 @@ async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver
     rollout = config.explorer.rollout_model
     folder = ensure_model_folder(config.model, config.path / "model", config.seed)
     if rollout.engine == "vllm":
-        async with vllm_parts(config, folder) as vllm:
+        async with vllm_parts(config, folder, receiver) as vllm:
             await _serve_generator(config, options, folder, vllm.generator, vllm.receiver, vllm)
     else:
         generator = TextGenerator.build(config.model, folder, num_threads=rollout.num_threads)
@@ -123,6 +125,7 @@ async def _serve_generator(
 def run(receiver: Receiver | None = None) -> None:
     """Run :func:`main` and end the process, whatever threads a cut-off transfer may have left in native code."""
     code = main(receiver=receiver)
+    flush_trace()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from trinity_mq.config import AuxiliaryModelConfig, Config
-from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest
+from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, refuse
 from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
 from trinity_mq.telemetry import setup_logging
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FatalError, OSError, ValueError) as error:
         log.error("engine_ends", engine=options.id, reason=str(error))
         print(f"engine {options.id}: {error}", file=sys.stderr, flush=True)  # noqa: T201  # what its host shows
+        refuse(options.ready_file, options.ready_fd)
         return EXIT_FATAL
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -21,6 +22,7 @@ from trinity_mq.messages import EmptyBatchStatus, OperatorStatus, Progress, Task
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
+from trinity_mq.telemetry.trace import record, span
 
 log = structlog.get_logger(__name__)
 
@@ -98,14 +100,15 @@ class TrainingBatches:
         if progress.outcome == "trained":
             self._state.consecutive_empty, self.empty = 0, None
             return
-        self._state.consecutive_empty += 1
-        self.empty = EmptyBatchStatus(
-            batch=int(progress.batch),
-            reason=progress.reason or progress.outcome,
-            in_a_row=self._state.consecutive_empty,
-            limit=self._config.explorer.max_consecutive_empty,
-        )
-        self._dispatcher.heartbeat_soon()
+        if progress.outcome != "skipped":  # there was something to train on, and the trainer has a limit of its own
+            self._state.consecutive_empty += 1
+            self.empty = EmptyBatchStatus(
+                batch=int(progress.batch),
+                reason=progress.reason or progress.outcome,
+                in_a_row=self._state.consecutive_empty,
+                limit=self._config.explorer.max_consecutive_empty,
+            )
+            self._dispatcher.heartbeat_soon()
         if progress.outcome in GIVEN_UP:
             self._state.broken += closed.promises
         log.warning("batch_not_trained", batch=progress.batch, outcome=progress.outcome, reason=progress.reason)
@@ -191,16 +194,17 @@ class TrainingBatches:
     async def open(self) -> None:
         """Open the next batch."""
         debt = self._state.refill_debt
-        tasks = self._source.take(self._can_open)
-        self._state.opened += 1
-        ticket = self._dispatcher.make_ticket(
-            [one.task for one in tasks],
-            self._state.opened,
-            deliver="pipeline",
-            submissions=[
-                one.submission.model_copy(update={"task_id": i}) for i, one in enumerate(tasks) if one.submission
-            ],
-        )
+        with span("make ticket", self._state.opened + 1):
+            tasks = self._source.take(self._can_open)
+            self._state.opened += 1
+            ticket = self._dispatcher.make_ticket(
+                [one.task for one in tasks],
+                self._state.opened,
+                deliver="pipeline",
+                submissions=[
+                    one.submission.model_copy(update={"task_id": i}) for i, one in enumerate(tasks) if one.submission
+                ],
+            )
         self._opened_at[ticket.ticket] = asyncio.get_running_loop().time()
         self._state.given_back[ticket.ticket] = [i for i, one in enumerate(tasks) if one.given_back]
         self._state.refilled[ticket.ticket] = debt - self._state.refill_debt
@@ -238,6 +242,7 @@ class TrainingBatches:
     async def _close(self, ticket: Ticket) -> None:
         is_batch = ticket.deliver == "pipeline"
         fresh = ticket.manifest is None
+        began = time.monotonic()
         metrics = rollout_metrics(ticket, late=self._dispatcher.late_results - self._late)
         if is_batch and self._config.max_refill:
             metrics["rollout/refilled_groups"] = float(self._state.refilled.get(ticket.ticket, 0))
@@ -259,13 +264,19 @@ class TrainingBatches:
                 and self._state.closed != self._source.total_batches
             ):
                 self._evaluations.request(self._state.closed)
+        record("make manifest", began, time.monotonic(), batch=ticket.batch)
         await self._dispatcher.close(ticket, manifest)
         self._state.given_back.pop(ticket.ticket, None)
         self._state.refilled.pop(ticket.ticket, None)
-        await self._save()
+        with span("save state", ticket.batch, wait=True):
+            await self._save()
         if is_batch and isinstance(ticket.batch, int):
-            began = self._opened_at.pop(ticket.ticket, None)
-            took = {} if began is None else {"time/explore": asyncio.get_running_loop().time() - began}
+            opened = self._opened_at.pop(ticket.ticket, None)
+            took: dict[str, float] = {}
+            if opened is not None:
+                took["time/explore"] = seconds = asyncio.get_running_loop().time() - opened
+                if seconds and (tokens := metrics.get("rollout/response_tokens/sum")):
+                    took["rollout/tokens_per_second"] = tokens / seconds
             self._report(ticket.batch, metrics | took)
 
     def _give_back(self, ticket: Ticket) -> None:

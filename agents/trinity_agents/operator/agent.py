@@ -31,6 +31,7 @@ from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.telemetry.trace import span, works_on
 from trinity_mq.transport.batch_blobs import Sweep
 from trinity_mq.transport.blobs import open_store
 
@@ -122,6 +123,7 @@ class Operator(Agent):
             if not isinstance(manifest, BatchClosed):
                 continue
             self._ticket, self._delivery = manifest.ticket, delivery
+            works_on(manifest.batch)
             self.set_state("working")
             self.heartbeat_soon()
             try:
@@ -147,7 +149,9 @@ class Operator(Agent):
 
     async def _processed(self, delivery: Delivery, manifest: BatchClosed) -> bool:
         try:
-            parts = await self._reader.read(manifest)
+            with span("read parts", wait=True) as traced:
+                parts = await self._reader.read(manifest)
+                traced.count = len(parts)
         except QueueGone:
             await self._skip(delivery, manifest)
             return False
@@ -171,9 +175,11 @@ class Operator(Agent):
         for part, reason in batch.bad:
             await dead_letter(self.bus, self.topology, part, reason, self.id)
         await self._publisher.publish(manifest, batch, delivery.run_id)
-        await self._decided(delivery, manifest)
+        with span("acknowledge", wait=True):
+            await self._decided(delivery, manifest)
         if isinstance(manifest.batch, int):
-            self.report(manifest.batch, batch.metrics)
+            with span("write metrics"):
+                self.report(manifest.batch, batch.metrics)
         return True
 
     async def _skip(self, delivery: Delivery, manifest: BatchClosed) -> None:

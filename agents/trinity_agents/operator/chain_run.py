@@ -16,8 +16,10 @@ from trinity_mq.messages import BatchClosed
 from trinity_mq.models.auxiliary_clients import auxiliary_clients
 from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.operators import AdvantageOperator, ExperienceOperatorV1, create_operators, run_chain
+from trinity_mq.operators.outcome_metrics import outcome_metrics
 from trinity_mq.runtime.deliveries import REFERENCE
 from trinity_mq.runtime.peers import Peers
+from trinity_mq.telemetry.trace import span
 from trinity_mq.transport.batch_blobs import Content, chunk_name, stored
 from trinity_mq.transport.blobs import BlobStore, patiently
 from trinity_mq.transport.experience_parts import Part, decode_parts, split_to_size
@@ -67,16 +69,24 @@ class ChainRun:
         """
         loop, processing_id, limit = asyncio.get_running_loop(), uuid.uuid4().hex, self._bus.max_message_bytes
         is_stored = any(part.incoming.content_type == REFERENCE for part in parts)
-        experiences, bad = await (patiently if is_stored else asyncio.to_thread)(decode_parts, parts, self._store)
+        with span("decode parts", threads=True):
+            experiences, bad = await (patiently if is_stored else asyncio.to_thread)(decode_parts, parts, self._store)
         if bad and await self._bus.depth(self._topology.batch_queue(manifest.batch, manifest.ticket).name) is None:
             raise QueueGone(manifest.ticket)
+        with span("measure outcomes", threads=True):
+            outcomes = await asyncio.to_thread(lambda: outcome_metrics(ExperienceBatch.of(experiences)))
         started = loop.time()
-        left, metrics = await run_chain(self._chain, experiences, timeout=self._config.operator.timeout)
+        with span("run operators", threads=True):
+            left, metrics = await run_chain(self._chain, experiences, timeout=self._config.operator.timeout)
+        metrics |= outcomes
         metrics["time/operators"] = loop.time() - started
-        filtered = await asyncio.to_thread(lost_groups, experiences, left)
+        with span("count groups", threads=True):
+            filtered = await asyncio.to_thread(lost_groups, experiences, left)
         metrics["rollout/filtered_groups"] = float(filtered)
         split = functools.partial(split_to_size, compression=self._config.broker.compression, store=self._store)
-        bodies = await asyncio.to_thread(split, left, limit)
+        with span("encode chunks", threads=True) as traced:
+            bodies = await asyncio.to_thread(split, left, limit)
+            traced.size = sum(map(len, bodies))
         name = functools.partial(chunk_name, manifest.ticket, processing_id)
         chunks = await stored(self._store, bodies, limit, name)
         metrics["experience_pipeline/chunks_by_reference"] = float(sum(not isinstance(one, bytes) for one in chunks))

@@ -45,6 +45,7 @@ from trinity_mq.runtime.deliveries import (
 from trinity_mq.runtime.errors import EXIT_RECYCLE, EXIT_RESTART, RecycleMe, RestartMe
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
+from trinity_mq.telemetry.trace import BATCH, span
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
 log = structlog.get_logger(__name__)
@@ -224,9 +225,12 @@ class Runner(Agent):
     async def _handle(self, delivery: Delivery) -> None:
         if await self.drop_foreign(delivery):
             return
-        task_slice = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=TaskSlice)
-        if not isinstance(task_slice, TaskSlice):
-            return
+        with span("decode slice", size=len(delivery.body)) as traced:
+            task_slice = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=TaskSlice)
+            if not isinstance(task_slice, TaskSlice):
+                return
+            traced.batch = task_slice.batch
+        BATCH.set(task_slice.batch)  # of this slice's own task
         key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
         while key in self._held:
             # a stale delivery of the same slice: the new delivery is the one to acknowledge
@@ -297,16 +301,19 @@ class Runner(Agent):
                 return
             end = end if outcome.runs else "cancelled"
         try:
-            result = await self._publisher.deliver(in_flight, outcome, end)
+            with span("hand over experiences", wait=True):
+                result = await self._publisher.deliver(in_flight, outcome, end)
         except StoreUnavailable as error:
             await self._retry(in_flight, "its experiences could not be stored", error)
             return
         if result.outcome == "late":
             self._counts["late"] += 1
-        await self._publisher.report(in_flight, result)
+        with span("hand over result", wait=True):
+            await self._publisher.report(in_flight, result)
         self._remember(in_flight)
         self._done += 1
-        await acknowledge(in_flight.delivery)
+        with span("acknowledge", wait=True):
+            await acknowledge(in_flight.delivery)
         if self.config.runner.recycle_after is not None and self._done >= self.config.runner.recycle_after:
             self.restart(RecycleMe(f"{self._done} slices done (runner.recycle_after)"))
 

@@ -22,8 +22,8 @@ from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
-from trinity_mq.runtime.children import limit_memory
 from trinity_mq.runtime.process import die_with_parent
+from trinity_mq.runtime.processes.children import limit_memory
 from trinity_mq.telemetry import setup_logging
 from trinity_mq.workflows import RunFailedError
 

@@ -25,6 +25,7 @@ from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.telemetry.trace import span
 from trinity_mq.transport.batch_blobs import Content, delete_blobs, part_name, stored
 from trinity_mq.transport.batched_publish import BatchedPublish
 from trinity_mq.transport.blobs import BlobStore
@@ -181,7 +182,8 @@ class ResultPublisher:
         """Return the parts of one attempt, stored where they are too large for a message."""
         limit = self._bus.max_message_bytes
         split = functools.partial(split_to_size, compression=self._config.compression, store=self._store)
-        bodies = await asyncio.to_thread(split, experiences, limit)
+        with span("encode experiences", threads=True):
+            bodies = await asyncio.to_thread(split, experiences, limit)
         name = functools.partial(part_name, in_flight.task_slice.ticket, in_flight.attempt)
         return await stored(self._store, bodies, limit, name)
 
@@ -224,11 +226,13 @@ class ResultPublisher:
         self, ticket: tuple[BatchId, str, str | None], members: list[Member]
     ) -> list[bool | Exception]:
         """Publish the experiences of several attempts as one part; one that is unfit holds up no other."""
+        batch, name, run_id = ticket
         try:
-            body = ExperienceBatch.of([each for member in members for each in member.experiences]).encode(
-                self._config.compression
-            )
-            batch, name, run_id = ticket
+            with span("encode experiences", batch) as traced:
+                body = ExperienceBatch.of([each for member in members for each in member.experiences]).encode(
+                    self._config.compression
+                )
+                traced.size, traced.count = len(body), len(members)
             key = self._topology.batch_routing_key(batch, name)
             message = shared_part_message(members, body).of_run(run_id)
             taken = await self._bus.publish(self._topology.exchange("experiences"), key, message)
@@ -241,11 +245,13 @@ class ResultPublisher:
     async def _publish_results(self, key: tuple[str, str | None], results: list[TaskResult]) -> list[bool | Exception]:
         """Publish results in one message, or in several where they are too large together."""
         batch, run_id = key
-        if len(results) == 1:
-            message = envelope(results[0], message_id=f"result-{results[0].attempt}")
-        else:
-            ids = f"results-{results[0].attempt}+{len(results) - 1}"
-            message = envelope(TaskResults(results=results), message_id=ids, headers={"batch": results[0].batch})
+        with span("encode results", results[0].batch, count=len(results)) as traced:
+            if len(results) == 1:
+                message = envelope(results[0], message_id=f"result-{results[0].attempt}")
+            else:
+                ids = f"results-{results[0].attempt}+{len(results) - 1}"
+                message = envelope(TaskResults(results=results), message_id=ids, headers={"batch": results[0].batch})
+            traced.size = len(message.body)
         try:
             exchange = self._topology.exchange("results")
             return [await self._bus.publish(exchange, batch, message.of_run(run_id))] * len(results)

@@ -7,19 +7,29 @@ Waits for: the next batch, an engine to give weights to, and at the end the expl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import structlog
 
 from trinity_agents.trainer.loop import TrainLoop
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import ExplorerStatus, TrainerStatus
-from trinity_mq.models import ensure_model_folder, fingerprint
+from trinity_mq.models import ensure_model_folder
+from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.errors import EXIT_RESTART
+from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.factory import open_channel
-from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.sync.gate.canary import FIRST_IDS, canary_tokens
+from trinity_mq.telemetry import MetricsWriter, setup_logging
 from trinity_mq.training.learner import Learner, TorchLearner
+from trinity_mq.training.parallel.ranks import RankError, RankProcesses, Ranks, begin_follower, own_rank, world_size
+
+log = structlog.get_logger(__name__)
 
 
 class Trainer(Agent):
@@ -39,9 +49,14 @@ class Trainer(Agent):
         folder: Path | None = None,
         metrics: MetricsWriter | None = None,
         fingerprint: str | None = None,
+        ranks: RankProcesses | None = None,
+        canary: Sequence[int] = FIRST_IDS,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
-        self.loop = TrainLoop(self, learner, channel, folder=folder or config.path, fingerprint=fingerprint)
+        self.ranks = ranks or RankProcesses(Ranks())
+        self.loop = TrainLoop(
+            self, learner, channel, folder=folder or config.path, fingerprint=fingerprint, canary=canary
+        )
 
     def detail(self) -> TrainerStatus:
         """Return the counters that pace the others."""
@@ -71,11 +86,14 @@ class Trainer(Agent):
         queue = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
         await self.bus.declare(queue)
         try:
-            await loop.restore()
+            await self.ranks.start()
+            await self.with_background(loop.restore(), self.ranks.watch())
             async with await self.bus.consume(queue) as feed:
                 await self.with_background(
                     loop.run(),
+                    self.ranks.watch(),
                     loop.source.run(),
+                    loop.saver.run(),
                     loop.gate.run(feed, self.each),
                     loop.follow_gate(),
                     loop.excuse_step(),
@@ -83,25 +101,49 @@ class Trainer(Agent):
                 )
         finally:
             await loop.close()
+            await self.ranks.end()
 
     def _is_over(self) -> bool:
         return self.draining.is_set() or self.loop.is_run_over
 
 
 def main(config: Config, agent_id: str = "trainer-0") -> int:
-    """Run the trainer until the run is over; returns the exit code."""
+    """Run the trainer until the run is over, or one of its ranks above 0 until rank 0 ends; returns the exit code."""
+    world = world_size(config.trainer.nproc)
+    if own_rank():
+        return follow(config, agent_id, world)
 
     def build(bus: Bus, topology: Topology) -> Trainer:
         model = ensure_model_folder(config.model, config.path / "model", config.seed)
+        ranks = Ranks(0, world, config.trainer.rank_timeout)
+        codec = TextCodec.load(model, trust_remote_code=config.model.trust_remote_code)
         return Trainer(
             config,
             bus=bus,
             topology=topology,
             agent_id=agent_id,
-            learner=TorchLearner(config, model, config.train_steps),
+            learner=TorchLearner(config, model, config.train_steps, ranks),
             channel=open_channel(config),
             metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
-            fingerprint=fingerprint(model),
+            fingerprint=codec.fingerprint(),
+            canary=canary_tokens(codec),
+            ranks=RankProcesses(ranks),
         )
 
     return run_daemon(config, agent_id, "trainer", build)
+
+
+def follow(config: Config, agent_id: str, world: int) -> int:
+    """Be a rank above 0: do what rank 0 announces; returns the exit code."""
+    begin_follower()
+    rank = own_rank()
+    setup_logging("trainer", f"{agent_id}-rank-{rank}", config.path, config.monitor.log_level)
+    add_plugins(config.plugin_dirs)
+    model = ensure_model_folder(config.model, config.path / "model", config.seed)
+    learner = TorchLearner(config, model, config.train_steps, Ranks(rank, world, config.trainer.rank_timeout))
+    try:
+        learner.follow()
+    except RankError as error:
+        log.warning("rank_ends", rank=rank, reason=str(error))
+        return EXIT_RESTART
+    return 0

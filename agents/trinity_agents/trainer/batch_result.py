@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -12,15 +15,20 @@ import structlog
 from trinity_agents.trainer.decisions import MAX_STARTS, MAX_STARTS_REPAIRED, repaired_key
 from trinity_agents.trainer.source import TrainBatch
 from trinity_mq.bus import Envelope, HeaderValue, Topology
-from trinity_mq.experience import Experience, ExperienceBatch
+from trinity_mq.experience import EncodeError, Experience, ExperienceBatch
 from trinity_mq.experience.rules import Versions
 from trinity_mq.messages import BatchReady
 from trinity_mq.messages.batches import StepOutcome
 from trinity_mq.runtime.deliveries import OFFSETS_HEADER, envelope
-from trinity_mq.training.checkpoint import StepAttempts
+from trinity_mq.telemetry.trace import span
+from trinity_mq.training.checkpoints.checkpoint import StepAttempts
 from trinity_mq.training.learner import Learner
+from trinity_mq.training.update import SKIPPED
 
 log = structlog.get_logger(__name__)
+
+STOPPED_FOLDER = "stopped"
+"""In a run's folder: the experiences of batches at which the guard stopped the training."""
 
 
 def staleness(versions: Versions | None, step: int) -> int:
@@ -65,6 +73,10 @@ def drop_stale(
         fresh = [ages[number] for number in kept]
         metrics["sample/staleness/mean"] = sum(fresh) / len(fresh)
         metrics["sample/staleness/max"] = float(max(fresh))
+        groups: dict[str, int] = {}
+        for number in kept:
+            groups[tids[number]] = max(groups.get(tids[number], 0), ages[number])
+        metrics["sample/staleness/groups/mean"] = sum(groups.values()) / len(groups)
     return batch.select(kept) if stale else batch, metrics
 
 
@@ -135,13 +147,14 @@ async def train_on(
     metrics: dict[str, float] = {}
     if usable:
         # on a thread: what is joined and copied may be gigabytes
-        found, kept, metrics = await asyncio.to_thread(
-            _fresh, [parts[number] for number in usable], step, max_staleness
-        )
+        with span("drop stale groups", threads=True):
+            found, kept, metrics = await asyncio.to_thread(
+                _fresh, [parts[number] for number in usable], step, max_staleness
+            )
         stale = dict(zip(usable, found, strict=True))
         noted = [keys[number] for number in usable if parts[number].experiences]
         if noted:
-            with attempts.noted(noted):
+            with attempts.noted(noted), span("await train step", wait=True):
                 metrics |= await learner.step(kept, step + 1)
     stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
     for number in usable:
@@ -154,9 +167,21 @@ async def train_on(
         elif stepped or metrics.get("critic/optimizer_steps", 0.0) > 0:
             ends[number] = BatchResult("trained", moved=stepped, **too_old)
         else:
-            ends[number] = BatchResult("skipped", "no optimizer step was possible", **too_old)
+            ends[number] = BatchResult(*_why_no_step(metrics), **too_old)
     first, *others = [end for end in ends.values() if end is not None]
     return replace(first, metrics=metrics, co_batched=others[: own - 1], repaired=others[own - 1 :])
+
+
+def _why_no_step(metrics: Mapping[str, float]) -> tuple[StepOutcome, str]:
+    """Return what becomes of the batches of a train step in which no optimizer step was made, and why."""
+    skipped = [name.removeprefix(SKIPPED) for name, count in metrics.items() if name.startswith(SKIPPED) and count]
+    if skipped == ["empty"]:
+        return "empty", "no token to train on"
+    guarded = ", ".join(reason for reason in skipped if reason != "empty")
+    return (
+        "skipped",
+        f"the guard let no optimizer step through ({guarded})" if guarded else "no optimizer step was possible",
+    )
 
 
 def _unfit(batch: TrainBatch, starts: int, max_starts: int) -> BatchResult | None:
@@ -186,6 +211,27 @@ def _fresh(
             [number for number, tid in enumerate(part.experiences.ids("tid")) if tid in left]
         )
     return stale, kept, metrics
+
+
+def keep_for_a_look(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:
+    """Write the experiences at which the guard stopped the training into a file; return sentences for a person: what
+    becomes of the batch, where they are and how to look at them.
+
+    Args:
+        batch: The batch, with what belongs to its step.
+        folder: Of the run.
+        tokenizer: Folder with the model's.
+    """
+    path = folder / STOPPED_FOLDER / f"batch-{re.sub('[^0-9A-Za-z_.-]', '_', str(batch.batch))}.tmqx"
+    parts = [batch, *batch.co_batched, *batch.repaired]
+    again = f"Batch {batch.batch} is not counted: the next start of the trainer reads it again"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(ExperienceBatch.concat(part.experiences for part in parts).encode())
+    except (OSError, EncodeError) as error:
+        return f"{again}. Its experiences could not be written to {path}: {error}"
+    look = shlex.join(["trinity-mq", "inspect", str(path), "--tokenizer", str(tokenizer)])
+    return f"{again}. Look at its experiences with `{look}`"
 
 
 def skipped_batch_dead_letter(batch: TrainBatch, reason: str, by: str, topology: Topology) -> Envelope:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,29 @@ from trinity_mq.runtime.errors import FatalError
 
 class HistoryError(FatalError):
     """The history cannot be written, or does not lead where it should; the message says where it breaks."""
+
+
+@dataclass(frozen=True)
+class StreamPlace:
+    """Where the set that decided a ticket lies on the ``ready`` stream."""
+
+    offset: int
+    """Of its BatchReady."""
+    chunks: list[int]
+    """Offsets of its chunks."""
+    experiences: int
+    """How many the BatchReady says there are."""
+
+
+@dataclass
+class Line:
+    """What a checkpoint's history holds, and what is wrong with it."""
+
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    """In order; as far as the files go where one is missing or damaged."""
+    spans: list[tuple[int, int, int]] = field(default_factory=list)
+    """By generation, first to last: its number, its first progress and its last."""
+    faults: list[str] = field(default_factory=list)
 
 
 class History:
@@ -53,6 +79,8 @@ class History:
         outcome: StepOutcome,
         uids: Sequence[str],
         repaired: bool = False,
+        dropped: int = 0,
+        stream: StreamPlace | None = None,
     ) -> None:
         """Note a decided ticket, before any checkpoint that contains it is saved.
 
@@ -65,12 +93,26 @@ class History:
             outcome: What became of it.
             uids: The experiences trained on.
             repaired: It was recorded before, as failed, and went along with the batch of the line before.
+            dropped: Experiences of the set that were too old.
+            stream: Where its set lies on the ``ready`` stream.
 
         Raises:
             HistoryError: It cannot be written.
         """
         entry = {"progress": progress, "step": step, "batch": batch, "ticket": ticket, "op": op, "outcome": outcome}
-        self._append(entry | {"uids": list(uids)} | ({"repaired": True} if repaired else {}))
+        more: dict[str, Any] = {} if stream is None else {"stream": asdict(stream), "dropped": dropped}
+        self._append(entry | {"uids": list(uids)} | more | ({"repaired": True} if repaired else {}))
+
+    def sync(self) -> None:
+        """Have all lines on disk before going on, so that a checkpoint never outlives the lines that it needs.
+
+        Raises:
+            HistoryError: They cannot be written.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise HistoryError(f"cannot write the history {self._file.name}: {error}; check the space there") from error
 
     def saved(self, progress: int) -> None:
         """Note that a checkpoint of ``progress`` was saved, so that its loss is noticed.
@@ -146,27 +188,64 @@ def lineage(folder: Path, generation: int, progress: int) -> list[dict[str, Any]
     Raises:
         HistoryError: A file is missing or unreadable, or an entry is missing.
     """
-    result: list[dict[str, Any]] = []
+    line = trace(folder, generation, progress)
+    if line.faults:
+        raise HistoryError(line.faults[0])
+    return line.entries
+
+
+def trace(folder: Path, generation: int, progress: int) -> Line:
+    """Return the same as :func:`lineage`, with everything that is wrong instead of an error."""
+    line = Line()
     end, current = progress, generation
     while True:
         path = folder / f"{current}.jsonl"
-        header, *entries = _read(path)
-        origin = header.get("resumed_from")
-        start = origin["progress"] if origin else 0
+        try:
+            header, *entries = _read(path)
+            origin = header.get("resumed_from")
+            start = 0 if origin is None else int(origin["progress"])
+            before = 0 if origin is None else int(origin["generation"])
+        except HistoryError as error:
+            line.faults.append(str(error))
+            return line
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            line.faults.append(f"{path} begins with no header: {error!r}")
+            return line
+        if header.get("generation") != current:
+            line.faults.append(f"{path} is of generation {header.get('generation')}, wanted {current}")
         found = [entry for entry in entries if start < entry.get("progress", start) <= end]
+        line.entries[:0] = found
+        line.spans.insert(0, (current, start + 1, end))
         has = [entry["progress"] for entry in found if not entry.get("repaired")]
         if has != list(range(start + 1, end + 1)):
-            raise HistoryError(f"{path} should hold progress {start + 1} to {end}, each once, in order; it has {has}")
-        result = found + result
-        if not origin:
-            return result
-        if origin["generation"] >= current:
-            raise HistoryError(
-                f"{path} says it goes on from generation {origin['generation']}, which is not before {current}"
+            line.faults.append(
+                f"{path} should hold progress {start + 1} to {end}, each once, in order; {_difference(has, start, end)}"
             )
+        if origin is None:
+            return line
+        if before >= current:
+            line.faults.append(f"{path} says it goes on from generation {before}, which is not before {current}")
+            return line
         if start == 0:
-            return result  # a generation that ended before its first batch may have left no file
-        end, current = start, origin["generation"]
+            return line  # a generation that ended before its first batch may have left no file
+        end, current = start, before
+
+
+def _difference(has: Sequence[int], start: int, end: int) -> str:
+    counts = Counter(has)
+    missing = [one for one in range(start + 1, end + 1) if one not in counts]
+    double = sorted(one for one, count in counts.items() if count > 1)
+    if missing or double:
+        return "; ".join(
+            f"{what}: {some(found)}" for what, found in (("missing", missing), ("double", double)) if found
+        )
+    return "its lines are in another order"
+
+
+def some(found: Sequence[object], most: int = 5) -> str:
+    """Return the first of them, and how many more there are."""
+    left = len(found) - most
+    return ", ".join(map(str, found[:most])) + (f" and {left} more" if left > 0 else "")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -178,10 +257,14 @@ def _read(path: Path) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
-            result.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError as error:
             if number < len(lines):
                 raise HistoryError(f"{path}, line {number} is not JSON: {error}") from error
+            break
+        if not isinstance(entry, dict) or not isinstance(entry.get("progress", 0), int):
+            raise HistoryError(f"{path}, line {number} is no line of a history: {line[:80]!r}")
+        result.append(entry)
     if not result:
         raise HistoryError(f"{path} is empty, wanted a header line")
     return result

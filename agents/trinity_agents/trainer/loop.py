@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
 
-from trinity_agents.trainer.batch_result import BatchResult, skipped_batch_dead_letter, train_on
-from trinity_agents.trainer.history import History, last_generation, last_progress, last_saved
+from trinity_agents.trainer.batch_result import BatchResult, keep_for_a_look, skipped_batch_dead_letter, train_on
+from trinity_agents.trainer.history import History, StreamPlace, last_generation, last_progress, last_saved
+from trinity_agents.trainer.saving import CheckpointSaver
 from trinity_agents.trainer.source import StreamSource, TrainBatch
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.sync.channels.base import Channel
+from trinity_mq.sync.gate.canary import FIRST_IDS
 from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
-from trinity_mq.training.checkpoint import (
+from trinity_mq.telemetry.trace import record, span, works_on
+from trinity_mq.training.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     CheckpointStore,
@@ -25,8 +31,10 @@ from trinity_mq.training.checkpoint import (
     StepAttempts,
     TrainerState,
     publish_final,
+    verify,
 )
-from trinity_mq.training.learner import MODEL_FOLDER, Learner
+from trinity_mq.training.guard import TrainingStopped
+from trinity_mq.training.learner import Learner
 from trinity_mq.transport.batch_blobs import ChunkBlobs
 from trinity_mq.transport.blobs import open_store
 
@@ -34,9 +42,6 @@ log = structlog.get_logger(__name__)
 
 QUIET_SECONDS = 10.0
 """How long a restarted trainer waits for the next batch that it has trained on before; the stream holds them all."""
-CANARY = tuple(2 + n * n % 6 for n in range(24))
-"""Token ids of the canary prompt; any fixed ones do, and every vocabulary has these. More of them show smaller changes:
-see :mod:`trinity_mq.sync.gate.canary`."""
 
 
 class TrainLoop:
@@ -48,15 +53,24 @@ class TrainLoop:
         channel: Carries weights to the engines.
         folder: The run's folder.
         fingerprint: Of the model's structure, which engines must share.
+        canary: Token ids of the canary prompt; more of them show smaller changes.
     """
 
     store: CheckpointStore
     """The checkpoints; opened, and cleared of what a dead trainer left half done, once the lock is ours."""
+    saver: CheckpointSaver
     _attempts: StepAttempts
     _history: History | None = None
 
     def __init__(
-        self, agent: Agent, learner: Learner, channel: Channel, *, folder: Path, fingerprint: str | None = None
+        self,
+        agent: Agent,
+        learner: Learner,
+        channel: Channel,
+        *,
+        folder: Path,
+        fingerprint: str | None = None,
+        canary: Sequence[int] = FIRST_IDS,
     ) -> None:
         self.agent, self.config, self.folder, self.learner = agent, agent.config, folder, learner
         self.generation = self.step = self.progress = 0
@@ -76,6 +90,10 @@ class TrainLoop:
         self.source.changed = agent.woken
         self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
         self._saved_progress = self._first_step = 0
+        self._last_save = 0
+        """Progress at which the last save was begun."""
+        self._bytes_saved = 0
+        """Of what was read from the stream, what a checkpoint that is being written has behind it."""
         self._reached = 0
         """Progress that an earlier generation came to."""
         self._replay_ends = self._quiet_ends = 0.0
@@ -84,13 +102,14 @@ class TrainLoop:
         self._answered = 0
         """The last batch for which the explorer asked for our newest weights and for which they were committed."""
         self._in_hand: list[str] = []
+        self._waited = self._counts_since = 0.0
         self.gate = CoordinatorDriver(
             name=agent.id,
             config=config.synchronizer,
             dtype=config.model.dtype,
             weights=learner,
             channel=channel,
-            canary=CANARY[: config.model.max_model_len],
+            canary=canary[: config.model.max_model_len],
             publish=self._publish_sync,
             may_begin=self.evaluation_ended,
             fingerprint=fingerprint,
@@ -127,7 +146,9 @@ class TrainLoop:
         """Go on from the latest checkpoint, in a generation of its own."""
         self.agent.set_state("starting", "the model")
         folder, histories = self.folder / "checkpoints", self.folder / "history"
-        self.store = CheckpointStore(folder, self.config.trainer.max_checkpoints_to_keep)
+        settings = self.config.trainer
+        self.store = CheckpointStore(folder, settings.max_checkpoints_to_keep, settings.keep_every)
+        self.saver = CheckpointSaver(self.store, self.learner, in_background=settings.async_save)
         self._attempts = StepAttempts(folder)
         # counted first: what an earlier generation saves after this is not chosen, and not missed either
         self.generation = self.store.next_generation(after=last_generation(histories))
@@ -146,19 +167,23 @@ class TrainLoop:
             found = {"generation": self.generation, "step": self.step, "progress": self.progress}
             log.info("resumed", checkpoint=checkpoint.path.name, **found)
         self._saved_progress, self._first_step = self.progress, self.step
+        self._last_save = self.progress
         self._reached = last_progress(histories)
         self._history = History(histories, self.generation, resumed)
 
     async def _load(self) -> Checkpoint | None:
-        """Load the newest checkpoint that can be used into the learner, the first model where none was ever saved.
+        """Load the newest checkpoint that can be used into the learner, or the one that was chosen, or the first model
+        where none was ever saved.
 
         Raises:
-            CheckpointError: Checkpoints were saved, and none can be used: to train from the first step again is the
-                user's to decide.
+            CheckpointError: Checkpoints were saved, and none can be used, or not the one that was chosen: to train from
+                another step again is the user's to decide.
         """
         whole, damaged = self.store.usable()
-        for checkpoint in whole:
+        only = self.store.only(whole)
+        for checkpoint in [one for one in whole if only in {None, one.path.name}]:
             try:
+                await asyncio.to_thread(verify, checkpoint)
                 await self.learner.open(checkpoint.path)
             except DamagedCheckpointError as error:
                 log.warning("damaged_checkpoint_skipped", path=str(checkpoint.path), reason=str(error))
@@ -172,9 +197,10 @@ class TrainLoop:
         if damaged or saved is not None:
             found = "; ".join(f"{one.path.name}: {one.reason}" for one in damaged)
             lost = f"damaged are {found}" if found else f"none is there, although progress {saved} was saved"
+            others = f"choose another one than {only} with `trinity-mq run --from`, " if only else ""
             raise CheckpointError(
                 f"no checkpoint in {folder} can be used: {lost}. Put an undamaged copy back and run the same command "
-                "again, or train from the first step again with `trinity-mq run --fresh`"
+                f"again, {others}or train from the first step again with `trinity-mq run --fresh`"
             )
         await self.learner.open(None)
         return None
@@ -224,6 +250,7 @@ class TrainLoop:
         agent = self.agent
         self._replay_ends = asyncio.get_running_loop().time() + self.config.explorer.max_timeout
         self._quiet_ends = asyncio.get_running_loop().time() + QUIET_SECONDS
+        self._counts_since = asyncio.get_running_loop().time()
         while not (agent.draining.is_set() or self.is_run_over):
             replay_left = self._replay_left
             if not replay_left and (self.gate.someone_is_behind or self._sync_is_due()):
@@ -239,11 +266,13 @@ class TrainLoop:
                 self._quiet_ends = asyncio.get_running_loop().time() + QUIET_SECONDS
             else:
                 agent.set_state("idle", f"batch {self.progress + 1}" if self._in_batch_order else "the next batch")
-                await agent.woken.wait(replay_left or None)
+                with self._waiting_for_data():
+                    await agent.woken.wait(replay_left or None)
         if self.is_run_over and (unused := self.source.unused):
             log.warning("repaired_batches_unused", batches=unused, reason="no batch came after them")
             agent.report(self.progress, {"sample/unused_repaired_batches": float(len(unused))})
         await self._save()
+        await self.saver.idle()
 
     @property
     def _replay_left(self) -> float:
@@ -302,7 +331,7 @@ class TrainLoop:
         if await self.agent.woken.unless(lambda: self.agent.draining.is_set() or self.is_run_over, syncing):
             spent = asyncio.get_running_loop().time() - started
             self._answered = max(self._answered, wanted)
-            self.agent.report(self.progress, {"time/sync_weight": spent, **self.gate.metrics()})
+            self.agent.report(self.progress, {"time/sync": spent, **self.gate.metrics()})
         await self.gate.settled()
         self.agent.heartbeat_soon()
 
@@ -327,17 +356,24 @@ class TrainLoop:
         agent, loop = self.agent, asyncio.get_running_loop()
         agent.set_state("working", None)
         self.finished = False  # a run that had come to its end may be extended
-        batch = await self.source.next()
+        with self._waiting_for_data():
+            batch = await self.source.next()
         batches = [batch, *batch.co_batched]
+        works_on(batch.batch)
         self._in_hand = [one.ticket for one in batches]
         started = loop.time()
-        result = await train_on(
-            batch,
-            self.step,
-            learner=self.learner,
-            attempts=self._attempts,
-            max_staleness=self.config.synchronizer.effective_max_staleness,
-        )
+        try:
+            result = await train_on(
+                batch,
+                self.step,
+                learner=self.learner,
+                attempts=self._attempts,
+                max_staleness=self.config.synchronizer.effective_max_staleness,
+            )
+        except TrainingStopped as error:
+            tokenizer = self.folder / "model" if self.config.model.tiny else Path(str(self.config.model.model_path))
+            kept = await asyncio.to_thread(keep_for_a_look, batch, self.folder, tokenizer)
+            raise TrainingStopped(f"{error}. {kept}") from error
         self.step += result.stepped
         first, self.progress = self.progress + 1, self.progress + len(batches)
         results = zip(batches, [result, *result.co_batched], strict=True)
@@ -350,22 +386,50 @@ class TrainLoop:
                 await agent.bus.publish(agent.topology.exchange("dead"), "ready", letter)
         self.source.consumed()
         self._in_hand = []
+        began = time.monotonic()
         for one, _, event in ended:
             self._record(one, event)
         for one, _, event in repaired:
             self._record(one, event, repaired=True)
             log.info("repaired_batch", batch=one.batch, outcome=event.outcome, reason=event.reason)
+        record("write history", began, time.monotonic(), version=self.version, batch=batch.batch)
         for _, _, event in ended:
             await agent.publish("results", "progress", event, message_id=f"progress-{self.generation}-{event.progress}")
         metrics = result.counts | result.metrics
         metrics["time/batch"] = loop.time() - started
+        metrics |= self._waits()
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
         # the gate's once more: how long engines took to serve again is known only now
-        agent.report(self.progress, counters | metrics | self.gate.metrics())
+        with span("write metrics"):
+            agent.report(self.progress, counters | metrics | self.gate.metrics())
         agent.heartbeat_soon()
-        due = self.progress - self._saved_progress >= self.config.trainer.save_interval
-        if due or self.source.bytes_since_save > self.config.broker.ready_max_bytes / 4:
+        if self._save_is_due:
             await self._save()
+
+    @property
+    def _save_is_due(self) -> bool:
+        settings, since = self.config.trainer, self._last_save
+        if settings.keep_every is not None and self.progress // settings.keep_every > since // settings.keep_every:
+            return True
+        read = self.source.bytes_since_save - self._bytes_saved
+        return self.progress - since >= settings.save_interval or read > self.config.broker.ready_max_bytes / 4
+
+    @contextmanager
+    def _waiting_for_data(self) -> Iterator[None]:
+        """Count the seconds of the ``with`` block as time without anything to train on."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            yield
+        finally:
+            self._waited += loop.time() - started
+
+    def _waits(self) -> dict[str, float]:
+        """Return how long the trainer has waited for data since it was asked last, and which share of the time."""
+        now = asyncio.get_running_loop().time()
+        waited, passed = self._waited, now - self._counts_since
+        self._waited, self._counts_since = 0.0, now
+        return {"time/wait_data": waited} | ({"trainer/idle_frac": waited / passed} if passed else {})
 
     def _record(self, batch: TrainBatch, event: Progress, *, repaired: bool = False) -> None:
         assert self._history is not None
@@ -378,6 +442,8 @@ class TrainLoop:
             outcome=event.outcome,
             uids=batch.experiences.ids("uid") if event.outcome == "trained" else [],
             repaired=repaired,
+            dropped=event.dropped,
+            stream=StreamPlace(batch.offset, batch.offsets, batch.announced),
         )
 
     def _progress_of(self, progress: int, batch: TrainBatch, result: BatchResult) -> Progress:
@@ -397,6 +463,8 @@ class TrainLoop:
     # -- saving and the end
 
     async def _save(self) -> None:
+        """Begin to save the present state, once the checkpoint before it is written."""
+        await self.saver.idle()
         if self.progress == self._saved_progress and self.store.latest() is not None:
             return
         state = TrainerState(
@@ -409,25 +477,34 @@ class TrainLoop:
         started = asyncio.get_running_loop().time()
         await self.agent.ensure_lock()
         assert self._history is not None
-        await self.store.save(self.learner.save, state)
-        self._history.saved(self.progress)
-        self._saved_progress, self.source.bytes_since_save = self.progress, 0
-        self._saved_run = state.run_id
+        await asyncio.to_thread(self._history.sync)
+        self._last_save, self._bytes_saved = self.progress, self.source.bytes_since_save
+        with span("save checkpoint", threads=True):
+            await self.saver.save(state, self._saved)
+        self.agent.report(self.progress, {"time/save": asyncio.get_running_loop().time() - started})
+
+    async def _saved(self, state: TrainerState, seconds: float) -> None:
+        """Do what may follow only once a checkpoint is committed; that took ``seconds``."""
+        assert self._history is not None
+        self._history.saved(state.progress)
+        self._saved_progress, self._saved_run = state.progress, state.run_id
+        self.source.bytes_since_save -= self._bytes_saved
+        self._bytes_saved = 0
         await self._blobs.saved(state.source["consumed"])
-        self.agent.report(self.progress, {"time/save_checkpoint": asyncio.get_running_loop().time() - started})
+        self.agent.report(state.progress, {"time/write_checkpoint": seconds})
 
     async def _finish(self) -> None:
         """All batches are consumed and the engines hold the final weights: save them for good."""
         self.agent.set_state("working", "the final model to be written")
         await self._save()
+        await self.saver.idle()
         checkpoint = self.store.latest()
         if checkpoint is None:
             raise FatalError("the final checkpoint cannot be found again")
-        model = checkpoint.path / MODEL_FOLDER
         if self.step == 0:
             log.warning("final_model_not_written", reason="no train step changed the weights")
-        elif model.exists():
-            await asyncio.to_thread(publish_final, model, self.folder / "final")
+        else:
+            await publish_final(self.learner.export, self.folder / "final")
         await self._blobs.saved(checkpoint.state.source["consumed"], last=True)
         self.finished = True
         self.agent.heartbeat_soon()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from trinity_mq.runtime.deliveries import (
 )
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.telemetry.trace import record, span
 from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently, resolve
 
 log = structlog.get_logger(__name__)
@@ -51,6 +53,10 @@ class TrainBatch:
     """Groups of which the operators kept nothing."""
     offsets: list[int] = field(default_factory=list)
     """Offsets of its chunks on the stream."""
+    offset: int = 0
+    """Offset of its BatchReady."""
+    announced: int = 0
+    """Experiences that the BatchReady says there are."""
     co_batched: list[TrainBatch] = field(default_factory=list)
     """The other batches of its train step, in order (``trainer.batches_per_step``)."""
     repaired: list[TrainBatch] = field(default_factory=list)
@@ -154,11 +160,16 @@ class StreamSource:
             reason=ready.reason,
             filtered_groups=ready.filtered_groups,
             offsets=[chunk.offset for chunk in decision.chunks],
+            offset=decision.offset,
+            announced=ready.experiences,
         )
         await self._fetch([chunk for chunk in decision.chunks if not chunk.body])
         try:
             is_stored = any(chunk.content_type == REFERENCE for chunk in decision.chunks)
-            batch.experiences = await (patiently if is_stored else asyncio.to_thread)(_decode, decision, self._store)
+            with span("decode chunks", decision.batch, threads=True):
+                batch.experiences = await (patiently if is_stored else asyncio.to_thread)(
+                    _decode, decision, self._store
+                )
         except DecodeError as error:
             batch.state, batch.reason = "failed", f"a chunk does not decode: {error}"
         except StoreUnavailable as error:
@@ -284,6 +295,8 @@ class StreamSource:
         else:
             message = await decode_or_dead_letter(self._bus, self._topology, delivery, self._by)
             if isinstance(message, BatchReady):
+                now = time.monotonic()
+                record("batch is here", now, now, batch=message.batch, wait=True)
                 decision = self._decider.ready(message, offset)
                 if decision is not None and not self._is_near(decision):
                     for chunk in decision.chunks:

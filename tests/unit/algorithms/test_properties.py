@@ -28,6 +28,7 @@ from trinity_mq.config.algorithm.pieces import LossConfig
 from trinity_mq.config.algorithm.presets import PRESETS
 from trinity_mq.experience import EID, Experience
 from trinity_mq.training.packing import MicroBatch, flatten
+from trinity_mq.training.parallel.ranks import Ranks
 from trinity_mq.training.update import StepLoss, accumulate, compared, compares_tokens, score
 
 VOCABULARY, STEP, WHOLE = 7, 4, 1 << 14
@@ -50,9 +51,10 @@ def _one_thread() -> Iterator[None]:
 
 
 class Table:
-    """A policy whose logits are those of the token before, with what :class:`trinity_mq.training.policy.Policy` has."""
+    """A policy whose logits are those of the token before; stands in for a real one."""
 
     device = torch.device("cpu")
+    ranks = Ranks()
 
     def __init__(self, seed: int, tokens: int = 0) -> None:
         """``tokens``: of the train step, where the gradient by the logprob of each of them is wanted."""

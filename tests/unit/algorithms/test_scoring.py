@@ -109,7 +109,7 @@ def test_a_bad_sample_that_has_become_likely_has_no_gradient_above_the_dual_clip
     assert terms.loss.item() == pytest.approx(loss)
     assert logprobs.grad is not None
     assert logprobs.grad.item() == pytest.approx(0.0 if bound else math.exp(15.0))
-    assert terms.sums["pg_clipfrac_lower"].item() == (0 if bound is None else 1)
+    assert terms.sums["pg_clipfrac_dual"].item() == (0 if bound is None else 1)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_equals_the_dual_clip_of_trinity_rft(
         -0.05026875,
     ]
     torch.testing.assert_close(logprobs.grad, torch.tensor(expected))
-    assert (terms.sums["pg_clipfrac"].item(), terms.sums["pg_clipfrac_lower"].item()) == (3, lower)
+    assert (terms.sums["pg_clipfrac"].item(), terms.sums["pg_clipfrac_dual"].item()) == (3, lower)
 
 
 def test_an_absurd_ratio_stays_finite() -> None:

@@ -12,16 +12,19 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("command", "said"),
     [
         ("bench_codec.py", ("encode", "decode to a list", "decode to a batch", "copying the body", "zstd")),
         ("bench_gather.py", ("gather_token_ids", "group_by", "split_dpo")),
+        ("bench_checkpoint.py", ("written at once", "copied, first time", "copied, later", "written beside steps")),
+        ("bench_trainer.py speed", ("bare loop, packed", "trinity-mq, packed", "TRL")),
         ("bench_sync.py", ("collective", "checkpoint", "memory", "plain broadcast", "plain copy")),
     ],
 )
-def test_quick_run(script, said):
+def test_quick_run(command, said):
+    script, *parts = command.split()
     result = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script), "--quick"],
+        [sys.executable, str(ROOT / "benchmarks" / script), *parts, "--quick"],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -23,7 +23,7 @@ from trinity_mq.cli.doctor.command import doctor, lines
 from trinity_mq.cli.doctor.facts import API_PATHS, Facts, Needs, ask_machine, ask_rabbitmqctl, management_url
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import NodeError
-from trinity_mq.training.checkpoint import CheckpointStore, TrainerState
+from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState
 
 GIB = 2**30
 DAY = 24 * 3600 * 1000

@@ -12,10 +12,11 @@ from trinity_agents.explorer.task_source import TaskSource, open_tasksets
 from trinity_agents.simulation import Simulation
 from trinity_mq.bus.addresses import URL_VARIABLE
 from trinity_mq.cli.main import main
-from trinity_mq.cli.run.earlier_start import extension, start_anew
+from trinity_mq.cli.run.earlier_start import extension, go_back, start_anew
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import load_config
 from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState, find_checkpoints
 
 
 def finished_run(folder: Path, batches: int, *settings: str) -> Path:
@@ -99,3 +100,56 @@ def test_begun_anew_the_folder_is_moved_aside_and_nothing_in_it_is_lost(
         assert (tmp_path / f"run.{number}" / "metrics.jsonl").read_text() == f"{number}"
         assert not (tmp_path / "run").exists()
     assert start_anew(config, RunFolder(config)) == []
+
+
+# -- back to a checkpoint
+
+
+def saved(folder: Path, *progress: int) -> None:
+    """Write checkpoints with these numbers of batches, and half as many train steps."""
+
+    async def write(into: Path) -> None:
+        (into / "weights").touch()
+
+    store = CheckpointStore(folder / "run" / "checkpoints", 9)
+    for one in progress:
+        state = TrainerState(generation=1, step=one // 2, progress=one, source={})
+        asyncio.run(store.save(write, state))
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--from", "step-4"], "--from: there is no checkpoint step-4 in "),
+        (["--from", "step-4"], "there: progress-000002 (step-1), progress-000004 (step-2)"),
+        (["--from", "newest"], "'newest' is no name of a checkpoint, such as step-120 or progress-120"),
+        (["--from", "step-2", "--fresh"], "--fresh begins with the first model and --from with a checkpoint"),
+        (["--from", "step-2", "seed=7"], "it cannot go on without: seed: 0 -> 7"),
+        (["--from", "step-2", "model.device=cuda"], "model.device"),
+    ],
+)
+def test_what_cannot_be_gone_back_to_is_told_and_nothing_is_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], wanted: str
+) -> None:
+    path = finished_run(tmp_path, 5, "buffer.total_steps=5")
+    saved(tmp_path, 2, 4)
+    assert main(["run", str(path), "buffer.total_steps=5", *words]) == 2
+    assert wanted in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints" / "chosen.json").exists()
+    assert (tmp_path / "run" / "finished").exists()
+    assert StateFile.of(tmp_path / "run").load().finished
+
+
+@pytest.mark.parametrize("name", ["step-1", "progress-2", "progress-000002"])
+def test_going_back_opens_a_finished_run_again(tmp_path: Path, name: str) -> None:
+    path = finished_run(tmp_path, 5, "buffer.total_steps=5")
+    saved(tmp_path, 2, 4)
+    file = StateFile.of(tmp_path / "run")
+    state = file.load()
+    state.evaluated = ["0/held", "4/held", "5/held"]
+    asyncio.run(file.save(state))
+    lines = go_back(load_config(path, ("buffer.total_steps=5",)), name)
+    assert lines == ["goes on from progress-000002 (step-1); up to 3 batches after it are trained on again"]
+    state = file.load()
+    assert (state.finished, state.opened, state.evaluated) == (False, 5, ["0/held", "4/held"])
+    assert find_checkpoints(tmp_path / "run" / "checkpoints")[0][0].state.progress == 2

@@ -84,6 +84,7 @@ def test_every_command_leads_to_a_function() -> None:
         "algorithms": ["show", "gspo"],
         "submit": ["x", "--wait", "3"],
         "list": [],
+        "audit": ["r", "--offline"],
         "status": ["r", "--broker", "amqp://h/"],
         "dead": ["list", "x"],
         "clean": ["r"],

@@ -111,4 +111,6 @@ def test_lost_counts_only_what_is_there() -> None:
     ]
     lines += [{"step": 2, "sample/dropped_stale_groups": 3}]  # another agent says the same
     assert lost(lines) == {"steps skipped": 2, "groups too old": 3}
+    skips = [{"step": 1, "actor/skipped_norm_spike": 1.0, "actor/skipped_nonfinite_loss": 0.0}]
+    assert lost(skips) == {"optimizer steps with too large a gradient": 1}
     assert lost([]) == {}

@@ -6,7 +6,7 @@ import pytest
 
 from trinity_mq.cli.run.run_view import RunView, duration, evaluations
 from trinity_mq.messages import Heartbeat, Mark, Metrics
-from trinity_mq.runtime.supervisor import ProcessEvent
+from trinity_mq.runtime.processes.supervisor import ProcessEvent
 
 
 def beat(role: str, agent: str, seq: int = 1, **fields: Any) -> Heartbeat:

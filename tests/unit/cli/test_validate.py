@@ -63,6 +63,15 @@ NO_TEMPLATE = "model.tiny has no chat template, so it answers no chat requests, 
             "synchronizer.backend is nccl, which sends weights between GPUs, and model.device is cpu; use",
         ),
         ("model: {tiny: {}}\nexplorer: {rollout_model: {engine: vllm}}", "vLLM is not installed here; install"),
+        (
+            "model: {tiny: {}}\nalgorithm: {optimizer: {optimizer_type: adamw_8bit}}",
+            "optimizer_type is adamw_8bit, and neither bitsandbytes nor torchao is installed: install one of them",
+        ),
+        ("model: {tiny: {}}\nalgorithm: {optimizer: {optimizer_type: muon}}", "is muon, which came with torch 2.9"),
+        (
+            "model: {tiny: {}}\nalgorithm: {optimizer: {offload: true, optimizer_type: adamw_8bit}}",
+            "offload is true with optimizer_type adamw_8bit",
+        ),
         (QUEUE.format("workflow: math_boxed_workflow, workflow_args: {with_thing: true}"), "did you mean 'with_think'"),
         (
             QUEUE.format("workflow: math_boxed_workflow, workflow_args: {with_think: 7}"),
@@ -83,6 +92,8 @@ def test_bad_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, words: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delattr("torch.optim.Muon", raising=False)
+    monkeypatch.setattr("trinity_mq.training.optimizers.find_spec", lambda name: None)
     monkeypatch.setattr("trinity_mq.models.engines.vllm.api.DISTRIBUTIONS", ("no-such-distribution",))
     assert main(["validate", write(tmp_path, text)]) == 2
     err = capsys.readouterr().err

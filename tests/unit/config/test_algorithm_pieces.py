@@ -68,6 +68,9 @@ def test_names_of_trinity() -> None:
     distill = loss_of(algorithm_type="on_policy_distill", kl_coef=0.5).estimator
     assert distill == DistillEstimator(kl_coef=0.5)
     assert loss_of(std_level="batch").estimator == GroupEstimator(scale="batch", epsilon=1e-4)
+    assert loss_of(algorithm_type="ppo", std_level=None).estimator == loss_of(algorithm_type="ppo").estimator
+    with pytest.raises(ValidationError, match="std_level has no meaning for the estimator 'gae': remove it"):
+        loss_of(algorithm_type="ppo", std_level="batch")
     rec = loss_of(algorithm_type="rec", advantage_fn_args={"std_normalize": True}).estimator
     assert rec == GroupEstimator(scale="population")
     mixed = loss_of(advantage_fn="rloo", policy_loss_fn="sapo", policy_loss_fn_args={"loss_agg_mode": "token-mean"})

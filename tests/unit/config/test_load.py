@@ -59,6 +59,8 @@ EVAL = {**TINY, "buffer": {"eval_tasksets": [{"name": "a", "path": "a.jsonl"}, {
         (TINY, ["model.tiny.characters=''"], ["model.tiny.characters", "is empty"]),
         (EVAL, ["buffer.eval_tasksets.2.limit=8"], ["buffer.eval_tasksets has 2 items", "'2' is none"]),
         (EVAL, ["buffer.eval_tasksets.math.limit=8"], ["buffer.eval_tasksets has 2 items", "'math' is none"]),
+        (TINY, ["trainer.nproc=2", "algorithm.optimizer.optimizer_type=muon"], ["nproc is 2", "muon", "adamw or sgd"]),
+        (TINY, ["trainer.nproc=2", "algorithm.reference.offload=true"], ["nproc is 2", "reference.offload"]),
         (EVAL, ["buffer.eval_tasksets.0.limt=8"], ["buffer.eval_tasksets.0.limt: unknown key", "'limit'"]),
     ],
 )

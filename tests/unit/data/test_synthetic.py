@@ -5,6 +5,11 @@ import pytest
 from trinity_mq.data import TasksetError
 from trinity_mq.data.synthetic import KINDS, problems
 
+
+def signed(match):
+    return f"{match[1]} {'+' if match[2] else '-'} {match[3]}"
+
+
 WANTED = {
     "ops3": (
         3000,
@@ -14,6 +19,13 @@ WANTED = {
     "max3": (1000, r"\d,\d,\d=", lambda q: max(q[:-1].split(","))),
     "copy3": (1000, r"\d{3}=", lambda q: q[:-1]),
     "sort3": (1000, r"\d{3}=", lambda q: "".join(sorted(q[:-1]))),
+    "sums": (2304, r"What is \d+ \+ \d+\?", lambda q: str(eval(q.removeprefix("What is ")[:-1]))),
+    "word_problems": (
+        1276,
+        r"(\w+) has (\d+) (\w+) and (buys|finds|gives|loses) (\d+) (more|away|of them)\. "
+        r"How many \3 does \1 have now\?",
+        lambda q: str(eval(re.sub(r"\w+ has (\d+) .* (?:(buys|finds)|gives|loses) (\d+) .*", signed, q))),
+    ),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trinity_mq.config import ModelConfig, TinyModelConfig
-from trinity_mq.models.engines.generation.text import TextCodec, TextError, fingerprint
+from trinity_mq.models.engines.generation.text import TextCodec, TextError
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import ensure_model_folder
 
@@ -137,6 +137,6 @@ def test_fingerprint_tells_vocabularies_and_templates_apart(folder: Path, tmp_pa
     vocabulary = ensure_model_folder(ModelConfig(tiny=TinyModelConfig(characters="0123")), tmp_path / "vocabulary", 0)
     template = ModelConfig(tiny=TinyModelConfig(chat_template="{{ messages[0]['content'] }}="))
     templated = ensure_model_folder(template, tmp_path / "template", 0)
-    prints = [fingerprint(path) for path in (folder, same, vocabulary, templated)]
+    prints = [TextCodec.load(path).fingerprint() for path in (folder, same, vocabulary, templated)]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3

@@ -17,9 +17,9 @@ import pytest
 from trinity_mq.rewards import RewardError
 from trinity_mq.rewards.math import judge as module
 from trinity_mq.rewards.math.judge import Judge, same
-from trinity_mq.runtime.children import ChildSilentError
+from trinity_mq.runtime.processes.children import ChildSilentError
 
-SERVES = "import os, time\nfrom trinity_mq.runtime.children import serve\n"
+SERVES = "import os, time\nfrom trinity_mq.runtime.processes.children import serve\n"
 
 
 @pytest.fixture

@@ -89,6 +89,46 @@ def test_a_truth_that_is_no_number_is_not_reduced_to_one(truth):
     assert accuracy(f"\\boxed{{{truth}}}", truth) == 1
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2 + 16",
+        "The answer is 2 + 16.",
+        "20 - 2",
+        "2 * 9",
+        "\\boxed{2 \\cdot 9}",
+        "(2)(9)",
+        "36/2",
+        "\\boxed{\\frac{36}{2}}",
+        "\\boxed{x = 2 \\cdot 9}",
+        "2 + 16 =",
+        "\\boxed{3^2 + 9}",
+    ],
+)
+def test_a_calculation_that_is_left_to_do_is_no_number(text):
+    assert stated(text, finished=True).number == 18, "it has the value"
+    assert accuracy(text, "18") == 0
+    assert accuracy(text, "20 - 2") == 1, "the right answer is a calculation itself"
+
+
+@pytest.mark.parametrize(
+    ("text", "truth"),
+    [
+        ("2 + 16 = 18", "18"),
+        ("18 = 2 + 16", "18"),
+        ("\\boxed{x = 2 \\cdot 9 = 18}", "18"),
+        ("3/4", "0.75"),
+        ("\\boxed{\\frac{6}{8}}", "3/4"),
+        ("1 3/4", "1.75"),
+        ("\\boxed{3 \\times 10^{5}}", "300000"),
+        ("10^3", "1000"),
+        ("-5", "-5"),
+    ],
+)
+def test_fractions_and_powers_of_ten_are_numbers(text, truth):
+    assert accuracy(text, truth) == 1
+
+
 def test_equal_numbers_written_differently():
     assert accuracy("\\boxed{\\frac{7}{2}}", "#### 3.50") == 1
     assert accuracy("3.5000001", "3.5") == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trinity_mq.runtime.children import ChildServer, ChildSilentError
+from trinity_mq.runtime.processes.children import ChildServer, ChildSilentError
 
 CHILD = """
 import os, sys, time

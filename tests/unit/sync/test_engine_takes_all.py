@@ -20,7 +20,7 @@ from trinity_mq.models.engines.host.admin_client import ReceiveFailed
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.factory import open_channel
 from trinity_mq.sync.channels.memory.channel import MemoryChannel
-from trinity_mq.training.policy import Policy
+from trinity_mq.training.model.policy import Policy
 
 from .weights import spec_of
 

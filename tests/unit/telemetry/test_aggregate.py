@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
-from trinity_mq.telemetry.aggregate import best_and_worst, best_of_sizes
+from trinity_mq.telemetry.aggregate import best_and_worst, best_of_sizes, pass_at
 
 
 def test_runs_to_task_keeps_the_ends_of_keys() -> None:
@@ -52,6 +52,28 @@ def test_eval_runs_have_mean_deviation_best_and_worst() -> None:
         "acc/best@4": 0.9375,
         "acc/worst@4": 0.0625,
     }
+
+
+def test_an_accuracy_has_pass_at_k_without_replacement() -> None:
+    found = aggregate_eval_runs([{"accuracy": value} for value in (1, 0, 0, 1, 0)])
+    assert {key: value for key, value in found.items() if key.startswith("pass@")} == pytest.approx(
+        {"pass@2": 1 - 3 / 10, "pass@4": 1.0, "pass@5": 1.0}
+    )
+    graded = aggregate_eval_runs([{"accuracy": 0.5}, {"accuracy": 1.0}])
+    assert not any(key.startswith("pass@") for key in graded), "only right and wrong can be counted"
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))
+def test_pass_at_k_is_the_share_of_all_draws_with_a_right_one(runs: list[bool], k: int) -> None:
+    k = min(k, len(runs))
+    draws = list(itertools.combinations(runs, k))
+    assert pass_at(sum(runs), len(runs), k) == pytest.approx(statistics.fmean(map(any, draws)))
+
+
+def test_the_answer_of_the_majority_has_one_value() -> None:
+    found = aggregate_eval_runs([{"accuracy": 1.0, "majority": 1.0}, {"accuracy": 0.0, "majority": 1.0}])
+    assert {key for key in found if "majority" in key} == {"majority@2"}
+    assert aggregate_eval_tasks([found, {"majority@2": 0.0}], "eval/x")["eval/x/majority@2"] == 0.5
 
 
 def test_durations_of_an_evaluation_are_plain_means() -> None:

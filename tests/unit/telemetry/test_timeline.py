@@ -21,10 +21,10 @@ PERIOD = [
     line("explorer", 1, 1002.0, **{"time/explore": 2.0, "rollout/reward/mean": 0.5}),
     line("operator", 1, 1002.5, **{"time/operators": 0.25}),
     line("trainer", 1, 1004.0, **{"time/batch": 1.5, "time/train_step": 1.4, "sample/skipped_step": 0.0}),
-    line("trainer", 1, 1004.5, **{"time/sync_weight": 0.5, "sync/pause_ms": 3.0, "sync/transfer_ms": 400.0}),
+    line("trainer", 1, 1004.5, **{"time/sync": 0.5, "sync/pause_ms": 3.0, "sync/transfer_ms": 400.0}),
     line("explorer", 1, 1006.0, **{"time/eval": 1.0}),
     line("trainer", 2, 1006.5, **{"time/batch": 0.5, "sample/skipped_step": 1.0}),
-    line("trainer", 2, 1007.0, **{"time/save_checkpoint": 0.25}),
+    line("trainer", 2, 1007.0, **{"time/save": 0.25}),
 ]
 
 

@@ -13,13 +13,26 @@ import pytest
 from structlog.testing import capture_logs
 
 from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.training.checkpoint import CheckpointError, CheckpointStore, StepAttempts, TrainerState
+from trinity_mq.runtime.process import disk_full
+from trinity_mq.training.checkpoints.checkpoint import (
+    CheckpointError,
+    CheckpointStore,
+    DamagedCheckpointError,
+    StepAttempts,
+    TrainerState,
+    choose,
+    find_checkpoints,
+    first_of_each,
+    named,
+    publish_final,
+    verify,
+)
 
 
-def state(progress: int, generation: int = 1) -> TrainerState:
+def state(progress: int, generation: int = 1, step: int | None = None) -> TrainerState:
     return TrainerState(
         generation=generation,
-        step=progress,
+        step=progress if step is None else step,
         progress=progress,
         source={"offset": 17, "decided": ["a"]},
     )
@@ -90,6 +103,27 @@ async def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path) -> None
         await store.save(fails, state(2))
     assert visible(tmp_path) == ["progress-000001"]
     assert text_of(store) == "old"
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+async def test_a_full_disk_is_known_also_where_a_writer_hides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    async def fails(folder: Path) -> None:
+        await writer("new")(folder)
+        raise RuntimeError("unexpected pos 704 vs 598")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = CheckpointStore(tmp_path, 2)
+    await store.save(writer("old"), state(1))
+    if is_full:
+        monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left" if is_full else "unexpected pos") as caught:
+        await store.save(fails, state(2))
+    assert (disk_full(caught.value) is not None) == is_full
+    assert visible(tmp_path) == ["progress-000001"]
 
 
 @pytest.mark.parametrize("progress", [1, 2])
@@ -166,6 +200,132 @@ async def test_only_the_newest_stay(tmp_path: Path) -> None:
     latest = store.latest()
     assert latest is not None
     assert latest.state.progress == 1_000_000
+
+
+async def test_of_every_so_many_batches_one_stays_for_good(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2, 100)
+    for progress in (50, 100, 150, 240, 260, 300, 301, 302):
+        await store.save(writer(), state(progress))
+    assert visible(tmp_path) == [f"progress-{one:06d}" for one in (100, 240, 300, 301, 302)]
+    again = CheckpointStore(tmp_path, 1, None)
+    await again.save(writer(), state(303))
+    assert visible(tmp_path) == ["progress-000303"]
+
+
+def test_the_first_of_each_multiple() -> None:
+    assert first_of_each(None, [1, 2]) == []
+    assert first_of_each(10, [35, 9, 10, 11, 30]) == [10, 30]
+    assert first_of_each(1, [3, 1, 2]) == [1, 2, 3]
+
+
+async def test_a_changed_byte_shows_before_anything_is_loaded(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    saved = await store.save(writer(), state(1))
+    assert store.latest() == saved
+    verify(saved)
+    path = saved.path / "model" / "model.safetensors"
+    path.write_text("weighty")
+    found = store.latest()
+    assert found is not None
+    with pytest.raises(DamagedCheckpointError, match=r"model/model\.safetensors has the checksum .* has changed"):
+        verify(found)
+    path.unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"model/model\.safetensors cannot be read"):
+        verify(found)
+
+
+async def test_a_checkpoint_of_the_release_before_has_no_checksums(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    saved = await store.save(writer(), state(1))
+    content = json.loads((saved.path / "trainer.json").read_text())
+    del content["checksums"], content["weights"]
+    (saved.path / "trainer.json").write_text(json.dumps(content))
+    found = store.latest()
+    assert found is not None
+    verify(found)
+    assert found.weights is None
+
+
+async def test_the_checksum_of_the_weights_is_kept(tmp_path: Path) -> None:
+    async def write(folder: Path) -> str:
+        (folder / "weights").touch()
+        return "abc"
+
+    store = CheckpointStore(tmp_path, 2)
+    assert (await store.save(write, state(1))).weights == "abc"
+    found = store.latest()
+    assert found is not None
+    assert found.weights == "abc"
+
+
+# -- one that is chosen
+
+
+async def test_checkpoints_have_names_by_batches_and_by_train_steps(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 9)
+    for progress, step in ((50, 45), (100, 90), (101, 90), (150, 140)):
+        await store.save(writer(), state(progress, step=step))
+    for name, progress in {"progress-50": 50, "progress-000100": 100, "step-90": 101, "step-140": 150}.items():
+        assert named(tmp_path, name).state.progress == progress
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint step-50 in .*progress-000050 \(step-45\), progress-000100"
+    ):
+        named(tmp_path, "step-50")
+    with pytest.raises(CheckpointError, match=r"'newest' is no name of a checkpoint, such as step-120"):
+        named(tmp_path, "newest")
+    (tmp_path / "progress-000150" / "optimizer.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"progress-000150 is damaged: .*optimizer\.pt"):
+        named(tmp_path, "progress-150")
+    with pytest.raises(CheckpointError, match="there: none"):
+        named(tmp_path / "nowhere", "step-1")
+
+
+async def test_the_chosen_one_comes_first_until_a_trainer_that_went_on_from_it_has_saved(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 9)
+    for generation, progress in ((1, 10), (1, 20), (2, 20), (2, 30)):
+        while (counted := store.next_generation()) < generation:
+            pass
+        await store.save(writer(f"{generation}/{progress}"), state(progress, counted))
+    choose(tmp_path, named(tmp_path, "progress-10"))
+    for _ in range(3):
+        again = CheckpointStore(tmp_path, 9)
+        generation = again.next_generation()  # starts that end before they save
+        assert text_of(again) == "1/10"
+        whole, _ = again.usable()
+        assert again.only(whole) == "progress-000010"
+    await again.save(writer("new/20"), state(20, generation))
+    assert text_of(again) == "new/20"
+    assert again.only(again.usable()[0]) is None
+    assert [one.state.progress for one in find_checkpoints(tmp_path)[0]] == [20, 30, 10]
+
+
+async def test_a_choice_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    choose(tmp_path, await store.save(writer(), state(1)))
+    (tmp_path / "chosen.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"chosen\.json is damaged .*; remove it to go on from the newest"):
+        store.usable()
+
+
+# -- the final model
+
+
+async def test_the_final_model_is_put_in_place_whole(tmp_path: Path) -> None:
+    async def write(text: str, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model").write_text(text)
+
+    async def fails(folder: Path) -> None:
+        await write("half", folder)
+        raise OSError(28, "No space left on device")
+
+    final = tmp_path / "final"
+    await publish_final(lambda folder: write("old", folder), final)
+    await publish_final(lambda folder: write("new", folder), final)
+    assert (final / "model").read_text() == "new"
+    with pytest.raises(CheckpointError, match=r"cannot write the final model to .*final: .*No space left"):
+        await publish_final(fails, final)
+    assert (final / "model").read_text() == "new"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import threading
@@ -22,10 +23,10 @@ from trinity_mq.algorithms.plugins import PluginError
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TinyModelConfig, TrainerConfig
 from trinity_mq.experience import EID, CustomField, Experience, ExperienceBatch
 from trinity_mq.training import learner as learner_module
-from trinity_mq.training.checkpoint import DamagedCheckpointError
+from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.learner import TorchLearner
+from trinity_mq.training.model.policy import LearnerError, Policy
 from trinity_mq.training.packing import MicroBatch, flatten, split
-from trinity_mq.training.policy import LearnerError, Policy
 from trinity_mq.training.update import StepLoss, optimizer_step
 
 PAD, EOS = 0, 1
@@ -256,7 +257,7 @@ async def test_metrics_say_what_happened(folder: Path, opened: Opener) -> None:
     assert metrics["actor/entropy_loss"] == pytest.approx(-0.5 * metrics["actor/entropy"])
     assert metrics["actor/loss"] == pytest.approx(metrics["actor/pg_loss"] + metrics["actor/entropy_loss"])
     assert metrics["actor/optimizer_steps"] == 1
-    assert metrics["actor/nonfinite_skipped"] == 0
+    assert metrics["actor/skipped_nonfinite_loss"] == 0
     assert 0 < metrics["actor/pg_clipfrac"] < 1
     assert metrics["prompt_length/mean"] == sum(one.prompt_length for one in experiences) / 12
     assert metrics["response_length/mean"] == sum(one.response_length for one in experiences) / 12
@@ -316,7 +317,7 @@ async def test_numbers_that_are_not_finite_never_reach_the_weights(
     bad[3].advantages = torch.full_like(bad[3].logprobs, value)
     with capture_logs() as logs:
         metrics = await learner.step(bad, 2)
-    assert metrics["actor/nonfinite_skipped"] == 1
+    assert metrics["actor/skipped_nonfinite_loss"] == 1
     assert metrics["actor/optimizer_steps"] == 0
     assert all(math.isfinite(one) for one in metrics.values())
     assert [entry["event"] for entry in logs] == ["optimizer_step_skipped"]
@@ -335,7 +336,7 @@ async def test_a_model_that_masks_tokens_with_minus_infinity_is_trained(opened: 
     masked = torch.zeros(VOCABULARY).index_fill(0, torch.tensor([PAD]), -math.inf)
     head.register_forward_hook(lambda module, arguments, logits: logits + masked)
     metrics = await learner.step(batch(2), 1)
-    assert (metrics["actor/optimizer_steps"], metrics["actor/nonfinite_skipped"]) == (1, 0)
+    assert (metrics["actor/optimizer_steps"], metrics["actor/skipped_nonfinite_loss"]) == (1, 0)
     assert 0 < metrics["actor/entropy"] < math.log(VOCABULARY)
 
 
@@ -344,7 +345,7 @@ async def test_other_mini_batches_are_trained_when_one_is_not_finite(opened: Ope
     bad = batch(2)
     bad[0].advantages = torch.full_like(bad[0].advantages, math.nan)
     metrics = await learner.step(bad, 1)
-    assert metrics["actor/nonfinite_skipped"] == 1
+    assert metrics["actor/skipped_nonfinite_loss"] == 1
     assert metrics["actor/optimizer_steps"] == 3
     assert math.isfinite(metrics["actor/loss"])
 
@@ -356,7 +357,7 @@ async def test_a_batch_with_nothing_to_train_on_changes_nothing(opened: Opener) 
     for one in experiences:
         one.action_mask = torch.zeros_like(one.action_mask)
     metrics = await learner.step(experiences, 1)
-    assert metrics["actor/empty_skipped"] == 1
+    assert metrics["actor/skipped_empty"] == 1
     assert metrics["actor/optimizer_steps"] == 0
     assert same(before, await weights_of(learner))
     with pytest.raises(ValueError, match="train step 2 has no experiences"):
@@ -415,9 +416,9 @@ async def test_the_canary_is_a_plain_forward_pass(folder: Path, opened: Opener) 
 async def test_torch_runs_in_one_thread_that_is_not_the_loops(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int]] = []
 
-    def watched(*arguments: Any) -> Any:
+    def watched(*arguments: Any, **named: Any) -> Any:
         seen.append((threading.current_thread().name, torch.get_num_threads()))
-        return optimizer_step(*arguments)
+        return optimizer_step(*arguments, **named)
 
     monkeypatch.setattr(learner_module, "optimizer_step", watched)
     learner = await opened()
@@ -433,10 +434,10 @@ async def test_a_cancelled_step_ends_before_it_gives_way(opened: Opener, monkeyp
     learner = await opened()
     before = await weights_of(learner)
 
-    def held(*arguments: Any) -> Any:
+    def held(*arguments: Any, **named: Any) -> Any:
         loop.call_soon_threadsafe(begun.set)
         go_on.wait()
-        return optimizer_step(*arguments)
+        return optimizer_step(*arguments, **named)
 
     monkeypatch.setattr(learner_module, "optimizer_step", held)
     step = asyncio.ensure_future(learner.step(batch(1), 1))
@@ -459,25 +460,38 @@ async def test_errors_say_what_to_do(folder: Path, tmp_path: Path, opened: Opene
         await opened(model=tmp_path)
     learner = await opened()
     await learner.save(tmp_path)
-    (tmp_path / "optimizer.pt").write_bytes(b"not a file of torch")
-    with pytest.raises(DamagedCheckpointError, match=r"optimizer\.pt is damaged"):
-        await opened(checkpoint=tmp_path)
-    torch.save(
-        {"optimizer": {"state": {}, "param_groups": []}, "rng": torch.get_rng_state()}, tmp_path / "optimizer.pt"
-    )
-    with pytest.raises(DamagedCheckpointError, match=r"optimizer\.pt does not fit the model"):
-        await opened(checkpoint=tmp_path)
+    facts = json.loads((tmp_path / "learner.json").read_text())
+    for content, wrong in (
+        ("[1]", "learner.json is damaged or not there"),
+        ("not JSON", "learner.json is damaged or not there"),
+        (json.dumps(facts | {"optimizer": facts["optimizer"] | {"param_groups": []}}), "does not fit this run"),
+        (json.dumps(facts | {"optimizer": {}}), "does not fit this run"),
+    ):
+        (tmp_path / "learner.json").write_text(content)
+        with pytest.raises(DamagedCheckpointError, match=wrong):
+            await opened(checkpoint=tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 64])
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 64])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
 async def test_a_checkpoint_whose_weights_do_not_load_is_damaged(
-    tmp_path: Path, opened: Opener, content: bytes
+    tmp_path: Path, opened: Opener, file: str, content: bytes | None
 ) -> None:
     learner = await opened()
     await learner.save(tmp_path)
-    (tmp_path / "model" / "model.safetensors").write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match="no causal language model could be loaded from"):
+    (tmp_path / "state" / file).unlink()
+    if content is not None:
+        (tmp_path / "state" / file).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=r"state (does not load|is damaged or not there)"):
         await opened(checkpoint=tmp_path)
+
+
+async def test_a_checkpoint_of_another_model_is_named_so(tmp_path: Path, opened: Opener) -> None:
+    learner = await opened(model=make_model(tmp_path / "small", layers=1))
+    (tmp_path / "checkpoint").mkdir()
+    await learner.save(tmp_path / "checkpoint")
+    with pytest.raises(DamagedCheckpointError, match=r"it has no tensor 'policy\.model\.layers\.1\."):
+        await opened(checkpoint=tmp_path / "checkpoint")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is a good device")

@@ -149,6 +149,7 @@ def test_moves_to_a_device_whole() -> None:
         one.info["engine"] = f"engine-{one.eid.run}"
     (batch,) = pack(both, 100)
     moved = vars(batch.to(torch.device("meta")))
+    assert moved.pop("longest_packed") == 0
     columns = [*moved.pop("custom").values(), *moved.pop("engines").values()]
     columns += [value for value in moved.values() if value is not None]
     assert {str(column.device) for column in columns} == {"meta"}

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import Qwen3ForCausalLM
 
 from tests.unit.training.test_learner import Opener, batch, config, folder, opened, plain_logprobs, same, weights_of
 from trinity_mq.config import Config
-from trinity_mq.training.checkpoint import DamagedCheckpointError
+from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
 from trinity_mq.training.learner import TorchLearner
 from trinity_mq.training.packing import flatten
 from trinity_mq.training.reference import Reference
@@ -122,21 +123,16 @@ async def test_one_that_moved_stays_where_it_is_if_it_is_to_move_no_more(tmp_pat
 
 async def test_its_weights_are_in_the_checkpoint_only_if_they_moved(tmp_path: Path, opened: Opener) -> None:
     learner = await opened(held(update="copy", every_steps=2))
-    await learner.step(batch(1), 1)
-    await learner.save(tmp_path)
-    assert not (tmp_path / "reference.pt").exists()
-    await learner.step(batch(2), 2)
-    await learner.save(tmp_path)
-    for content in (None, b"not a file of torch"):
-        (tmp_path / "reference.pt").unlink()
-        if content is not None:
-            (tmp_path / "reference.pt").write_bytes(content)
-        with pytest.raises(DamagedCheckpointError, match=r"reference\.pt is damaged or not there"):
-            await opened(held(), checkpoint=tmp_path)
-        (tmp_path / "reference.pt").touch()
-    torch.save({"other": torch.zeros(1)}, tmp_path / "reference.pt")
-    with pytest.raises(DamagedCheckpointError, match=r"reference\.pt does not fit the first model"):
-        await opened(held(), checkpoint=tmp_path)
+    for step, moved in ((1, False), (2, True)):
+        await learner.step(batch(step), step)
+        (folder := tmp_path / str(step)).mkdir()
+        await learner.save(folder)
+        names = FileSystemReader(folder / "state").read_metadata().state_dict_metadata
+        assert any(name.startswith("reference.") for name in names) == moved
+        assert (await opened(held(), checkpoint=folder))._reference.has_moved == moved
+    (tmp_path / "2" / "state" / ".metadata").write_bytes((tmp_path / "1" / "state" / ".metadata").read_bytes())
+    with pytest.raises(DamagedCheckpointError, match=r"does not fit the model: it has no tensor 'reference\."):
+        await opened(held(), checkpoint=tmp_path / "2")
 
 
 async def test_a_step_that_changes_nothing_leaves_it(opened: Opener) -> None:

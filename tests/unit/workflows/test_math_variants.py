@@ -116,9 +116,9 @@ async def test_the_yardstick_is_the_same_for_every_run(kind, stub_model):
     made = task(kind, is_eval=True, reward_fn=char_match, format_args=FormatConfig(system_prompt="Mine."))
     experiences = await judged(kind, model, made, 3)
     assert [one.metrics for one in experiences] == [
-        {"accuracy": 1.0, "finished": 1.0},
-        {"accuracy": 1.0, "finished": 0.0},
-        {"accuracy": 0.0, "finished": 1.0},
+        {"accuracy": 1.0, "majority": 1.0, "finished": 1.0},
+        {"accuracy": 1.0, "majority": 1.0, "finished": 0.0},
+        {"accuracy": 0.0, "majority": 1.0, "finished": 1.0},
     ]
     assert "Mine." not in model.calls[0][0][0]["content"]
 

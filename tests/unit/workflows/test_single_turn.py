@@ -40,6 +40,35 @@ async def test_all_runs_are_asked_for_in_one_request(kind, stub_model):
     assert [exp.metrics for exp in experiences] == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 1.0}]
 
 
+@BOTH
+async def test_an_evaluation_says_what_the_majority_answers(kind, stub_model):
+    workflow = task(kind, is_eval=True).to_workflow(stub_model(["3", " 2 ", "2", "4"]))
+    workflow.set_repeat_times(4, 0)
+    experiences = await run(workflow)
+    assert [exp.metrics["majority"] for exp in experiences] == [1.0] * 4
+    assert [exp.metrics["accuracy"] for exp in experiences] == [0.0, 1.0, 1.0, 0.0]
+    (alone,) = await run(task(kind, is_eval=True).to_workflow(stub_model(["2"])))
+    assert "majority" not in alone.metrics
+
+
+@pytest.mark.parametrize(
+    ("texts", "majority"),
+    [
+        ([r"so \boxed{2}", r"I think \boxed{ 2 } it is", "2 ", r"\boxed{3}"], 1.0),
+        ([r"\boxed{3}", "no, <answer>3</answer>", r"first \boxed{3} then \boxed{2}", r"\boxed{2}"], 0.0),
+        (["2", "3"], 1.0),
+        (["3", "2"], 0.0),
+    ],
+)
+async def test_answers_are_equal_if_what_they_end_with_is(stub_model, texts, majority):
+    def right(response, truth, *, finished):
+        return {"accuracy": float("2" in response and "3" not in response)}
+
+    workflow = task(SimpleWorkflow, is_eval=True, reward_fn=right).to_workflow(stub_model(texts))
+    workflow.set_repeat_times(len(texts), 0)
+    assert {exp.metrics["majority"] for exp in await run(workflow)} == {majority}
+
+
 GREEDY = {"greedy_baseline": True}
 
 

@@ -56,6 +56,14 @@ def run_values(
     return groups, len(last) - sum(map(len, groups.values()))
 
 
+def scores(batch: ExperienceBatch, metric: str = "accuracy") -> list[Any]:
+    """Return how good each experience is: its metric of that name, else its reward, None without either. By convention
+    an answer is right if this is above 0.
+    """
+    measured = zip(batch.values("metrics"), batch.values("reward"), strict=True)
+    return [(metrics or {}).get(metric, reward) for metrics, reward in measured]
+
+
 def is_finite(number: Any) -> TypeGuard[float]:
     """Return whether ``number`` is a finite number."""
     return isinstance(number, Real) and math.isfinite(number)

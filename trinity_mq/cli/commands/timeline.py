@@ -1,4 +1,6 @@
-"""``trinity-mq timeline``: a run's timeline as a Chrome trace, from the metrics in its folder."""
+"""``trinity-mq timeline``: a run's timeline as a Chrome trace, from the metrics in its folder; one batch of it as a
+waterfall, from its trace.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import re
 from pathlib import Path
 
 from trinity_mq.cli.arguments import add_target
+from trinity_mq.cli.commands.waterfall import as_json, as_text, batch_waterfall
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.target import RUNS, find_configuration, known_runs
 from trinity_mq.runtime.process import write_atomic
@@ -20,12 +23,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq timeline``."""
     add_target(parser)
     parser.add_argument("--steps", metavar="FIRST-LAST", help="only these batches, such as 10-30")
+    parser.add_argument(
+        "--batch",
+        metavar="N",
+        help="print what every process did for one batch, and where it waited; FIRST-LAST: the medians of several. The "
+        "run needs monitor.trace=true",
+    )
+    parser.add_argument("--json", action="store_true", help="with --batch: as JSON")
     parser.add_argument("--out", metavar="FILE", help=f"where to (default: {TIMELINE_FILE} in the run's folder)")
 
 
 def timeline(arguments: argparse.Namespace) -> int:
-    """Write the run's timeline and print where it is; 0 when done."""
+    """Write the run's timeline and print where it is, or print one batch; 0 when done."""
     folder = run_folder(arguments)
+    if arguments.batch is not None:
+        found = batch_waterfall(folder, arguments.batch)
+        print(as_json(found) if arguments.json else as_text(found))
+        return 0
+    if arguments.json:
+        raise CommandError("--json is for one batch: add --batch N")
     out = Path(arguments.out) if arguments.out else folder / TIMELINE_FILE
     print(write_timeline(folder, out, _steps(arguments.steps)))
     return 0

@@ -52,6 +52,8 @@ def check_all(config: Config) -> list[str]:
         check_operators,
         check_models,
         check_devices,
+        check_optimizer,
+        check_lora,
         check_blob_store,
     ):
         try:
@@ -66,7 +68,8 @@ def check_all(config: Config) -> list[str]:
 def imports_torch(config: Config) -> bool:
     """Return whether :func:`check_all` has to import torch for this configuration."""
     on_devices = config.model.device == "cuda" or _is_over_nccl(config)
-    return bool(config.operator.operators) or on_devices or not all(map(_is_plain, _tasksets(config)))
+    needed = bool(config.operator.operators) or on_devices or _has_rare_optimizer(config) or bool(config.model.lora)
+    return needed or not all(map(_is_plain, _tasksets(config)))
 
 
 def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
@@ -75,6 +78,11 @@ def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
 
 def _is_plain(taskset: TasksetConfig) -> bool:
     return taskset.workflow.removeprefix("async_") in PLAIN_WORKFLOWS and not taskset.workflow_args
+
+
+def _has_rare_optimizer(config: Config) -> bool:
+    """Return whether the optimizer may need what is not installed."""
+    return config.algorithm.optimizer.optimizer_type in {"adamw_8bit", "muon"}
 
 
 def _is_over_nccl(config: Config) -> bool:
@@ -244,6 +252,32 @@ def check_devices(config: Config) -> list[str]:
     members = 1 + config.explorer.rollout_model.engine_num
     enough = f"backend nccl: the trainer and each engine need a GPU of their own, {members} in all; here are {count}"
     return [enough] if count < members else []
+
+
+def check_optimizer(config: Config) -> list[str]:
+    """Look for the software that the optimizer needs.
+
+    Raises:
+        LearnerError: It is not installed.
+    """
+    if _has_rare_optimizer(config):
+        from trinity_mq.training.optimizers import check_installed  # and torch with it
+
+        check_installed(config.algorithm.optimizer)
+    return []
+
+
+def check_lora(config: Config) -> list[str]:
+    """Look for the software that adapters need.
+
+    Raises:
+        AdapterError: It is not installed.
+    """
+    if config.model.lora is not None:
+        from trinity_mq.training.model.lora import check_installed  # and torch with it
+
+        check_installed(config.model.lora)
+    return []
 
 
 def check_blob_store(config: Config) -> list[str]:

@@ -19,7 +19,7 @@ from trinity_mq.models.engines.host.process import tail
 from trinity_mq.runtime.notify import Notifier
 
 if TYPE_CHECKING:
-    from trinity_mq.training.policy import Policy
+    from trinity_mq.training.model.policy import Policy
 
 ENGINE_ID = "debug"
 LEASE = 20.0
@@ -165,7 +165,7 @@ def _load(config: Config, weights: Path | None) -> tuple[Policy, TokenTexts]:
     from transformers.utils.logging import disable_progress_bar
 
     from trinity_mq.models import ensure_model_folder
-    from trinity_mq.training.policy import Policy
+    from trinity_mq.training.model.policy import Policy
 
     disable_progress_bar()
     folder = ensure_model_folder(config.model, config.path / "model", config.seed)

@@ -17,7 +17,7 @@ from trinity_mq.cli.commands.validate import check_all, imports_torch
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.main import expected_error
 from trinity_mq.cli.run.display import PlainDisplay, open_display
-from trinity_mq.cli.run.earlier_start import HOW_TO_GO_ON, extension, start_anew
+from trinity_mq.cli.run.earlier_start import HOW_TO_GO_ON, extension, go_back, start_anew
 from trinity_mq.cli.run.exit_codes import EPILOG, closing_line, exit_code
 from trinity_mq.cli.run.report import make_report, save_failures, train_steps
 from trinity_mq.cli.run.session import Session
@@ -26,9 +26,18 @@ from trinity_mq.cli.target import configuration
 from trinity_mq.config import Config, ConfigError
 from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.process import disk_full
-from trinity_mq.runtime.supervisor import ProcessEvent
+from trinity_mq.runtime.processes.forking import ForkServer
+from trinity_mq.runtime.processes.supervisor import ProcessEvent
 from trinity_mq.telemetry import mask_passwords, setup_logging
 
+PRELOADED = (
+    *(f"trinity_agents.{role}.agent" for role in ("explorer", "engine", "runner", "operator", "trainer")),
+    # what transformers imports where a model is built, whatever its architecture
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+)
+"""What agents are forked with. By name: the command line must not import the daemons, which import torch."""
 OUTPUT_LINES = 3
 """Lines of a failed agent's output that are printed."""
 
@@ -42,26 +51,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train anew: move the run's folder aside, delete what it left on the broker, begin with batch 1",
     )
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="CHECKPOINT",
+        help="go on from this checkpoint, such as step-120 or progress-120, and train on what came after it again",
+    )
     parser.epilog = EPILOG
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run a configuration to its end; return one of :mod:`trinity_mq.cli.run.exit_codes`, 130 or 143."""
+    with _fork_server() as server:  # first of all: it imports while the rest is read and the broker starts
+        return _run_configured(arguments, server)
+
+
+def _run_configured(arguments: argparse.Namespace, server: ForkServer | None) -> int:
     config = configuration(arguments)
+    if server is not None and not config.supervisor.fork:
+        server.close()
+        server = None
     folder = RunFolder(config)
+    if arguments.fresh and arguments.start:
+        raise CommandError("--fresh begins with the first model and --from with a checkpoint: give one of them")
     if arguments.fresh:
         _check(config, arguments)  # before anything is moved
         for line in start_anew(config, folder):
             print(line)
     with folder.locked():
-        if folder.finished:
+        if arguments.start:
+            _check(config, arguments)  # before anything is chosen
+            folder.changes()
+            for line in go_back(config, arguments.start):
+                print(line)
+        elif folder.finished:
             extended = extension(config, folder.changes())
             if extended is None:
                 print(make_report(config.name, folder.path))
                 print(f"this run has finished: {HOW_TO_GO_ON}")
                 return exit_code(finished=True, steps=train_steps(folder.path))
             print(extended)
-        if not arguments.fresh:
+        if not (arguments.fresh or arguments.start):
             _check(config, arguments)
         for change in folder.adopt():
             print(f"warning: changed since the last start: {change}", file=sys.stderr)
@@ -71,7 +101,14 @@ def run(arguments: argparse.Namespace) -> int:
             broker.read()  # what is wrong with it is better said now
         url = None if broker is None else broker.text()
         setup_logging("supervisor", "supervisor", folder.path, config.monitor.log_level)
-        return _run(config, folder, url, arguments)
+        return _run(config, folder, url, arguments, server)
+
+
+def _fork_server() -> contextlib.AbstractContextManager[ForkServer | None]:
+    try:
+        return ForkServer.start(PRELOADED)
+    except OSError:  # another system, or no room for a socket: agents start with their command lines
+        return contextlib.nullcontext()
 
 
 def _check(config: Config, arguments: argparse.Namespace) -> None:
@@ -96,9 +133,11 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
         raise ConfigError(done.stderr.strip().removeprefix("trinity-mq validate: "))
 
 
-def _run(config: Config, folder: RunFolder, url: str | None, arguments: argparse.Namespace) -> int:
+def _run(
+    config: Config, folder: RunFolder, url: str | None, arguments: argparse.Namespace, server: ForkServer | None
+) -> int:
     display = PlainDisplay(sys.stdout) if arguments.plain else open_display()
-    session = Session(config, folder, display, url)
+    session = Session(config, folder, display, url, server)
     try:
         asyncio.run(session.run())
     except Exception as error:

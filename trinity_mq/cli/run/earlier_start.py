@@ -1,4 +1,6 @@
-"""A start of a run that was started before: a finished one goes on for more batches, and any can be begun anew."""
+"""A start of a run that was started before: a finished one goes on for more batches, any can go back to a checkpoint or
+be begun anew.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.interrupts import run_to_the_end
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
+from trinity_mq.dispatch.tickets import sort_batch_id
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.training.checkpoints.checkpoint import CheckpointError, choose, named
 
 HOW_TO_GO_ON = "to train on, ask for more batches (buffer.total_steps=N); to train anew, add --fresh"
 
@@ -38,6 +42,33 @@ def extension(config: Config, changes: Sequence[str]) -> str | None:
         )
     schedule = "; the learning rate decays over the new length" if _decays(config) else ""
     return f"this run had finished after {opened} batches and goes on to batch {total}{schedule}"
+
+
+def go_back(config: Config, name: str) -> list[str]:
+    """Have the trainer go on from the checkpoint ``name``, and the explorer wait for it, also where the run had
+    finished; return lines for a person.
+
+    Raises:
+        CommandError: There is no such checkpoint.
+        FatalError: The explorer's state cannot be read or written.
+    """
+    from trinity_agents.explorer.state import StateFile
+
+    folder = config.path / "checkpoints"
+    try:
+        checkpoint = named(folder, name)
+        file = StateFile.of(config.path)
+        state = file.load()
+        if state.finished:
+            # the batches are as they were, and the weights at the end may be others
+            state.finished = False
+            state.evaluated = [label for label in state.evaluated if sort_batch_id(label)[0] != state.opened]
+            run_to_the_end(file.save(state))
+        choose(folder, checkpoint)
+    except CheckpointError as error:
+        raise CommandError(f"--from: {error}") from error
+    later = state.opened - checkpoint.state.progress
+    return [f"goes on from {checkpoint.title}; up to {max(later, 0)} batches after it are trained on again"]
 
 
 def start_anew(config: Config, folder: RunFolder) -> list[str]:

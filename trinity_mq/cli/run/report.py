@@ -15,7 +15,7 @@ from trinity_mq.cli.run.run_view import REWARD, TRAIN_STEPS, duration, evaluatio
 from trinity_mq.messages import FailureStatus
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
-from trinity_mq.training.checkpoint import find_checkpoints
+from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
 
 LOST: Mapping[str, str] = {
     "rollout/slices/failed": "slices failed",
@@ -24,6 +24,10 @@ LOST: Mapping[str, str] = {
     "rollout/partial_groups": "groups too small",
     "sample/dropped_stale_groups": "groups too old",
     "sample/skipped_step": "steps skipped",
+    "actor/skipped_nonfinite_loss": "optimizer steps without a finite loss",
+    "actor/skipped_nonfinite_norm": "optimizer steps without a finite gradient",
+    "actor/skipped_norm_spike": "optimizer steps with too large a gradient",
+    "actor/skipped_mismatch": "optimizer steps on logprobs that are not the trainer's",
     "trainer/damaged_checkpoints": "checkpoints damaged",
 }
 """Counters of lost samples, each with its name in reports."""

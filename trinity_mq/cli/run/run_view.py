@@ -18,7 +18,7 @@ from trinity_mq.messages import (
     TrainerStatus,
     Version,
 )
-from trinity_mq.runtime.supervisor import ProcessEvent
+from trinity_mq.runtime.processes.supervisor import ProcessEvent
 
 REWARD = "rollout/reward/mean"
 STALENESS = "sample/staleness/max"

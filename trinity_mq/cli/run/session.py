@@ -22,7 +22,8 @@ from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
 from trinity_mq.messages import ControlEvent
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.runtime.supervisor import ProcessEvent, ProcessSpec, Supervisor
+from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, ForkServer, start_command, start_forked
+from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -44,10 +45,14 @@ class Session:
         folder: Its folder, locked, the configuration in it.
         display: Shows progress.
         url: A broker that runs elsewhere; None: one of our own in the run's folder.
+        fork_server: Agents are forked by it; None: each is started by itself.
     """
 
-    def __init__(self, config: Config, folder: RunFolder, display: Display, url: str | None) -> None:
+    def __init__(
+        self, config: Config, folder: RunFolder, display: Display, url: str | None, fork_server: ForkServer | None
+    ) -> None:
         self._config, self._folder, self._display, self._url = config, folder, display, url
+        self._fork_server = fork_server
         given = Addresses.of(config.broker)
         self._in_file = url is not None and given is not None and given.from_file
         """The URL is read from a file at each connect, so the agents get the file and not its content."""
@@ -108,11 +113,13 @@ class Session:
         return own_broker(self._folder.broker, self._config.supervisor, self.run_view.add_news)
 
     async def _supervise(self, bus: Bus, topology: Topology, url: str) -> None:
+        server = self._fork_server
         self._supervisor = supervisor = Supervisor(
-            agents(self._config, self._folder.config_file, None if self._in_file else url),
+            agents(self._config, self._folder.config_file, None if self._in_file else url, server),
             config=self._config.supervisor,
             log_dir=self._folder.logs,
             on_event=self._on_event,
+            start=start_command if server is None else start_forked(server),
         )
         async with asyncio.TaskGroup() as group:
             watching = [
@@ -212,8 +219,11 @@ class Session:
         self._changed.notify()
 
 
-def agents(config: Config, config_file: Path, url: str | None) -> list[ProcessSpec]:
+def agents(
+    config: Config, config_file: Path, url: str | None, fork_server: ForkServer | None = None
+) -> list[ProcessSpec]:
     """Return the processes of a run; without ``url`` they find the broker as we do, in a file."""
+    forking = {} if fork_server is None else {ADDRESS_VARIABLE: str(fork_server.path)}
     threads = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
     # here and not only in the runner itself, for what is read when its libraries are loaded
     own = dict(config.runner.env)
@@ -225,7 +235,8 @@ def agents(config: Config, config_file: Path, url: str | None) -> list[ProcessSp
             name=name,
             role=role,
             argv=(sys.executable, "-m", "trinity_mq.cli.main", role, str(config_file), "--id", name),
-            env={**_environment(url, threads.get(role, 1)), **(own if role == "runner" else {})},
+            env={**forking, **_environment(url, threads.get(role, 1)), **(own if role == "runner" else {})},
+            starts_anew=role == "runner" and bool(own),
         )
         for role, name in names
     ]

@@ -17,24 +17,61 @@ from trinity_mq.config.estimators import Estimator, GroupEstimator, Place
 
 
 class OptimizerConfig(Section):
-    """AdamW with warm-up and decay."""
+    """The optimizer of the policy, and the schedule of its learning rate."""
 
+    optimizer_type: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
+    """``adamw`` (arXiv 1711.05101). ``adamw_8bit``: with moments of 8 bits (arXiv 2110.02861); needs bitsandbytes or
+    torchao. ``muon`` (arXiv 2502.16982): Muon for the matrices of the blocks, its steps scaled to the size of AdamW's,
+    and AdamW for embeddings, head, norms and biases; needs torch 2.9. ``sgd``: steps along the gradient. ``adam``, as
+    Trinity-RFT says, is ``adamw``."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """What AdamW adds to the root of the second moment. Gradients near it take smaller steps: lower it for them."""
+    momentum: float | None = Field(default=None, ge=0, lt=1)
+    """Share of the last direction that Muon and SGD keep. None: 0.95 for ``muon``, 0 for ``sgd``."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay: each step takes ``lr x weight_decay`` of a weight. SGD adds ``weight_decay`` times the
+    weight to the gradient, which is the same without momentum."""
+    decay_norms_and_biases: bool = False
+    """Let ``weight_decay`` act on norms and biases too, which are all weights of less than two dimensions."""
+    offload: bool = False
+    """Keep the optimizer's state in host memory, from where each step brings it to the device part by part. It saves 8
+    bytes of device memory a weight with AdamW, and takes a transfer of as much each way a step."""
     lr_warmup_steps: int = Field(default=10, ge=0)
     """Train steps in which the learning rate rises linearly from 0."""
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    lr_scheduler_type: Literal["linear", "cosine", "wsd", "constant"] = "linear"
     """``linear`` falls from the first train step on, as ``1 - step / buffer.total_steps``, to ``min_lr_ratio``;
-    ``cosine`` from the end of the warm-up along half a cosine, to ``min_lr_ratio`` at ``buffer.total_steps``.
-    ``constant`` was measured to oscillate."""
+    ``cosine`` from the end of the warm-up along half a cosine, to ``min_lr_ratio`` at ``buffer.total_steps``. ``wsd``
+    (warm-up, stable, decay) is constant until the last ``lr_decay_ratio`` of the train steps. ``constant`` was measured
+    to oscillate."""
+    lr_decay_ratio: float = Field(default=0.1, gt=0, le=1)
+    """Share of the run, its end, over which ``wsd`` falls linearly to ``min_lr_ratio``."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end of the decay, as a fraction of ``lr``."""
     clip_grad: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient; a larger gradient is scaled down to it."""
+
+    @field_validator("optimizer_type", mode="before")
+    @classmethod
+    def _adam_is_adamw(cls, value: Any) -> Any:
+        return "adamw" if value == "adam" else value
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> OptimizerConfig:
+        if self.momentum is not None and self.optimizer_type not in {"muon", "sgd"}:
+            raise ValueError(
+                f"momentum is {self.momentum:g}, which {self.optimizer_type} does not have: its moments follow betas; "
+                "remove it, or take optimizer_type muon or sgd"
+            )
+        if self.offload and self.optimizer_type == "adamw_8bit":
+            raise ValueError(
+                "offload is true with optimizer_type adamw_8bit, which is not possible: take adamw with offload, or "
+                "adamw_8bit without, whose state is a quarter as large"
+            )
+        return self
 
 
 class AlgorithmConfig(LossConfig):
@@ -60,7 +97,7 @@ class AlgorithmConfig(LossConfig):
     epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
     critic: CriticConfig = Field(default_factory=CriticConfig)
     """The value function, where ``estimator`` is ``gae``."""
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)

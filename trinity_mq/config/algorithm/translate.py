@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trinity_mq.config.algorithm.presets import CLIP, PRESETS, Preset
+from trinity_mq.config.estimators import FIELDS
 
 SURROGATE_KEYS = {
     "clip_range": ("low", "high"),
@@ -36,7 +37,7 @@ ESTIMATOR_KEYS = {
 }
 """Settings of advantage functions, and the fields of ``estimator`` that they are."""
 TOP_LEVEL = ("std_level", "std_epsilon", "kl_coef")
-"""Those that may stand in the section itself."""
+"""Those that may stand in the section itself; null there is as if they did not."""
 ESTIMATOR_VALUES = {("std_cal_level", "batch"): "batch_raw", ("fnorm", "std"): "group"}
 
 ADVANTAGES = {
@@ -121,8 +122,9 @@ def translated(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
         plain = {"surrogate": CLIP} if name == "ppo" else None
         loss = plain or PRESETS[_known("policy_loss_fn", name, {"ppo": "", **POLICY_LOSSES})].loss
         result |= {key: value for key, value in loss.items() if key != "kl"}
-    settings = {name: own.pop(name) for name in TOP_LEVEL if name in own} | (own.pop("advantage_fn_args", None) or {})
-    if settings:
+    given = {name: own.pop(name, None) for name in TOP_LEVEL}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if settings := settings | (own.pop("advantage_fn_args", None) or {}):
         base = result.get("estimator", preset.estimator)
         result["estimator"] = {**base, **_estimator_settings(settings, own.get("estimator", base))}
     for section in ("policy_loss_fn_args", "entropy_loss_fn_args"):
@@ -188,6 +190,8 @@ def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str
             raise ValueError(
                 f"kl_coef has no meaning for the estimator {kind!r}; for a KL term set kl: {{kind: k2, coef: {value}}}"
             )
+        elif name in TOP_LEVEL and kind in FIELDS and ESTIMATOR_KEYS[name] not in FIELDS[kind]:
+            raise ValueError(f"{name} has no meaning for the estimator {kind!r}: remove it, or set it to null")
         else:
             result[ESTIMATOR_KEYS[name]] = ESTIMATOR_VALUES.get((name, value), value)
     return result

@@ -36,7 +36,7 @@ from trinity_mq.experience.legacy.unpickle import (
 )
 from trinity_mq.experience.record import FIELD_NAMES, CustomField, Experience
 from trinity_mq.experience.rules import MULTI_TURN, PROMPT_TRUNCATED, SINGLE_TURN
-from trinity_mq.runtime.children import ChildEndedError, answer_in_fork, serve
+from trinity_mq.runtime.processes.children import ChildEndedError, answer_in_fork, serve
 
 VERSION = 1
 MAX_FIELDS = 64

@@ -16,7 +16,7 @@ import msgpack
 from trinity_mq.experience.batch import decode
 from trinity_mq.experience.errors import DecodeError
 from trinity_mq.experience.record import Experience
-from trinity_mq.runtime.children import ChildEndedError, ChildServer
+from trinity_mq.runtime.processes.children import ChildEndedError, ChildServer
 
 MAGIC = b"TRXP"
 _PICKLE = b"\x80"

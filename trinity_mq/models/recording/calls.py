@@ -17,6 +17,7 @@ from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.history import History, Seeds
 from trinity_mq.models.recording.responses import experiences_of, masked_experiences
 from trinity_mq.models.recording.sse import EventReader, Gathered
+from trinity_mq.telemetry.trace import span
 
 LOGPROBS_HEADERS = {"X-TMQ-Logprobs": "numbers"}
 """Spares our engines the text of each token; other servers do not know it."""
@@ -94,7 +95,9 @@ class Call:
             EngineRefused: It has no token ids or logprobs; from an auxiliary model text is enough where nothing is
                 recorded.
         """
-        experiences = self.read(answer)
+        with span("make experiences") as traced:
+            experiences = self.read(answer)
+            traced.count = len(experiences)
         if self.recorded:
             self._history.add(experiences)
         return experiences

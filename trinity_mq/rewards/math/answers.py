@@ -73,6 +73,8 @@ class Answer(NamedTuple):
     number: Fraction | None = None
     percent: bool = False
     """``number`` stands before a percent sign."""
+    is_calculation: bool = False
+    """It is written as a calculation that is left to do, such as ``2 + 17``."""
 
 
 @takes_any_truth
@@ -128,7 +130,7 @@ def equal(right: Answer, seen: Answer) -> bool:
 
 def _answer(shown: str, found: Quantity) -> Answer:
     text = shown[found.start : found.end].strip()
-    return Answer(text) if found.contradicts else Answer(text, found.value, found.percent)
+    return Answer(text) if found.contradicts else Answer(text, found.value, found.percent, found.is_calculation)
 
 
 def _marked(text: str, *, finished: bool, words: bool) -> Iterator[Answer]:

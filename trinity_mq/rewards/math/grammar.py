@@ -104,6 +104,8 @@ class Quantity(NamedTuple):
     """The value stands before a percent sign."""
     contradicts: bool = False
     """It is an equation whose sides are different numbers."""
+    is_calculation: bool = False
+    """It leaves something to compute, as ``2 + 17`` and ``36/2``; ``3/4``, ``1 3/4`` and ``3 * 10^5`` do not."""
 
 
 class _Token(NamedTuple):
@@ -226,6 +228,7 @@ class _Side(NamedTuple):
     """Digits behind the point of a number that stands alone; None for anything else."""
     is_name: bool = False
     has_letters: bool = False
+    is_calculation: bool = False
 
     @property
     def amount(self) -> Fraction | None:
@@ -290,7 +293,7 @@ def _equation(
     contradicts = any(
         not _agree(one, other, checked, "=" not in signs) for one, other in itertools.pairwise(valued)
     ) and (checked or latex)
-    return Quantity(0, 0, last.value, last.percent, contradicts)
+    return Quantity(0, 0, last.value, last.percent, contradicts, all(side.is_calculation for side in valued))
 
 
 def _agree(one: _Side, other: _Side, checked: bool, about: bool) -> bool:
@@ -305,8 +308,9 @@ def _agree(one: _Side, other: _Side, checked: bool, about: bool) -> bool:
 
 def _side(tokens: Sequence[_Token]) -> _Side:
     letters = any(token.kind == "name" for token in tokens)
+    arithmetic = _Arithmetic(tokens)
     try:
-        value, percent = _Arithmetic(tokens).result()
+        value, percent = arithmetic.result()
     except _NoValueError:
         depth, outside = 0, set()
         for token in tokens:
@@ -318,7 +322,8 @@ def _side(tokens: Sequence[_Token]) -> _Side:
         return _Side(None, is_name=is_name, has_letters=letters)
     alone = [token for token in tokens if token.kind == "number"]
     bare = len(alone) == 1 and not any(token.kind == "op" for token in tokens[1:])
-    return _Side(value, percent, len(alone[0].text.partition(".")[2]) if bare else None)
+    decimals = len(alone[0].text.partition(".")[2]) if bare else None
+    return _Side(value, percent, decimals, is_calculation=arithmetic.operations > 0)
 
 
 class _Arithmetic:
@@ -327,6 +332,8 @@ class _Arithmetic:
     def __init__(self, tokens: Sequence[_Token]) -> None:
         self._tokens = tokens
         self._place = self._depth = self._factors = self._percents = 0
+        self.operations = 0
+        """Those that are left to do: not the line of a fraction, nor those of a decimal power."""
 
     def result(self) -> tuple[Fraction, bool]:
         """Return the value, and whether it is a percentage.
@@ -356,15 +363,19 @@ class _Arithmetic:
         value = -self._term() if minus else self._term()
         while sign := self._take("op", "+", "-"):
             value = _bounded(value + self._term() if sign == "+" else value - self._term())
+            self.operations += 1
         return value
 
     def _term(self) -> Fraction:
         value = self._power()
         while (sign := self._take("op", "*", "/")) or self._kind() == "open":
+            start = self._place
             other = self._power()
             if sign == "/" and not other:
                 raise _NoValueError
             value = _bounded(value / other if sign == "/" else value * other)
+            is_fraction = sign == "/" and value.denominator != 1
+            self.operations += not (is_fraction or self._is_decimal_power(start))
         return value
 
     def _power(self) -> Fraction:
@@ -374,7 +385,12 @@ class _Arithmetic:
         exponent = self._factor()
         if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT or (not value and exponent <= 0):
             raise _NoValueError
+        self.operations += value != 10
         return _bounded(value ** int(exponent))
+
+    def _is_decimal_power(self, start: int) -> bool:
+        """Return whether what was read from the token ``start`` on is a power of ten."""
+        return [token.text for token in self._tokens[start : min(start + 2, self._place)]] == ["10", "^"]
 
     def _factor(self) -> Fraction:
         if number := self._take("number"):
@@ -405,7 +421,9 @@ class _Arithmetic:
             bottom = _number(self._take("number"))
         if not bottom:
             raise _NoValueError
-        return _bounded(top / bottom)
+        value = _bounded(top / bottom)
+        self.operations += value.denominator == 1
+        return value
 
     def _group(self) -> Fraction:
         if self._depth >= MAX_DEPTH or not self._take("open"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from trinity_mq.rewards.registry import RewardError
-from trinity_mq.runtime.children import ChildEndedError, ChildNotStartedError, ChildServer
+from trinity_mq.runtime.processes.children import ChildEndedError, ChildNotStartedError, ChildServer
 
 log = structlog.get_logger(__name__)
 

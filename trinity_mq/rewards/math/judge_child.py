@@ -11,7 +11,7 @@ import logging
 import signal
 import sys
 
-from trinity_mq.runtime.children import limit_memory, serve
+from trinity_mq.runtime.processes.children import limit_memory, serve
 
 
 def main(cpu_seconds: float, memory: int) -> None:

@@ -16,15 +16,17 @@ def math_answer(response: str, truth: str | None, *, finished: bool) -> dict[str
     at a limit counts only by the first two: half a calculation has no last number. :mod:`answers` has the details.
 
     Numbers are compared as fractions: ``1,234.50`` is ``1234.5``, ``$18`` is ``18``, ``0.5`` is ``1/2``, ``50%`` is
-    ``50``. Of a ``truth`` that is no number (``\sqrt{2}``, ``(1, 2)``, ``10:30``) only the same writing is right, and
-    nothing is right for one in words: use ``accuracy_reward`` for these.
+    ``50``. A calculation that is left to do (``2 + 17``, ``2 * 9``, ``36/2``) is wrong unless ``truth`` is one too: a
+    model would learn to repeat the question. Of a ``truth`` that is no number (``\sqrt{2}``, ``(1, 2)``, ``10:30``)
+    only the same writing is right, and nothing is right for one in words: use ``accuracy_reward`` for these.
     """
     right = wanted(truth) if truth else None
     seen = stated(response, finished=finished)
     if right is None or seen is None:
         return {"accuracy": 0.0}
     if right.number is not None:
-        return {"accuracy": float(seen.number == right.number)}
+        is_number = right.is_calculation or not seen.is_calculation
+        return {"accuracy": float(is_number and seen.number == right.number)}
     same = (
         bool(right.text)
         and not reads_as_words(right.text)

@@ -162,6 +162,16 @@ def digest(data: memoryview | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def total_digest(tensors: Iterable[Tensor]) -> str:
+    """Return the checksum (XXH3, 128 bits) of the bytes of all tensors one after another: the same for a version's
+    buckets, however it is cut into them, as for its tensors in the order of the manifest.
+    """
+    total = xxhash.xxh3_128()
+    for tensor in tensors:
+        total.update(raw(tensor.detach().cpu().contiguous().view(-1)))
+    return total.hexdigest()
+
+
 def ahead(items: Iterator[T]) -> Iterator[T]:
     """Yield the items while a thread makes the next one: packing a bucket goes on while the last one is on the wire.
 

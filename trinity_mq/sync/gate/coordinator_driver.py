@@ -28,6 +28,7 @@ from trinity_mq.sync.gate.records import (
     Phases,
     StartCollective,
 )
+from trinity_mq.telemetry.trace import span
 
 log = structlog.get_logger(__name__)
 
@@ -195,9 +196,11 @@ class CoordinatorDriver:
             ChannelError: The weights cannot be got ready to travel.
         """
         loop = asyncio.get_running_loop()
-        self._own_canary = await self._weights.canary_logprobs(self._canary)
-        tensors, manifest = await self._weights.weights(), await self._weights.manifest()
-        prepare = self._prepare(await self._channel.offer(version, tensors, manifest), manifest)
+        with span("score canary", version=version, threads=True):
+            self._own_canary = await self._weights.canary_logprobs(self._canary)
+        with span("offer weights", version=version, threads=True):
+            tensors, manifest = await self._weights.weights(), await self._weights.manifest()
+            prepare = self._prepare(await self._channel.offer(version, tensors, manifest), manifest)
         if not self.has_members:
             return None
         self._outcome, self._travelling = loop.create_future(), (tensors, manifest)
@@ -211,7 +214,9 @@ class CoordinatorDriver:
         finally:
             self._outcome = None
         if isinstance(outcome, Committed):
-            await self._keep(version, tensors, manifest)
+            self._last.trace(version)
+            with span("keep weights", version=version, threads=True):
+                await self._keep(version, tensors, manifest)
         return outcome
 
     async def _keep(self, version: Version, tensors: Any, manifest: Any) -> None:

@@ -16,6 +16,7 @@ from trinity_mq.models.engines.host.admin_client import ReceiveFailed
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.sync.gate.member import Command, Commit, Member, Pause, Receive, Rejoin, Resume, Stage
 from trinity_mq.sync.gate.records import Key
+from trinity_mq.telemetry.trace import span
 
 log = structlog.get_logger(__name__)
 
@@ -145,7 +146,8 @@ class MemberDriver:
         began = loop.time()
         try:
             if isinstance(command, Commit):
-                await self._engine.commit(command.version, command.progress)
+                with span("commit at engine", version=command.version, wait=True):
+                    await self._engine.commit(command.version, command.progress)
             else:
                 await self._engine.resume()
         except Exception as error:
@@ -163,7 +165,8 @@ class MemberDriver:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            await self._engine.pause(command.seconds)
+            with span("pause engine", version=command.key[0], wait=True):
+                await self._engine.pause(command.seconds)
         except Exception as error:
             self._enqueue(self.machine.broke(command.key, f"pause: {error}", touched=False))
         else:
@@ -183,7 +186,8 @@ class MemberDriver:
             "canary": prepare.canary,
         }
         try:
-            answer = dict(await self._engine.receive(spec, command.seconds + 5.0))
+            with span("have engine receive", version=prepare.version, wait=True):
+                answer = dict(await self._engine.receive(spec, command.seconds + 5.0))
         except Exception as error:
             touched = isinstance(error, ReceiveFailed) and error.touched
             self._enqueue(self.machine.broke(command.key, f"receive: {error}", touched=touched))

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from trinity_mq.messages import SyncEvent, Version
+from trinity_mq.telemetry.trace import record
 
 Key = tuple[Version | None, int, int]
 """Version, epoch and attempt of a try: a restarted trainer counts epochs and attempts anew."""
@@ -41,6 +42,13 @@ class Phases:
     def resumed(self, join: SyncEvent) -> None:
         if join.detail.get("resume") is not None:
             self._resumes[join.sender] = _seconds(join, "resume")
+
+    def trace(self, version: Version) -> None:
+        """Record the parts between the messages of the gate as spans of the trainer."""
+        if self.ready is not None and self.transferred is not None and self.committed is not None:
+            record("wait until engines are ready", self.started, self.ready, version=version, wait=True)
+            record("transfer weights", self.ready, self.transferred, version=version, wait=True)
+            record("wait until weights are applied", self.transferred, self.committed, version=version, wait=True)
 
     def milliseconds(self) -> dict[str, float]:
         """Return the known durations in milliseconds, by the names in :data:`PHASES`."""

@@ -15,7 +15,7 @@ class MathEvalWorkflow(SimpleWorkflow):
     """Math problems as an evaluation, all samples of a task in one request. The taskset's system prompt and reward
     function are not used, so that runs that were trained with different ones can be compared.
 
-    Metrics: ``accuracy``, and ``finished``, 0 for a response that was cut at a limit.
+    Metrics: ``accuracy``, ``majority`` of several samples, and ``finished``, 0 for a response that was cut at a limit.
     """
 
     default_reward_fn = "math_answer"

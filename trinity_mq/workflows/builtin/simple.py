@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,8 +11,10 @@ import torch
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
-from trinity_mq.rewards import create_reward, parts_of
+from trinity_mq.rewards import ACCURACY, create_reward, parts_of
+from trinity_mq.rewards.text import boxed, tagged
 from trinity_mq.rewards.truth import truth_text
+from trinity_mq.telemetry.aggregate import MAJORITY
 from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.attributes import Replaceable
 from trinity_mq.workflows.dual import DualWorkflow, call, compute
@@ -58,6 +61,22 @@ def has_greedy_baseline(task: Task) -> bool:
     if not isinstance(wanted, bool):
         raise TaskError(f"workflow_args.greedy_baseline is {wanted!r}, wanted true or false")
     return wanted and not task.is_eval
+
+
+def add_majority(responses: Sequence[Experience]) -> None:
+    """Give each of several answers to a task the metric ``majority``: the accuracy of the answer that most of them give
+    (self-consistency, arXiv 2203.11171), the earlier one of two that are as frequent.
+
+    What counts as the answer is the last box, else what the last ``<answer>`` holds, else the whole text.
+    """
+    if len(responses) < 2 or any(ACCURACY not in response.metrics for response in responses):
+        return
+    texts = [response.response_text or "" for response in responses]
+    answers = [(boxed(text) or tagged(text) or (0, text))[1].strip() for text in texts]
+    winner = Counter(answers).most_common(1)[0][0]
+    accuracy = responses[answers.index(winner)].metrics[ACCURACY]
+    for response in responses:
+        response.metrics[MAJORITY] = accuracy
 
 
 class SimpleWorkflow(DualWorkflow):
@@ -128,6 +147,8 @@ class SimpleWorkflow(DualWorkflow):
             )
             response.reward = sum(parts.values())
             response.metrics.update(parts)
+        if self.task.is_eval:
+            add_majority(responses)
         return self.numbered(responses)
 
     def numbered(self, responses: list[Experience]) -> list[Experience]:

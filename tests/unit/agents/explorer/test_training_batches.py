@@ -84,6 +84,19 @@ def test_a_progress_said_again_by_a_restarted_trainer_is_no_further_empty_batch(
         desk.batches.check()
 
 
+def test_batches_that_the_trainer_skips_are_not_empty() -> None:
+    """The trainer stops by itself after so many of them, and keeps the last one."""
+    desk = Desk("explorer.max_consecutive_empty=2")
+    for number, closed in enumerate(desk.follow(1, 2, 3), 1):
+        desk.batches.on_progress(progress(closed, "skipped", number))
+    desk.batches.check()
+    assert desk.state.consecutive_empty == 0
+    for number, closed in enumerate(desk.follow(4, 5, 6), 4):
+        desk.batches.on_progress(progress(closed, "skipped" if number == 5 else "empty", number))
+    with pytest.raises(FatalError, match="max_consecutive_empty"):
+        desk.batches.check()
+
+
 def test_what_the_next_batch_waits_for_in_order() -> None:
     async def scene() -> None:
         desk = Desk("explorer.max_open_batches=1")

@@ -13,7 +13,7 @@ import torch
 from trinity_agents.trainer.batch_result import MAX_STARTS, BatchResult, train_on
 from trinity_agents.trainer.source import TrainBatch
 from trinity_mq.experience import EID, Experience, ExperienceBatch
-from trinity_mq.training.checkpoint import StepAttempts
+from trinity_mq.training.checkpoints.checkpoint import StepAttempts
 
 
 class Learner:
@@ -23,11 +23,13 @@ class Learner:
         self.attempts, self.optimizer_steps, self.critic_steps = attempts, optimizer_steps, critic_steps
         self.given: list[list[tuple[int | str, int]]] = []
         self.noted: list[int] = []
+        self.more: dict[str, float] = {}
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         self.given.append([(one.eid.task, step_number) for one in experiences])
         self.noted.append(self.attempts.starts("t"))
-        return {"actor/optimizer_steps": self.optimizer_steps, "critic/optimizer_steps": self.critic_steps}
+        steps = {"actor/optimizer_steps": self.optimizer_steps, "critic/optimizer_steps": self.critic_steps}
+        return steps | self.more
 
 
 def batch(*steps: int, state: str = "ready") -> TrainBatch:
@@ -77,6 +79,26 @@ async def test_what_is_not_ready_keeps_its_state_and_reason(tmp_path: Path) -> N
 async def test_a_step_that_could_not_be_made_is_skipped(tmp_path: Path) -> None:
     verdict, _ = await judged(tmp_path, batch(5), Learner(StepAttempts(tmp_path), 0.0))
     assert (verdict.outcome, verdict.reason) == ("skipped", "no optimizer step was possible")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "outcome", "reason"),
+    [
+        ({"empty": 2.0, "mismatch": 0.0}, "empty", "no token to train on"),
+        (
+            {"empty": 1.0, "mismatch": 1.0, "nonfinite_loss": 2.0},
+            "skipped",
+            "the guard let no optimizer step through (mismatch, nonfinite_loss)",
+        ),
+    ],
+)
+async def test_a_batch_without_a_token_is_empty_and_one_that_the_guard_refused_is_not(
+    tmp_path: Path, skipped: dict[str, float], outcome: str, reason: str
+) -> None:
+    learner = Learner(StepAttempts(tmp_path), 0.0)
+    learner.more = {f"actor/skipped_{name}": count for name, count in skipped.items()}
+    verdict, _ = await judged(tmp_path, batch(5), learner)
+    assert (verdict.outcome, verdict.reason) == (outcome, reason)
 
 
 async def test_a_step_of_the_critic_alone_is_trained_on_and_makes_no_version(tmp_path: Path) -> None:

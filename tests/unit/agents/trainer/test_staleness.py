@@ -38,6 +38,7 @@ def test_one_old_run_takes_its_whole_group_along_and_no_other() -> None:
         "sample/experiences": 2.0,
         "sample/staleness/mean": 0.5,
         "sample/staleness/max": 1.0,
+        "sample/staleness/groups/mean": 1.0,
     }
 
 

@@ -23,7 +23,7 @@ from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.testing.fakes import FakeEngine, FakeLearner, FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
-from trinity_mq.training.checkpoint import DamagedCheckpointError, StepAttempts
+from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError, StepAttempts
 
 
 def outcomes(sim: Simulation) -> dict[Any, str]:
@@ -208,7 +208,7 @@ def test_a_stream_cut_behind_the_checkpoint_is_one_clear_error(tmp_path: Path) -
 
     async def trainer() -> None:
         first = asyncio.get_running_loop().create_task(sim.make_trainer().run())
-        await until(lambda: _checkpoints(tmp_path) == [1])
+        await until(lambda: checkpoints(tmp_path) == [1])
         await killed(first)
         await asyncio.sleep(5.0)
         stream = sim.stream()
@@ -236,7 +236,7 @@ def test_a_stream_shorter_than_the_checkpoint_is_one_clear_error(tmp_path: Path)
 def test_checkpoints_come_every_save_interval(tmp_path: Path) -> None:
     sim = Simulation(tmp_path, ("trainer.save_interval=3", "trainer.max_checkpoints_to_keep=9"), batches=7)
     run_virtually(sim.run(), limit=1000)
-    assert _checkpoints(tmp_path) == [3, 6, 7]
+    assert checkpoints(tmp_path) == [3, 6, 7]
 
 
 def test_checkpoints_come_also_by_what_was_read(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_checkpoints_come_also_by_what_was_read(tmp_path: Path) -> None:
     broker = sim.config.broker.model_copy(update={"ready_max_bytes": 4})
     sim.config = sim.config.model_copy(update={"broker": broker})
     run_virtually(sim.run(), limit=1000)
-    assert _checkpoints(tmp_path) == [1, 2, 3, 4]
+    assert checkpoints(tmp_path) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("after", [1.5, 2.0, 3.3])
@@ -286,7 +286,7 @@ def test_a_trainer_that_waits_touches_nothing_of_the_other_and_takes_over(tmp_pa
         first = loop.create_task(sim.make_trainer("trainer-0", learner=SlowToSave(0.1)).run())
         await until(lambda: any((tmp_path / "checkpoints").glob(".partial-*/weights")))
         second = loop.create_task(sim.make_trainer("trainer-1").run())
-        await until(lambda: _checkpoints(tmp_path) == [1])
+        await until(lambda: checkpoints(tmp_path) == [1])
         assert sim.trainer.loop.generation == 0
         assert sim.trainer.state == "idle"
         await asyncio.sleep(3.0)
@@ -310,7 +310,7 @@ def test_a_trainer_whose_lock_was_taken_saves_nothing(tmp_path: Path) -> None:
         other = loop.create_task(sim.make_trainer("trainer-1").run())
         with pytest.raises(RestartMe):
             await first.loop._save()
-        assert _checkpoints(tmp_path) == []
+        assert checkpoints(tmp_path) == []
         with pytest.raises(ExceptionGroup) as caught:
             await task
         leaf(caught.value, RestartMe)
@@ -451,7 +451,7 @@ def test_a_sync_without_members_waits_and_drains(tmp_path: Path) -> None:
         return asyncio.get_running_loop().time() - started
 
     assert run_virtually(scene(), limit=1000) < 1.0
-    assert _checkpoints(tmp_path) == [1]
+    assert checkpoints(tmp_path) == [1]
 
 
 def test_a_drained_trainer_calls_its_try_off(tmp_path: Path) -> None:
@@ -602,7 +602,7 @@ def test_killed_during_its_end(tmp_path: Path, after: float) -> None:
     run_virtually(sim.run(trainer=killed_at_the_end), limit=1000)
     assert sim.trainer.loop.progress == 2
     assert sim.evaluated_steps() == [0, 2]
-    assert _checkpoints(tmp_path)[-1] == 2
+    assert checkpoints(tmp_path)[-1] == 2
     assert len(lineage(tmp_path / "history", sim.trainer.loop.generation, 2)) == 2
 
 
@@ -610,7 +610,7 @@ def _up(sim: Simulation) -> bool:
     return bool(sim.explorers) and sim.explorer.exploration is not None
 
 
-def _checkpoints(folder: Path) -> list[int]:
+def checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("progress-")) for path in (folder / "checkpoints").glob("progress-*"))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from trinity_mq.models.engines.generation.pause import BatchCutOff, PauseControl
 from trinity_mq.models.engines.generation.request import Completion, GenerationListener, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.token_stream import BatchListener, Job, TokenStream, stamped, token_stream
 from trinity_mq.models.engines.state import EngineState
+from trinity_mq.telemetry.trace import record, shared_span
 
 log = structlog.get_logger(__name__)
 
@@ -245,6 +247,7 @@ class StaticBatcher:
         spans: Spans = [(0, version)]
         self._running_sequences = sum(job.sequences for job in jobs)
         for job in jobs:
+            record("wait for company", job.since, time.monotonic(), batch=job.batch, wait=True)
             if job.stream is not None:
                 job.stream.put(version)
         try:
@@ -302,7 +305,8 @@ class StaticBatcher:
         with self._pause_control.model_in_use:
             if to_generate:
                 listener = BatchListener(generating, loop, self._pause_control, spans)
-                generated = iter(self._generator.generate(to_generate, listener))
+                with shared_span("generate", _sequences_by_batch(generating)):
+                    generated = iter(self._generator.generate(to_generate, listener))
             if to_score:
                 scored = iter(self._generator.score(to_score))
         return [next(scored if isinstance(job.request, ScoreRequest) else generated) for job in jobs]
@@ -312,3 +316,10 @@ class StaticBatcher:
             job = self._pending.popleft()
             if not job.answer.done():
                 job.answer.set_exception(error)
+
+
+def _sequences_by_batch(jobs: Sequence[Job]) -> Counter[int | str | None]:
+    shares: Counter[int | str | None] = Counter()
+    for job in jobs:
+        shares[job.batch] += job.sequences
+    return shares

@@ -153,7 +153,9 @@ class TextCodec:
         return MaskedTokens(whole, mask)
 
     def fingerprint(self) -> str:
-        """Return a digest of vocabulary, chat template, stop tokens and how a probe text is cut."""
+        """Return a digest of vocabulary, chat template, stop tokens and how a probe text is cut, by which trainer and
+        engines know that they use the same.
+        """
         try:
             probe = self.encode(_PROBE)
         except TextError:
@@ -166,15 +168,6 @@ class TextCodec:
             "probe": probe,
         }
         return hashlib.sha256(json.dumps(seen, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def fingerprint(folder: Path, *, trust_remote_code: bool = False) -> str:
-    """Return the digest by which trainer and engines know that they use the same tokenizer and chat template.
-
-    Raises:
-        ModelError: There is no tokenizer that can be loaded.
-    """
-    return TextCodec.load(folder, trust_remote_code=trust_remote_code).fingerprint()
 
 
 def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:

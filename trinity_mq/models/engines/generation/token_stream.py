@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.generation.pause import PauseControl, Spans
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest, Token
 from trinity_mq.models.engines.state import EngineState
+from trinity_mq.telemetry.trace import batch_at_work
 
 
 class TokenStream:
@@ -88,6 +90,8 @@ class Job:
     pin: Version | None
     answer: asyncio.Future[Any]
     stream: TokenStream | None = None
+    batch: int | str | None = field(default_factory=batch_at_work)
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def sequences(self) -> int:

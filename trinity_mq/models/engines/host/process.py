@@ -10,13 +10,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, ReadyFile
+import structlog
+
+from trinity_mq.models.engines.host.ready_file import FATAL, TOKEN_VARIABLE, ReadyFile
 from trinity_mq.models.errors import EngineFailed, ModelError
-from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.process import wait_exit
+from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, NotForkedError, fork, is_forkable
+
+log = structlog.get_logger(__name__)
 
 ENGINE_COMMAND = (sys.executable, "-m", "trinity_agents.engine.agent")
 AUXILIARY_COMMAND = (sys.executable, "-m", "trinity_agents.engine.auxiliary")
@@ -29,6 +34,7 @@ class EngineProcess:
     """One engine process, ours or adopted."""
 
     def __init__(self, ready: ReadyFile, child: subprocess.Popen[bytes] | None) -> None:
+        """``child``: None for an adopted one and for one that a fork server has started."""
         self.ready = ready
         self._child = child
 
@@ -46,7 +52,7 @@ class EngineProcess:
         reader, writer = os.pipe()
         try:
             with output.open("ab") as out:
-                child = _start([*command, "--ready-file", str(ready_file)], out, writer, num_threads)
+                started = await _start([*command, "--ready-file", str(ready_file)], out, writer, num_threads)
         except OSError as error:
             os.close(reader)
             raise EngineFailed(f"the engine cannot be started: {error}") from error
@@ -56,23 +62,24 @@ class EngineProcess:
             async with asyncio.timeout(timeout):
                 await _readable(reader)  # ready, or the end of the process, which closes the pipe
             ready = ReadyFile.read(ready_file)
-            if ready is not None and ready.pid == child.pid:
-                return cls(ready, child)
+            if ready is not None and ready.pid == started.pid:
+                return cls(ready, started.child)
+            is_fatal = os.read(reader, len(FATAL)) == FATAL
             async with asyncio.timeout(EXIT_SECONDS):
-                await wait_exit(child.pid)
+                await wait_exit(started.pid)
         except BaseException as error:
-            child.kill()
-            child.wait()
+            started.kill()
             if isinstance(error, TimeoutError):
                 said = tail(output)
                 raise EngineFailed(f"the engine was not ready within {timeout:g} s; it said:\n{said}") from None
             raise
         finally:
             os.close(reader)
-        code = child.wait()
-        if code == EXIT_FATAL:
+        code = started.code()
+        if is_fatal:
             raise ModelError(f"the engine cannot run: {tail(output, 1)}")
-        raise EngineFailed(f"the engine ended before it was ready (exit code {code}); it said:\n{tail(output)}")
+        how = "" if code is None else f" (exit code {code})"
+        raise EngineFailed(f"the engine ended before it was ready{how}; it said:\n{tail(output)}")
 
     async def exited(self) -> int | None:
         """Return when the process has ended, with its exit code where it was our child."""
@@ -91,16 +98,46 @@ class EngineProcess:
             self._child.returncode = 0  # else Popen warns of a child that nobody waited for
 
 
-def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, num_threads: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*command, "--ready-fd", str(ready_fd)],
+@dataclass(frozen=True, slots=True)
+class _Started:
+    pid: int
+    child: subprocess.Popen[bytes] | None = None
+
+    def kill(self) -> None:
+        """End it at once, and wait for that."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.code()
+
+    def code(self) -> int | None:
+        """Return the exit code of one that has ended, None where it is not our child."""
+        return None if self.child is None else self.child.wait()
+
+
+async def _start(command: Sequence[str], output: IO[bytes], ready_fd: int, num_threads: int) -> _Started:
+    """Start an engine: a fork server does it where there is one.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    command = [*command, "--ready-fd", str(ready_fd)]
+    env = os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": str(num_threads)}
+    if (address := os.environ.get(ADDRESS_VARIABLE)) and is_forkable(command):
+        try:
+            pid = await fork(address, command, env=env, output=output.fileno(), fds=[ready_fd], adopted=False)
+            return _Started(pid)
+        except NotForkedError as error:
+            log.warning("engine_not_forked", reason=str(error))
+    child = subprocess.Popen(  # noqa: ASYNC220  # returns once the program runs
+        command,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env=os.environ | {TOKEN_VARIABLE: secrets.token_hex(16), "OMP_NUM_THREADS": str(num_threads)},
+        env=env,
         start_new_session=True,
         pass_fds=(ready_fd,),
     )
+    return _Started(child.pid, child)
 
 
 async def _readable(fd: int) -> None:

@@ -14,6 +14,8 @@ from trinity_mq.config import AuxiliaryModelConfig, Config
 from trinity_mq.runtime.process import write_atomic
 
 TOKEN_VARIABLE = "TRINITY_MQ_ENGINE_TOKEN"
+FATAL = b"fatal"
+"""What comes through the pipe of an engine that cannot run."""
 CREATE_TIME_TOLERANCE = 2.0
 """Seconds by which two readings of a process's start may differ: they depend on the boot time,
 which the clock corrects."""
@@ -66,6 +68,12 @@ def announce(path: Path, fd: int | None, **said: str) -> None:
     ReadyFile(pid=process.pid, create_time=process.create_time(), **said).write(path)
     if fd is not None:
         os.close(fd)
+
+
+def refuse(path: Path, fd: int | None) -> None:
+    """Tell the host that waits at ``fd`` that starting this engine again does not help; not once it was ready."""
+    if fd is not None and not path.exists():
+        os.write(fd, FATAL)
 
 
 def engine_digest(config: Config, auxiliary: AuxiliaryModelConfig | None = None) -> str:

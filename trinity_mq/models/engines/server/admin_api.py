@@ -16,6 +16,7 @@ from trinity_mq.models.engines.generation.request import ScoreRequest
 from trinity_mq.models.engines.server.http_server import Body, parsed
 from trinity_mq.models.engines.state import EngineState, StateError
 from trinity_mq.models.engines.torch.weights import WeightsError
+from trinity_mq.telemetry.trace import span
 
 log = structlog.get_logger(__name__)
 
@@ -117,15 +118,20 @@ class AdminApi:
         loop = asyncio.get_running_loop()
         started = loop.time()
         touched = False
+        given = body.spec.get("version")
+        version = None if given is None else (int(given[0]), int(given[1]))
         try:
-            async with asyncio.timeout(body.timeout):
-                tensors = await self._receiver(body.spec)
+            with span("receive weights", version=version, wait=True):
+                async with asyncio.timeout(body.timeout):
+                    tensors = await self._receiver(body.spec)
             arrived = loop.time()
-            checked = await self._batcher.call(lambda: self._generator.check(tensors))
-            self._state.touch()
-            touched = True
-            await self._batcher.call(lambda: self._generator.apply(checked))
-            canary = await self._canary((body.spec.get("canary") or {}).get("tokens") or [])
+            with span("apply weights", version=version, threads=True):
+                checked = await self._batcher.call(lambda: self._generator.check(tensors))
+                self._state.touch()
+                touched = True
+                await self._batcher.call(lambda: self._generator.apply(checked))
+            with span("score canary", version=version, threads=True):
+                canary = await self._canary((body.spec.get("canary") or {}).get("tokens") or [])
         except Exception as error:
             log.warning("receive_failed", touched=touched, error=f"{type(error).__name__}: {error}")
             reason = "time ran out" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"

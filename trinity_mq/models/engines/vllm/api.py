@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +34,10 @@ CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The model in the process of vLLM's core, as on one GPU, not in one more. By its path, since ``uni`` is overruled on a
 CPU for the sake of binding threads to cores, which we leave alone.
 """
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes room; an adapter may have less."""
+SPARE_ADAPTERS = 2
+"""Adapters in host memory beyond those of one batch: the next one is loaded while all others are in use."""
 SCORED_AT_ONCE = 1 << 22
 """Logprobs of a prompt that are read where the temperature is not 1: the whole vocabulary at every token."""
 
@@ -41,6 +45,7 @@ GENERATE = "/inference/v1/generate"
 HEALTH = "/health"
 PAUSE, RESUME = "/pause", "/resume"
 START_UPDATE, UPDATE, FINISH_UPDATE = "/start_weight_update", "/update_weights", "/finish_weight_update"
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 def checked_version() -> str:
@@ -72,10 +77,45 @@ def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """Memory that vLLM sets apart for LoRA adapters."""
+
+    rank: int
+    """Largest rank, one of :data:`LORA_RANKS`."""
+    adapters: int
+    """In one batch; vLLM lets requests for more wait."""
+    modules: tuple[str, ...]
+    """Last parts of the names of the layers that get an adapter; others take no memory."""
+
+
+def adapter_room(rank: int, adapters: int, layers: Iterable[str]) -> AdapterRoom:
+    """Return the room for so many adapters of a rank on these layers.
+
+    Raises:
+        ModelError: vLLM has no room for the rank.
+    """
+    fitting = [room for room in LORA_RANKS if room >= rank]
+    if not fitting:
+        raise ModelError(
+            f"model.lora.r is {rank} and model.lora.sync is adapter: vLLM takes adapters up to rank {LORA_RANKS[-1]}; "
+            "lower model.lora.r, or set model.lora.sync to merged"
+        )
+    return AdapterRoom(fitting[0], adapters, tuple(sorted({name.rpartition(".")[2] for name in layers})))
+
+
 def server_command(
-    folder: Path, socket: Path, model: ModelConfig, rollout: RolloutModelConfig, max_model_len: int, *, cpu: bool
+    folder: Path,
+    socket: Path,
+    model: ModelConfig,
+    rollout: RolloutModelConfig,
+    max_model_len: int,
+    *,
+    cpu: bool,
+    room: AdapterRoom | None = None,
 ) -> list[str]:
-    """Return the command that serves ``folder`` on the unix socket, weights still random.
+    """Return the command that serves ``folder`` on the unix socket: its own weights with ``room`` for adapters, else
+    random ones.
 
     Logprobs are of the distribution sampled from, after temperature. One token more than ``max_model_len`` fits, so
     that a prompt of that length can be scored.
@@ -88,12 +128,17 @@ def server_command(
         "dtype": model.dtype,
         "max-model-len": max_model_len + 1,
         "max-num-seqs": rollout.max_batch_sequences,
-        "load-format": "dummy",
+        "load-format": "auto" if room else "dummy",
         "logprobs-mode": "processed_logprobs",
         "max-logprobs": -1,
         "generation-config": "vllm",
-        "weight-transfer-config": f'{{"backend":"{BACKEND}"}}',
     }
+    if room is None:
+        options["weight-transfer-config"] = f'{{"backend":"{BACKEND}"}}'
+    else:
+        options |= {"max-lora-rank": room.rank, "max-loras": room.adapters}
+        options["max-cpu-loras"] = room.adapters + SPARE_ADAPTERS
+        options["scheduling-policy"] = "priority"
     cache = settings.kv_cache_memory_bytes or (CPU_KV_CACHE if cpu else None)
     if cache:
         options["kv-cache-memory-bytes"] = cache
@@ -104,16 +149,20 @@ def server_command(
     flags = ["enable-scale-out", "skip-tokenizer-init", "disable-uvicorn-access-log"]
     flags += ["enforce-eager"] if settings.enforce_eager else []
     flags += ["trust-remote-code"] if model.trust_remote_code else []
+    flags += ["enable-lora"] if room else []
     command = [sys.executable, "-m", __name__, str(os.getpid())]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
+    if room:
+        command += ["--lora-target-modules", *room.modules]
     return [*command, *(f"--{name}" for name in flags), *settings.extra_args]
 
 
-def server_environment(rollout: RolloutModelConfig) -> dict[str, str]:
-    """Return the environment of the server, to be laid over our own."""
+def server_environment(rollout: RolloutModelConfig, *, adapters: bool = False) -> dict[str, str]:
+    """Return the environment of the server, to be laid over our own; ``adapters``: it gets those, and no weights."""
     settings = {
-        "VLLM_SERVER_DEV_MODE": "1",  # without it the routes of weight transfer do not exist
+        # without it the routes of adapters, or of weight transfer, do not exist
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING" if adapters else "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_PLUGINS": PLUGIN,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the one token more; it is sampled, never read
@@ -154,8 +203,13 @@ class Choice:
     """``(first token, generation, step)``."""
 
 
-def generate_body(request: GenerationRequest, salt: str, *, stream: bool = False) -> dict[str, Any]:
-    """Return the request; ``salt`` names the weights, so that cached prompts of others are not used."""
+def generate_body(
+    request: GenerationRequest, salt: str, adapter: str | None = None, *, stream: bool = False
+) -> dict[str, Any]:
+    """Return the request to the model with the adapter of that name, None: as it is.
+
+    ``salt`` names the weights, so that cached prompts of others are not used.
+    """
     sampling: dict[str, Any] = {
         "n": request.n,
         "max_tokens": request.max_tokens,
@@ -168,7 +222,12 @@ def generate_body(request: GenerationRequest, salt: str, *, stream: bool = False
     }
     if request.seed is not None:
         sampling["seed"] = request.seed
-    return {"token_ids": list(request.prompt), "sampling_params": sampling, "cache_salt": salt, "stream": stream}
+    asked = {"token_ids": list(request.prompt), "sampling_params": sampling, "cache_salt": salt, "stream": stream}
+    return {**asked, **_of(adapter)}
+
+
+def _of(adapter: str | None) -> dict[str, str]:
+    return {} if adapter is None else {"model": adapter}
 
 
 def read_choices(answer: Mapping[str, Any]) -> list[Choice]:
@@ -202,15 +261,24 @@ def read_versions(choice: Mapping[str, Any]) -> tuple[tuple[int, int, int], ...]
     return tuple((start, *version) for start, version in named if version) if all(v for _, v in named) else ()
 
 
-def score_body(token_ids: Sequence[int], temperature: float, salt: str) -> dict[str, Any]:
-    """Return the request for the logprobs of given tokens: all of the vocabulary's where they must be tempered."""
+def score_body(token_ids: Sequence[int], temperature: float, salt: str, adapter: str | None = None) -> dict[str, Any]:
+    """Return the request for the logprobs of given tokens: all of the vocabulary's where they must be tempered.
+
+    ``salt`` and ``adapter`` as of :func:`generate_body`.
+    """
     sampling = {
         "max_tokens": 1,
         "temperature": 0.0,
         "prompt_logprobs": 0 if temperature == 1 else -1,
         "detokenize": False,
     }
-    return {"token_ids": list(token_ids), "sampling_params": sampling, "cache_salt": salt}
+    return {"token_ids": list(token_ids), "sampling_params": sampling, "cache_salt": salt, **_of(adapter)}
+
+
+def canary_body(token_ids: Sequence[int], temperature: float, salt: str, adapter: str | None = None) -> dict[str, Any]:
+    """Return :func:`score_body` to be answered before all that waits, where adapters let that run on."""
+    body = score_body(token_ids, temperature, salt, adapter)
+    return body if adapter is None else {**body, "priority": -1}
 
 
 def read_scores(answer: Mapping[str, Any], token_ids: Sequence[int], temperature: float) -> list[float]:

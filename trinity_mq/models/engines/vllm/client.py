@@ -54,10 +54,21 @@ class VllmClient:
             ApiError: 503, the server is gone; or 500, it answered something else than 200, and what, or did not answer
                 within ``timeout`` seconds.
         """
+        return _checked(*await self._posted(path, body, timeout, **query))
+
+    async def command(self, path: str, body: Mapping[str, Any], timeout: float) -> None:
+        """Send what is answered by a text, if by anything; errors as :meth:`post`."""
+        status, said = await self._posted(path, body, timeout)
+        if status != 200:
+            _checked(status, said)
+
+    async def _posted(
+        self, path: str, body: Mapping[str, Any] | None, timeout: float | None, **query: str
+    ) -> tuple[int, bytes]:
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
             async with self._now().post(HOST + path, json=body or {}, params=query, timeout=limit) as response:
-                return _checked(response.status, await response.read())
+                return response.status, await response.read()
         except TimeoutError as error:
             raise _failed(f"vLLM did not answer {path} within {timeout or 0:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ from trinity_mq.models.engines.server.admin_api import Receiver
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.torch.generator import choose_device
 from trinity_mq.models.engines.vllm import api
+from trinity_mq.models.engines.vllm.adapters import AdapterGenerator, Adapters, adapter_plan
 from trinity_mq.models.engines.vllm.client import VllmClient
 from trinity_mq.models.engines.vllm.flow import Flow
 from trinity_mq.models.engines.vllm.generator import VllmGenerator, model_limits
@@ -78,11 +80,13 @@ class VllmParts:
 
 
 @contextlib.asynccontextmanager
-async def vllm_parts(config: Config, folder: Path) -> AsyncIterator[VllmParts]:
-    """Have vLLM's server running for the block, its weights still random.
+async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncIterator[VllmParts]:
+    """Have vLLM's server running for the block: with the weights of ``folder`` where adapters come, else random ones.
+
+    ``receiver`` takes adapters in; weights are received by vLLM's workers.
 
     Raises:
-        ModelError: vLLM is not there, is of another version, or cannot have this model.
+        ModelError: vLLM is not there, is of another version, or cannot have this model, or adapters on it.
         EngineFailed: It did not start.
     """
     version = api.checked_version()
@@ -91,21 +95,29 @@ async def vllm_parts(config: Config, folder: Path) -> AsyncIterator[VllmParts]:
     cpu = choose_device(config.model.device) == "cpu"
     codec = TextCodec.load(folder, trust_remote_code=config.model.trust_remote_code)
     vocabulary, max_model_len = model_limits(config.model, folder)
+    plan = adapter_plan(config, folder, cpu=cpu)
     log.info("vllm_starts", version=version, model=str(folder))
     # a folder of ours alone: whoever reaches the socket commands the server; and its path must be short
     home = Path(tempfile.mkdtemp(prefix="tmq-vllm-"))
     socket = home / "http.sock"
     try:
-        command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu)
+        room = plan.room if plan else None
+        command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu, room=room)
+        settings = api.server_environment(rollout, adapters=plan is not None)
         ours = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         child = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, env={**ours, **api.server_environment(rollout)}
+            *command, stdin=asyncio.subprocess.DEVNULL, env={**ours, **settings}
         )
         log.info("vllm_started", pid=child.pid)
         try:
             async with VllmClient(socket) as client:
                 await _until_ready(child, client)
-                generator = VllmGenerator(
+                build: Callable[..., VllmGenerator] = VllmGenerator
+                adapters: Adapters | None = None
+                if plan:
+                    adapters = Adapters(client, home, plan)
+                    build = functools.partial(AdapterGenerator, adapters, plan, receiver)
+                generator = build(
                     codec,
                     client,
                     vocabulary=vocabulary,
@@ -113,10 +125,17 @@ async def vllm_parts(config: Config, folder: Path) -> AsyncIterator[VllmParts]:
                     pause_mode=mode,
                     give_up=lambda: _kill(child),
                 )
-                sequences = rollout.max_batch_sequences
 
                 def batcher(state: EngineState) -> Flow:
-                    return Flow(client, state, codec, vocabulary=vocabulary, max_sequences=sequences, pause_mode=mode)
+                    return Flow(
+                        client,
+                        state,
+                        codec,
+                        vocabulary=vocabulary,
+                        max_sequences=rollout.max_batch_sequences,
+                        pause_mode=mode,
+                        adapters=adapters,
+                    )
 
                 yield VllmParts(generator, batcher, generator.receive, child)
         finally:

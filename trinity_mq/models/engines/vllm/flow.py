@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import structlog
@@ -23,12 +23,23 @@ from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.generation.token_stream import TokenStream, token_stream
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.engines.vllm import api
+from trinity_mq.models.engines.vllm.adapters import Adapters
 from trinity_mq.models.engines.vllm.choices import Choices, as_tokens
 from trinity_mq.models.engines.vllm.client import VllmClient
+from trinity_mq.runtime.notify import Notifier
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a request is answered by."""
+
+    version: Version
+    adapter: str | None
+    """Name of its adapter, which stays as long as the request; None: the weights are in the model, and may change."""
 
 
 class Flow:
@@ -37,6 +48,8 @@ class Flow:
     ``wait``: they end first. ``keep``: they go on with the new weights, and their tokens say which weights each is of.
     ``abort``: they begin anew with the new weights. What was streamed stays: with both a stream is cut off before new
     weights come and asked for anew from where it is, so that it is known which weights each token is of.
+
+    With ``adapters`` it means nothing: those under way go on with the adapter that they began with.
     """
 
     def __init__(
@@ -49,11 +62,14 @@ class Flow:
         max_sequences: int,
         pause_mode: PauseMode = "wait",
         hold: float = HOLD_SECONDS,
+        adapters: Adapters | None = None,
     ) -> None:
         self.counters = Counters()
         self.max_sequences = max_sequences
         self._client, self._state, self._codec = client, state, codec
         self._vocabulary, self._mode, self._hold = vocabulary, pause_mode, hold
+        self._adapters = adapters
+        self._changed = Notifier() if adapters is None else adapters.changed
         self._commands = asyncio.Lock()
         self._waiting = self._under_way = 0
         self._busy_since = 0.0
@@ -102,6 +118,8 @@ class Flow:
 
     async def idle(self) -> None:
         """Return when weights may be received: see the class for what happens to requests under way."""
+        if self._adapters is not None:
+            return
         if self._mode != "wait":
             self._weights_come.set()
             try:
@@ -132,6 +150,7 @@ class Flow:
         """Send nothing more; give what is under way ``grace`` seconds."""
         self._closed.set()
         self._state.running.set()
+        self._changed.notify()
         try:
             async with asyncio.timeout(grace):
                 await self._idle.wait()
@@ -140,17 +159,22 @@ class Flow:
 
     # -- inside
 
+    def _has_room(self) -> bool:
+        return self._adapters is None or self._adapters.has_room or self._closed.is_set()
+
     @contextlib.asynccontextmanager
-    async def _admitted(self, sequences: int, pin: Version | None) -> AsyncIterator[Version]:
-        """Enter when a request may be sent: with which version, if it is not kept running through a pause."""
+    async def _admitted(self, sequences: int, pin: Version | None) -> AsyncIterator[Served]:
+        """Enter when a request may be sent: to what, if it is not kept running through a pause."""
         self._waiting += sequences
         try:
             async with asyncio.timeout(self._hold):
-                while not self._state.running.is_set():  # once more where the next pause has come meanwhile
+                while not (self._state.running.is_set() and self._has_room()):  # the next pause may come meanwhile
                     await self._state.running.wait()
+                    await self._changed.until(self._has_room)
         except TimeoutError:
+            why = "paused" if self._adapters is None else "paused, or busy with older adapters,"
             raise not_current(
-                f"the engine has been paused for {self._hold:g} s; ask again, or use another engine"
+                f"the engine has been {why} for {self._hold:g} s; ask again, or use another engine"
             ) from None
         finally:
             self._waiting -= sequences
@@ -166,7 +190,8 @@ class Flow:
         self._under_way += sequences
         self._idle.clear()
         try:
-            yield version
+            with contextlib.nullcontext() if self._adapters is None else self._adapters.in_use() as adapter:
+                yield Served(version, adapter)
             self.counters.batch_steps += 1
             self.counters.sequences += sequences
         finally:
@@ -179,16 +204,19 @@ class Flow:
         if problem := self._state.problem(pin):
             raise problem
         while True:
-            async with self._admitted(request.n, pin) as version:
-                choices = await self._asked(request, version)
+            async with self._admitted(request.n, pin) as served:
+                choices = await self._asked(request, served)
+                if served.adapter and request.top_p < 1:
+                    choices = [(await self._untruncated(request, choice, pin, served))[0] for choice in choices]
             if any(choice.aborted for choice in choices):
                 continue
-            versions = [choice.versions or ((0, *version),) for choice in choices]
+            versions = [choice.versions or ((0, *served.version),) for choice in choices]
             by = {(span[1], span[2]) for spans in versions for span in spans}
-            await self._committed(max(by))
+            if max(by) > served.version:
+                await self._committed(max(by))
             if pin is not None and by != {pin}:  # it was kept running while the weights it wants went
                 raise self._state.problem(pin) or not_current("the weights that this is pinned to have gone")
-            if request.top_p == 1:
+            if request.top_p == 1 or served.adapter:
                 break
             scored = [await self._untruncated(request, choice, pin) for choice in choices]
             if by == {scorer for _, scorer in scored}:
@@ -200,23 +228,23 @@ class Flow:
         ]
         return completions, min((span[1], span[2]) for spans in versions for span in spans)
 
-    async def _asked(self, request: GenerationRequest, version: Version) -> list[api.Choice]:
+    async def _asked(self, request: GenerationRequest, served: Served) -> list[api.Choice]:
         if request.temperature == 0 and request.n > 1:  # vLLM refuses what would be the same n times
-            return await self._asked(replace(request, n=1), version) * request.n
+            return await self._asked(replace(request, n=1), served) * request.n
         if request.stop:
             choices = Choices(request, self._codec.decode, None)
-            await self._followed(request, version, choices)
+            await self._followed(request, served, choices)
             return choices.result()
-        answer = await self._client.post(api.GENERATE, api.generate_body(request, api.label(version)))
-        return api.read_choices(answer)
+        body = api.generate_body(request, api.label(served.version), served.adapter)
+        return api.read_choices(await self._client.post(api.GENERATE, body))
 
     async def _followed(
-        self, request: GenerationRequest, version: Version, choices: Choices, only: int | None = None
+        self, request: GenerationRequest, served: Served, choices: Choices, only: int | None = None
     ) -> None:
         """Read an answer as it is sampled; stop strings are looked for here, since vLLM has no tokenizer."""
-        body = api.generate_body(request, api.label(version), stream=True)
+        body = api.generate_body(request, api.label(served.version), served.adapter, stream=True)
         # which weights made which tokens is said at the very end only
-        to_the_end = self._mode == "keep" and not choices.streamed
+        to_the_end = self._mode == "keep" and not choices.streamed and served.adapter is None
         async with contextlib.aclosing(self._client.events(api.GENERATE, body)) as events:
             async for event in events:
                 choices.take(event, only)
@@ -242,9 +270,9 @@ class Flow:
         choices = Choices(request, self._codec.decode, stream)
         while not choices.all_ended:
             parts = choices.rest()
-            async with self._admitted(sum(part.n for _, part in parts), pin) as version, self._streaming():
-                choices.begin(version)
-                work = run_concurrently([self._followed(part, version, choices, only) for only, part in parts])
+            async with self._admitted(sum(part.n for _, part in parts), pin) as served, self._streaming():
+                choices.begin(served.version)
+                work = run_concurrently([self._followed(part, served, choices, only) for only, part in parts])
                 cut_off = await run_until_set(self._weights_come, work)
             if choices.strayed:
                 raise not_current("weights changed while this was streamed, under its version's name; ask again")
@@ -273,14 +301,17 @@ class Flow:
             raise not_current("the weights that sampled this were not committed; ask again, or use another engine")
 
     async def _untruncated(
-        self, request: GenerationRequest, choice: api.Choice, pin: Version | None
+        self, request: GenerationRequest, choice: api.Choice, pin: Version | None, held: Served | None = None
     ) -> tuple[api.Choice, Version]:
         """Return the choice with the logprobs before truncation, and whose they are: vLLM gives those after it."""
         whole = ScoreRequest([*request.prompt, *choice.token_ids], request.temperature or 1.0)
-        scores, version = await self._scored(whole, pin)
+        scores, version = await self._scored(whole, pin, held)
         return replace(choice, logprobs=scores[len(request.prompt) - 1 :]), version
 
-    async def _scored(self, request: ScoreRequest, pin: Version | None) -> tuple[list[float], Version]:
+    async def _scored(
+        self, request: ScoreRequest, pin: Version | None, held: Served | None = None
+    ) -> tuple[list[float], Version]:
+        """Return the logprobs and whose they are: of ``held``, which answers already, else of what is served then."""
         heat = request.temperature or 1.0
         if heat != 1 and len(request.token_ids) * self._vocabulary > api.SCORED_AT_ONCE:
             raise bad_request(
@@ -291,12 +322,12 @@ class Flow:
                 "unsupported_option",
             )
         while True:
-            async with self._admitted(1, pin) as version:
-                body = api.score_body(request.token_ids, heat, api.label(version))
+            async with contextlib.nullcontext(held) if held else self._admitted(1, pin) as served:
+                body = api.score_body(request.token_ids, heat, api.label(served.version), served.adapter)
                 answer = await self._client.post(api.GENERATE, body)
             [sampled] = api.read_choices(answer)
-            if not sampled.aborted and all(span[1:] == version for span in sampled.versions):
-                return api.read_scores(answer, request.token_ids, heat), version
+            if not sampled.aborted and all(span[1:] == served.version for span in sampled.versions):
+                return api.read_scores(answer, request.token_ids, heat), served.version
 
     def _completion(
         self, request: GenerationRequest, choice: api.Choice, versions: tuple[tuple[int, int, int], ...]

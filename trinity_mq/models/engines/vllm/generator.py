@@ -40,6 +40,8 @@ class VllmGenerator:
         self.vocabulary, self.max_model_len = vocabulary, max_model_len
         self._client, self._mode, self._give_up = client, pause_mode, give_up
         self._salt = ""
+        self._adapter: str | None = None
+        """Name of the adapter that answers, where weights come as adapters."""
 
     async def receive(self, spec: dict[str, Any]) -> Mapping[str, Any]:
         """Have vLLM's workers receive the weights, beside the model; returns the spec in place of the tensors.
@@ -69,13 +71,12 @@ class VllmGenerator:
         Raises:
             ApiError: It did not fit, or took too long. The engine ends: its host begins anew.
         """
-        named = spec.get("version")  # not by those who send weights without a gate
-        version: Version | None = None if named is None else (named[0], named[1])
-        self._salt = f"canary-{api.label(version)}-{spec['epoch']}-{spec['attempt']}"
+        self._name_canary(spec)
+        label = api.label(version_of(spec))
         try:
             await self._command(api.PAUSE, mode=self._mode, clear_cache="true")
             try:
-                await self._command(api.FINISH_UPDATE, {"weight_version": api.label(version)})
+                await self._command(api.FINISH_UPDATE, {"weight_version": label})
             finally:
                 await self._command(api.RESUME)
         except BaseException:
@@ -86,7 +87,7 @@ class VllmGenerator:
         """Return for each request the logprob of every token after the first; raises ApiError."""
         scores = []
         for request in requests:
-            body = api.score_body(request.token_ids, request.temperature, self._salt)
+            body = api.canary_body(request.token_ids, request.temperature, self._salt, self._adapter)
             answer = await self._command(api.GENERATE, body)
             scores.append(api.read_scores(answer, request.token_ids, request.temperature))
         return scores
@@ -98,8 +99,18 @@ class VllmGenerator:
             "from a checkpoint of the trainer, or use the transformers engine"
         )
 
+    def _name_canary(self, spec: Mapping[str, Any]) -> None:
+        """Have nothing that was cached answer the canary of this try."""
+        self._salt = f"canary-{api.label(version_of(spec))}-{spec['epoch']}-{spec['attempt']}"
+
     async def _command(self, path: str, body: Mapping[str, Any] | None = None, **query: str) -> dict[str, Any]:
         return await self._client.post(path, body, timeout=COMMAND_TIMEOUT, **query)
+
+
+def version_of(spec: Mapping[str, Any]) -> Version | None:
+    """Return the version that a transfer brings, None where it is sent without a gate."""
+    named = spec.get("version")
+    return None if named is None else (named[0], named[1])
 
 
 def model_limits(config: ModelConfig, folder: Path) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from trinity_mq.models.engines.server.openai.responses import chat_choice, envel
 from trinity_mq.models.engines.server.openai.streaming import Chunks, send
 from trinity_mq.models.engines.server.openai.tools import checked_tools
 from trinity_mq.models.engines.state import EngineState
+from trinity_mq.telemetry.trace import BATCH, BATCH_HEADER, span
 
 PIN_HEADER = "X-TMQ-Version"
 LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"
@@ -67,29 +68,37 @@ class OpenAIApi:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation."""
         pin = self._admitted(request)
-        body = parse(await request.read(), ChatBody)
-        if request.headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
-            body.logprobs = False
-        tools = body.offered_tools()
-        text = self._text(lambda: self._codec.render_with_tools(checked_messages(body.messages), tools))
-        prompt = self._text(lambda: self._codec.encode(text))
-        wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
+        received = await request.read()
+        BATCH.set(request.headers.get(BATCH_HEADER))
+        with span("parse request", size=len(received)):
+            body = parse(received, ChatBody)
+            if request.headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
+                body.logprobs = False
+            tools = body.offered_tools()
+            text = self._text(lambda: self._codec.render_with_tools(checked_messages(body.messages), tools))
+            prompt = self._text(lambda: self._codec.encode(text))
+            wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
         if body.stream:
             return await self._streamed(request, body, wanted, pin, text, tools=bool(tools))
         [(completions, version)] = await self._batcher.generate([wanted], pin)
-        choices = [
-            chat_choice(number, completion, body, version, self._codec, tools=bool(tools))
-            for number, completion in enumerate(completions)
-        ]
-        answer = envelope("chat.completion", "chatcmpl", self._name, choices, [prompt], completions)
-        if body.return_token_ids:
-            answer |= {"prompt_token_ids": prompt, "prompt_text": text}
-        return _json(answer, version)
+        with span("encode answer") as traced:
+            choices = [
+                chat_choice(number, completion, body, version, self._codec, tools=bool(tools))
+                for number, completion in enumerate(completions)
+            ]
+            answer = envelope("chat.completion", "chatcmpl", self._name, choices, [prompt], completions)
+            if body.return_token_ids:
+                answer |= {"prompt_token_ids": prompt, "prompt_text": text}
+            response = _json(answer, version)
+            traced.size = len(response.text or "")
+        return response
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Continue prompts."""
         pin = self._admitted(request)
-        body = parse(await request.read(), CompletionBody)
+        received = await request.read()
+        BATCH.set(request.headers.get(BATCH_HEADER))
+        body = parse(received, CompletionBody)
         if body.logprobs:
             raise bad_request(
                 f"logprobs={body.logprobs} asks for the likeliest tokens, which are not kept; send logprobs=0",

@@ -14,6 +14,7 @@ from typing import Literal
 
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, EXIT_RECYCLE
+from trinity_mq.runtime.processes.forking import ForkedProcess, Process, Starter, orphans_of, start_command
 
 EXIT_NOT_STARTED = 127
 """Exit code of a program that cannot be started, as in a shell."""
@@ -40,6 +41,8 @@ class ProcessSpec:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the supervisor's own environment."""
+    starts_anew: bool = False
+    """It is not forked: a library reads its environment when it is imported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ class _Child:
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
         self.phase: Phase = "new"
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: Process | None = None
         self.restarts: collections.deque[float] = collections.deque()
         self.code = 0
         self.output_start = 0
@@ -97,6 +100,7 @@ class Supervisor:
         log_dir: Folder of the output files; made if missing.
         on_event: Called on the event loop with every change of a process.
         backoff: Seconds to wait before a restart, from the number of restarts within the window.
+        start: Starts a process.
     """
 
     def __init__(
@@ -107,12 +111,14 @@ class Supervisor:
         log_dir: Path,
         on_event: Callable[[ProcessEvent], None] = lambda _event: None,
         backoff: Callable[[int], float] | None = None,
+        start: Starter = start_command,
     ) -> None:
         self._children = {spec.name: _Child(spec) for spec in specs}
         if len(self._children) != len(specs):
             raise ValueError(f"processes need different names, got {sorted(spec.name for spec in specs)}")
         self._config, self._log_dir, self._on_event = config, log_dir, on_event
-        self._backoff = backoff or exponential_backoff
+        self._backoff, self._start = backoff or exponential_backoff, start
+        self._orphans: list[ForkedProcess] = []
         self._killing = False
 
     @property
@@ -210,14 +216,9 @@ class Supervisor:
         try:
             with self._output(child).open("ab") as output:
                 child.output_start = output.tell()
-                child.process = await asyncio.create_subprocess_exec(
-                    *spec.argv,
-                    env={**os.environ, **spec.env, PARENT_VARIABLE: str(os.getpid())},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=asyncio.subprocess.STDOUT,
-                    start_new_session=True,
-                )
+                start = start_command if spec.starts_anew else self._start
+                env = {**os.environ, **spec.env, PARENT_VARIABLE: str(os.getpid())}
+                child.process = await start(spec.argv, env, output)
         except OSError as error:
             child.phase, child.code = "failed", EXIT_NOT_STARTED
             self._emit(child, "failed", code=EXIT_NOT_STARTED, reason=f"{spec.argv[0]} cannot be started: {error}")
@@ -227,6 +228,7 @@ class Supervisor:
         if child.stopping:  # since it was being started, when there was nothing to stop yet
             await self._stop(child)
         code = await child.process.wait()
+        self._orphans = [one for one in self._orphans if one.returncode is None] + orphans_of(child.process.pid)
         return code if code >= 0 else 128 - code
 
     async def _goes_on(self, child: _Child, code: int) -> bool:

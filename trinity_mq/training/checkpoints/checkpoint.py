@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
 import shutil
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import structlog
-from pydantic import BaseModel, ConfigDict, ValidationError
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.runtime.threads import run_to_end
+from trinity_mq.training.guard import TrainingStopped
 
 STATE_FILE = "trainer.json"
 COUNTER_FILE = "generation"
+CHOICE_FILE = "chosen.json"
 _FOLDER = re.compile(r"progress-\d+")
+_NAME = re.compile(r"(progress|step)-(\d+)")
+READ_BYTES = 2**22
+"""Bytes of a file summed up at once."""
+PROBE_BYTES = 2**20
+Writer = Callable[[Path], Awaitable[str | None]]
+"""Writes files into a folder; returns the checksum of the weights among them, if there is one."""
 log = structlog.get_logger(__name__)
 
 
@@ -53,8 +63,26 @@ class TrainerState(BaseModel):
 
 class _StateFile(BaseModel):
     state: TrainerState
+    weights: str | None = None
+    """Checksum of the weights as engines get them, see :func:`trinity_mq.sync.channels.buckets.total_digest`."""
     files: dict[str, int]
     """Size in bytes of every other file, by path inside the checkpoint."""
+    checksums: dict[str, str] = Field(default_factory=dict)
+    """XXH3 (128 bits) of each of them; none: written by an older release."""
+
+
+class _Choice(BaseModel):
+    """A checkpoint from which the next start goes on, however new others are."""
+
+    name: str
+    generation: int
+    """The checkpoint's."""
+    before: int
+    """The last generation at the time of the choice, which ends with the first checkpoint of a later one."""
+
+    def means(self, checkpoint: Checkpoint) -> bool:
+        """Return whether it is this one."""
+        return (checkpoint.path.name, checkpoint.state.generation) == (self.name, self.generation)
 
 
 @dataclass(frozen=True)
@@ -63,6 +91,16 @@ class Checkpoint:
 
     path: Path
     state: TrainerState
+    weights: str | None = None
+    """Checksum of the weights; None: not known."""
+    checksums: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By file, for :func:`verify`."""
+
+    @property
+    def title(self) -> str:
+        """Its name, and its other one where that differs."""
+        other = "" if self.state.step == self.state.progress else f" (step-{self.state.step})"
+        return f"{self.path.name}{other}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +115,8 @@ def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
     """Return the whole checkpoints in ``folder``, newest first, and the damaged ones, most progress first.
 
     The newest is the newest generation's: a late save of a trainer that was cut off does not count before those of the
-    trainer that went on, however much progress it has.
+    trainer that went on, however much progress it has. Before all others comes the one that :func:`choose` chose, until
+    a trainer that went on from it has saved one.
 
     Raises:
         OSError: The folder cannot be read.
@@ -95,9 +134,88 @@ def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
         except (OSError, ValueError) as error:
             damaged.append(Damaged(path, str(error)))
         else:
-            whole.append(Checkpoint(path, content.state))
+            whole.append(Checkpoint(path, content.state, content.weights, content.checksums))
     whole.sort(key=lambda one: (one.state.generation, one.state.progress), reverse=True)
+    if (choice := _open_choice(folder, whole)) is not None:
+        whole.sort(key=lambda one: not choice.means(one))
     return whole, damaged
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Read all files of a checkpoint, and return if they hold what was written; blocks.
+
+    Raises:
+        DamagedCheckpointError: One does not, or cannot be read.
+    """
+    for name, expected in checkpoint.checksums.items():
+        try:
+            found = _checksum(checkpoint.path / name)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{name} cannot be read: {error}") from error
+        if found != expected:
+            raise DamagedCheckpointError(f"{name} has the checksum {found}, wanted {expected}: its content has changed")
+
+
+def named(folder: Path, name: str) -> Checkpoint:
+    """Return the checkpoint in ``folder`` that ``name`` means: ``progress-120`` by its batches, or ``step-120`` by its
+    train steps; of several with so many steps the newest.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged; names those that can be used.
+    """
+    try:
+        whole, damaged = find_checkpoints(folder) if folder.is_dir() else ([], [])
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {folder} cannot be read: {error}") from error
+    there = ", ".join(one.title for one in sorted(whole, key=lambda one: one.state.progress)) or "none"
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise CheckpointError(f"{name!r} is no name of a checkpoint, such as step-120 or progress-120; there: {there}")
+    kind, number = match[1], int(match[2])
+    found = [one for one in whole if getattr(one.state, kind) == number]
+    if found:
+        return max(found, key=lambda one: (one.state.generation, one.state.progress))
+    for one in damaged:
+        if kind == "progress" and _progress_of(one.path) == number:
+            raise CheckpointError(f"{one.path} is damaged: {one.reason}; others in {folder}: {there}")
+    raise CheckpointError(f"there is no checkpoint {name} in {folder}; there: {there}")
+
+
+def choose(folder: Path, checkpoint: Checkpoint) -> None:
+    """Have the next trainer go on from ``checkpoint``, durably; it begins a new generation there.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    try:
+        whole, _ = find_checkpoints(folder)
+        before = max([_counted(folder), *(one.state.generation for one in whole)])
+        choice = _Choice(name=checkpoint.path.name, generation=checkpoint.state.generation, before=before)
+        _replace(folder / CHOICE_FILE, choice.model_dump_json(), durable=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot write {folder / CHOICE_FILE}: {error}; check space and permissions") from error
+
+
+def _open_choice(folder: Path, whole: Iterable[Checkpoint]) -> _Choice | None:
+    """Return the last choice in ``folder``, None where there is none, or a trainer has saved since.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    path = folder / CHOICE_FILE
+    if not path.exists():
+        return None
+    try:
+        choice = _Choice.model_validate_json(path.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        raise OSError(f"{path} is damaged ({error.errors()[0]['msg']}); remove it to go on from the newest") from error
+    return choice if all(one.state.generation <= choice.before for one in whole) else None
+
+
+def _counted(folder: Path) -> int:
+    """Return the last generation that was counted, 0 where there was none."""
+    counter = folder / COUNTER_FILE
+    return int(counter.read_text()) if counter.exists() else 0
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -112,18 +230,19 @@ def _progress_of(path: Path) -> int:
 class CheckpointStore:
     """The checkpoints ``progress-<progress>`` in one folder, which one trainer at a time writes."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, keep_every: int | None = None) -> None:
         """Make the folder, and clear away what a killed trainer left half done.
 
         Args:
             folder: Where they are.
             keep: How many of the newest stay.
+            keep_every: Of each so many batches, the first checkpoint at their end or after it stays too.
 
         Raises:
             CheckpointError: The folder cannot be written.
         """
         self._folder = folder
-        self._keep = keep
+        self._keep, self._keep_every = keep, keep_every
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in list(folder.iterdir()):
@@ -154,8 +273,7 @@ class CheckpointStore:
         return found
 
     def _last_generation(self) -> int:
-        counter = self._folder / COUNTER_FILE
-        return int(counter.read_text()) if counter.exists() else 0
+        return _counted(self._folder)
 
     def usable(self) -> tuple[list[Checkpoint], list[Damaged]]:
         """Return what :func:`find_checkpoints` returns; damaged ones are logged.
@@ -171,18 +289,30 @@ class CheckpointStore:
             log.warning("damaged_checkpoint_skipped", path=str(one.path), reason=one.reason)
         return whole, damaged
 
+    def only(self, whole: Sequence[Checkpoint]) -> str | None:
+        """Return the name of the one checkpoint in ``whole`` that may be gone on from, None where any may.
+
+        Raises:
+            CheckpointError: The choice cannot be read.
+        """
+        try:
+            choice = _open_choice(self._folder, whole)
+        except OSError as error:
+            raise self._error("read the checkpoints", error) from error
+        return None if choice is None else choice.name
+
     def latest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, None if there is none; damaged ones are logged."""
         whole, _ = self.usable()
         return whole[0] if whole else None
 
-    async def save(self, write: Callable[[Path], Awaitable[None]], state: TrainerState) -> Checkpoint:
+    async def save(self, write: Writer, state: TrainerState) -> Checkpoint:
         """Make a checkpoint: it appears, synced to disk, by one rename when all of it is written.
 
         A checkpoint of the same progress is replaced. Cancelled or failed, it leaves everything as it was.
 
         Args:
-            write: Writes files into the folder it is given.
+            write: Writes files into the folder that it is given, and returns the checksum of the weights or None.
             state: Goes beside them; names the checkpoint.
 
         Raises:
@@ -195,8 +325,8 @@ class CheckpointStore:
             try:
                 await run_to_end(pool, lambda: self._check_generation(state))
                 await run_to_end(pool, partial.mkdir)
-                await write(partial)
-                await run_to_end(pool, lambda: self._commit(partial, final, state))
+                weights = await write(partial)
+                checksums = await run_to_end(pool, lambda: self._commit(partial, final, state, weights))
             except RestartMe:
                 raise
             except Exception as error:
@@ -204,16 +334,18 @@ class CheckpointStore:
                     OSError, ValueError
                 ):  # a newer trainer's start removes what an earlier one left half done
                     self._check_generation(state)
-                raise self._error(f"save {final.name}", error) from error
+                cause = await run_to_end(pool, functools.partial(_cause, error, partial))
+                raise self._error(f"save {final.name}", cause) from cause
             finally:
                 await run_to_end(pool, lambda: shutil.rmtree(partial, ignore_errors=True))
-        return Checkpoint(final, state)
+        return Checkpoint(final, state, weights, checksums)
 
-    def _commit(self, partial: Path, final: Path, state: TrainerState) -> None:
-        files = [path for path in partial.rglob("*") if path.is_file()]
-        sizes = {path.relative_to(partial).as_posix(): path.stat().st_size for path in files}
-        content = _StateFile(state=state, files=sizes).model_dump_json(indent=2)
-        (partial / STATE_FILE).write_text(content, encoding="utf-8")
+    def _commit(self, partial: Path, final: Path, state: TrainerState, weights: str | None) -> dict[str, str]:
+        files = {path.relative_to(partial).as_posix(): path for path in sorted(partial.rglob("*")) if path.is_file()}
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        checksums = {name: _checksum(path) for name, path in files.items()}
+        content = _StateFile(state=state, weights=weights, files=sizes, checksums=checksums)
+        (partial / STATE_FILE).write_text(content.model_dump_json(indent=2), encoding="utf-8")
         for path in (*partial.rglob("*"), partial):
             _sync(path)
         self._check_generation(state)
@@ -231,13 +363,21 @@ class CheckpointStore:
         _sync(self._folder)
         shutil.rmtree(retired, ignore_errors=True)
         self._prune()
+        return checksums
 
-    def _check_generation(self, state: TrainerState) -> None:
+    def check_generation(self, state: TrainerState) -> None:
         """Refuse to save for a trainer that another has taken over from.
 
         Raises:
             RestartMe: There is a newer generation.
+            CheckpointError: The counter cannot be read.
         """
+        try:
+            self._check_generation(state)
+        except (OSError, ValueError) as error:
+            raise self._error(f"read {COUNTER_FILE}", error) from error
+
+    def _check_generation(self, state: TrainerState) -> None:
         if (newest := self._last_generation()) > state.generation:
             raise RestartMe(
                 f"another trainer has gone on with this run as generation {newest}; this one, of generation "
@@ -245,15 +385,17 @@ class CheckpointStore:
             )
 
     def _prune(self) -> None:
-        """Remove all whole checkpoints but the newest ``keep``; damaged ones with more progress than the last of these
-        stay for a look.
+        """Remove all whole checkpoints but the newest ``keep`` and those that ``keep_every`` keeps; damaged ones with
+        more progress than the last of the newest stay for a look.
         """
         whole, damaged = find_checkpoints(self._folder)
         if len(whole) < self._keep:
             return
         progress = whole[self._keep - 1].state.progress
-        old = [one.path for one in damaged if _progress_of(one.path) < progress]
-        for path in (*(one.path for one in whole[self._keep :]), *old):
+        stay = set(first_of_each(self._keep_every, (one.state.progress for one in whole)))
+        old = [one.path for one in whole[self._keep :] if one.state.progress not in stay]
+        old += [one.path for one in damaged if _progress_of(one.path) < progress]
+        for path in old:
             try:
                 shutil.rmtree(path)
             except OSError as error:
@@ -270,20 +412,47 @@ class CheckpointStore:
         )
 
 
-def publish_final(model: Path, final: Path) -> None:
-    """Put a copy of the Hugging Face folder ``model`` at ``final``, whole or not at all."""
+def first_of_each(every: int | None, progress: Iterable[int]) -> list[int]:
+    """Return the first of ``progress`` at or after each multiple of ``every`` and before the next; none without it."""
+    if every is None:
+        return []
+    firsts: dict[int, int] = {}
+    for one in sorted(progress):
+        firsts.setdefault(one // every, one)
+    return [one for multiple, one in firsts.items() if multiple]
+
+
+async def publish_final(write: Callable[[Path], Awaitable[None]], final: Path) -> None:
+    """Put what ``write`` writes into a folder at ``final``, whole and synced to disk or not at all.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
     fresh = final.with_name(f".{final.name}.part")
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(model, fresh)
+    try:
+        await asyncio.to_thread(shutil.rmtree, fresh, ignore_errors=True)
+        await write(fresh)
+        if await asyncio.to_thread(fresh.exists):
+            await asyncio.to_thread(_put, fresh, final)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the final model to {final}: {error}; check space and permissions, then start again"
+        ) from error
+
+
+def _put(fresh: Path, final: Path) -> None:
+    for path in (*fresh.rglob("*"), fresh):
+        _sync(path)
     shutil.rmtree(final, ignore_errors=True)
     fresh.rename(final)
+    _sync(final.parent)
 
 
 class StepAttempts:
     """Count of starts per ticket that crashed in the middle: a batch that kills the trainer shows by its count.
 
-    A start counts unless its step ends or is called off, or the process is asked to end meanwhile: a step that is then
-    cut off, by a kill after the grace too, says nothing of its batch.
+    A start counts unless its step ends or is called off, the guard stops the training, or the process is asked to end
+    meanwhile: a step that is then cut off, by a kill after the grace too, says nothing of its batch.
 
     A file in the checkpoint folder, replaced at once but not synced: it has to survive the process, not the machine.
     """
@@ -330,7 +499,7 @@ class StepAttempts:
         self.begin(tickets)
         try:
             yield
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, TrainingStopped):
             self.withdraw()
             raise
         finally:
@@ -364,6 +533,29 @@ class StepAttempts:
         except OSError as error:
             raise CheckpointError(f"cannot write {self._path}: {error}; check space and permissions") from error
         self._starts = starts
+
+
+def _checksum(path: Path) -> str:
+    """Return the XXH3 (128 bits) of a file's content."""
+    found = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(READ_BYTES):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _cause(error: Exception, folder: Path) -> Exception:
+    """Return why the disk of ``folder`` takes no more files if that is so, which torch hides, else ``error``."""
+    if isinstance(error, OSError) or not folder.exists():
+        return error
+    try:
+        with (folder / ".probe").open("wb") as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as trouble:
+        return trouble
+    return error
 
 
 def _sync(path: Path) -> None:

@@ -1,0 +1,280 @@
+"""Checks which experiences made a checkpoint, each once: from the run's folder, and from the ``ready`` stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from trinity_agents.trainer.history import Line, some, trace
+from trinity_mq.training.checkpoints.checkpoint import Checkpoint, DamagedCheckpointError, verify
+
+Entry = dict[str, Any]
+"""A line of the history."""
+Result = Literal["holds", "fault", "not checked"]
+MODEL_FOLDER, FINAL_FOLDER = "model", "final"
+TRAINABLE_LATER = {"failed", "skipped"}
+"""Outcomes of a ticket that may be trained on later, as a repaired one."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    result: Result
+    text: str
+    """What was found; of a fault, what was seen and what was wanted."""
+
+
+@dataclass(frozen=True)
+class StreamSet:
+    """A complete set of chunks on the stream, with its BatchReady."""
+
+    offset: int
+    is_first: bool
+    """It is the first one of its ticket there."""
+    uids: frozenset[str] | None
+    """Experiences in it; None: a chunk could not be read."""
+
+
+@dataclass
+class StreamContent:
+    """What the ``ready`` stream holds now."""
+
+    begins: int = 0
+    """The first offset that retention has left."""
+    sets: dict[tuple[str, str], StreamSet] = field(default_factory=dict)
+    """By ticket and processing."""
+
+
+class Auditor:
+    """Checks one checkpoint.
+
+    Args:
+        folder: The run's folder.
+        checkpoint: The one.
+    """
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
+        self.checkpoint, self._folder = checkpoint, folder
+        state = checkpoint.state
+        self._line: Line = trace(folder / "history", state.generation, state.progress)
+        self.checks: list[Check] = []
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """The history of the checkpoint, in order."""
+        return self._line.entries
+
+    @property
+    def uids(self) -> list[str]:
+        """Experiences that it was trained on, in order."""
+        return [uid for entry in self.entries for uid in entry.get("uids", ())]
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether something does not hold."""
+        return any(check.result == "fault" for check in self.checks)
+
+    def check_folder(self, run_id: str | None = None) -> None:
+        """Check all that the run's folder tells.
+
+        Args:
+            run_id: Id of the run, as its explorer knows it.
+        """
+        self._add("files", self._files)
+        self._add("progress", self._progress)
+        self._add("tickets", self._tickets)
+        self._add("experiences", self._experiences)
+        self._add("steps", self._steps)
+        self._add("checkpoint", lambda: self._state(run_id))
+        self._add("sets", self._sets)
+        self._add("final model", self._final)
+
+    def check_stream(self, content: StreamContent) -> None:
+        """Check what operators said of these tickets, as far as the stream still holds it."""
+        self._add("stream", lambda: self._stream(content))
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Note what is not checked."""
+        self.checks.append(Check(name, "not checked", why))
+
+    def _add(self, name: str, check: Callable[[], Iterator[Check | str]]) -> None:
+        """Run a check, which yields faults as texts, and then how it ends where there are none."""
+        try:
+            found = list(check())
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            found = [f"a line of the history, or the checkpoint's state, is not what was written: {error!r}"]
+        faults = [one for one in found if isinstance(one, str)]
+        self.checks += [Check(name, "fault", fault) for fault in faults]
+        self.checks += [] if faults else [one for one in found if isinstance(one, Check)]
+
+    def _files(self) -> Iterator[Check | str]:
+        count = len(self.checkpoint.checksums)
+        if not count:
+            yield Check("files", "not checked", "the checkpoint holds no checksums: an older release wrote it")
+            return
+        try:
+            verify(self.checkpoint)
+        except DamagedCheckpointError as error:
+            yield str(error)
+        yield Check("files", "holds", f"{count} files have the checksums that were written")
+
+    def _progress(self) -> Iterator[Check | str]:
+        yield from self._line.faults
+        spans = "; ".join(f"{first} to {last} by generation {number}" for number, first, last in self._line.spans)
+        yield Check("progress", "holds", f"every batch is in the history, in order, without a gap: {spans}")
+
+    def _tickets(self) -> Iterator[Check | str]:
+        decided = Counter(entry["ticket"] for entry in self.entries if not entry.get("repaired"))
+        if double := [ticket for ticket, count in decided.items() if count > 1]:
+            yield f"tickets decided more than once: {some(double)}"
+        earlier: dict[str, str] = {}
+        repaired = 0
+        for entry in self.entries:
+            if entry.get("repaired"):
+                if earlier.get(entry["ticket"]) not in TRAINABLE_LATER:
+                    yield (
+                        f"ticket {entry['ticket']} is repaired with progress {entry['progress']}, but was "
+                        f"{earlier.get(entry['ticket'], 'never decided')} before, wanted failed or skipped"
+                    )
+                repaired += 1
+            earlier[entry["ticket"]] = entry["outcome"]
+        more = f", {repaired} of them again after a repair" if repaired else ""
+        yield Check("tickets", "holds", f"{len(decided)} tickets, each decided once{more}")
+
+    def _experiences(self) -> Iterator[Check | str]:
+        if double := [uid for uid, count in Counter(self.uids).items() if count > 1]:
+            yield f"experiences trained on more than once: {some(double)}"
+        for entry in self.entries:
+            uids = entry["uids"]
+            # the first part of an experience's id is its batch; a number is not escaped in it
+            if foreign := [uid for uid in uids if uid.partition("/")[0] != str(entry["batch"])]:
+                yield f"progress {entry['progress']} is batch {entry['batch']}, but holds others: {some(foreign)}"
+            if uids and entry["outcome"] != "trained":
+                yield f"progress {entry['progress']} is {entry['outcome']}, but lists {len(uids)} experiences"
+        yield Check("experiences", "holds", f"{len(self.uids)} experiences, each trained on once, in its own batch")
+
+    def _steps(self) -> Iterator[Check | str]:
+        before = 0
+        for entry in self.entries:
+            if not before <= entry["step"] <= before + 1:
+                yield f"progress {entry['progress']} is of step {entry['step']}, and the one before it of {before}"
+            before = entry["step"]
+        if before != self.checkpoint.state.step:
+            yield f"the history ends with step {before}, and the checkpoint has {self.checkpoint.state.step}"
+        yield Check("steps", "holds", f"{before} train steps, counted by one")
+
+    def _state(self, run_id: str | None) -> Iterator[Check | str]:
+        state = self.checkpoint.state
+        source = state.source
+        decided = {entry["ticket"] for entry in self.entries}
+        known = set(source["consumed"]) | set(source.get("failed", ()))
+        if missing := sorted(known - decided):
+            yield f"the checkpoint has these tickets behind it, and its history has not: {some(missing)}"
+        if foreign := sorted(decided - known):
+            yield f"the history has these tickets, and the checkpoint has not: {some(foreign)}"
+        batches = Counter(int(entry["batch"]) for entry in self.entries if not entry.get("repaired"))
+        wanted = {*range(1, source["batches"] + 1), *source.get("ahead", ())}
+        if different := sorted((batches.keys() ^ wanted) | {one for one, count in batches.items() if count > 1}):
+            yield f"the checkpoint and its history differ in batches: {some(different)}"
+        if run_id and state.run_id and run_id != state.run_id:
+            yield f"the checkpoint is of run {state.run_id}, and the explorer's state of run {run_id}"
+        whose = f" of run {state.run_id}" if state.run_id else ""
+        yield Check("checkpoint", "holds", f"its own list of tickets and batches{whose} is that of the history")
+
+    def _sets(self) -> Iterator[Check | str]:
+        places = [(entry, entry["stream"]) for entry in self.entries if "stream" in entry]
+        offsets = Counter(offset for _, place in places for offset in (place["offset"], *place["chunks"]))
+        if double := sorted(offset for offset, count in offsets.items() if count > 1):
+            yield f"messages of the stream that were used more than once, by offset: {some(double)}"
+        for entry, place in places:
+            if any(chunk >= place["offset"] for chunk in place["chunks"]):
+                yield f"progress {entry['progress']} used a chunk that lies behind its BatchReady"
+            counted = len(entry["uids"]) + entry.get("dropped", 0)
+            if entry["outcome"] == "trained" and counted != place["experiences"]:
+                yield (
+                    f"progress {entry['progress']} has {len(entry['uids'])} experiences and {entry.get('dropped', 0)} "
+                    f"dropped ones, and its operator announced {place['experiences']}"
+                )
+        if lacking := len(self.entries) - len(places):
+            text = (
+                f"{lacking} of {len(self.entries)} lines do not say where their set lies: an older release wrote them"
+            )
+            yield Check("sets", "not checked", text)
+        if places:
+            text = (
+                f"{len(places)} sets, each as large as its operator announced; {len(offsets)} messages, each used once"
+            )
+            yield Check("sets", "holds", text)
+
+    def _final(self) -> Iterator[Check | str]:
+        final, prefix = self._folder / FINAL_FOLDER, f"{MODEL_FOLDER}/"
+        names = [
+            name for name in self.checkpoint.checksums if name.startswith(prefix) and name.endswith(".safetensors")
+        ]
+        weights = {name.removeprefix(prefix): self.checkpoint.checksums[name] for name in names}
+        with contextlib.suppress(DamagedCheckpointError):  # it is the end of another line, or was never written
+            if weights:
+                verify(Checkpoint(final, self.checkpoint.state, checksums=weights))
+                yield Check("final model", "holds", "final/ holds the weights of this checkpoint")
+
+    def _stream(self, content: StreamContent) -> Iterator[Check | str]:
+        cut = compared = unread = 0
+        for entry in self.entries:
+            place = entry.get("stream")
+            first = None if place is None else min([place["offset"], *place["chunks"]])
+            if first is not None and first < content.begins:
+                cut += 1
+                continue
+            found = content.sets.get((entry["ticket"], entry["op"]))
+            if found is None and first is None:
+                cut += 1  # nobody knows where it lay
+                continue
+            if found is None or not (found.is_first or entry.get("repaired")):
+                where = "is not there" if found is None else "is not the first of its ticket there"
+                yield f"progress {entry['progress']} was decided by set {entry['op']}, which {where}"
+                continue
+            compared += 1
+            if place is not None and place["offset"] != found.offset:
+                yield f"progress {entry['progress']}: its BatchReady lies at {found.offset}, not at {place['offset']}"
+            if found.uids is None:
+                unread += 1
+            elif foreign := sorted(set(entry["uids"]) - found.uids):
+                yield f"progress {entry['progress']} holds experiences that no operator sent: {some(foreign)}"
+        if cut:
+            yield Check("stream", "not checked", f"the stream does not hold the sets of {cut} batches any more")
+        if unread:
+            yield Check("stream", "not checked", f"the chunks of {unread} sets cannot be read")
+        if compared - unread:
+            text = f"{compared - unread} batches hold only experiences of the set that decides their ticket"
+            yield Check("stream", "holds", text)
+
+
+def verdict(audits: Iterable[Auditor]) -> str:
+    """Return a line on everything that was checked."""
+    found = list(audits)
+    faults = sum(check.result == "fault" for audit in found for check in audit.checks)
+    left = sum(check.result == "not checked" for audit in found for check in audit.checks)
+    if faults:
+        return f"{faults} fault{'s' if faults > 1 else ''} found"
+    return "proven" if not left else f"no fault found; {left} thing{'s' if left > 1 else ''} not checked"
+
+
+def as_json(audit: Auditor) -> Mapping[str, Any]:
+    """Return an audit for programs."""
+    state = audit.checkpoint.state
+    return {
+        "checkpoint": audit.checkpoint.path.name,
+        "generation": state.generation,
+        "step": state.step,
+        "progress": state.progress,
+        "weights": audit.checkpoint.weights,
+        "experiences": len(audit.uids),
+        "faults": audit.has_faults,
+        "checks": [{"name": one.name, "result": one.result, "text": one.text} for one in audit.checks],
+    }

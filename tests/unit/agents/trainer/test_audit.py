@@ -1,0 +1,346 @@
+"""``trinity-mq audit``: what a run left proves its checkpoints; each planted fault is found and named."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.agents.trainer.test_repaired_batches import CHAIN, Choosy, replayed
+from trinity_agents.simulation import Simulation, killed, until
+from trinity_agents.trainer.audit import Auditor, StreamContent, as_json, verdict
+from trinity_mq.bus.streams import read_up_to_now
+from trinity_mq.cli.commands.audit import StreamReader
+from trinity_mq.cli.main import main
+from trinity_mq.runtime.deliveries import new_mark
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
+
+BATCHES = 8
+SETTINGS = ("trainer.save_interval=2", "trainer.max_checkpoints_to_keep=9", "synchronizer.sync_offset=4")
+Lines = list[dict[str, Any]]
+
+
+def content_of(sim: Simulation) -> StreamContent:
+    """Read the ready stream as the command does."""
+
+    async def read() -> StreamContent:
+        bus, reader = await sim.client(), StreamReader(None)
+        async for delivery in read_up_to_now(bus, sim.topology.ready, new_mark(), offset=0):
+            await reader.take(delivery)
+        return reader.content
+
+    return run_virtually(read(), limit=1000)
+
+
+def restarted(folder: Path) -> Simulation:
+    """Return a run whose trainer was killed twice, and went on from a checkpoint each time."""
+    sim = Simulation(folder, SETTINGS, batches=BATCHES)
+
+    async def trainer() -> None:
+        for progress in (3, 5):
+            life = asyncio.get_running_loop().create_task(sim.make_trainer().run())
+            await until(lambda progress=progress: sim.trainer.loop.progress == progress)  # type: ignore[misc]
+            assert await killed(life)
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=trainer), limit=1000)
+    return sim
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StreamContent]:
+    """A finished run's folder, and what its stream holds."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, content_of(restarted(folder))
+
+
+@pytest.fixture
+def run(finished: tuple[Path, StreamContent], tmp_path: Path) -> Path:
+    """A copy of that folder, to do harm to."""
+    shutil.copytree(finished[0], tmp_path / "run")
+    config = {"name": "sim", "model": {"tiny": {}}, "run_dir": str(tmp_path / "run")}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path / "run"
+
+
+def audited(folder: Path, content: StreamContent | None = None, number: int = 0) -> Auditor:
+    auditor = Auditor(folder, find_checkpoints(folder / "checkpoints")[0][number])
+    auditor.check_folder()
+    if content is not None:
+        auditor.check_stream(content)
+    return auditor
+
+
+def faults(auditor: Auditor) -> str:
+    return "\n".join(f"{one.name}: {one.text}" for one in auditor.checks if one.result == "fault")
+
+
+@contextmanager
+def changed(folder: Path, generation: int) -> Iterator[Lines]:
+    """Give the lines of a generation's history to be changed."""
+    path = folder / "history" / f"{generation}.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    yield lines
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def at(lines: Lines, progress: int) -> dict[str, Any]:
+    return next(line for line in lines if line.get("progress") == progress)
+
+
+def test_a_run_whose_trainer_was_killed_twice_is_proven(finished: tuple[Path, StreamContent]) -> None:
+    folder, content = finished
+    for number, checkpoint in enumerate(find_checkpoints(folder / "checkpoints")[0]):
+        found = audited(folder, content, number)
+        assert not found.has_faults, faults(found)
+        assert len(found.uids) == len(set(found.uids)) == checkpoint.state.progress * 4
+        assert {check.result for check in found.checks} == {"holds"}
+        assert verdict([found]) == "proven"
+    newest = audited(folder, content)
+    assert [span[0] for span in newest._line.spans] == [1, 2, 3], "three generations made it"
+    texts = {check.name: check.text for check in newest.checks}
+    assert texts["experiences"] == f"{BATCHES * 4} experiences, each trained on once, in its own batch"
+    assert texts["stream"] == f"{BATCHES} batches hold only experiences of the set that decides their ticket"
+    assert as_json(newest)["faults"] is False
+
+
+def double_an_experience(folder: Path) -> None:
+    with changed(folder, 1) as lines:
+        uids = at(lines, 2)["uids"]
+        uids[1] = uids[0]
+
+
+def double_an_experience_of_another_generation(folder: Path) -> None:
+    with changed(folder, 1) as lines:
+        uid = at(lines, 1)["uids"][0]
+    with changed(folder, 3) as lines:
+        at(lines, 7)["uids"][0] = uid
+
+
+def lose_a_line(folder: Path) -> None:
+    with changed(folder, 2) as lines:
+        lines.remove(at(lines, 3))
+
+
+def double_a_line(folder: Path) -> None:
+    with changed(folder, 2) as lines:
+        lines.append(at(lines, 4))
+
+
+def lose_a_file(folder: Path) -> None:
+    (folder / "history" / "2.jsonl").unlink()
+
+
+def take_the_history_of_another_generation(folder: Path) -> None:
+    shutil.copy(folder / "history" / "1.jsonl", folder / "history" / "2.jsonl")
+
+
+def go_on_from_where_no_generation_was(folder: Path) -> None:
+    with changed(folder, 3) as lines:
+        lines[0]["resumed_from"]["generation"] = 7
+
+
+def go_on_from_elsewhere(folder: Path) -> None:
+    with changed(folder, 3) as lines:
+        lines[0]["resumed_from"] = {"generation": 1, "progress": 2}
+
+
+def exchange_a_ticket(folder: Path) -> None:
+    with changed(folder, 3) as lines:
+        at(lines, 6)["ticket"] = "of another run"
+
+
+def decide_a_ticket_twice(folder: Path) -> None:
+    with changed(folder, 3) as lines:
+        at(lines, 6)["ticket"] = at(lines, 5)["ticket"]
+
+
+def repair_what_was_trained(folder: Path) -> None:
+    with changed(folder, 3) as lines:
+        lines.insert(
+            lines.index(at(lines, 6)) + 1, {**at(lines, 6), "ticket": at(lines, 5)["ticket"], "repaired": True}
+        )
+
+
+def count_a_step_too_many(folder: Path) -> None:
+    with changed(folder, 3) as lines:
+        at(lines, 8)["step"] += 1
+
+
+def use_a_chunk_twice(folder: Path) -> None:
+    with changed(folder, 3) as lines:
+        at(lines, 8)["stream"]["chunks"] = at(lines, 7)["stream"]["chunks"]
+
+
+def lose_an_experience(folder: Path) -> None:
+    with changed(folder, 3) as lines:
+        at(lines, 8)["uids"].pop()
+
+
+def change_a_byte(folder: Path) -> None:
+    (folder / "checkpoints" / "progress-000008" / "weights").write_text("nine")
+
+
+def write_no_json(folder: Path) -> None:
+    path = folder / "history" / "1.jsonl"
+    path.write_text(path.read_text().replace('"progress":1', '"progress":', 1))
+
+
+def write_what_is_no_line(folder: Path) -> None:
+    with changed(folder, 2) as lines:
+        at(lines, 3)["progress"] = "3"
+
+
+def write_something_else(folder: Path) -> None:
+    with changed(folder, 2) as lines:
+        del at(lines, 3)["ticket"]
+
+
+@pytest.mark.parametrize(
+    ("harm", "wanted"),
+    [
+        (double_an_experience, "experiences: experiences trained on more than once: 2/"),
+        (double_an_experience_of_another_generation, "experiences: progress 7 is batch 7, but holds others: 1/"),
+        (double_an_experience_of_another_generation, "experiences: experiences trained on more than once: 1/"),
+        (lose_a_line, r"2.jsonl should hold progress 3 to 4, each once, in order; missing: 3"),
+        (double_a_line, r"2.jsonl should hold progress 3 to 4, each once, in order; double: 4"),
+        (lose_a_file, "progress: cannot read the history"),
+        (take_the_history_of_another_generation, "2.jsonl is of generation 1, wanted 2"),
+        (go_on_from_where_no_generation_was, "goes on from generation 7, which is not before 3"),
+        (go_on_from_elsewhere, "3.jsonl should hold progress 3 to 8, each once, in order; missing: 3, 4"),
+        (exchange_a_ticket, "the history has these tickets, and the checkpoint has not: of another run"),
+        (exchange_a_ticket, "the checkpoint has these tickets behind it, and its history has not: "),
+        (decide_a_ticket_twice, "tickets: tickets decided more than once: "),
+        (repair_what_was_trained, "but was trained before, wanted failed or skipped"),
+        (count_a_step_too_many, "steps: the history ends with step 9, and the checkpoint has 8"),
+        (use_a_chunk_twice, "messages of the stream that were used more than once, by offset: "),
+        (lose_an_experience, "sets: progress 8 has 3 experiences and 0 dropped ones, and its operator announced 4"),
+        (change_a_byte, "files: weights has the checksum "),
+        (write_no_json, "1.jsonl, line 2 is not JSON"),
+        (write_what_is_no_line, "2.jsonl, line 2 is no line of a history"),
+        (write_something_else, "is not what was written: KeyError('ticket')"),
+    ],
+)
+def test_a_planted_fault_is_found(run: Path, harm: Callable[[Path], None], wanted: str) -> None:
+    harm(run)
+    found = audited(run)
+    assert found.has_faults
+    assert wanted in faults(found)
+    assert "fault" in verdict([found])
+
+
+def test_an_experience_that_no_operator_sent_is_found(run: Path, finished: tuple[Path, StreamContent]) -> None:
+    with changed(run, 3) as lines:
+        at(lines, 6)["uids"][0] = "6/0/0/0/000000000000"
+    assert not audited(run).has_faults, "the folder alone cannot tell"
+    assert "stream: progress 6 holds experiences that no operator sent: 6/0/0/0/" in faults(audited(run, finished[1]))
+
+
+def test_a_set_that_does_not_decide_its_ticket_is_found(run: Path, finished: tuple[Path, StreamContent]) -> None:
+    with changed(run, 3) as lines:
+        at(lines, 6)["op"] = "another"
+    assert "stream: progress 6 was decided by set another, which is not there" in faults(audited(run, finished[1]))
+
+
+def test_a_second_set_of_a_ticket_does_not_decide_it(run: Path, finished: tuple[Path, StreamContent]) -> None:
+    content = StreamContent(finished[1].begins, dict(finished[1].sets))
+    with changed(run, 3) as lines:
+        entry = at(lines, 6)
+        first = content.sets[entry["ticket"], entry["op"]]
+        content.sets[entry["ticket"], entry["op"]] = type(first)(first.offset, False, first.uids)
+    assert "which is not the first of its ticket there" in faults(audited(run, content))
+
+
+def test_what_retention_has_cut_is_told(run: Path, finished: tuple[Path, StreamContent]) -> None:
+    with changed(run, 2) as lines:
+        begins = at(lines, 4)["stream"]["offset"] + 1
+    left = {key: one for key, one in finished[1].sets.items() if one.offset >= begins}
+    found = audited(run, StreamContent(begins, left))
+    assert not found.has_faults
+    assert [(one.name, one.text) for one in found.checks if one.result == "not checked"] == [
+        ("stream", "the stream does not hold the sets of 4 batches any more")
+    ]
+    assert verdict([found]) == "no fault found; 1 thing not checked"
+
+
+def test_a_history_of_the_release_before_is_checked_as_far_as_it_goes(
+    run: Path, finished: tuple[Path, StreamContent]
+) -> None:
+    for generation in (1, 2, 3):
+        with changed(run, generation) as lines:
+            for line in lines:
+                line.pop("stream", None)
+                line.pop("dropped", None)
+    found = audited(run, finished[1])
+    assert not found.has_faults
+    assert [one.name for one in found.checks if one.result == "not checked"] == ["sets"]
+
+
+@pytest.mark.parametrize("settings", [(), ("trainer.batches_per_step=2", "synchronizer.sync_interval=2")])
+def test_failed_repaired_empty_and_stale_batches_are_in_order(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    Choosy.repaired = False
+    settings = (
+        CHAIN,
+        "broker.delivery_limit=2",
+        "trainer.save_interval=1",
+        "explorer.max_consecutive_empty=9",
+        *settings,
+    )
+    sim = Simulation(tmp_path, settings, batches=BATCHES)
+    sim.spoil = lambda task_slice: "failed" if task_slice.batch == 4 else None
+    run_virtually(sim.run(beside=lambda: replayed(sim)), limit=2000)
+    found = audited(tmp_path, content_of(sim))
+    assert not found.has_faults, faults(found)
+    outcomes = {(entry["outcome"], bool(entry.get("repaired"))) for entry in found.entries}
+    assert {("failed", False), ("trained", True), ("empty", False), ("trained", False)} <= outcomes
+    assert verdict([found]) == "proven"
+
+
+# -- the command
+
+
+def test_the_command_says_what_holds_and_what_it_could_not_check(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(run), "--offline"]) == 0
+    out = capsys.readouterr().out
+    assert "progress-000008: generation 3, step 8, 8 batches, 32 experiences" in out
+    assert "ok           tickets      8 tickets, each decided once" in out
+    assert "not checked  stream       not asked for (--offline)" in out
+    assert out.endswith("no fault found; 1 thing not checked\n")
+
+
+def test_without_a_broker_it_says_so(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRINITY_MQ_BROKER_URL", raising=False)
+    assert main(["audit", str(run)]) == 0
+    assert "the stream of processed batches cannot be read: no broker is known for run 'sim'" in capsys.readouterr().out
+
+
+def test_a_fault_is_an_exit_code_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    double_an_experience(run)
+    assert main(["audit", str(run), "--offline", "--json", "--checkpoint", "all"]) == 1
+    captured = capsys.readouterr()
+    found = [json.loads(line) for line in captured.out.splitlines()]
+    assert [one["checkpoint"] for one in found] == [f"progress-{n:06d}" for n in (8, 6, 4, 2)]
+    assert {one["faults"] for one in found} == {True}
+    wrong = [check for check in found[0]["checks"] if check["result"] == "fault"]
+    assert [check["name"] for check in wrong] == ["experiences"]
+    assert captured.err.endswith("4 faults found\n")
+
+
+def test_a_checkpoint_by_name_and_nothing_to_check(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(run), "--offline", "--checkpoint", "step-4"]) == 0
+    assert "progress-000004: generation 2" in capsys.readouterr().out
+    assert main(["audit", str(run), "--offline", "--checkpoint", "step-5"]) == 2
+    assert "no checkpoint step-5" in capsys.readouterr().err
+    shutil.rmtree(run / "checkpoints")
+    assert main(["audit", str(run), "--offline"]) == 2
+    assert "holds no checkpoint to check" in capsys.readouterr().err

@@ -1,0 +1,223 @@
+"""Checkpoints that are written while training goes on, in whole runs on MemoryBus in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.agents.trainer.test_trainer import checkpoints, leaf
+from trinity_agents.simulation import Simulation, killed, until
+from trinity_agents.trainer.history import lineage
+from trinity_mq.cli.run.earlier_start import go_back
+from trinity_mq.messages import Progress
+from trinity_mq.testing.fakes import FakeLearner
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.training.checkpoints.checkpoint import CheckpointError, Writer, choose, find_checkpoints, named
+
+WRITE_SECONDS = 20.0
+
+
+class Slow(FakeLearner):
+    """Copies in no time, and writes for long. Notes when it does what."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__(0.1)
+        self.done: list[str] = []
+        self.writing = 0
+        self._fails_at = fails_at
+
+    async def step(self, experiences: Any, step_number: int) -> dict[str, float]:
+        self.done.append(f"step {step_number}")
+        return await super().step(experiences, step_number)
+
+    async def stage(self) -> Writer:
+        self.done.append("copied")
+        return self.save
+
+    async def save(self, folder: Path) -> None:
+        assert not self.writing, "two checkpoints were being written"
+        self.writing += 1
+        (folder / "weights").write_text("half")
+        await asyncio.sleep(WRITE_SECONDS)
+        if self._fails_at is not None and len(self.steps) >= self._fails_at:
+            raise OSError(28, "No space left on device")
+        (folder / "weights").write_text("whole")
+        self.writing -= 1
+        self.done.append("written")
+
+
+def saved_lines(folder: Path, generation: int = 1) -> list[int]:
+    lines = (folder / "history" / f"{generation}.jsonl").read_text().splitlines()
+    return [json.loads(line)["saved"] for line in lines if '"saved"' in line]
+
+
+async def with_trainer(sim: Simulation, learner: FakeLearner) -> None:
+    await sim.make_trainer(learner=learner).run()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=4", "trainer.max_checkpoints_to_keep=9"), batches=6)
+    learner = Slow()
+    seen: list[tuple[list[int], list[int], int]] = []
+
+    async def look() -> None:
+        await until(lambda: learner.writing == 1)
+        assert "step 5" not in learner.done
+        await until(lambda: "step 6" in learner.done)
+        loop = sim.trainer.loop
+        seen.append((checkpoints(tmp_path), saved_lines(tmp_path), loop._saved_progress))
+
+    run_virtually(sim.run(trainer=lambda: with_trainer(sim, learner), beside=look), limit=1000)
+    assert seen == [([], [], 0)], "nothing that depends on a checkpoint was done before it was committed"
+    assert checkpoints(tmp_path) == saved_lines(tmp_path) == [4, 6]
+    assert [one for one in learner.done if not one.startswith("step")] == ["copied", "written"] * 2
+    assert learner.done.index("step 6") < learner.done.index("written")
+    blocked, written = (dict(sim.values(f"time/{name}")) for name in ("save", "write_checkpoint"))
+    assert max(blocked.values()) < 1.0
+    assert written == {4: pytest.approx(WRITE_SECONDS, abs=1.0), 6: pytest.approx(WRITE_SECONDS, abs=1.0)}
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=1", "trainer.max_checkpoints_to_keep=9"), batches=4)
+    learner = Slow()
+    run_virtually(sim.run(trainer=lambda: with_trainer(sim, learner)), limit=1000)
+    assert checkpoints(tmp_path) == saved_lines(tmp_path) == [1, 2, 3, 4]
+    expected = ["step 1", "copied", "step 2", "written", "copied", "step 3", "written", "copied", "step 4"]
+    assert learner.done[: len(expected)] == expected
+
+
+def test_without_it_training_waits(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=2", "trainer.async_save=false"), batches=4)
+    learner = Slow()
+    run_virtually(sim.run(trainer=lambda: with_trainer(sim, learner)), limit=1000)
+    assert learner.done == ["step 1", "step 2", "written", "step 3", "step 4", "written"]
+    assert dict(sim.values("time/save"))[2] == pytest.approx(WRITE_SECONDS, abs=1.0)
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_checkpoint_that_cannot_be_written_ends_the_trainer_with_the_same_error(
+    tmp_path: Path, in_background: bool
+) -> None:
+    settings = ("trainer.save_interval=2", f"trainer.async_save={in_background}")
+    sim = Simulation(tmp_path, settings, batches=6)
+    learner = Slow(fails_at=4)
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(sim.run(trainer=lambda: with_trainer(sim, learner)), limit=1000)
+    text = str(leaf(caught.value, CheckpointError))
+    assert "cannot save progress-00000" in text
+    assert "No space left on device" in text
+    assert checkpoints(tmp_path) == saved_lines(tmp_path), "what was committed before is whole"
+    assert not list((tmp_path / "checkpoints").glob(".partial-*"))
+
+
+@pytest.mark.parametrize("after", [0.0, 5.0, 19.9])
+def test_killed_while_a_checkpoint_is_written_it_goes_on_from_the_one_before(tmp_path: Path, after: float) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=2", "synchronizer.sync_offset=4"), batches=8)
+    learner = Slow()
+
+    async def trainer() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer(learner=learner).run())
+        await until(lambda: checkpoints(tmp_path) == [2] and learner.writing == 1)
+        await asyncio.sleep(after)
+        sim.broker.drop(sim.trainer.bus, delay=None)  # type: ignore[arg-type]  # no last words
+        assert await killed(first)
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=trainer), limit=1000)
+    assert sim.learners[1].steps[0] == 3
+    entries = lineage(tmp_path / "history", 2, 8)
+    uids = [uid for entry in entries for uid in entry["uids"]]
+    assert [entry["batch"] for entry in entries] == list(range(1, 9))
+    assert len(uids) == len(set(uids)) == 8 * 4
+    assert len(sim.published(Progress)) >= 8
+
+
+def test_one_that_is_asked_to_end_writes_what_it_has(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, ("trainer.save_interval=3", "synchronizer.sync_offset=9"), batches=9)
+    learner = Slow()
+
+    async def trainer() -> None:
+        first = asyncio.get_running_loop().create_task(sim.make_trainer(learner=learner).run())
+        await until(lambda: learner.writing == 1 and "step 4" in learner.done)
+        sim.trainer.drain()
+        await first
+        assert checkpoints(tmp_path) == saved_lines(tmp_path) == [3, sim.trainer.loop.progress]
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=trainer), limit=1000)
+    assert sim.learners[1].steps[0] == learner.steps[-1] + 1
+
+
+def test_a_checkpoint_is_saved_at_each_multiple_that_stays(tmp_path: Path) -> None:
+    settings = ("trainer.save_interval=2", "trainer.keep_every=3", "trainer.max_checkpoints_to_keep=1")
+    run_virtually(Simulation(tmp_path, settings, batches=8).run(), limit=1000)
+    assert checkpoints(tmp_path) == [3, 6, 8]
+
+
+# -- going back to a named one
+
+
+def a_run(folder: Path, *settings: str, **more: Any) -> Simulation:
+    fixed = ("trainer.save_interval=2", "trainer.max_checkpoints_to_keep=9", f"run_dir={folder}")
+    return Simulation(folder, (*fixed, *settings), batches=8, **more)
+
+
+@pytest.mark.parametrize("died", [False, True], ids=["", "killed before its first checkpoint"])
+def test_a_trainer_goes_on_from_the_checkpoint_that_was_chosen(tmp_path: Path, died: bool) -> None:
+    sim = a_run(tmp_path, "synchronizer.sync_offset=4")
+
+    async def trainer() -> None:
+        loop = asyncio.get_running_loop()
+        first = loop.create_task(sim.make_trainer().run())
+        await until(lambda: checkpoints(tmp_path) == [2, 4, 6])
+        await killed(first)
+        choose(tmp_path / "checkpoints", named(tmp_path / "checkpoints", "step-2"))
+        if died:
+            again = loop.create_task(sim.make_trainer().run())
+            await until(lambda: bool(sim.trainer.loop.source.available()))
+            await killed(again)
+        await sim.make_trainer().run()
+
+    run_virtually(sim.run(trainer=trainer), limit=1000)
+    assert sim.learners[-1].steps == [3, 4, 5, 6, 7, 8]
+    newest = find_checkpoints(tmp_path / "checkpoints")[0][0]
+    assert (newest.state.generation, newest.state.progress) == (3 if died else 2, 8)
+    entries = lineage(tmp_path / "history", newest.state.generation, 8)
+    assert [entry["batch"] for entry in entries] == list(range(1, 9))
+    assert len({uid for entry in entries for uid in entry["uids"]}) == 8 * 4
+
+
+def test_a_finished_run_goes_back_and_finishes_again(tmp_path: Path) -> None:
+    sim = a_run(tmp_path)
+    run_virtually(sim.run(), limit=1000)
+    assert sim.evaluated_steps() == [0, 2, 4, 6, 8]
+    assert go_back(sim.config, "progress-4") == [
+        "goes on from progress-000004; up to 4 batches after it are trained on again"
+    ]
+    (tmp_path / "finished").unlink()
+    again = a_run(tmp_path, broker=sim.broker)
+    run_virtually(again.run(), limit=1000)
+    assert again.learners[-1].steps == [5, 6, 7, 8]
+    assert again.evaluated_steps() == [8], "the weights at the end may be others"
+    assert again.explorer.exploration is not None
+    assert again.explorer.exploration.state.opened == 8, "no further batch was made"
+    assert len(lineage(tmp_path / "history", 2, 8)) == 8
+
+
+def test_nothing_takes_the_place_of_a_chosen_checkpoint(tmp_path: Path) -> None:
+    sim = a_run(tmp_path)
+    run_virtually(sim.run(), limit=1000)
+    go_back(sim.config, "progress-4")
+    (tmp_path / "finished").unlink()
+    (tmp_path / "checkpoints" / "progress-000004" / "weights").write_text("nine")
+    again = a_run(tmp_path, broker=sim.broker)
+    with pytest.raises(ExceptionGroup) as caught:
+        run_virtually(again.run(), limit=1000)
+    text = str(leaf(caught.value, CheckpointError))
+    assert "progress-000004: weights has the checksum" in text
+    assert "choose another one than progress-000004 with `trinity-mq run --from`" in text
+    assert again.learners[-1].steps == []

@@ -1,0 +1,423 @@
+"""Adapters for vLLM, without vLLM: which layers, what is checked, the folder (peft reads it), who uses which."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from aiohttp import web
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.unit.models.test_vllm_flow import REQUEST, Letters, answer
+from tests.waiting import until
+from trinity_mq.config import Config, ModelConfig, RolloutModelConfig
+from trinity_mq.config.model import LoraConfig
+from trinity_mq.messages import Version
+from trinity_mq.models import ensure_model_folder
+from trinity_mq.models.engines.api_errors import ApiError
+from trinity_mq.models.engines.generation.request import ScoreRequest
+from trinity_mq.models.engines.state import EngineState
+from trinity_mq.models.engines.torch.weights import WeightsError
+from trinity_mq.models.engines.vllm import adapters, api
+from trinity_mq.models.engines.vllm.client import VllmClient
+from trinity_mq.models.engines.vllm.flow import Flow
+from trinity_mq.models.errors import ModelError
+
+ENDS: list[Any] = ["all-linear", ["q_proj", "v_proj"], ["mlp.down_proj"]]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama, tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder."""
+    path = tmp_path_factory.mktemp("model") / "model"
+    if request.param == "qwen3":
+        return ensure_model_folder(ModelConfig.model_validate({"tiny": {}}), path, 0)
+    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def configuration(folder: Path, **lora: Any) -> Config:
+    model = {"model_path": str(folder), "lora": {"sync": "adapter", **lora}}
+    return Config.model_validate({"model": model, "explorer": {"rollout_model": {"engine": "vllm"}}})
+
+
+def with_adapter(folder: Path, seed: int, lora: LoraConfig) -> Any:
+    """Return the model of ``folder`` with a random adapter of peft's."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    settings = peft.LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, use_rslora=lora.rslora, target_modules=lora.target_modules
+    )
+    trained = peft.get_peft_model(model, settings)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in trained.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    return trained
+
+
+def tensors_of(trained: Any) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = peft.get_peft_model_state_dict(trained)
+    return tensors
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_names_and_shapes_are_those_that_peft_saves(folder: Path, ends: Any) -> None:
+    plan = adapters.adapter_plan(configuration(folder, r=3, target_modules=ends), folder, cpu=True)
+    assert plan is not None
+    saved = tensors_of(with_adapter(folder, 0, plan.lora))
+    assert plan.shapes == {name: list(tensor.shape) for name, tensor in saved.items()}
+    adapters.check(saved, plan.shapes)
+
+
+@pytest.mark.parametrize("ends", [["lm_head"], ["q_proj", "embed_tokens"], ["norm"], ["self_attn"], ["kw_proj"]])
+def test_layers_that_vllm_serves_without_an_adapter_are_refused_with_those_that_may_have_one(
+    folder: Path, ends: list[str]
+) -> None:
+    with pytest.raises(ModelError, match=r"names .*; vLLM serves .*down_proj.*q_proj"):
+        adapters.adapter_plan(configuration(folder, target_modules=ends), folder, cpu=True)
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512)])
+def test_room_is_made_for_the_next_rank_that_vllm_knows(rank: int, room: int) -> None:
+    assert api.adapter_room(rank, 2, ["a.b.up_proj", "a.c.up_proj", "a.down_proj"]) == api.AdapterRoom(
+        room, 2, ("down_proj", "up_proj")
+    )
+
+
+def test_ranks_beyond_vllm_s_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"model.lora.r is 513 .* up to rank 512"):
+        api.adapter_room(513, 2, ["up_proj"])
+
+
+def test_float32_on_a_gpu_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"set model\.dtype to bfloat16"):
+        adapters.adapter_plan(configuration(folder), folder, cpu=False)
+
+
+def test_merged_weights_need_no_plan(folder: Path) -> None:
+    assert adapters.adapter_plan(configuration(folder, sync="merged"), folder, cpu=True) is None
+
+
+@pytest.mark.parametrize(("staleness", "expected"), [(0, 4), (3, 5), (100, 8)])
+def test_there_is_room_for_each_version_that_data_may_be_of(folder: Path, staleness: int, expected: int) -> None:
+    config = configuration(folder)
+    synchronizer = config.synchronizer.model_copy(update={"max_staleness": staleness})
+    plan = adapters.adapter_plan(config.model_copy(update={"synchronizer": synchronizer}), folder, cpu=True)
+    assert plan is not None
+    assert plan.room.adapters == expected
+
+
+def test_the_server_of_adapters_reads_the_model_s_weights_and_has_the_routes() -> None:
+    model, rollout = ModelConfig.model_validate({"tiny": {}}), RolloutModelConfig(engine="vllm")
+    room = api.AdapterRoom(8, 3, ("down_proj", "q_proj"))
+    command = api.server_command(Path("/m"), Path("/s"), model, rollout, 64, cpu=True, room=room)
+    options = dict(pairwise(command))
+    expected = {
+        "--scheduling-policy": "priority",
+        "--load-format": "auto",
+        "--max-lora-rank": "8",
+        "--max-loras": "3",
+        "--max-cpu-loras": "5",
+    }
+    assert expected.items() <= options.items()
+    assert "--enable-lora" in command
+    assert "--weight-transfer-config" not in command
+    place = command.index("--lora-target-modules")
+    assert command[place + 1 : place + 3] == ["down_proj", "q_proj"]
+    assert command[place + 3].startswith("--")
+    environment = api.server_environment(rollout, adapters=True)
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "VLLM_SERVER_DEV_MODE" not in environment
+
+
+@pytest.mark.parametrize("argument", ["--max-loras=3", "--enable_lora", "--lora-modules"])
+def test_options_of_adapters_follow_from_other_settings(argument: str) -> None:
+    with pytest.raises(ValueError, match=f"extra_args holds '{argument}'"):
+        RolloutModelConfig.model_validate({"engine": "vllm", "vllm": {"extra_args": [argument]}})
+
+
+ROOM = 3
+SHAPES = adapters.tensor_shapes({"model.layers.0.q_proj": (6, 4), "model.layers.0.up_proj": (6, 9)}, 2)
+A, B = "base_model.model.model.layers.0.q_proj.lora_A.weight", "base_model.model.model.layers.0.q_proj.lora_B.weight"
+HEAD = "base_model.model.lm_head.lora_A.weight"
+
+
+def some_tensors(scale: float = 1.0) -> dict[str, Tensor]:
+    return {name: torch.full(shape, scale) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({HEAD: torch.ones(2, 6)}, r"1 of 5 tensors .* first 'base_model.model.lm_head.*none of embeddings"),
+        ({A.replace(".weight", ".default.weight"): torch.ones(2, 6)}, rf"'{A}' is wanted"),
+        ({B: None}, rf"1 of 4 tensors of the adapter are missing, first '{B}'"),
+        ({A: torch.ones(3, 6)}, r"has shape \[3, 6\]; with the engine's model.lora.r it is \[2, 6\]"),
+        ({B: torch.ones(2, 4)}, r"has shape \[2, 4\]; with the engine's model.lora.r it is \[4, 2\]"),
+    ],
+)
+def test_what_is_not_the_adapter_of_the_settings_is_refused(change: dict[str, Tensor | None], message: str) -> None:
+    tensors = {name: tensor for name, tensor in {**some_tensors(), **change}.items() if tensor is not None}
+    with pytest.raises(WeightsError, match=message):
+        adapters.check(tensors, SHAPES)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+def test_peft_reads_the_folder_as_the_adapter_that_was_sent(
+    folder: Path, ends: Any, rslora: bool, tmp_path: Path
+) -> None:
+    lora = LoraConfig(r=3, alpha=7.0, rslora=rslora, target_modules=ends)
+    trained = with_adapter(folder, 1, lora)
+    flat = torch.cat([tensor.flatten() for tensor in tensors_of(trained).values()])  # as it comes out of a channel
+    parts = flat.split([tensor.numel() for tensor in tensors_of(trained).values()])
+    sent = {name: part.view(one.shape) for (name, one), part in zip(tensors_of(trained).items(), parts, strict=True)}
+    adapters.write_folder(tmp_path / "one", sent, lora)
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.tensor([[3, 5, 7, 2]])
+    with torch.no_grad():
+        without = plain(ids).logits
+        read = peft.PeftModel.from_pretrained(plain, str(tmp_path / "one")).eval()(ids).logits
+        expected = trained(ids).logits
+    torch.testing.assert_close(read, expected)
+    assert (expected - without).abs().max() > 1e-3
+
+
+# -- beside a server that answers as vLLM's routes do
+
+
+class Server:
+    """The routes of adapters and of generation; generation is answered when the test says so."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.refuses = False
+        self.asked: list[tuple[Mapping[str, Any], asyncio.Future[dict[str, Any]]]] = []
+
+    async def load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        settings = json.loads((Path(body["lora_path"]) / adapters.SETTINGS).read_text())
+        if self.refuses or settings["peft_type"] != "LORA":
+            return web.json_response({"error": {"message": "No free lora slots"}}, status=500)
+        assert body["lora_name"] not in self.held
+        self.held.append(body["lora_name"])
+        return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+
+    async def unload(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        if name not in self.held:
+            return web.json_response({"error": {"message": f"The lora adapter '{name}' cannot be found."}}, status=404)
+        self.held.remove(name)
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append((body, asyncio.get_running_loop().create_future()))
+        return web.json_response(await self.asked[-1][1])
+
+    async def next(self, number: int) -> Mapping[str, Any]:
+        """Return the body of a request, counted from 1, once it is there."""
+        await until(lambda: len(self.asked) == number)
+        return self.asked[-1][0]
+
+    def answer(self, number: int, body: dict[str, Any]) -> None:
+        self.asked[number - 1][1].set_result(body)
+
+
+class World:
+    """A generator and a flow of adapters on :class:`Server`."""
+
+    def __init__(self, server: Server, client: VllmClient, home: Path, mode: Any) -> None:
+        self.server, self.home, self.state = server, home, EngineState()
+        plan = adapters.AdapterPlan(LoraConfig(r=2), api.AdapterRoom(8, ROOM, ("q_proj", "up_proj")), SHAPES)
+        self.adapters = adapters.Adapters(client, home, plan)
+        codec: Any = Letters()
+        sizes = {"vocabulary": 9, "pause_mode": mode}
+        self.generator = adapters.AdapterGenerator(
+            self.adapters, plan, self._receive, codec, client, max_model_len=9, give_up=lambda: None, **sizes
+        )
+        self.flow = Flow(client, self.state, codec, max_sequences=8, hold=5.0, adapters=self.adapters, **sizes)
+        self.tensors = some_tensors()
+
+    async def _receive(self, spec: dict[str, Any]) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    async def sync(self, version: Version) -> None:
+        """What the admin routes do."""
+        self.state.pause(60.0)
+        async with asyncio.timeout(5.0):
+            await self.flow.idle()
+        spec = {"version": list(version), "epoch": 1, "attempt": 1}
+        try:
+            received = await self.generator.receive(spec)
+            checked = await self.flow.call(lambda: self.generator.check(received))
+        except BaseException:
+            self.state.resume()
+            raise
+        self.state.touch()
+        await self.flow.call(lambda: self.generator.apply(checked))
+        self.state.applied = True
+        self.state.commit(version, version[1])
+
+    def folders(self) -> list[str]:
+        return sorted(path.name for path in self.home.iterdir() if path.is_dir())
+
+
+@contextlib.asynccontextmanager
+async def serving(home: Path, mode: str) -> AsyncIterator[World]:
+    server, application = Server(), web.Application()
+    routes = {api.LOAD_ADAPTER: server.load, api.UNLOAD_ADAPTER: server.unload, api.GENERATE: server.generate}
+    application.add_routes([web.post(path, handler) for path, handler in routes.items()])
+    runner = web.AppRunner(application)
+    await runner.setup()
+    await web.UnixSite(runner, str(home / "http.sock")).start()
+    try:
+        async with VllmClient(home / "http.sock") as client:
+            yield World(server, client, home, mode)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture(params=["wait", "keep", "abort"])
+async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
+    async with serving(tmp_path, request.param) as world:
+        await world.sync((1, 1))
+        yield world
+
+
+async def test_what_is_under_way_goes_on_with_its_adapter_and_new_requests_name_the_new_one(world: World) -> None:
+    old = asyncio.create_task(world.flow.generate([REQUEST], None))
+    assert (await world.server.next(1))["model"] == "policy-1.1-1"
+    await world.sync((1, 2))  # returns although the first is not answered
+    new = asyncio.create_task(world.flow.generate([REQUEST], None))
+    assert (await world.server.next(2))["model"] == "policy-1.2-2"
+    assert [body["cache_salt"] for body, _ in world.server.asked] == ["1.1", "1.2"]
+    assert world.server.held == world.folders() == ["policy-1.1-1", "policy-1.2-2"]
+    world.server.answer(2, answer([3, 1]))
+    world.server.answer(1, answer([2, 1]))
+    [[([first], first_version)], [([second], second_version)]] = await asyncio.gather(old, new)
+    assert (first.token_ids, first_version, first.versions) == ([2, 1], (1, 1), ((0, 1, 1),))
+    assert (second.token_ids, second_version, second.versions) == ([3, 1], (1, 2), ((0, 1, 2),))
+    await world.sync((1, 3))
+    assert world.server.held == world.folders() == ["policy-1.3-3"], "nobody uses the others"
+
+
+async def test_one_place_in_a_batch_is_left_to_the_canary_of_the_next_adapter(world: World) -> None:
+    asking = []
+    for step in range(1, ROOM + 1):
+        await world.sync((1, step))
+        asking.append(asyncio.create_task(world.flow.generate([REQUEST], None)))
+        await until(lambda: world.flow.load == len(asking))  # awaited here
+    assert [body["cache_salt"] for body, _ in world.server.asked] == ["1.1", "1.2"], "the third waits"
+    second = asyncio.create_task(world.flow.generate([REQUEST], None))
+    await until(lambda: world.flow.load == ROOM + 1)
+    world.server.answer(1, answer([2, 1]))
+    assert (await world.server.next(ROOM + 1))["cache_salt"] == "1.3"
+    for number in range(2, ROOM + 2):
+        world.server.answer(number, answer([2, 1]))
+    versions = [results[0][1] for results in await asyncio.gather(*asking, second)]
+    assert versions == [(1, 1), (1, 2), (1, 3), (1, 3)]
+
+
+async def test_an_engine_that_closes_sends_nothing_that_waits_for_room(world: World) -> None:
+    asking = []
+    for step in range(1, ROOM + 1):
+        await world.sync((1, step))
+        asking.append(asyncio.create_task(world.flow.generate([REQUEST], None)))
+        await until(lambda: world.flow.load == len(asking))  # awaited here
+    await world.server.next(ROOM - 1)
+    await world.flow.close(0.0)
+    with pytest.raises(ApiError) as refused:
+        await asking[-1]
+    assert refused.value.status == 503
+    for number in range(1, ROOM):
+        world.server.answer(number, answer([2, 1]))
+    await asyncio.gather(*asking[:-1])
+
+
+async def test_an_answer_that_comes_during_a_sync_is_handed_out_at_once(world: World) -> None:
+    asking = asyncio.create_task(world.flow.generate([REQUEST], (1, 1)))
+    await world.server.next(1)
+    world.state.pause(60.0)
+    world.state.touch()  # the weights are of no version now, but the adapter of this request is what it was
+    world.server.answer(1, answer([2, 1]))
+    assert (await asking)[0][1] == (1, 1)
+
+
+async def test_logprobs_before_truncation_are_of_the_adapter_that_sampled(world: World) -> None:
+    asking = asyncio.create_task(world.flow.generate([replace(REQUEST, top_p=0.5)], None))
+    await world.server.next(1)
+    await world.sync((1, 2))
+    world.server.answer(1, answer([2, 1]))
+    assert (await world.server.next(2))["model"] == "policy-1.1-1"
+    rows = [{str(token): {"logprob": -0.25}} for token in (4, 2, 1)]
+    world.server.answer(2, {**answer([5]), "prompt_logprobs": [None, *rows]})
+    [([completion], version)] = await asking
+    assert (completion.logprobs, completion.versions, version) == ([-0.25, -0.25], ((0, 1, 1),), (1, 1))
+
+
+async def test_the_canary_is_asked_of_the_adapter_that_was_just_applied(world: World) -> None:
+    received = await world.generator.receive({"version": [1, 2], "epoch": 3, "attempt": 4})
+    await world.generator.apply(await world.generator.check(received))
+    scoring = asyncio.create_task(world.generator.score([ScoreRequest([4, 2])]))
+    body = await world.server.next(1)
+    assert (body["model"], body["cache_salt"]) == ("policy-1.2-2", "canary-1.2-3-4")
+    assert body["priority"] < 0, "it comes before what waits"
+    world.server.answer(1, {**answer([5]), "prompt_logprobs": [None, {"2": {"logprob": -0.5}}]})
+    assert await scoring == [[-0.5]]
+
+
+async def test_a_version_may_come_twice(world: World) -> None:
+    await world.sync((1, 1))
+    assert world.server.held == world.folders() == ["policy-1.1-2"]
+
+
+async def test_an_adapter_that_vllm_refuses_leaves_the_old_one_serving_and_nothing_behind(world: World) -> None:
+    world.server.refuses = True
+    with pytest.raises(ApiError, match="vLLM answered 500: No free lora slots"):
+        await world.sync((1, 2))
+    assert (world.state.phase, world.state.version) == ("current", (1, 1))
+    assert world.folders() == ["policy-1.1-1"]
+    asking = asyncio.create_task(world.flow.generate([REQUEST], None))
+    assert (await world.server.next(1))["model"] == "policy-1.1-1"
+    world.server.answer(1, answer([2, 1]))
+    assert (await asking)[0][1] == (1, 1)
+    world.server.refuses = False
+    await world.sync((1, 3))
+    assert world.server.held == ["policy-1.3-3"]
+
+
+async def test_tensors_that_are_refused_never_reach_vllm(world: World) -> None:
+    del world.tensors[B]
+    with pytest.raises(WeightsError, match="missing"):
+        await world.sync((1, 2))
+    assert world.server.held == world.folders() == ["policy-1.1-1"]
+    assert world.state.version == (1, 1)
+
+
+async def test_an_adapter_that_vllm_has_lost_is_taken_away_all_the_same(world: World) -> None:
+    world.server.held.clear()
+    await world.sync((1, 2))
+    assert world.server.held == world.folders() == ["policy-1.2-2"]
+
+
+async def test_tensors_of_the_adapter_can_be_read_back(world: World) -> None:
+    from safetensors.torch import load
+
+    world.tensors = some_tensors(3.0)
+    await world.sync((1, 2))
+    assert torch.equal(load(await world.generator.weight(A))[A], world.tensors[A])
+    with pytest.raises(WeightsError, match="no tensor 'lm_head'"):
+        await world.generator.weight("lm_head")

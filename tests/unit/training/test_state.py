@@ -1,0 +1,240 @@
+"""The learner's state in a checkpoint: copies, export, checksums, what is drawn at random, checkpoints of before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file
+
+from tests.unit.training.test_critic import critic_of, ppo, rewarded
+from tests.unit.training.test_learner import Opener, batch, config, folder, make_model, opened, same, weights_of
+from tests.unit.training.test_reference import held, reference_of
+from tests.unit.training.test_trainer_advantages import baselines, penalised, played
+from trinity_mq.config import Config, ModelConfig
+from trinity_mq.models import ensure_model_folder
+from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.models.model_folder import has_chat_template
+from trinity_mq.sync.channels.buckets import fill, plan, raw
+from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
+from trinity_mq.training.checkpoints.old_checkpoint import OPTIMIZER_FILE
+from trinity_mq.training.checkpoints.state import Part, read_parts, write_parts
+from trinity_mq.training.learner import TorchLearner, seed_step
+
+__all__ = ["folder", "opened"]
+
+
+def moments(learner: TorchLearner) -> dict[str, torch.Tensor]:
+    """Return the optimizer's state by parameter and name."""
+    state = learner._opened[1].state_dict()["state"]
+    return {f"{number}/{name}": tensor for number, one in state.items() for name, tensor in one.items()}
+
+
+def save_as_before(learner: TorchLearner, folder: Path) -> None:
+    """Write a checkpoint as the release before this format did."""
+    policy, optimizer = learner._opened
+    policy.save(folder / "model", learner._model_folder)
+    as_before = torch.optim.AdamW(policy.parameters, fused=True)  # one group, in the order of the model
+    for parameter in policy.parameters:
+        as_before.state[parameter] = optimizer.state[parameter]
+    state: dict[str, Any] = {"optimizer": as_before.state_dict(), "rng": torch.get_rng_state()}
+    state["memory"] = asdict(learner._memory)
+    if (reference := learner._reference) is not None:
+        state |= {"reference": reference.origin, "reference_has_moved": reference.has_moved}
+        if reference.has_moved:
+            torch.save(reference.policy.model.state_dict(), folder / "reference.pt")
+    torch.save(state, folder / "optimizer.pt")
+    if (critic := learner._critic) is not None:
+        one = {"backbone": critic.module.backbone.state_dict(), "head": critic.module.head.state_dict()}
+        torch.save(one | {"optimizer": critic._optimizer.state_dict(), "steps": critic.steps}, folder / "critic.pt")
+
+
+CASES: dict[str, tuple[Config, Any]] = {
+    "plain": (config(mini_batches=2, epochs=2, max_tokens=50), batch),
+    "critic": (ppo(max_tokens=50), rewarded),
+    "moving reference": (held(update="ema", every_steps=1, decay=0.5), batch),
+    "baselines": (config(algorithm_type="rae"), played),
+    "kl in the rewards": (penalised(coef=0.1, target=0.01, horizon=24), rewarded),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_checkpoint_of_the_release_before_goes_on_bit_for_bit(
+    tmp_path: Path, opened: Opener, case: str
+) -> None:
+    settings, data = CASES[case]
+    learner = await opened(settings, total_steps=10)
+    for step in (1, 2):
+        await learner.step(data(step), step)
+    save_as_before(learner, tmp_path)
+    resumed = await opened(settings, checkpoint=tmp_path, total_steps=10)
+    for step in (3, 4):
+        metrics = [await one.step(data(step), step) for one in (learner, resumed)]
+        assert metrics[0].keys() == metrics[1].keys()
+        for name in metrics[0]:
+            assert metrics[0][name] == metrics[1][name] or name.startswith(("time/", "perf/")), name
+    assert same(await weights_of(learner), await weights_of(resumed))
+    assert same(moments(learner), moments(resumed))
+    if case == "critic":
+        assert critic_of(learner).steps == critic_of(resumed).steps
+    if case == "moving reference":
+        assert same(reference_of(learner), reference_of(resumed))
+    if case == "baselines":
+        assert baselines(learner) == baselines(resumed)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("optimizer.pt", b"no"), ("critic.pt", None), ("critic.pt", b"no"), ("model/model.safetensors", b"no")],
+)
+async def test_damage_in_a_checkpoint_of_the_release_before_is_named(
+    tmp_path: Path, opened: Opener, file: str, content: bytes | None
+) -> None:
+    learner = await opened(ppo())
+    await learner.step(rewarded(1), 1)
+    save_as_before(learner, tmp_path)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=r"is damaged or not there|could be loaded from"):
+        await opened(ppo(), checkpoint=tmp_path)
+
+
+async def test_an_old_state_that_does_not_fit_is_damaged(tmp_path: Path, opened: Opener) -> None:
+    learner = await opened()
+    save_as_before(learner, tmp_path)
+    torch.save({"optimizer": {"state": {99: {"step": torch.ones(())}}}}, tmp_path / OPTIMIZER_FILE)
+    with pytest.raises(DamagedCheckpointError, match=r"optimizer\.pt does not fit the model"):
+        await opened(checkpoint=tmp_path)
+
+
+@pytest.mark.parametrize("case", ["plain", "critic", "moving reference"])
+async def test_what_is_staged_is_what_was_there_then_whatever_is_trained_while_it_is_written(
+    tmp_path: Path, opened: Opener, case: str
+) -> None:
+    settings, data = CASES[case]
+    learner = await opened(settings, total_steps=10)
+    for step in (1, 2):
+        await learner.step(data(step), step)
+    (tmp_path / "now").mkdir()
+    digest = await learner.save(tmp_path / "now")
+    for number in (1, 2):  # the second copy is made into the buffers of the first
+        write = await learner.stage()
+        (tmp_path / f"later {number}").mkdir()
+        written, _ = await asyncio.gather(write(tmp_path / f"later {number}"), learner.step(data(3), 3))
+        assert (written == digest) == (number == 1)
+    assert read(tmp_path / "later 1") == read(tmp_path / "now")
+    assert read(tmp_path / "later 2") != read(tmp_path / "now")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return everything that a checkpoint holds, comparable."""
+    parts = read_parts(folder, {})
+    tensors = {
+        f"{part}.{name}": (tensor.shape, tensor.numpy().tobytes())
+        for part, one in parts.items()
+        for name, tensor in one.tensors.items()
+    }
+    model = {name: tensor.numpy().tobytes() for name, tensor in load_file(folder / "model/model.safetensors").items()}
+    return {"tensors": tensors, "facts": json.loads((folder / "learner.json").read_text()), "model": model}
+
+
+async def test_the_model_is_left_out_of_checkpoints_where_only_the_last_is_exported(
+    folder: Path, tmp_path: Path, opened: Opener
+) -> None:
+    settings = config()
+    settings = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"export": "last"})})
+    learner = await opened(settings)
+    await learner.step(batch(1), 1)
+    await learner.save(tmp_path)
+    assert not (tmp_path / "model").exists()
+    resumed = await opened(settings, checkpoint=tmp_path)
+    assert same(await weights_of(learner), await weights_of(resumed))
+    await resumed.export(tmp_path / "final")
+    fresh = await opened(settings, model=tmp_path / "final")
+    assert same(await weights_of(learner), await weights_of(fresh))
+    assert (tmp_path / "final/tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert (tmp_path / "final/generation_config.json").exists()
+
+
+async def test_a_run_may_begin_with_the_model_of_a_checkpoint(tmp_path: Path, opened: Opener) -> None:
+    learner = await opened()
+    await learner.step(batch(1), 1)
+    await learner.save(tmp_path)
+    fresh = await opened(model=tmp_path / "model")
+    assert same(await weights_of(learner), await weights_of(fresh))
+    assert moments(fresh) == {}
+
+
+async def test_engines_take_the_model_of_a_checkpoint_for_the_same_model(tmp_path: Path, opened: Opener) -> None:
+    settings = config()
+    first = ensure_model_folder(settings.model, tmp_path / "first", 0)
+    learner = await opened(settings, model=first)
+    (tmp_path / "saved").mkdir()
+    await learner.save(tmp_path / "saved")
+    section = ModelConfig(model_path=str(tmp_path / "saved" / "model"))
+    again = ensure_model_folder(section, tmp_path / "unused", 0)
+    assert TextCodec.load(again).fingerprint() == TextCodec.load(first).fingerprint()
+    assert has_chat_template(again)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+async def test_the_checksum_is_that_of_the_bytes_that_engines_get(
+    tmp_path: Path, opened: Opener, dtype: str, tied: bool
+) -> None:
+    learner = await opened(config(dtype=dtype), model=make_model(tmp_path / "model", tied=tied))
+    await learner.step(batch(1), 1)
+    (tmp_path / "saved").mkdir()
+    tensors = dict(await learner.weights())
+    digest = await learner.save(tmp_path / "saved")
+    for bucket_bytes in (1, 4096, 2**30):
+        found = xxhash.xxh3_128()
+        for bucket in plan(await learner.manifest(), bucket_bytes):
+            found.update(raw(fill(bucket, tensors)))
+        assert found.hexdigest() == digest
+
+
+async def test_what_is_drawn_in_a_step_follows_from_its_number_alone(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    seed_step(1, 7)
+    first, second = drawn(), drawn()
+    seed_step(1, 8)
+    assert drawn() not in (first, second)
+    seed_step(2, 7)
+    assert drawn() not in (first, second)
+    seed_step(1, 7)
+    assert [drawn(), drawn()] == [first, second]
+
+    found = []
+
+    def skipped(*_: Any, **__: Any) -> tuple[bool, dict[str, float]]:
+        found.append(drawn())
+        return False, {"actor/grad_norm": 0.0, "actor/skipped_nonfinite_loss": 1.0}
+
+    monkeypatch.setattr("trinity_mq.training.learner.optimizer_step", skipped)
+    learner = await opened()
+    for step in (3, 4, 3):
+        await learner.step(batch(1), step)
+    assert found[0] == found[2] != found[1]
+
+
+def test_parts_come_back_as_they_were_written(tmp_path: Path) -> None:
+    part = Part({"w/moment": torch.full((3,), 0.1), "count": torch.tensor(7)}, {"rate": 0.1, "flags": [True, None]})
+    write_parts(tmp_path, {"one": part, "empty": Part(facts={"x": 1})})
+    back = read_parts(tmp_path, {})
+    assert back["one"].facts == part.facts
+    assert back["empty"].facts == {"x": 1}
+    assert same(back["one"].tensors, part.tensors)

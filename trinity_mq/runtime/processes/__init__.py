@@ -1,0 +1,1 @@
+"""Other processes: forked or started anew, kept alive, asked over pipes."""

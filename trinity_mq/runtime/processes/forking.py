@@ -1,0 +1,270 @@
+"""Starts processes by forking one that has imported everything: in milliseconds, and sharing that memory.
+
+``trinity-mq run`` starts a :class:`ForkServer` first of all; its address is in the environment of the agents, so that
+an explorer has its engines forked too. Where there is none (on another system than Linux, agents started one by one, a
+server that has died) processes are started with their command line, and do the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Protocol, Self
+
+import psutil
+import structlog
+
+from trinity_mq.runtime.processes.fork_server import GO, MOST_BYTES, ForkRequest
+
+log = structlog.get_logger(__name__)
+
+ADDRESS_VARIABLE = "TRINITY_MQ_FORK_SERVER"
+"""Environment variable with the path of the server's socket."""
+IMPORT_SECONDS = 60.0
+"""How long a server may take to answer, its imports included."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class NotForkedError(RuntimeError):
+    """The server is gone, or refused: start the process with its command line."""
+
+
+class Process(Protocol):
+    """What :class:`asyncio.subprocess.Process` and :class:`ForkedProcess` have in common."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, below 0 a signal; None while it runs."""
+
+    async def wait(self) -> int:
+        """Return the exit code once it has ended."""
+
+    def send_signal(self, signal: int, /) -> None:
+        """Send a signal; of no effect once it has ended."""
+
+
+class ForkedProcess:
+    """A process that a fork server started for us, and whose parent we have become."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._fd = os.pidfd_open(pid)
+        self._loop.add_reader(self._fd, self._bury)
+
+    async def wait(self) -> int:
+        """Return the exit code once it has ended."""
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal; of no effect once it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, number)
+
+    def _bury(self) -> None:
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        try:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # killed before it was ours
+            self.returncode = -signal.SIGKILL
+        self._ended.set()
+
+
+class ForkServer:
+    """A fork server that lives as long as this process, or until :meth:`close`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str], path: Path) -> None:
+        self._process, self._folder = process, folder
+        self.path = path
+        """Of its socket."""
+
+    @classmethod
+    def start(cls, modules: Sequence[str]) -> Self:
+        """Start a server that imports ``modules``, and become the parent of what it starts; does not wait for it.
+
+        Raises:
+            OSError: This system is not Linux, or has no process left.
+        """
+        set_subreaper(True)
+        folder = tempfile.TemporaryDirectory(prefix="tmq-fork-", ignore_cleanup_errors=True)
+        path = Path(folder.name) / secrets.token_hex(4)
+        try:
+            process = _start_server(path, modules)
+        except OSError:
+            folder.cleanup()
+            set_subreaper(False)
+            raise
+        return cls(process, folder, path)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End it, and adopt nobody any more. What it has started lives on."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+        set_subreaper(False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+Starter = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Awaitable[Process]]
+"""Starts a command line with an environment and a file for its output, in a session of its own.
+
+Raises:
+    OSError: It cannot be started.
+"""
+
+
+async def start_command(command: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> Process:
+    """Start a program; a :data:`Starter`."""
+    return await asyncio.create_subprocess_exec(
+        *command,
+        env=env,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def start_forked(server: ForkServer) -> Starter:
+    """Return a starter that has Python modules forked by ``server``, and starts them itself where that fails."""
+
+    async def start(command: Sequence[str], env: Mapping[str, str], output: IO[bytes]) -> Process:
+        if is_forkable(command):
+            try:
+                return ForkedProcess(await fork(server.path, command, env=env, output=output.fileno(), adopted=True))
+            except NotForkedError as error:
+                log.warning("process_not_forked", command=" ".join(command), reason=str(error))
+        return await start_command(command, env, output)
+
+    return start
+
+
+def orphans_of(session: int) -> list[ForkedProcess]:
+    """Return our children of a session whose leader has ended: by becoming their parent we have to bury them."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(child.pid) == session:
+                found.append(ForkedProcess(child.pid))
+    return found
+
+
+async def fork(
+    address: str | Path,
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    output: int,
+    fds: Sequence[int] = (),
+    adopted: bool,
+) -> int:
+    """Have the server at ``address`` start ``python -m module words...`` in a session of its own; return its pid.
+
+    Args:
+        address: The server's socket.
+        command: ``sys.executable``, ``-m``, the module and its command line.
+        env: Its whole environment.
+        output: File descriptor for stdout and stderr.
+        fds: Further descriptors, which it has under the same numbers.
+        adopted: Its parent becomes the process that started the server; else the server is, and no exit code is known.
+
+    Raises:
+        NotForkedError: It was not started.
+    """
+    if not is_forkable(command):
+        raise NotForkedError(f"the command is {' '.join(command)!r}, wanted {sys.executable!r} -m MODULE")
+    request = ForkRequest(
+        module=command[2],
+        words=command[3:],
+        env=dict(env),
+        cwd=os.getcwd(),
+        fds=[1, 2, *fds],
+        adopted=adopted,
+    )
+    return await asyncio.to_thread(_ask, str(address), request.encode(), [output, output, *fds])
+
+
+def is_forkable(command: Sequence[str]) -> bool:
+    """Return whether a fork server can start ``command``."""
+    return len(command) > 2 and list(command[:2]) == [sys.executable, "-m"]
+
+
+def _ask(address: str, packet: bytes, fds: Sequence[int]) -> int:
+    if len(packet) > MOST_BYTES:
+        raise NotForkedError(f"the request has {len(packet)} bytes, {MOST_BYTES} at most: a large environment")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(IMPORT_SECONDS)
+            connection.connect(address)
+            socket.send_fds(connection, [packet], fds)
+            answer = json.loads(connection.recv(MOST_BYTES) or b"{}")
+            if "pid" in answer:
+                connection.send(GO)
+    except (OSError, ValueError) as error:
+        raise NotForkedError(f"the fork server does not answer: {error}") from error
+    if "pid" not in answer:
+        raise NotForkedError(answer.get("error", "the fork server ended before it answered"))
+    return int(answer["pid"])
+
+
+def _start_server(path: Path, modules: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start the process of a server that listens at ``path``."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(64)
+        command = [sys.executable, "-m", "trinity_mq.runtime.processes.fork_server"]
+        return subprocess.Popen(
+            [*command, "--socket", str(listener.fileno()), "--parent", str(os.getpid()), *modules],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # a library that starts a pool of threads when it is imported would end the forking
+            env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+            start_new_session=True,
+            pass_fds=(listener.fileno(),),
+        )
+
+
+def set_subreaper(on: bool) -> None:
+    """Say whether processes below this one that lose their parent get this one instead.
+
+    Raises:
+        OSError: The kernel refused, or there is no such call.
+    """
+    if sys.platform != "linux":
+        raise OSError("processes are forked on Linux only")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(code)}")

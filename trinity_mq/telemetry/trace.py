@@ -1,0 +1,295 @@
+"""The trace of each batch: what every process did for it and when, in ``<run_dir>/trace/<agent>.jsonl``.
+
+Written where ``monitor.trace`` is on; else a span costs a look at one variable. Times are of the monotonic clock, which
+the processes of a host share; each process also says how far that clock is from the time of day, which compares hosts
+as well as their clocks are set (NTP: about a millisecond).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+TRACE_FOLDER = "trace"
+BATCH_HEADER = "X-TMQ-Batch"
+"""Of a request to an engine while traced: the batch that it is for."""
+BUFFERED = 512
+"""Spans after which they are written."""
+FLUSH_SECONDS = 1.0
+"""Seconds after which the next span has those before it written too."""
+
+BATCH: ContextVar[int | str | None] = ContextVar("batch", default=None)
+"""The batch that the present task works for, where a process works for several at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """What one process did, or waited for, once."""
+
+    role: str
+    agent: str
+    what: str
+    start: float
+    """Seconds since the epoch; differences of spans of one host are those of its monotonic clock."""
+    end: float
+    wait: bool = False
+    """It waited for somebody else, or for its turn."""
+    cpu: float | None = None
+    """Processor seconds of the thread that did it, of the whole process where several threads did; None for waits."""
+    count: int = 1
+    bytes: int = 0
+    batch: int | str | None = None
+    version: str | None = None
+    """``generation.step`` of the weights that were synced; a span of the trainer says which batch they come from."""
+
+
+Line = tuple[str, int | str | None, str | None, float, float, float | None, int, int, bool]
+"""A span on its way to the file: what, batch, version, start, end, processor seconds, count, bytes, whether it waited.
+There its seconds are whole microseconds.
+"""
+
+
+class _Recorder:
+    """The spans of this process, which are written some at a time: first who it is, then lines of many spans each."""
+
+    def __init__(self, role: str, agent: str, run_dir: Path) -> None:
+        folder = run_dir / TRACE_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(folder / f"{agent}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._lock = threading.Lock()
+        self._flushed = time.monotonic()
+        self._spans: list[Line] = []
+        offset = time.time() - self._flushed
+        who = {"role": role, "agent": agent, "clock": _clock(), "pid": os.getpid(), "offset": offset}
+        self._write(f"\n{json.dumps(who)}\n")  # a line that a killed process left torn ends here
+
+    def add(self, line: Line, now: float) -> None:
+        with self._lock:
+            self._spans.append(line)
+            if len(self._spans) < BUFFERED and now - self._flushed < FLUSH_SECONDS:
+                return
+            self._flushed = now
+        self.flush()
+
+    def flush(self) -> None:
+        with self._lock:
+            lines, self._spans = self._spans, []
+        if lines:
+            # of whole numbers, as one text: three times as fast as an object a span
+            found = [
+                (what, batch, version, int(1e6 * start), int(1e6 * end), None if cpu is None else int(1e6 * cpu), *more)
+                for what, batch, version, start, end, cpu, *more in lines
+            ]
+            self._write(json.dumps(found, separators=(",", ":")) + "\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            os.write(self._file, text.encode())
+        except OSError:  # a full disk ends the trace, not the agent
+            stop_trace()
+
+
+def _clock() -> str:
+    """Return which monotonic clock this is: that of one boot of a host, its containers included."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+_recorder: _Recorder | None = None
+_at_work: int | str | None = None
+
+
+def start_trace(role: str, agent: str, run_dir: Path, *, on: bool) -> None:
+    """Record the spans of this process from now on, or none."""
+    global _recorder  # noqa: PLW0603  # as logging, a process has one
+    stop_trace()
+    if on:
+        _recorder = _Recorder(role, agent, run_dir)
+
+
+def stop_trace() -> None:
+    """Record no more."""
+    global _recorder  # noqa: PLW0603
+    _recorder = None
+
+
+@atexit.register
+def flush_trace() -> None:
+    """Write what is buffered; for processes that end without their ``atexit`` functions."""
+    if _recorder is not None:
+        _recorder.flush()
+
+
+def works_on(batch: int | str | None) -> None:
+    """Say which batch this process works for until the next call, where that is one at a time."""
+    global _at_work  # noqa: PLW0603
+    _at_work = batch
+
+
+def batch_at_work() -> int | str | None:
+    """Return the batch that the present task, else this process, works for; None where nothing is traced."""
+    if _recorder is None:
+        return None
+    return _at_work if (batch := BATCH.get()) is None else batch
+
+
+def trace_headers() -> dict[str, str]:
+    """Return the header that tells an engine which batch a request is for, none where nothing is traced."""
+    return {} if (batch := batch_at_work()) is None else {BATCH_HEADER: str(batch)}
+
+
+def record(
+    what: str,
+    start: float,
+    end: float,
+    *,
+    batch: int | str | None = None,
+    version: tuple[int, int] | None = None,
+    wait: bool = False,
+    cpu: float | None = None,
+    count: int = 1,
+    size: int = 0,
+) -> None:
+    """Record a span from ``start`` to ``end``, in seconds of the monotonic clock, of ``batch`` or of the batch at work;
+    of neither and of no ``version``, it is passed over.
+    """
+    if (recorder := _recorder) is None:
+        return
+    if batch is None and version is None:
+        batch = batch_at_work()
+    if batch is None and version is None:
+        return
+    of = None if version is None else f"{version[0]}.{version[1]}"
+    recorder.add((what, batch, of, start, end, cpu, count, size, wait), end)
+
+
+class span:  # noqa: N801  # used as a function
+    """Record what the ``with`` block does as a span of ``batch``, or of the batch at work.
+
+    Args:
+        what: A verb and its object.
+        batch: Can also be set inside the block, as ``size`` and ``count``.
+        wait: The block waits for others; without it the processor time of the thread is recorded too.
+        threads: Other threads do the work: the processor time is that of the whole process.
+        size: Bytes that it is about.
+        version: As in :func:`record`.
+    """
+
+    __slots__ = ("_cpu", "_start", "batch", "count", "size", "threads", "version", "wait", "what")
+
+    def __init__(
+        self,
+        what: str,
+        batch: int | str | None = None,
+        *,
+        wait: bool = False,
+        threads: bool = False,
+        size: int = 0,
+        count: int = 1,
+        version: tuple[int, int] | None = None,
+    ) -> None:
+        self.what, self.batch, self.wait, self.threads = what, batch, wait, threads
+        self.size, self.count, self.version = size, count, version
+
+    def __enter__(self) -> Self:
+        if _recorder is not None:
+            self._start = time.monotonic()
+            self._cpu = self._processor_seconds()
+        else:
+            self._start = 0.0
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if _recorder is None or not self._start:
+            return
+        cpu = None if self.wait else self._processor_seconds() - self._cpu
+        record(
+            self.what,
+            self._start,
+            time.monotonic(),
+            batch=self.batch,
+            version=self.version,
+            wait=self.wait,
+            cpu=cpu,
+            count=self.count,
+            size=self.size,
+        )
+
+    def _processor_seconds(self) -> float:
+        if self.wait:
+            return 0.0
+        return time.process_time() if self.threads else time.thread_time()
+
+
+@contextmanager
+def shared_span(what: str, shares: Mapping[int | str | None, int]) -> Iterator[None]:
+    """Record what the block does as one span of each batch that it serves, with its share of the process's processor
+    time; work for no batch is passed over.
+
+    Args:
+        what: A verb and its object.
+        shares: By batch, how much of the work is for it, as the span's ``count``.
+    """
+    start, cpu = time.monotonic(), time.process_time()
+    try:
+        yield
+    finally:
+        end, cpu = time.monotonic(), time.process_time() - cpu
+        of_all = sum(shares.values()) or 1
+        for batch, count in shares.items():
+            record(what, start, end, batch=batch, cpu=cpu * count / of_all, count=count)
+
+
+def read_trace(run_dir: Path) -> list[TraceSpan]:
+    """Return the spans in a run's folder, in no order; a line torn by a killed process is left out."""
+    found: list[TraceSpan] = []
+    offsets: dict[str, float] = {}
+    """By clock: seconds from it to the time of day, the same for all processes that share it."""
+    for path in sorted((run_dir / TRACE_FOLDER).glob("*.jsonl")):
+        who: dict[str, Any] = {}
+        for line in _lines(path):
+            if isinstance(line, dict):
+                who = line
+                offsets.setdefault(who["clock"], who["offset"])
+                continue
+            offset = offsets[who["clock"]]
+            for what, batch, version, start, end, cpu, count, size, wait in line:
+                found.append(
+                    TraceSpan(
+                        role=who["role"],
+                        agent=who["agent"],
+                        what=what,
+                        start=start / 1e6 + offset,
+                        end=end / 1e6 + offset,
+                        wait=wait,
+                        cpu=None if cpu is None else cpu / 1e6,
+                        count=count,
+                        bytes=size,
+                        batch=batch,
+                        version=version,
+                    )
+                )
+    return found
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            yield json.loads(text)
+        except ValueError:
+            continue

@@ -1,0 +1,1 @@
+"""Checkpoints of the trainer: atomic folders, what a learner puts into them, and those of earlier releases."""

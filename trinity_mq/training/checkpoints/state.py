@@ -1,0 +1,225 @@
+"""The learner's state in a checkpoint, by named parts: tensors by ``torch.distributed.checkpoint``, the rest as JSON.
+
+A part has a name such as ``policy`` or ``optimizer``. What a piece of the learner carries from step to step is a part
+of its own, and needs no format of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from trinity_mq.training.checkpoints.checkpoint import DamagedCheckpointError
+from trinity_mq.training.parallel.sharding import whole
+
+STATE_FOLDER = "state"
+"""Inside a checkpoint: the tensors of all parts."""
+FACTS_FILE = "learner.json"
+"""Inside a checkpoint: everything else, by part."""
+_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, KeyError, UnpicklingError, CheckpointException)
+
+
+@dataclass
+class Part:
+    """State of one piece of the learner."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """By name; with shards of a device mesh each rank writes and reads its own."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What is no tensor, as JSON has it; floats come back bit by bit."""
+
+
+Parts = dict[str, Part]
+
+
+def flat(parts: Mapping[str, Part]) -> dict[str, Tensor]:
+    """Return all tensors by ``<part>.<name>``, as torch names them in a checkpoint."""
+    return {f"{part}.{name}": tensor for part, one in parts.items() for name, tensor in one.tensors.items()}
+
+
+def module_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return the live parameters and persistent buffers of a module by name, tied parameters once."""
+    once = {name for name, _ in module.named_parameters()}
+    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)} - once
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
+
+
+def optimizer_part(optimizer: torch.optim.Optimizer, module: nn.Module) -> Part:
+    """Return the state of the optimizer of a module, by the names of its parameters."""
+    names = _names_in_order(optimizer, module)
+    saved = optimizer.state_dict()
+    groups = [{key: _plain(value) for key, value in group.items()} for group in saved["param_groups"]]
+    part = Part(facts={"names": names, "param_groups": groups, "numbers": {}})
+    for number, values in saved["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                part.tensors[f"{names[number]}/{key}"] = value
+            else:
+                part.facts["numbers"].setdefault(names[number], {})[key] = value
+    return part
+
+
+def optimizer_state(part: Part) -> dict[str, Any]:
+    """Return the argument of ``Optimizer.load_state_dict`` from what :func:`optimizer_part` returned.
+
+    Raises:
+        KeyError: It is no such part.
+    """
+    number_of = {name: number for number, name in enumerate(part.facts["names"])}
+    state: dict[int, dict[str, Any]] = {number_of[name]: dict(one) for name, one in part.facts["numbers"].items()}
+    for name, tensor in part.tensors.items():
+        parameter, _, key = name.rpartition("/")
+        state.setdefault(number_of[parameter], {})[key] = tensor
+    return {"state": state, "param_groups": part.facts["param_groups"]}
+
+
+def _names_in_order(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+class HostCopies:
+    """Copies of parts in host memory. The buffers stay, and the next copy fills them again: fresh memory costs many
+    times the copying into it.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, parts: Mapping[str, Part]) -> Parts:
+        """Return a copy of ``parts``, valid until the next call; what is sharded is gathered, tensor by tensor."""
+        before, self._buffers = self._buffers, {}
+        is_on_device = False
+        for name, tensor in ((name, whole(one)) for name, one in flat(parts).items()):
+            buffer = before.get(name)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self._buffers[name] = buffer.copy_(tensor, non_blocking=True)
+            is_on_device |= tensor.is_cuda
+        if is_on_device:
+            torch.cuda.synchronize()
+        return {
+            part: Part({name: self._buffers[f"{part}.{name}"] for name in one.tensors}, one.facts)
+            for part, one in parts.items()
+        }
+
+
+def write_parts(folder: Path, parts: Mapping[str, Part]) -> None:
+    """Write ``parts`` into a checkpoint that holds none yet.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    facts = {name: part.facts for name, part in parts.items()}
+    (folder / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
+    _quietly_alone()
+    # the files are synced to disk when the checkpoint is committed
+    writer = FileSystemWriter(folder / STATE_FOLDER, sync_files=False)
+    try:
+        save(_nested(parts), storage_writer=writer, no_dist=True)
+    except CheckpointException as error:
+        raise _cause(error) from error
+
+
+def read_facts(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what is no tensor in a checkpoint, by part.
+
+    Raises:
+        DamagedCheckpointError: It cannot be read.
+    """
+    path = folder / FACTS_FILE
+    try:
+        facts: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(one, dict) for one in facts.values()):
+            raise ValueError("a part is no object")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged or not there: {error}") from error
+    return facts
+
+
+def read_parts(folder: Path, states: Mapping[str, dict[str, Tensor]]) -> Parts:
+    """Return the parts of a checkpoint. Those in ``states`` are read into the tensors there, all others into new ones
+    in host memory.
+
+    Args:
+        folder: The checkpoint.
+        states: The live tensors by part, which the checkpoint must have.
+
+    Raises:
+        DamagedCheckpointError: The checkpoint does not load, or is of others; tensors may have changed then.
+    """
+    facts, path = read_facts(folder), folder / STATE_FOLDER
+    live = {name: Part(tensors, facts.get(name, {})) for name, tensors in states.items()}
+    _quietly_alone()
+    reader = FileSystemReader(path)
+    try:
+        found = {
+            name: one
+            for name, one in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
+    except _UNREADABLE as error:
+        raise DamagedCheckpointError(f"{path} is damaged or not there: {_cause(error)}") from error
+    parts = {name: Part(facts=one) for name, one in facts.items()} | live
+    for name in _beyond(live, found, path):
+        part, _, rest = name.partition(".")
+        new = torch.empty(found[name].size, dtype=found[name].properties.dtype)
+        parts.setdefault(part, Part()).tensors[rest] = new
+    try:
+        load(_nested(parts), storage_reader=reader, no_dist=True)
+    except _UNREADABLE as error:
+        raise DamagedCheckpointError(f"{path} does not load: {_cause(error)}") from error
+    return parts
+
+
+def _beyond(live: Mapping[str, Part], found: Iterable[str], path: Path) -> list[str]:
+    """Return the names in ``found`` that belong to none of the parts ``live``.
+
+    Raises:
+        DamagedCheckpointError: A part in ``live`` has other names there.
+    """
+    rest = set(found)
+    for part, one in live.items():
+        wanted = {f"{part}.{name}" for name in one.tensors}
+        there = {name for name in rest if name.startswith(f"{part}.")}
+        if there != wanted:
+            name = min(there ^ wanted)
+            fault = "has no" if name in wanted else "has a"
+            raise DamagedCheckpointError(f"{path} does not fit the model: it {fault} tensor {name!r}")
+        rest -= there
+    return sorted(rest)
+
+
+def _nested(parts: Mapping[str, Part]) -> dict[str, Any]:
+    return {name: part.tensors for name, part in parts.items() if part.tensors}
+
+
+def _cause(error: BaseException) -> Exception:
+    """Return the first error of a rank, which a collective of one process wraps too."""
+    if isinstance(error, CheckpointException):
+        inner = next((failure[0] for failure in error.failures.values()), None)
+        return inner if isinstance(inner, Exception) else RuntimeError(str(error))
+    return error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+def _quietly_alone() -> None:
+    """Let torch say nothing of saving in a single process, which is what is meant."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

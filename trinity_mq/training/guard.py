@@ -1,0 +1,100 @@
+"""The guard of the policy's optimizer steps: which of them are skipped, and when training stops."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, Literal
+
+from trinity_mq.config.agents import GuardConfig
+from trinity_mq.runtime.errors import FatalError
+
+HISTORY = 100
+"""Applied optimizer steps whose gradient norms are kept."""
+LEAST_HISTORY = 20
+"""Of these, as many have to be there before a norm is compared with them."""
+
+Reason = Literal["nonfinite_loss", "nonfinite_norm", "norm_spike", "mismatch"]
+
+ADVICE: Mapping[Reason, str] = {
+    "nonfinite_loss": "rewards, advantages or logprobs of the batch may be out of range, or the weights damaged",
+    "nonfinite_norm": "the learning rate may be too high, or the weights damaged: an earlier checkpoint is not",
+    "norm_spike": "raise trainer.guard.max_norm_ratio if such gradients are to be expected",
+    "mismatch": "engine and trainer disagree about the same weights: compare their dtypes and versions, or raise "
+    "trainer.guard.max_mismatch",
+}
+
+
+class TrainingStopped(FatalError):
+    """Too many optimizer steps in a row were skipped; the batch that the last one was of is neither trained nor
+    done with.
+    """
+
+
+def skip_reason(
+    settings: GuardConfig, norms: Sequence[float], *, loss: float, norm: float, mismatch: float | None
+) -> Reason | None:
+    """Return why an optimizer step must not be made, None if it may.
+
+    Args:
+        settings: The limits.
+        norms: Gradient norms of the applied steps before it.
+        loss: Of the step.
+        norm: Of its gradient, before clipping.
+        mismatch: ``mismatch/k3`` in nats, where the weights are those that the batch was meant for.
+    """
+    if not math.isfinite(loss):
+        return "nonfinite_loss"
+    if not math.isfinite(norm):
+        return "nonfinite_norm"
+    largest = settings.max_norm_ratio
+    if largest is not None and len(norms) >= LEAST_HISTORY and norm > largest * median(norms):
+        return "norm_spike"
+    if settings.max_mismatch is not None and mismatch is not None and mismatch > settings.max_mismatch:
+        return "mismatch"
+    return None
+
+
+class Guard:
+    """Judges the optimizer steps of a run, one after another."""
+
+    def __init__(self, settings: GuardConfig, state: Mapping[str, Any] | None = None) -> None:
+        """Go on from a state, see :meth:`state`; without one, from the start of a run."""
+        self.settings = settings
+        state = state or {}
+        self._norms: list[float] = list(state.get("norms", ()))
+        self._skipped: list[Reason] = list(state.get("skipped", ()))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: norms of the last applied steps, and reasons of those skipped since."""
+        return {"norms": list(self._norms), "skipped": list(self._skipped)}
+
+    def judge(self, *, loss: float, norm: float, mismatch: float | None = None) -> Reason | None:
+        """Return why the next step is to be skipped, None if it is to be made; see :func:`skip_reason`.
+
+        Raises:
+            TrainingStopped: It is one too many.
+        """
+        reason = skip_reason(self.settings, self._norms, loss=loss, norm=norm, mismatch=mismatch)
+        if reason is None:
+            self._norms = [*self._norms, norm][-HISTORY:]
+            self._skipped = []
+            return None
+        most = self.settings.max_consecutive_skips
+        self._skipped = [*self._skipped, reason][-(most or HISTORY) :]
+        if most is not None and len(self._skipped) >= most:
+            raise TrainingStopped(self._story(norm, loss, mismatch))
+        return reason
+
+    def _story(self, norm: float, loss: float, mismatch: float | None) -> str:
+        found = ", ".join(f"{reason} {count}" for reason, count in Counter(self._skipped).items())
+        usual = f", median of the last {len(self._norms)} applied ones {median(self._norms):.3g}" if self._norms else ""
+        apart = "" if mismatch is None else f", mismatch/k3 {mismatch:.3g}"
+        return (
+            f"{len(self._skipped)} optimizer steps in a row were skipped ({found}), and "
+            f"trainer.guard.max_consecutive_skips is {self.settings.max_consecutive_skips}. The last had loss "
+            f"{loss:.3g}, gradient norm {norm:.3g}{usual}{apart}. {ADVICE[self._skipped[-1]].capitalize()}. To leave "
+            "such batches out and go on, set trainer.guard.max_consecutive_skips=null"
+        )

@@ -1,0 +1,288 @@
+"""LoRA (arXiv 2106.09685): low-rank adapters that are trained while the weights of the model stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trinity_mq.config.model import LoraConfig, ModelConfig
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.training.parallel.sharding import whole
+
+ADAPTER = "default"
+"""What ``peft`` calls an adapter that has no other name."""
+SIDES = ("lora_A", "lora_B")
+
+
+class AdapterError(FatalError):
+    """The model cannot have such adapters; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class BaseWeight:
+    """A weight of the model that stays, under the name that it has without adapters."""
+
+    parameter: str
+    """Its name in the model with adapters."""
+    shape: list[int]
+    """Of the weight itself, where the parameter holds it quantized too."""
+    layer: str | None
+    """The layer whose adapter is added to it; None: there is none."""
+
+
+class Adapters:
+    """The adapters of a model, which go by two sets of names: those of the model without adapters, for its weights with
+    the adapters merged into them, and those of a PEFT file (``adapter_model.safetensors``), for the adapters alone.
+
+    Nothing is ever merged in place: rounding would move weights that are to stay.
+    """
+
+    def __init__(self, model: Any, settings: LoraConfig, base: str | None, seed: int) -> None:
+        """Put adapters on ``model``, float32 and without effect yet, and freeze all else.
+
+        Args:
+            model: On its device.
+            settings: Which adapters.
+            base: Folder or hub id of the model, for those who load the adapter; None: it has none.
+            seed: Of the random ``A``; ``B`` is 0.
+
+        Raises:
+            AdapterError: ``peft`` is not installed, or the model has no such layers, or not linear ones.
+        """
+        check_installed(settings)
+        import peft
+        from peft.tuners.lora import LoraLayer
+        from transformers.pytorch_utils import Conv1D
+
+        self.settings, self._model = settings, model
+        names = settings.target_modules
+        self._config = peft.LoraConfig(
+            r=settings.r,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # declared as int, and a factor like any other
+            use_rslora=settings.rslora,
+            lora_dropout=0.0,  # a ratio of unchanged weights is 1
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # weights lie transposed
+            target_modules=names if isinstance(names, str) else list(names),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=base,
+        )
+        torch.manual_seed(seed)
+        try:
+            peft.inject_adapter_in_model(self._config, model)
+        except ValueError as error:
+            raise AdapterError(f"model.lora.target_modules is {names}: {error}") from error
+        self.layers: dict[str, Any] = {
+            name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
+        }
+        self._check(names)
+        own = set(self.parameters)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in own)
+            if name in own:
+                parameter.data = parameter.data.float()  # the optimizer's steps are lost in bfloat16
+        self._base = dict(self._base_weights(own))
+        self._host: dict[str, Tensor] | None = None
+
+    def _check(self, wanted: str | Sequence[str]) -> None:
+        head, embeddings = self._model.get_output_embeddings(), self._model.get_input_embeddings()
+        for name, layer in self.layers.items():
+            base = layer.get_base_layer()
+            if not hasattr(layer, SIDES[0]) or not layer.lora_A or layer is head or layer is embeddings:
+                raise AdapterError(
+                    f"model.lora.target_modules is {wanted}, which names {name} of the class {type(base).__name__}: "
+                    "adapters are for linear layers other than the output layer; name others, or take all-linear"
+                )
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the adapters' parameters in the model, in its order."""
+        return [f"{name}.{side}.{ADAPTER}.weight" for name in self.layers for side in SIDES]
+
+    @property
+    def file_names(self) -> dict[str, str]:
+        """Name in a PEFT file by the parameter's name."""
+        return {name: f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}" for name in self.parameters}
+
+    def _base_weights(self, own: set[str]) -> Iterator[tuple[str, BaseWeight]]:
+        for name, parameter in self._model.named_parameters():
+            if name in own:
+                continue
+            path, _, kind = name.rpartition(".")
+            layer = path.removesuffix(".base_layer")
+            module = self._model.get_submodule(path)
+            shape = [module.out_features, module.in_features] if _is_quantized(parameter) else list(parameter.shape)
+            adapted = layer if layer in self.layers and kind == "weight" else None
+            yield f"{layer}.{kind}" if layer else kind, BaseWeight(name, shape, adapted)
+
+    def keep_on_host(self) -> None:
+        """Copy the weights that stay to host memory, before the model is sharded: merged weights are made of the copy,
+        so that only adapters are gathered from the other ranks.
+        """
+        self._host = {
+            one.parameter: self._model.get_parameter(one.parameter).detach().to("cpu", copy=True)
+            for one in self._base.values()
+        }
+
+    # -- names and weights
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the live adapters by the names of their parameters: what a checkpoint holds of the model."""
+        return {name: self._model.get_parameter(name).detach() for name in self.parameters}
+
+    def manifest(self) -> dict[str, list[int]]:
+        """Return the shape of every tensor that engines get, by name: merged weights, or adapters as in a PEFT file."""
+        if self.settings.sync == "merged":
+            return {name: one.shape for name, one in self._base.items()}
+        names = self.file_names
+        return {names[name]: list(one.shape) for name, one in self.state().items()}
+
+    def shown(self, name: str, state: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return one tensor of :meth:`manifest`, not sharded; all ranks take part where the model is and ``state`` is
+        None.
+
+        Args:
+            name: As it is there.
+            state: A copy of :meth:`state` to take adapters from in place of the live ones; any thread may do that.
+        """
+        if self.settings.sync == "merged":
+            return self.merged(name, state)
+        return self._adapter({file: own for own, file in self.file_names.items()}[name], state)
+
+    def _adapter(self, name: str, state: Mapping[str, Tensor] | None) -> Tensor:
+        return whole(self._model.get_parameter(name).detach()) if state is None else state[name]
+
+    @torch.no_grad()
+    def merged(self, name: str, state: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return the weight ``name`` of the model without adapters with its adapter merged into it, ``W + scale B A``;
+        float32 where it has one. See :meth:`shown`.
+        """
+        one = self._base[name]
+        base = self._weight(one.parameter)
+        sides = [] if one.layer is None else [f"{one.layer}.{side}.{ADAPTER}.weight" for side in SIDES]
+        found = [self._adapter(name, state) for name in sides]
+        if isinstance(base, DTensor):  # not on rank 0, which has all of them: it only takes part in gathering
+            return base.to_local()
+        if one.layer is None:
+            return base
+        a, b = found
+        change = self.settings.scale * (b.float() @ a.float())
+        if self._config.fan_in_fan_out:
+            change = change.T
+        return base.float() + change.to(base.device)
+
+    def _weight(self, parameter: str) -> Tensor:
+        """Return a weight that stays, dequantized if need be."""
+        if self._host is not None:
+            return self._host[parameter]
+        found: Tensor = self._model.get_parameter(parameter).detach()
+        if _is_quantized(self._model.get_parameter(parameter)):
+            from peft.utils.integrations import dequantize_module_weight
+
+            found = dequantize_module_weight(self._model.get_submodule(parameter.rpartition(".")[0])).detach()
+        return found
+
+    def without(self) -> Any:
+        """Return the model as it is without adapters and not quantized, its weights without memory."""
+        config = deepcopy(self._model.config)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        config.dtype = torch.float32
+        with torch.device("meta"):
+            model = type(self._model)(config)
+        model.generation_config = self._model.generation_config
+        model._weight_conversions = getattr(self._model, "_weight_conversions", None)  # noqa: SLF001  # of its files
+        return model.eval()
+
+    def merged_state(self, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Return all weights and persistent buffers of the model without adapters, adapters merged, in float32."""
+        found = {name: self.merged(name, state).float() for name in self._base}
+        names = {name for name, _ in self.without().named_buffers()} & self._model.state_dict().keys()
+        return found | {name: self._model.get_buffer(name) for name in names}
+
+    def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write the adapters as ``peft`` loads them, into a folder that is made if missing."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        names = self.file_names
+        tensors = {names[name]: self._adapter(name, state).cpu().contiguous() for name in self.parameters}
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        self._config.save_pretrained(str(folder))
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let the model be what it was without adapters in the ``with`` block."""
+        # peft's own switch also turns gradients of parameters off and on, which sharded ones do not take
+        for layer in self.layers.values():
+            layer._disable_adapters = True  # noqa: SLF001
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer._disable_adapters = False  # noqa: SLF001
+
+
+def check_installed(settings: LoraConfig) -> None:
+    """Return if such adapters can be made here.
+
+    Raises:
+        AdapterError: What they need is not installed; says what to install.
+    """
+    if find_spec("peft") is None:
+        raise AdapterError(
+            "model.lora is set, and peft, which makes the adapters, is not installed: install trinity-mq[lora], or "
+            "leave model.lora out to train all weights"
+        )
+    if settings.quantization and find_spec("bitsandbytes") is None:
+        raise AdapterError(
+            f"model.lora.quantization is {settings.quantization}, and bitsandbytes is not installed: install "
+            "bitsandbytes>=0.49, or leave quantization out"
+        )
+
+
+def loading(config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` that decide how the weights lie in memory.
+
+    Weights that the optimizer moves are float32; those that stay are of ``model.dtype``, or quantized: 4 bits as NF4
+    with scales that are quantized too (arXiv 2305.14314), 8 bits as LLM.int8 (arXiv 2208.07339).
+
+    Raises:
+        AdapterError: They are to be quantized, and cannot be here.
+    """
+    if config.lora is None:
+        return {"dtype": torch.float32}
+    dtype = getattr(torch, config.dtype)
+    if config.lora.quantization is None:
+        return {"dtype": dtype}
+    check_installed(config.lora)
+    if device.type == "cpu":
+        raise AdapterError(
+            f"model.lora.quantization is {config.lora.quantization}, and the model is on the CPU, where bitsandbytes "
+            "has no gradients through quantized weights: use a GPU (model.device=cuda), or leave quantization out"
+        )
+    from transformers import BitsAndBytesConfig
+
+    how: dict[str, Any] = {"load_in_8bit": True}
+    if config.lora.quantization == "4bit":
+        how = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": dtype,
+        }
+    made: Any = BitsAndBytesConfig
+    return {"dtype": dtype, "quantization_config": made(**how), "device_map": {"": device}}
+
+
+def _is_quantized(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter is one of bitsandbytes, which holds a weight in fewer bits."""
+    return type(parameter).__name__ in {"Params4bit", "Int8Params"}

@@ -1,0 +1,277 @@
+"""The policy as torch sees it: loading, logprobs at chosen positions, saving. Called from one thread only."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trinity_mq.algorithms.scoring import Scores
+from trinity_mq.config.agents import TrainerConfig
+from trinity_mq.config.model import ModelConfig
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.sync.channels.buckets import total_digest
+from trinity_mq.training.checkpoints.state import module_state
+from trinity_mq.training.model.attention import Packing, model_inputs, use_packed_attention
+from trinity_mq.training.model.lora import Adapters, loading
+from trinity_mq.training.model.token_scorer import TokenScorer
+from trinity_mq.training.packing import Division, MicroBatch
+from trinity_mq.training.parallel.ranks import Ranks, own_device
+from trinity_mq.training.parallel.sharding import blocks, shard
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+)
+"""Copied as they are: a tokenizer that is loaded and saved again may come back as another one."""
+
+log = structlog.get_logger(__name__)
+
+
+class LearnerError(FatalError):
+    """The learner cannot do what is asked; the message says what to change."""
+
+
+class ModelNotLoadedError(LearnerError):
+    """No model could be loaded from a folder."""
+
+
+class Policy:
+    """A causal language model with float32 weights.
+
+    With ``dtype: bfloat16`` it computes in bfloat16 (autocast) and shows its weights to others in it, while the weights
+    that the optimizer moves stay float32: a step of 1e-6 is lost in a bfloat16 weight. With adapters only those are
+    float32.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        folder: Path,
+        seed: int,
+        trainer: TrainerConfig | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Load the model in ``folder``.
+
+        Args:
+            config: Of the model.
+            folder: A Hugging Face folder.
+            seed: Of weights that the folder lacks.
+            trainer: Whether rows are packed, and activations kept; None: padded rows, activations kept.
+            ranks: Over which it is sharded; None: it is whole here.
+
+        Raises:
+            ModelNotLoadedError: No model there.
+            LearnerError: No such device, or the model cannot do what ``trainer`` says.
+        """
+        from safetensors import SafetensorError
+        from transformers import AutoModelForCausalLM
+
+        self.device = chosen_device(config.device)
+        self._dtype = getattr(torch, config.dtype)
+        how = loading(config, self.device)
+        torch.manual_seed(seed)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=config.trust_remote_code, **how)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelNotLoadedError(
+                f"no causal language model could be loaded from {folder}: {error}; it must be a Hugging Face folder "
+                "with config.json and safetensors weights"
+            ) from error
+        # eval() turns dropout off, so that ratios of unchanged weights are 1; gradients flow all the same.
+        self.model = model.eval() if "device_map" in how else model.to(self.device).eval()
+        self.adapters: Adapters | None = None
+        """What is trained in place of the weights, if anything is."""
+        if config.lora is not None:
+            self.adapters = Adapters(self.model, config.lora, config.model_path, seed)
+        try:
+            self._scorer = TokenScorer(self.model)
+        except ValueError as error:
+            raise LearnerError(f"the model in {folder} cannot be trained: {error}") from error
+        if self._scorer.after is None:
+            log.info("logits_not_chunked", model=type(model).__name__, reason="unknown operation after its head")
+        trainer, self.ranks = trainer or TrainerConfig(packing="padded"), ranks or Ranks()
+        if trainer.gradient_checkpointing:
+            checkpoint_blocks(self.model)
+        self.packs = self._use_packing(trainer.packing)
+        """Whether its micro-batches are packed rows."""
+        width = int(self.model.config.get_text_config().hidden_size)
+        self.division = Division(
+            trainer.max_tokens_per_micro_batch, self.packs, self.ranks.rank, self.ranks.world, width
+        )
+        if self.ranks.world > 1:
+            if self.adapters is not None and not self.ranks.rank:
+                self.adapters.keep_on_host()
+            shard(self._scorer, blocks(self.model), self.device, self.ranks.world, self._dtype)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, tied ones once."""
+        return list(self.model.parameters())
+
+    def _use_packing(self, packing: Packing) -> bool:
+        """Prepare the model for packed rows if they are wanted, and return whether it takes them.
+
+        Raises:
+            LearnerError: They are insisted on, and it does not.
+        """
+        if packing == "padded":
+            return False
+        problem = use_packed_attention(self.model, packing, self._dtype)
+        kind = self.model.config.model_type
+        if problem is not None and packing == "packed":
+            raise LearnerError(
+                f"trainer.packing is packed, but sequences of a {kind} model cannot be packed into one row: {problem}; "
+                "use trainer.packing=auto or padded"
+            )
+        if problem is not None:
+            log.info("rows_are_padded", model=kind, reason=problem)
+        return problem is None
+
+    def _autocast(self) -> torch.autocast:
+        """Return the context in which the model computes."""
+        return torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32)
+
+    def score(self, batch: MicroBatch, *, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropies of the batch's trained tokens, float32 ``[tokens]``, at their temperatures."""
+        found = self._scores(batch, entropy_gradient=entropy_gradient)
+        return found.logprob, found.entropy
+
+    @torch.no_grad()
+    def score_with_baseline(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logprobs, entropies and entropy baselines of the batch's trained tokens, without gradient."""
+        found = self._scores(batch, entropy_gradient=False, with_baseline=True)
+        assert found.entropy_baseline is not None
+        return found.logprob, found.entropy, found.entropy_baseline
+
+    def _scores(self, batch: MicroBatch, *, entropy_gradient: bool, with_baseline: bool = False) -> Scores:
+        with self._autocast():
+            found: Scores = self._scorer(
+                model_inputs(self.model, batch),
+                (batch.rows, batch.columns),
+                batch.targets,
+                batch.temperature,
+                entropy_gradient=entropy_gradient,
+                with_baseline=with_baseline,
+            )
+        return found
+
+    @torch.no_grad()
+    def sequence_logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Return the logprob of each token after the first, at temperature 1, by the weights as they are shown."""
+        if len(tokens) < 2:
+            raise ValueError(f"got {len(tokens)} tokens, wanted at least 2: the first one has no logprob")
+        ids = torch.tensor([list(tokens)], device=self.device)
+        columns = torch.arange(len(tokens) - 1, device=self.device)
+        places, heat = (torch.zeros_like(columns), columns), torch.ones(len(columns), device=self.device)
+        with self._autocast():
+            scores = self._scorer({"input_ids": ids[:, :-1]}, places, ids[0, 1:], heat, entropy_gradient=False)
+        found: list[float] = scores.logprob.tolist()
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds of it, the live tensors: all weights, or the adapters where there are any."""
+        return module_state(self.model) if self.adapters is None else self.adapters.state()
+
+    def manifest(self) -> list[tuple[str, str, list[int]]]:
+        """Return ``(name, dtype, shape)`` of each tensor of :meth:`weights`, in its order."""
+        name_of = str(self._dtype).removeprefix("torch.")
+        if self.adapters is not None:
+            return [(name, name_of, shape) for name, shape in self.adapters.manifest().items()]
+        return [(name, name_of, list(tensor.shape)) for name, tensor in self.model.named_parameters()]
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """Return what engines get by name in module order, tied weights once: the parameters, the live ones where the
+        dtype allows; with adapters, weights that these are merged into, or the adapters.
+        """
+        return [(name, self.weight(name)) for name, _, _ in self.manifest()]
+
+    def weight(self, name: str) -> Tensor:
+        """Return one of :meth:`weights`."""
+        if self.adapters is not None:
+            return self.adapters.shown(name).to(self._dtype)
+        found: Tensor = self.model.get_parameter(name).detach().to(self._dtype)
+        return found
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Be the model that the run began with in the ``with`` block; only with adapters."""
+        assert self.adapters is not None
+        with self.adapters.off():
+            yield
+
+    def digest(self, state: Mapping[str, Tensor]) -> str:
+        """Return the checksum of :meth:`weights` from a copy of :meth:`state`, as a weight sync has it."""
+
+        def shown(name: str) -> Tensor:
+            return state[name] if self.adapters is None else self.adapters.shown(name, state)
+
+        return total_digest(shown(name).to(self._dtype) for name, _, _ in self.manifest())
+
+    def save(self, folder: Path, tokenizer: Path, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write a Hugging Face folder with float32 weights and the tokenizer files of the folder ``tokenizer``; with
+        adapters these are merged into the weights, and lie in ``adapter/`` as ``peft`` loads them.
+
+        Args:
+            folder: Made if missing.
+            tokenizer: A Hugging Face folder.
+            state: A copy of :meth:`state` to write in place of the live one; any thread may do that.
+        """
+        if self.adapters is None:
+            self.model.save_pretrained(folder, state_dict=None if state is None else dict(state))
+        else:
+            self.adapters.without().save_pretrained(folder, state_dict=self.adapters.merged_state(state))
+            self.adapters.save(folder / "adapter", state)
+        for pattern in TOKENIZER_FILES:
+            for source in tokenizer.glob(pattern):
+                if source.is_file():
+                    shutil.copyfile(source, folder / source.name)
+
+
+def chosen_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """Return the device to compute on; of several GPUs the one of this rank.
+
+    Raises:
+        LearnerError: It is not there.
+    """
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise LearnerError("model.device is cuda, but torch sees no CUDA device here; use model.device=auto or cpu")
+    if not available or wanted == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", own_device(torch.cuda.current_device()))
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Keep only the inputs of each block for the backward pass, which computes the rest anew.
+
+    The switch of ``transformers`` works in training mode alone, and that turns dropout on.
+
+    Raises:
+        LearnerError: The model has no blocks that say that this may be done with them.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    blocks = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    if not blocks:
+        raise LearnerError(
+            f"trainer.gradient_checkpointing is on, but {type(model).__name__} has no block of the class "
+            "transformers.modeling_layers.GradientCheckpointingLayer; use trainer.gradient_checkpointing=false"
+        )
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,0 +1,112 @@
+"""A causal language model that says what it thinks of chosen tokens, instead of returning logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trinity_mq.algorithms.scoring import AfterHead, Scores, entropy_baselines, head_scores, token_logprobs
+
+
+class TokenScorer(nn.Module):
+    """Logprobs and entropies of chosen tokens, from the hidden states that the model's head gets for them.
+
+    The head itself is called with no token at all; its weight is read here, in this module's forward pass, and all that
+    has a gradient leaves through this module's outputs. So this is the module to shard as the root
+    (``torch.distributed.fsdp.fully_shard``): there the weight is whole in this forward pass, and whole again when the
+    backward pass computes the logits anew. Adapters have to be put on the model before it comes here.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Ask the model, which has its weights and is on its device, what it does after its head.
+
+        Raises:
+            ValueError: The model has no head.
+        """
+        super().__init__()
+        self.model = model
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"{type(model).__name__} has no output embeddings to take logits from")
+        self._places: tuple[Tensor, Tensor] | None = None
+        self._hidden: Tensor | None = None
+        self.after = after_head(model)
+        """None: nothing that is known here, so the model makes the logits of all chosen tokens at once."""
+        head.register_forward_pre_hook(self._take)
+
+    def _take(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Keep the hidden states of the chosen tokens; logits of all others would be the largest tensor of the pass."""
+        if self._places is None:
+            return None
+        self._hidden = arguments[0][self._places]
+        return (self._hidden if self.after is None else self._hidden[:0],)
+
+    def forward(
+        self,
+        inputs: dict[str, Any],
+        places: tuple[Tensor, Tensor],
+        targets: Tensor,
+        temperature: Tensor,
+        *,
+        entropy_gradient: bool,
+        with_baseline: bool = False,
+    ) -> Scores:
+        """Return what the model says of the tokens; see :func:`trinity_mq.algorithms.scoring.head_scores`.
+
+        Args:
+            inputs: What the model is called with.
+            places: Row and position in ``input_ids`` that predict each token, int64 ``[tokens]`` both.
+            targets: The tokens, int64 ``[tokens]``.
+            temperature: float32 ``[tokens]``.
+            entropy_gradient: Whether the entropies are differentiated.
+            with_baseline: Whether to return the entropy baselines.
+        """
+        self._places = places
+        try:
+            logits: Tensor = self.model(**inputs, use_cache=False).logits
+            hidden = self._hidden
+        finally:
+            self._places = self._hidden = None
+        if self.after is not None:
+            assert hidden is not None
+            return head_scores(
+                hidden,
+                self.model.get_output_embeddings(),
+                targets,
+                temperature,
+                self.after,
+                entropy_gradient=entropy_gradient,
+                with_baseline=with_baseline,
+            )
+        found = token_logprobs(logits, targets, temperature, entropy_gradient=entropy_gradient)
+        return Scores(*found, entropy_baselines(logits, temperature) if with_baseline else None)
+
+
+@torch.no_grad()
+def after_head(model: Any) -> AfterHead | None:
+    """Return what a model does with the output of its head, or None for what is not known here.
+
+    The settings of Gemma (``final_logit_softcapping``), Cohere (``logit_scale``) and Granite (``logits_scaling``) are
+    taken from the configuration. Then the model is asked: it is run on four tokens with numbers of our own in place of
+    the head's output, and its logits are compared with what we make of these numbers.
+    """
+    settings = model.config.get_text_config()
+    factor, divisor = (getattr(settings, name, None) for name in ("logit_scale", "logits_scaling"))
+    scale = (factor if isinstance(factor, int | float) else 1.0) / (divisor or 1.0)
+    after = AfterHead(scale, getattr(settings, "final_logit_softcapping", None) or None)
+    given: list[Tensor] = []
+
+    def replace(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        given.append((20 * torch.randn(output.shape, generator=generator)).to(output))
+        return given[-1]
+
+    handle = model.get_output_embeddings().register_forward_hook(replace)
+    try:
+        logits = model(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits
+    finally:
+        handle.remove()
+    is_known = logits.shape == given[0].shape and torch.allclose(after(given[0].float()), logits.float(), rtol=1e-5)
+    return after if is_known else None

@@ -1,0 +1,1 @@
+"""A trainer of several processes: its ranks, and models sharded over them."""
