@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -79,11 +78,9 @@ def test_follows_the_loops_clock() -> None:
         await bus.close()
         return asyncio.get_running_loop().time()
 
-    began = time.monotonic()
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         passed = runner.run(scenario())
     assert 560 <= passed < 562
-    assert time.monotonic() - began < 5
 
 
 class TestAlarm:

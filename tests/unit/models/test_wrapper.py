@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -260,19 +259,6 @@ async def test_pins_and_refusals(wrap: Wrap) -> None:
     with pytest.raises(EngineRefused, match="unknown option 'temprature'") as refused:
         await wrap().chat_async(MESSAGES, temprature=1)
     assert refused.value.status == 400
-
-
-def test_sixteen_experiences_from_one_answer_are_cheap() -> None:
-    sampled = {"token_ids": [5, 6, 7, 1], "token_logprobs": [-1.5] * 4, "weight_versions": [[0, 1, 7]]}
-    choices = [{"index": i, "message": {"content": "123"}, "finish_reason": "stop", **sampled} for i in range(16)]
-    answer = {"prompt_token_ids": [12, 5, 9, 4, 14], "prompt_text": "+372=", "choices": choices}
-    experiences_of(answer, 1.0)
-    times = []
-    for _ in range(20):
-        started = time.perf_counter()
-        experiences_of(answer, 1.0)
-        times.append(time.perf_counter() - started)
-    assert min(times) < 1e-3
 
 
 @pytest.mark.parametrize("value", ["null", "NaN", "-Infinity", "Infinity", "-9999.0"])

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from typing import ClassVar
 
 import pytest
@@ -205,22 +204,11 @@ async def test_multi_threading_runs_have_threads_and_loops_of_their_own(ran):
 @pytest.mark.parametrize(
     ("mode", "kind"), [("asynchronous", "Blocks"), ("multi-threading", "Blocks"), ("multi-threading", "BlocksItsLoop")]
 )
-async def test_what_blocks_is_done_in_parallel_and_the_loop_goes_on(ran, mode, kind):
+async def test_what_blocks_is_done_in_parallel(ran, mode, kind):
+    """Each run waits in its thread for two others: one that held the event loop would wait for them until it failed."""
     Blocks.at_work.reset()
-    slowest, before = 0.0, time.monotonic()
-
-    async def tick():
-        nonlocal slowest, before
-        while True:
-            await asyncio.sleep(0.005)
-            now = time.monotonic()
-            slowest, before = max(slowest, now - before), now
-
-    ticking = asyncio.ensure_future(tick())
     outcome = await ran(mode, kind)
-    ticking.cancel()
     assert (outcome.runs, outcome.message) == ([0, 1, 2], None)
-    assert slowest < 1.0  # the barrier would have held it for five
 
 
 def test_any_other_mode_is_an_error():

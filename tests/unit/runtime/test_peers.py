@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -131,6 +133,24 @@ def test_an_agent_that_sends_nothing_is_forgotten_after_some_leases() -> None:
     run_virtually(main())
 
 
+def lines_run(function: Callable[[], object]) -> int:
+    """Return how many lines of Python ``function`` runs: its cost, on a machine of any speed."""
+    lines = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> object:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
 def test_fifty_thousand_that_have_gone_cost_a_look_nothing() -> None:
     """One id for each process that ever lived: a runner in a container is named after its host."""
 
@@ -141,12 +161,7 @@ def test_fifty_thousand_that_have_gone_cost_a_look_nothing() -> None:
         peers.receive(beat("lives", lease=100.0))
         await asyncio.sleep(2)
         assert [each.id for each in peers.alive("runner")] == ["lives"]
-        costs = []
-        for _ in range(20):
-            started = time.perf_counter()
-            peers.alive("runner")
-            costs.append(time.perf_counter() - started)
-        assert min(costs) < 0.001
+        assert lines_run(lambda: peers.alive("runner")) < 50
         await asyncio.sleep(REMEMBERED_LEASES * 10)
         peers.receive(beat("lives", seq=2, lease=100.0))
         assert peers.latest("runner-7") is None

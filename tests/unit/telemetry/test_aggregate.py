@@ -4,7 +4,6 @@ import itertools
 import math
 import random
 import statistics
-import time
 
 import numpy as np
 import pytest
@@ -150,15 +149,6 @@ def test_no_number_ends_who_aggregates_it(value: float) -> None:
     tasks = [aggregate_eval_runs(runs)] * 2
     assert "a/best@2" in tasks[0]
     assert aggregate_eval_tasks(tasks, "x", detailed=True).keys() >= {"x/a/best@2/std"}
-
-
-def test_a_large_evaluation_takes_milliseconds() -> None:
-    """About 25 ms for 256 tasks x 8 runs x 5 keys."""
-    generator = random.Random(1)
-    tasks = [[{key: generator.random() for key in "abcde"} for _ in range(8)] for _ in range(256)]
-    started = time.perf_counter()
-    [aggregate_eval_runs(runs) for runs in tasks]
-    assert time.perf_counter() - started < 1.0
 
 
 def test_eval_tasks_to_evaluation() -> None:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -239,10 +238,8 @@ def test_a_folder_or_pipe_in_its_place_is_damage(local: BlobStore, tmp_path: Pat
     (tmp_path / "blobs/run-1" / NAME).mkdir()
     os.mkfifo(tmp_path / "blobs/run-1/batch/t1/pipe.tmqx")
     for name in (NAME, "batch/t1/pipe.tmqx"):
-        started = time.monotonic()
         with pytest.raises(BlobDamaged):
             local.get(changed(reference, url=f"{local.url}/{name}"))
-        assert time.monotonic() - started < 5
 
 
 # -- gone, or only not there now
