@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Mapping
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
@@ -24,11 +25,14 @@ from trinity_mq.models.errors import (
     PromptTooLong,
     VersionMismatch,
 )
+from trinity_mq.models.group_format import GROUPS_HEADER
+from trinity_mq.models.request_groups import CONNECT_SECONDS, NoGroups, RequestGroups
 from trinity_mq.telemetry.trace import span, trace_headers
 
 VERSION_HEADER = "X-TMQ-Version"
 """``generation.step``: of a request, the only version that may answer it; of an answer, the version that gave it."""
-CONNECT_SECONDS = 10.0
+GROUPED = ("/v1/chat/completions", "/v1/completions")
+"""Routes whose requests go in groups."""
 IDLE_SECONDS = 30.0
 """Idle connections are closed by us before the server does it: no request meets one that is just going away."""
 
@@ -40,31 +44,60 @@ class EngineClients:
         self._session: aiohttp.ClientSession | None = None
         self._client: httpx.Client | None = None
         self._lock = threading.Lock()
+        self._groups: dict[str, RequestGroups] = {}
+        """By server."""
 
     async def post_async(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float) -> Any:
-        """Return the JSON answer to a POST.
+        """Return the JSON answer to a POST. Once a server has said that it takes groups, requests of about the same
+        time go to it as one.
 
         Raises:
             EngineNotReady: 503.
             EngineLost: No answer, or not within ``timeout`` seconds.
             EngineRefused: Any other error the engine answers with, by its kind.
         """
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
-            self._session = aiohttp.ClientSession(connector=connector)
-        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
+        sent = {**headers, **trace_headers()}
         try:
-            with span("ask engine", wait=True) as asked:
-                sent = {**headers, **trace_headers()}
-                async with self._session.post(url, json=body, headers=sent, timeout=limit) as response:
-                    answer = await response.read()
-                asked.size = len(answer)
-            with span("parse answer", size=len(answer)):
-                return understood(response.status, response.headers, answer, url)
+            if (groups := self._groups_for(url)) is not None:
+                try:
+                    return await self._ask_in_group(groups, url, body, sent, timeout)
+                except NoGroups:  # another server is there now
+                    self._groups.pop(base_of(url), None)
+            return await self._ask(url, body, sent, timeout)
         except TimeoutError:
             raise EngineLost(f"{url}: no answer within {timeout:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
+
+    async def _ask(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float) -> Any:
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
+        with span("ask engine", wait=True) as asked:
+            async with self._connections().post(url, json=body, headers=headers, timeout=limit) as response:
+                answer = await response.read()
+            asked.size = len(answer)
+        if GROUPS_HEADER in response.headers:
+            base = base_of(url)
+            self._groups.setdefault(base, RequestGroups(self._connections, base))
+        with span("parse answer", size=len(answer)):
+            return understood(response.status, response.headers, answer, url)
+
+    @staticmethod
+    async def _ask_in_group(
+        groups: RequestGroups, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float
+    ) -> Any:
+        with span("ask engine", wait=True):
+            async with asyncio.timeout(timeout):
+                answer = await groups.ask(urlsplit(url).path, headers, body)
+        return checked(answer.status, answer.headers, answer.body, url)
+
+    def _groups_for(self, url: str) -> RequestGroups | None:
+        return self._groups.get(base_of(url)) if url.endswith(GROUPED) else None
+
+    def _connections(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session
 
     def post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float) -> Any:
         """Return the JSON answer to a POST from a thread; errors as :meth:`post_async`."""
@@ -87,6 +120,9 @@ class EngineClients:
 
     async def aclose(self) -> None:
         """Close all connections."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            await group.close()
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -112,9 +148,24 @@ def understood(status: int, headers: Mapping[str, str], body: bytes, url: str) -
         answer = json.loads(body)
     except ValueError:
         raise EngineLost(f"{url}: HTTP status {status} with a body that is not JSON: {body[:80]!r}") from None
+    return checked(status, headers, answer, url)
+
+
+def checked(status: int, headers: Mapping[str, str], answer: Any, url: str) -> Any:
+    """Return an answer, given as the JSON in it, or raise what it says."""
     if status == 200:
         return with_version(answer, headers)
     raise engine_error(status, headers.get("Retry-After"), answer, url)
+
+
+def base_of(url: str) -> str:
+    """Return the server in a URL.
+
+    >>> base_of("http://127.0.0.1:8000/v1/completions")
+    'http://127.0.0.1:8000'
+    """
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def with_version(answer: Any, headers: Mapping[str, str]) -> Any:

@@ -26,6 +26,7 @@ from trinity_mq.runtime.errors import (
     RecycleMe,
     RestartMe,
 )
+from trinity_mq.runtime.event_loop import run_on_fast_loop
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import die_with_parent, disk_full, when_parent_ends
 from trinity_mq.runtime.processes.supervisor import PARENT_VARIABLE
@@ -70,7 +71,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
         if role in {"explorer", "runner"}:
             collect_seldom()
         with signs.ended():
-            asyncio.run(_serve(config, agent_id, build, signs, parent))
+            run_on_fast_loop(_serve(config, agent_id, build, signs, parent))
     except KeyboardInterrupt:
         return 130
     except BaseException as error:

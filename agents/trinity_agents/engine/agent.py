@@ -28,6 +28,7 @@ from trinity_mq.models.engines.vllm.generator import VllmGenerator
 from trinity_mq.models.errors import EngineFailed
 from trinity_mq.models.model_folder import ensure_model_folder
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
+from trinity_mq.runtime.event_loop import run_on_fast_loop
 from trinity_mq.telemetry import flush_trace, setup_logging, start_trace
 
 log = structlog.get_logger(__name__)
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
             from trinity_mq.sync.channels.receiver import receive_weights
 
             receiver = receive_weights
-        asyncio.run(_serve(config, options, receiver))
+        run_on_fast_loop(_serve(config, options, receiver))
     except (FatalError, OSError, ValueError) as error:
         log.error("engine_ends", engine=options.id, reason=str(error))
         print(f"engine {options.id}: {error}", file=sys.stderr, flush=True)  # noqa: T201  # what its host shows

@@ -23,6 +23,7 @@ from trinity_mq.config import AuxiliaryModelConfig, Config
 from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, refuse
 from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
+from trinity_mq.runtime.event_loop import run_on_fast_loop
 from trinity_mq.telemetry import setup_logging
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setup_logging("engine", options.id, config.path, config.monitor.log_level)
         model = {each.name: each for each in config.explorer.auxiliary_models}[options.auxiliary]
         serve = _external if model.engine == "external" else _hosted
-        asyncio.run(serve(config, model, options))
+        run_on_fast_loop(serve(config, model, options))
     except (FatalError, OSError, ValueError) as error:
         log.error("engine_ends", engine=options.id, reason=str(error))
         print(f"engine {options.id}: {error}", file=sys.stderr, flush=True)  # noqa: T201  # what its host shows

@@ -43,8 +43,11 @@ class ApiError(Exception):
 
     def response(self) -> web.Response:
         """Return the answer with an OpenAI error body."""
-        headers = {} if self.retry_after is None else {"Retry-After": f"{self.retry_after:g}"}
-        return web.json_response({"error": self.body()}, status=self.status, headers=headers)
+        return web.json_response({"error": self.body()}, status=self.status, headers=self.headers())
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the answer."""
+        return {} if self.retry_after is None else {"Retry-After": f"{self.retry_after:g}"}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None, **extra: Any) -> ApiError:

@@ -73,6 +73,7 @@ class EngineServer(HttpServer):
             name=settings.model_name,
             model_path=settings.model_path,
             max_response_tokens=settings.max_response_tokens,
+            groups=batcher is None,
         )
 
     def stop(self, reason: str) -> None:

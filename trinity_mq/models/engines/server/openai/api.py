@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -13,6 +14,8 @@ from trinity_mq.models.engines.api_errors import ApiError, bad_request
 from trinity_mq.models.engines.generation.batch_step import StaticBatcher
 from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.text import TextCodec, TextError
+from trinity_mq.models.engines.server.http_server import json_object
+from trinity_mq.models.engines.server.openai.groups import answer_group
 from trinity_mq.models.engines.server.openai.requests import (
     ChatBody,
     CompletionBody,
@@ -21,17 +24,41 @@ from trinity_mq.models.engines.server.openai.requests import (
     TokenizeBody,
     checked_messages,
     parse,
+    request_of,
 )
 from trinity_mq.models.engines.server.openai.responses import chat_choice, envelope, text_choice
 from trinity_mq.models.engines.server.openai.streaming import Chunks, send
 from trinity_mq.models.engines.server.openai.tools import checked_tools
 from trinity_mq.models.engines.state import EngineState
+from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER
 from trinity_mq.telemetry.trace import BATCH, BATCH_HEADER, span
 
 PIN_HEADER = "X-TMQ-Version"
 LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"
 """Leave out ``logprobs`` with their texts where ``token_logprobs`` say the same: what our own clients ask for."""
 SEED_MASK = (1 << 63) - 1
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A request to :data:`CHAT`, understood."""
+
+    body: ChatBody
+    text: str
+    """The prompt as the template renders it."""
+    tools: Sequence[dict[str, Any]]
+    wanted: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """A request to :data:`COMPLETIONS`, understood."""
+
+    body: CompletionBody
+    prompts: Sequence[tuple[str, list[int]]]
+    """Text and tokens of each."""
+    wanted: Sequence[GenerationRequest]
 
 
 class OpenAIApi:
@@ -46,8 +73,20 @@ class OpenAIApi:
         name: str,
         model_path: str,
         max_response_tokens: int,
+        groups: bool = False,
     ) -> None:
-        """``max_response_tokens`` is for requests without ``max_tokens``."""
+        """Serve what ``batcher`` samples.
+
+        Args:
+            batcher: Samples.
+            state: Of the engine.
+            generator: Has the tokenizer and the limits.
+            name: Of the model, as requests have it.
+            model_path: Its folder.
+            max_response_tokens: For requests without ``max_tokens``.
+            groups: Take many requests as one: where they are sampled together anyway.
+        """
+        self._groups = groups
         self._batcher, self._state = batcher, state
         self._codec: TextCodec = generator.codec
         self._max_model_len: int = generator.max_model_len
@@ -58,77 +97,121 @@ class OpenAIApi:
     def routes(self) -> list[web.RouteDef]:
         """Return the routes."""
         return [
-            web.post("/v1/chat/completions", self.chat),
-            web.post("/v1/completions", self.completions),
+            web.post(CHAT, self.chat),
+            web.post(COMPLETIONS, self.completions),
             web.post("/v1/tokenize", self.tokenize),
             web.post("/v1/logprobs", self.logprobs),
             web.get("/v1/models", self.models),
+            *([web.post(GROUP_PATH, self.group)] if self._groups else []),
         ]
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation."""
-        pin = self._admitted(request)
+        pin = self._admitted(request.headers)
         received = await request.read()
-        BATCH.set(request.headers.get(BATCH_HEADER))
         with span("parse request", size=len(received)):
-            body = parse(received, ChatBody)
-            if request.headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
-                body.logprobs = False
-            tools = body.offered_tools()
-            text = self._text(lambda: self._codec.render_with_tools(checked_messages(body.messages), tools))
-            prompt = self._text(lambda: self._codec.encode(text))
-            wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
-        if body.stream:
-            return await self._streamed(request, body, wanted, pin, text, tools=bool(tools))
-        [(completions, version)] = await self._batcher.generate([wanted], pin)
-        with span("encode answer") as traced:
-            choices = [
-                chat_choice(number, completion, body, version, self._codec, tools=bool(tools))
-                for number, completion in enumerate(completions)
-            ]
-            answer = envelope("chat.completion", "chatcmpl", self._name, choices, [prompt], completions)
-            if body.return_token_ids:
-                answer |= {"prompt_token_ids": prompt, "prompt_text": text}
-            response = _json(answer, version)
-            traced.size = len(response.text or "")
-        return response
+            chat = self._chat(json_object(received), request.headers)
+        if chat.body.stream:
+            return await self._streamed(request, chat.body, chat.wanted, pin, chat.text, tools=bool(chat.tools))
+        return self._json(*await self._chat_answer(chat, pin))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Continue prompts."""
-        pin = self._admitted(request)
-        received = await request.read()
-        BATCH.set(request.headers.get(BATCH_HEADER))
-        body = parse(received, CompletionBody)
+        pin = self._admitted(request.headers)
+        asked = self._completion(json_object(await request.read()), request.headers)
+        if asked.body.stream:
+            if len(asked.prompts) > 1:
+                raise bad_request(
+                    f"stream=true with {len(asked.prompts)} prompts; stream one prompt a request", "prompt"
+                )
+            text, _ = asked.prompts[0]
+            return await self._streamed(request, asked.body, asked.wanted[0], pin, text, tools=False)
+        return self._json(*await self._completion_answer(asked, pin))
+
+    async def group(self, request: web.Request) -> web.StreamResponse:
+        """Answer many requests that came as one."""
+        return await answer_group(request, self.answer, version_header)
+
+    async def answer(
+        self, path: str, headers: Mapping[str, str], fields: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Version]:
+        """Answer a request that came in a group, whole; return the body and the version that sampled it.
+
+        Args:
+            path: The route that it is for.
+            headers: Those that a request of its own would have.
+            fields: Its body.
+
+        Raises:
+            ApiError: It cannot be served, as on its own.
+        """
+        pin = self._admitted(headers)
+        if fields.get("stream"):
+            raise bad_request("stream=true in a group; stream with a request of its own", "stream")
+        if path == CHAT:
+            with span("parse request"):
+                chat = self._chat(fields, headers)
+            return await self._chat_answer(chat, pin)
+        if path == COMPLETIONS:
+            return await self._completion_answer(self._completion(fields, headers), pin)
+        raise ApiError(404, f"no {path} in a group, wanted {CHAT} or {COMPLETIONS}", code="http_error")
+
+    def _chat(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Chat:
+        BATCH.set(headers.get(BATCH_HEADER))
+        body = request_of(fields, ChatBody)
+        if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
+            body.logprobs = False
+        tools = body.offered_tools()
+        text = self._text(lambda: self._codec.render_with_tools(checked_messages(body.messages), tools))
+        prompt = self._text(lambda: self._codec.encode(text))
+        wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
+        return _Chat(body, text, tools, wanted)
+
+    async def _chat_answer(self, chat: _Chat, pin: Version | None) -> tuple[dict[str, Any], Version]:
+        [(completions, version)] = await self._batcher.generate([chat.wanted], pin)
+        with span("encode answer"):
+            choices = [
+                chat_choice(number, completion, chat.body, version, self._codec, tools=bool(chat.tools))
+                for number, completion in enumerate(completions)
+            ]
+            prompt = chat.wanted.prompt
+            answer = envelope("chat.completion", "chatcmpl", self._name, choices, [prompt], completions)
+            if chat.body.return_token_ids:
+                answer |= {"prompt_token_ids": prompt, "prompt_text": chat.text}
+        return answer, version
+
+    def _completion(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Completion:
+        BATCH.set(headers.get(BATCH_HEADER))
+        body = request_of(fields, CompletionBody)
         if body.logprobs:
             raise bad_request(
                 f"logprobs={body.logprobs} asks for the likeliest tokens, which are not kept; send logprobs=0",
                 "logprobs",
             )
-        if request.headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
+        if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = None
         prompts = [self._prompt(prompt) for prompt in body.prompts()]
         if not prompts:
             raise bad_request("prompt is an empty list, wanted at least one prompt", "prompt")
-        requests = [
+        wanted = [
             self._request(body, ids, body.max_tokens, None if body.seed is None else body.seed + number)
             for number, (_, ids) in enumerate(prompts)
         ]
-        if body.stream:
-            if len(prompts) > 1:
-                raise bad_request(f"stream=true with {len(prompts)} prompts; stream one prompt a request", "prompt")
-            return await self._streamed(request, body, requests[0], pin, prompts[0][0], tools=False)
-        answers = await self._batcher.generate(requests, pin)
+        return _Completion(body, prompts, wanted)
+
+    async def _completion_answer(self, asked: _Completion, pin: Version | None) -> tuple[dict[str, Any], Version]:
+        answers = await self._batcher.generate(asked.wanted, pin)
+        body = asked.body
         choices: list[dict[str, Any]] = []
-        for (text, ids), (completions, version) in zip(prompts, answers, strict=True):
+        for (text, ids), (completions, version) in zip(asked.prompts, answers, strict=True):
             prompt_fields = {"prompt_token_ids": ids, "prompt_text": text} if body.return_token_ids else {}
             choices += [
                 text_choice(len(choices) + number, completion, body, version, self._codec) | prompt_fields
                 for number, completion in enumerate(completions)
             ]
         flat = [completion for completions, _ in answers for completion in completions]
-        asked = [ids for _, ids in prompts]
-        answer = envelope("text_completion", "cmpl", self._name, choices, asked, flat)
-        return _json(answer, min(version for _, version in answers))
+        answer = envelope("text_completion", "cmpl", self._name, choices, [ids for _, ids in asked.prompts], flat)
+        return answer, min(version for _, version in answers)
 
     async def _streamed(
         self,
@@ -144,7 +227,7 @@ class OpenAIApi:
         chunks = Chunks(body, wanted, self._codec, model=self._name, prompt_text=text, tools=tools)
         async with self._batcher.stream(wanted, pin) as stream:
             version = await stream.begun()  # until here an error has a status of its own
-            return await send(request, stream, chunks, version, _version_header(version))
+            return await send(request, stream, chunks, version, version_header(version))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         """Return a text, or a conversation with the mask of what the assistant wrote, as tokens."""
@@ -164,11 +247,11 @@ class OpenAIApi:
 
     async def logprobs(self, request: web.Request) -> web.Response:
         """Return the logprob of every given token after the first."""
-        pin = self._admitted(request)
+        pin = self._admitted(request.headers)
         body = parse(await request.read(), ScoreBody)
         self._check_prompt(body.tokens, self._max_model_len, "tokens")
         [(logprobs, version)] = await self._batcher.score([ScoreRequest(body.tokens, body.temperature)], pin)
-        return _json({"logprobs": logprobs, "weight_version": list(version)}, version)
+        return self._json({"logprobs": logprobs, "weight_version": list(version)}, version)
 
     async def models(self, request: web.Request) -> web.Response:
         """Return the one model there is."""
@@ -182,11 +265,17 @@ class OpenAIApi:
         }
         return web.json_response({"object": "list", "data": [model]})
 
+    def _json(self, answer: dict[str, Any], version: Version) -> web.Response:
+        headers = version_header(version)
+        if self._groups:
+            headers[GROUPS_HEADER] = "yes"
+        return web.json_response(answer, headers=headers)
+
     # -- in
 
-    def _admitted(self, request: web.Request) -> Version | None:
-        """Return the version the request is pinned to; refuse early what cannot be served."""
-        pin = parse_pin(request.headers.get(PIN_HEADER))
+    def _admitted(self, headers: Mapping[str, str]) -> Version | None:
+        """Return the version that a request with these headers is pinned to; refuse early what cannot be served."""
+        pin = parse_pin(headers.get(PIN_HEADER))
         if problem := self._state.problem(pin):
             raise problem
         return pin
@@ -251,11 +340,8 @@ class OpenAIApi:
             )
 
 
-def _json(answer: dict[str, Any], version: Version) -> web.Response:
-    return web.json_response(answer, headers=_version_header(version))
-
-
-def _version_header(version: Version) -> dict[str, str]:
+def version_header(version: Version) -> dict[str, str]:
+    """Return the header that names the version of an answer."""
     return {PIN_HEADER: f"{version[0]}.{version[1]}"}
 
 

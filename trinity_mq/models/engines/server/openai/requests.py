@@ -157,12 +157,16 @@ B = TypeVar("B", bound=BaseModel)
 
 
 def parse(raw: bytes, body: type[B]) -> B:
-    """Return the request in ``raw``.
+    """Return the request in ``raw``; errors as :func:`request_of`."""
+    return request_of(json_object(raw), body)
+
+
+def request_of(fields: Mapping[str, Any], body: type[B]) -> B:
+    """Return the request with these fields.
 
     Raises:
         ApiError: 400; names the option, what was sent and what is taken.
     """
-    fields = json_object(raw)
     taken = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
     for name in _NEUTRAL.keys() & taken.keys() - body.model_fields.keys():
         value = taken.pop(name)

@@ -1,0 +1,75 @@
+"""The route by which our own clients send many requests as one; see :mod:`trinity_mq.models.group_format`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from trinity_mq.messages import Version
+from trinity_mq.models.engines.api_errors import ApiError, bad_request
+from trinity_mq.models.group_format import (
+    CONTENT_TYPE,
+    GroupedAnswer,
+    GroupedRequest,
+    pack_answer,
+    unpack_requests,
+)
+
+log = structlog.get_logger(__name__)
+
+Answering = Callable[[str, Mapping[str, str], Mapping[str, Any]], Awaitable[tuple[dict[str, Any], Version]]]
+"""Answers one request, given its path, headers and body; raises ApiError."""
+
+
+async def answer_group(
+    request: web.Request, answering: Answering, headers: Callable[[Version], dict[str, str]]
+) -> web.StreamResponse:
+    """Answer each request of a group as soon as its answer is there.
+
+    A client that closes the connection cancels what has not been answered.
+
+    Args:
+        request: The group.
+        answering: Answers one of them.
+        headers: Returns the headers of an answer that this version of the weights gave.
+
+    Raises:
+        ApiError: 400; it is no group.
+    """
+    try:
+        asked = unpack_requests(await request.read())
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+    response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
+    await response.prepare(request)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_answered(number, one, answering, headers)) for number, one in enumerate(asked)]
+        await _send(response, tasks)
+    await response.write_eof()
+    return response
+
+
+async def _send(response: web.StreamResponse, tasks: Sequence[asyncio.Task[GroupedAnswer]]) -> None:
+    """Write the answers, those that are there at the same time together."""
+    left = set(tasks)
+    while left:
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        await response.write(b"".join(pack_answer(task.result()) for task in done))
+
+
+async def _answered(
+    number: int, asked: GroupedRequest, answering: Answering, headers: Callable[[Version], dict[str, str]]
+) -> GroupedAnswer:
+    try:
+        body, version = await answering(asked.path, asked.headers, asked.body)
+    except ApiError as error:
+        return GroupedAnswer(number, error.status, error.headers(), {"error": error.body()})
+    except Exception as error:
+        log.exception("request_failed", path=asked.path)
+        failure = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+        return GroupedAnswer(number, failure.status, {}, {"error": failure.body()})
+    return GroupedAnswer(number, 200, headers(version), body)

@@ -1,0 +1,93 @@
+"""Bodies of ``POST /v1/group``: many requests to an engine in one, and their answers as each is there, in MessagePack.
+
+A request is ``[path, headers, body]``, a group an array of them. The answer is a stream of ``[number, status, headers,
+body]``, in the order in which they are done; ``number`` is the request's place in the group. Paths, headers, bodies and
+statuses are those that the request would have on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgpack
+from pydantic import Field, TypeAdapter, ValidationError
+
+GROUP_PATH = "/v1/group"
+GROUPS_HEADER = "X-TMQ-Groups"
+"""On answers of engines that take groups."""
+CONTENT_TYPE = "application/x-msgpack"
+
+
+class GroupedRequest(NamedTuple):
+    """One request of a group."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: Mapping[str, Any]
+
+
+class GroupedAnswer(NamedTuple):
+    """The answer to one of them."""
+
+    number: int
+    status: int
+    headers: Mapping[str, str]
+    body: Any
+
+
+_REQUESTS = TypeAdapter(
+    Annotated[list[tuple[str, dict[str, str], dict[str, Any]]], Field(min_length=1)], config={"strict": True}
+)
+_ANSWER = TypeAdapter(tuple[int, int, dict[str, str], Any], config={"strict": True})
+
+
+def pack_requests(requests: Sequence[GroupedRequest]) -> bytes:
+    """Return the body of a group."""
+    packed: bytes = msgpack.packb(requests)
+    return packed
+
+
+def unpack_requests(body: bytes) -> list[GroupedRequest]:
+    """Return the requests of a group.
+
+    Raises:
+        ValueError: ``body`` is none; says what was wanted.
+    """
+    try:
+        return [GroupedRequest(*request) for request in _REQUESTS.validate_python(_as_tuples(msgpack.unpackb(body)))]
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where}: {first['msg']}; wanted an array of [path, headers, body]") from None
+    except Exception as error:  # msgpack raises many kinds
+        raise ValueError(f"the body is not MessagePack: {type(error).__name__}: {error}") from None
+
+
+def _as_tuples(rows: Any) -> Any:
+    return [tuple(row) if isinstance(row, list) else row for row in rows] if isinstance(rows, list) else rows
+
+
+def pack_answer(answer: GroupedAnswer) -> bytes:
+    """Return an answer as it goes into the stream."""
+    packed: bytes = msgpack.packb(answer)
+    return packed
+
+
+class AnswerReader:
+    """Reads the stream of answers from pieces of any size."""
+
+    def __init__(self) -> None:
+        self._unpacker = msgpack.Unpacker()
+
+    def feed(self, data: bytes) -> list[GroupedAnswer]:
+        """Return the answers that end in ``data``.
+
+        Raises:
+            ValueError: It is no such stream.
+        """
+        try:
+            self._unpacker.feed(data)
+            return [GroupedAnswer(*_ANSWER.validate_python(tuple(row))) for row in self._unpacker]
+        except Exception as error:  # msgpack raises many kinds
+            raise ValueError(f"no stream of answers: {type(error).__name__}: {error}") from error

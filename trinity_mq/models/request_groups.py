@@ -1,0 +1,130 @@
+"""Sends requests to an engine that are made at about the same time as one, where the engine takes groups.
+
+A slice asks for the answers to one question, and a runner works on many slices: each would be a request of its own,
+with the work of an HTTP server and client around a few hundred bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from trinity_mq.models.errors import EngineLost
+from trinity_mq.models.group_format import (
+    CONTENT_TYPE,
+    GROUP_PATH,
+    AnswerReader,
+    GroupedAnswer,
+    GroupedRequest,
+    pack_requests,
+)
+
+GATHER_SECONDS = 0.001
+"""From a request to the group that takes it along. An engine waits longer itself for requests to compute together."""
+CONNECT_SECONDS = 10.0
+
+
+class NoGroups(Exception):
+    """The server does not take groups (any more): ask it for each on its own."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    request: GroupedRequest
+    answer: asyncio.Future[GroupedAnswer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class RequestGroups:
+    """Groups of requests to one server, on one event loop.
+
+    Args:
+        session: Returns the connections to use.
+        base: The server, without a path.
+    """
+
+    def __init__(self, session: Callable[[], aiohttp.ClientSession], base: str) -> None:
+        self._session, self._base = session, base
+        self._gathering: list[_Asked] = []
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def ask(self, path: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> GroupedAnswer:
+        """Return the answer to a request.
+
+        Whoever is cancelled gives up its own answer; the engine is told once nobody waits for any of the group.
+
+        Raises:
+            EngineLost: There is none.
+            NoGroups: The server does not take groups.
+        """
+        asked = _Asked(GroupedRequest(path, dict(headers), dict(body)))
+        if not self._gathering:
+            asyncio.get_running_loop().call_later(GATHER_SECONDS, self._send)
+        self._gathering.append(asked)
+        return await asked.answer
+
+    async def close(self) -> None:
+        """End what is under way: who waits gets EngineLost."""
+        tasks = list(self._under_way)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._fail(self._gathering, EngineLost(f"{self._base}: the connections were closed"))
+
+    def _send(self) -> None:
+        gathered, self._gathering = [asked for asked in self._gathering if not asked.answer.done()], []
+        if not gathered:
+            return
+        task = asyncio.create_task(self._exchange(gathered), name="request group")
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        waiting, given_up = len(gathered), False
+
+        def one_is_over(answer: asyncio.Future[GroupedAnswer]) -> None:
+            nonlocal waiting, given_up
+            waiting -= 1
+            given_up = given_up or answer.cancelled()
+            if not waiting and given_up:
+                task.cancel()  # which closes the connection: the engine drops what it has not answered
+
+        for asked in gathered:
+            asked.answer.add_done_callback(one_is_over)
+
+    async def _exchange(self, group: list[_Asked]) -> None:
+        """Ask for the answers of a group and hand them out; each that waits gets one, or an error."""
+        url = self._base + GROUP_PATH
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        data, headers = pack_requests([asked.request for asked in group]), {"Content-Type": CONTENT_TYPE}
+        try:
+            async with self._session().post(url, data=data, headers=headers, timeout=limit) as response:
+                if response.status != 200:
+                    self._fail(group, NoGroups(f"{url}: HTTP status {response.status}"))
+                    return
+                reader = AnswerReader()
+                async for chunk in response.content.iter_any():  # to the end: the connection serves the next group
+                    for answer in reader.feed(chunk):
+                        self._hand_out(group, answer)
+            self._fail(group, EngineLost(f"{url}: the answer ended early"))
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self._fail(group, EngineLost(f"{url}: {type(error).__name__}: {error}"))
+        except asyncio.CancelledError:
+            self._fail(group, EngineLost(f"{url}: the connections were closed"))
+            raise
+
+    @staticmethod
+    def _hand_out(group: list[_Asked], answer: GroupedAnswer) -> None:
+        if not 0 <= answer.number < len(group):
+            raise ValueError(f"an answer to request {answer.number} of {len(group)}")
+        waiting = group[answer.number].answer
+        if not waiting.done():
+            waiting.set_result(answer)
+
+    @staticmethod
+    def _fail(group: list[_Asked], error: Exception) -> None:
+        for asked in group:
+            if not asked.answer.done():
+                asked.answer.set_exception(error)
