@@ -76,7 +76,7 @@ class Dispatcher:
         owner: Id of the agent whose heartbeats list :attr:`open_tickets`.
         save: Called where the protocol demands that state be durable before going on.
         next_heartbeat: Returns the number of the owner's next heartbeat, stamped on slices.
-        heartbeat_soon: Makes the owner send a heartbeat now.
+        heartbeat_now: Makes the owner send a heartbeat now.
         tickets: The open tickets by id; changed in place.
         results_offset: Offset of the results stream to read on from; None: from now on.
         changed: Notified after outcomes were recorded.
@@ -91,7 +91,7 @@ class Dispatcher:
         owner: str,
         save: Callable[[], Awaitable[None]] = _save_nothing,
         next_heartbeat: Callable[[], int] = lambda: 0,
-        heartbeat_soon: Callable[[], None] = lambda: None,
+        heartbeat_now: Callable[[], None] = lambda: None,
         tickets: dict[str, Ticket] | None = None,
         results_offset: int | None = None,
         changed: Notifier | None = None,
@@ -101,7 +101,7 @@ class Dispatcher:
         self.results_offset = results_offset
         """Next offset to read on the results stream; None before the first start."""
         self.changed = changed or Notifier()
-        self.heartbeat_soon = heartbeat_soon
+        self.heartbeat_now = heartbeat_now
         self.on_declared: Callable[[Ticket], None] = lambda ticket: None
         self.on_task_done: Callable[[Ticket, int], None] = lambda ticket, task: None
         self.on_progress: Callable[[Progress], None] = lambda progress: None
@@ -225,7 +225,7 @@ class Dispatcher:
         seconds. Returns whether they may: then the caller ends that time with :meth:`cancel_rest`.
         """
         ticket.grace, ticket.whole_tasks_only = self.config.explorer.cancel_grace, not keep
-        self.heartbeat_soon()
+        self.heartbeat_now()
         if keep and ticket.keep_partial and ticket.grace:
             return True
         self.cancel_rest(ticket, reason)

@@ -94,7 +94,7 @@ class Agent(ABC):
         self._unsent.put_nowait(Metrics(role=self.role, id=self.id, step=step, values=values))
 
     def set_state(self, state: str, waits_for: str | None = None) -> None:
-        """Set what the agent does and what it waits for; a change sends a heartbeat."""
+        """Set what the agent does and what it waits for; a heartbeat tells soon."""
         if (state, waits_for) != (self.state, self.waits_for):
             if waits_for != self.waits_for:
                 self._waits_since = asyncio.get_running_loop().time()
@@ -102,8 +102,12 @@ class Agent(ABC):
             self.heartbeat_soon()
 
     def heartbeat_soon(self) -> None:
-        """Send a heartbeat now rather than at the next interval."""
+        """Have a heartbeat tell what changed, within half a second."""
         self._heartbeats.soon()
+
+    def heartbeat_now(self) -> None:
+        """Have a heartbeat tell at once what another agent may be waiting for."""
+        self._heartbeats.now()
 
     def drain(self, within: float | None = None) -> None:
         """Ask the agent to finish its work in hand and end; ``within`` bounds its ``drain_timeout`` in seconds."""
@@ -153,7 +157,7 @@ class Agent(ABC):
     def _bus_changed(self) -> None:
         if self.bus.usable:
             self.peers.refresh()
-            self.heartbeat_soon()
+            self.heartbeat_now()
         elif self.state not in {"gone", "finished"}:
             self.peers.suspend()
             log.warning("bus_unusable", agent=self.id, trouble=self.bus.trouble)

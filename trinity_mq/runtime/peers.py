@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -36,8 +37,12 @@ HEARTBEAT_LEASE = 10.0
 """Seconds after which an agent that sends nothing is taken for dead."""
 REMEMBERED_LEASES = 6
 """Leases after which an agent that sends nothing is forgotten. Before, its last heartbeat is still known."""
+CHANGE_GAP = 0.5
+"""Least seconds from one heartbeat to the next for a change that nobody waits for. In a run with many short steps each
+agent changes several times a step, and every heartbeat goes to all who listen.
+"""
 MIN_HEARTBEAT_GAP = 0.05
-"""Least seconds between two heartbeats: a burst of changes makes one."""
+"""The same for a change that another agent may be waiting for: a burst of them makes one heartbeat."""
 
 
 def heartbeat_patterns(role: Role) -> tuple[str, ...]:
@@ -161,15 +166,28 @@ class HeartbeatPublisher:
     def __init__(self, bus: Bus, topology: Topology, who: str, make: Callable[[], Iterable[Heartbeat]]) -> None:
         self._bus, self._topology, self._who, self._make = bus, topology, who, make
         self._due = asyncio.Event()
+        self._sent = -math.inf
+        """Loop time of the last heartbeat."""
+        self._timer: asyncio.TimerHandle | None = None
 
-    def soon(self) -> None:
-        """Send now rather than at the next interval."""
+    def now(self) -> None:
+        """Send a heartbeat at once: another agent may be waiting for what it says."""
         self._due.set()
 
+    def soon(self) -> None:
+        """Send a heartbeat, :data:`CHANGE_GAP` after the last one at the earliest."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(self._sent + CHANGE_GAP, loop.time()), self._due.set)
+
     async def run(self) -> None:
-        """Send at each interval and on :meth:`soon`."""
+        """Send at each interval, on :meth:`now` and on :meth:`soon`."""
         while True:
             self._due.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self._sent = asyncio.get_running_loop().time()
             if self._bus.usable:
                 await self.once()
             await asyncio.sleep(MIN_HEARTBEAT_GAP)

@@ -32,9 +32,9 @@ class SchedulerHeartbeats:
         self._publisher = HeartbeatPublisher(bus, topology, self.id, self._make)
         bus.on_change(self._bus_changed)
 
-    def soon(self) -> None:
+    def now(self) -> None:
         """Send a heartbeat now rather than at the next interval."""
-        self._publisher.soon()
+        self._publisher.now()
 
     async def run(self) -> None:
         """Send and receive heartbeats until cancelled."""
@@ -72,6 +72,6 @@ class SchedulerHeartbeats:
     def _bus_changed(self) -> None:
         if self._bus.usable:
             self._peers.refresh()
-            self.soon()
+            self.now()
         else:
             self._peers.suspend()

@@ -261,7 +261,7 @@ class ScheduledTickets:
             metrics = rollout_metrics(ticket)
             await self._dispatcher.close(ticket, ticket.make_manifest().model_copy(update={"metrics": metrics}))
         self._dispatcher.tickets.pop(ticket.ticket, None)
-        self._dispatcher.heartbeat_soon()
+        self._dispatcher.heartbeat_now()
         if ticket.deliver == "caller":
             await self._collector.forget(ticket)
 

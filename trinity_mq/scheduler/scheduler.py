@@ -72,7 +72,7 @@ class Scheduler:
             topology=self.topology,
             owner=self._heartbeats.id,
             next_heartbeat=lambda: self._heartbeats.seq + 1,
-            heartbeat_soon=self._heartbeats.soon,
+            heartbeat_now=self._heartbeats.now,
         )
         self._collector = Collector(bus, self.topology, config, self._heartbeats.id)
         self._scheduled = ScheduledTickets(self.dispatcher, self._collector, self._call_back)

@@ -52,6 +52,7 @@ class Evaluations:
         """Queue an evaluation of all sets under ``label``; the caller saves."""
         if self._sets and label not in self._state.due and not self.is_done(label):
             self._state.due.append(label)
+            self._dispatcher.heartbeat_now()
             self._woken.notify()
 
     def is_done(self, label: int) -> bool:
@@ -67,6 +68,7 @@ class Evaluations:
             await self._evaluate(label)
             self._state.due.remove(label)
             await self._save()
+            self._dispatcher.heartbeat_now()
             self._woken.notify()
 
     async def _evaluate(self, label: int) -> None:

@@ -204,17 +204,17 @@ class HostedEngines:
             snapshot = engine.snapshot
             if snapshot.alive and not member.engine_ready:
                 member.engine_up(snapshot.version, snapshot.fingerprint or None)
-                self._agent.heartbeat_soon()
+                self._agent.heartbeat_now()
             elif not snapshot.alive and member.engine_ready:
                 member.engine_down()
-                self._agent.heartbeat_soon()
+                self._agent.heartbeat_now()
             elif snapshot.state in {"empty", "dirty"} and member.idle and member.version is not None:
                 member.engine_up(None, snapshot.fingerprint or None)
             elif snapshot.state == "current" and snapshot.alive and member.idle and member.version is None:
                 # a transfer was cut off before it touched anything
                 member.engine_up(snapshot.version, snapshot.fingerprint or None)
         if any(engine.snapshot.alive != (engine.snapshot.id in self._seen) for engine in self.auxiliaries):
-            self._agent.heartbeat_soon()
+            self._agent.heartbeat_now()
         self._agent.woken.notify()
 
     def _reported(self, engine: str) -> MemberStatus:

@@ -72,7 +72,7 @@ class ExplorerLoop:
             owner=agent.id,
             save=self.save,
             next_heartbeat=lambda: agent.heartbeat_seq + 1,
-            heartbeat_soon=agent.heartbeat_soon,
+            heartbeat_now=agent.heartbeat_now,
             tickets=state.tickets,
             results_offset=0 if state.results_offset is None else state.results_offset,
             changed=woken,
@@ -184,6 +184,7 @@ class ExplorerLoop:
         state.left_over_tasks = 0  # a run that goes on for more batches counts anew
         state.finished = True
         await self.save()
+        self.agent.heartbeat_now()
         return True
 
     async def _until(self, what: str, done: Callable[[], bool]) -> bool:

@@ -108,7 +108,7 @@ class TrainingBatches:
                 in_a_row=self._state.consecutive_empty,
                 limit=self._config.explorer.max_consecutive_empty,
             )
-            self._dispatcher.heartbeat_soon()
+            self._dispatcher.heartbeat_now()
         if progress.outcome in GIVEN_UP:
             self._state.broken += closed.promises
         log.warning("batch_not_trained", batch=progress.batch, outcome=progress.outcome, reason=progress.reason)
@@ -156,7 +156,7 @@ class TrainingBatches:
         if must_ask(batch, counters, config):
             if self.wants < (asked := required_answer(batch, config)):
                 self.wants = asked
-                self._dispatcher.heartbeat_soon()
+                self._dispatcher.heartbeat_now()
             return f"the newest weights, asked for at batch {asked} (answered: {counters.answered})"
         required = required_progress(batch, config)
         if config.sync_style == "fixed":

@@ -323,7 +323,7 @@ class TrainLoop:
         if machine.committed == self.version and not self.gate.someone_is_behind:
             await self.gate.confirm_unchanged(self.progress)
             self._answered = max(self._answered, wanted)
-            self.agent.heartbeat_soon()
+            self.agent.heartbeat_now()
             return
         self.agent.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
         started = asyncio.get_running_loop().time()
@@ -333,7 +333,7 @@ class TrainLoop:
             self._answered = max(self._answered, wanted)
             self.agent.report(self.progress, {"time/sync": spent, **self.gate.metrics()})
         await self.gate.settled()
-        self.agent.heartbeat_soon()
+        self.agent.heartbeat_now()
 
     @property
     def _evaluation_is_pinned(self) -> bool:
@@ -507,7 +507,7 @@ class TrainLoop:
             await publish_final(self.learner.export, self.folder / "final")
         await self._blobs.saved(checkpoint.state.source["consumed"], last=True)
         self.finished = True
-        self.agent.heartbeat_soon()
+        self.agent.heartbeat_now()
 
     async def _publish_sync(self, event: SyncEvent) -> None:
         await self.agent.publish("sync", f"weights.{event.verb}", event)

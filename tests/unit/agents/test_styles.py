@@ -13,7 +13,7 @@ from trinity_agents.simulation import Simulation, killed, killed_once, until
 from trinity_agents.trainer.history import lineage
 from trinity_mq.messages import Progress, TaskSlice
 from trinity_mq.runtime.errors import FatalError
-from trinity_mq.testing.fakes import FakeRunner
+from trinity_mq.testing.fakes import FakeLearner, FakeRunner
 from trinity_mq.testing.virtual_time import run_virtually
 
 STYLES = ("trainer_driven", "explorer_driven", "fully_async")
@@ -69,14 +69,22 @@ def test_what_was_asked_for_and_is_not_given_ends_the_run_with_its_reason(tmp_pa
         tmp_path,
         "explorer_driven",
         "synchronizer.request_timeout=50",
-        "synchronizer.pipeline_depth=2",
-        step_seconds=1e4,
+        "synchronizer.sync_interval=2",
+        "synchronizer.pipeline_depth=1",
     )
+
+    class SlowFromTheSecondStep(FakeLearner):
+        """The explorer asks at the end of the first one."""
+
+        async def step(self, experiences: Any, step_number: int) -> dict[str, float]:
+            self.step_seconds = 1e4 if step_number > 1 else 1.0
+            return await super().step(experiences, step_number)
+
     with pytest.raises(ExceptionGroup) as caught:
-        run_virtually(sim.run(), limit=2e4)
+        run_virtually(sim.run(trainer=lambda: sim.make_trainer(learner=SlowFromTheSecondStep()).run()), limit=2e4)
     (error,) = _leaves(caught.value, FatalError)
     assert "requested at batch 3 within 50 s (synchronizer.request_timeout)" in str(error)
-    assert "It reports: step 0, progress 0" in str(error)
+    assert "It reports: step 1, progress 1" in str(error)
     assert sim.state().opened == 2
 
 

@@ -16,6 +16,7 @@ from trinity_mq.messages.status import AnyStatus
 from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe
+from trinity_mq.runtime.peers import CHANGE_GAP
 from trinity_mq.testing.virtual_time import run_virtually
 
 CONFIG = load_config({"name": "w", "model": {"tiny": {}}, "monitor": {"tensorboard": False}})
@@ -97,7 +98,7 @@ def test_it_beats_every_interval_and_on_change_with_rising_numbers_and_says_good
     async def script(outside: Outside, idler: Idler) -> None:
         await asyncio.sleep(20)
         idler.level = 7
-        idler.heartbeat_soon()
+        idler.heartbeat_now()
         await asyncio.sleep(0.1)
 
     outside, (idler,) = simulate(script)
@@ -117,10 +118,34 @@ def test_it_beats_every_interval_and_on_change_with_rising_numbers_and_says_good
 def test_a_burst_of_changes_makes_few_beats() -> None:
     async def script(outside: Outside, idler: Idler) -> None:
         before = len(outside.beats)
-        for n in range(100):
-            idler.set_state("working", str(n))
+        for _ in range(100):
+            idler.heartbeat_now()
             await asyncio.sleep(0.001)
         assert len(outside.beats) - before <= 4
+
+    simulate(script)
+
+
+def test_changes_that_nobody_waits_for_make_two_beats_a_second_and_the_last_one_is_told() -> None:
+    async def script(outside: Outside, idler: Idler) -> None:
+        await asyncio.sleep(CHANGE_GAP)
+        before = len(outside.beats)
+        for n in range(400):
+            idler.set_state("working", str(n))
+            await asyncio.sleep(0.01)
+        assert 4 / CHANGE_GAP <= len(outside.beats) - before <= 4 / CHANGE_GAP + 1
+        await asyncio.sleep(CHANGE_GAP)
+        assert outside.beats[-1][1].waits_for == "399"
+
+    simulate(script)
+
+
+def test_the_first_change_after_a_while_is_told_at_once() -> None:
+    async def script(outside: Outside, idler: Idler) -> None:
+        await asyncio.sleep(HEARTBEAT_INTERVAL / 2)
+        idler.set_state("working", "a change")
+        await asyncio.sleep(0.01)
+        assert outside.beats[-1][1].waits_for == "a change"
 
     simulate(script)
 

@@ -46,7 +46,7 @@ class Desk:
             bus=self.bus,
             topology=self.topology,
             owner="explorer-0",
-            heartbeat_soon=self.beat,
+            heartbeat_now=self.beat,
             tickets=self.state.tickets,
         )
         nobody: Any = None

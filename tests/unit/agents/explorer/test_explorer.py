@@ -681,7 +681,8 @@ def test_an_engine_that_dies_during_a_sync(tmp_path: Path, at: float, step: int)
 
     async def scene() -> None:
         await until(
-            lambda: bool(sim.trainers) and sim.trainer.loop.step == step and sim.trainer.loop.gate.phase == "entering"
+            lambda: bool(sim.trainers) and sim.trainer.loop.step == step and sim.trainer.loop.gate.phase == "entering",
+            step=0.001,
         )
         await asyncio.sleep(at)
         await engine.die(2.0)

@@ -112,7 +112,7 @@ class StandIn(Agent):
     async def serve(self) -> None:
         await self.woken.until(lambda: (self.peers.trainer.progress or 0) >= self._batches)
         self._over = True
-        self.heartbeat_soon()
+        self.heartbeat_now()
         await self.woken.until(lambda: all(beat.state == "finished" for beat in self.peers.alive("trainer")))
 
 
