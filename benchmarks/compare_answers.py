@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from trinity_mq.config import AuxiliaryModelConfig, Config, load_config
+from trinity_mq.config.threads import cpu_threads
 from trinity_mq.data import open_taskset
 from trinity_mq.messages import TaskBody
 from trinity_mq.models import ensure_model_folder
@@ -62,8 +63,8 @@ def by_transformers(folder: Path, config: Config, chats: Sequence[list[dict[str,
 def by_engine(folder: Path, config: Config, chats: Sequence[list[dict[str, str]]]) -> Answers:
     """Return the answers of the engine's generator, all questions in one batch."""
     model = config.model.model_copy(update={"tiny": None, "model_path": str(folder)})
-    threads = config.explorer.rollout_model.num_threads
-    generator, _ = fixed_generator(AuxiliaryModelConfig(name="trained", model=model, num_threads=threads), folder, 0)
+    threads = cpu_threads(config, config.explorer.rollout_model.num_threads)
+    generator, _ = fixed_generator(AuxiliaryModelConfig(name="trained", model=model), folder, 0, num_threads=threads)
     codec = generator.codec
     requests = [
         GenerationRequest(
@@ -108,7 +109,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write all answers there, as JSON")
     options = parser.parse_args()
     config = load_config(options.run / "config.yaml", [f"model.dtype={options.dtype}"] if options.dtype else [])
-    torch.set_num_threads(config.explorer.rollout_model.num_threads)
+    torch.set_num_threads(cpu_threads(config, config.explorer.rollout_model.num_threads))
     taskset = config.buffer.eval_tasksets[0]
     tasks = open_taskset(taskset, is_eval=True).all_tasks()
     chats = conversations(tasks)

@@ -8,10 +8,10 @@ import inspect
 import re
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -137,11 +137,9 @@ def _setting(key: str, field: FieldInfo, meaning: str, section: str = "") -> Set
     kind = _type(field.annotation)
     if section and section != key:
         kind = f"{kind} as `{section}`"
-    found = [(sign, getattr(one, name, None)) for one in field.metadata for name, sign in BOUNDS.items()]
-    limits = [f"{sign} {limit:,}".replace(",", " ") for sign, limit in found if limit is not None]
     return Setting(
         key=key,
-        type=", ".join([kind, *limits]),
+        type=", ".join([kind, *_bounds(field.metadata)]),
         default=_default(field),
         unit=_unit(meaning) if {int, float} & {field.annotation, *get_args(field.annotation)} else "",
         meaning=_plain(meaning),
@@ -174,10 +172,17 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(inner[0])}" if inner[-1] is Ellipsis else f"list of {len(inner)} {_type(inner[0])}"
     if origin is dict:
         return f"map of {_type(inner[1])}"
+    if origin is Annotated:
+        return ", ".join([_type(inner[0]), *_bounds(item for one in inner[1:] for item in one.metadata)])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
     name = str(getattr(annotation, "__name__", annotation))
     return {"NoneType": "null", "str": "text", "Any": "anything"}.get(name, name)
+
+
+def _bounds(metadata: Iterable[Any]) -> list[str]:
+    found = [(sign, getattr(one, name, None)) for one in metadata for name, sign in BOUNDS.items()]
+    return [f"{sign} {limit:,}".replace(",", " ") for sign, limit in found if limit is not None]
 
 
 def _kinds(annotation: Any) -> list[type[BaseModel]]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from trinity_mq.config.algorithm import OperatorConfig
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import Section, Threads
 from trinity_mq.config.engines import AuxiliaryModelConfig
 from trinity_mq.config.vllm import VllmConfig
 
@@ -25,8 +25,9 @@ class RolloutModelConfig(Section):
     """Sampling temperature of training rollouts."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of training rollouts; below 1 only with ``algorithm.allow_truncated_sampling``."""
-    num_threads: int = Field(default=1, ge=1)
-    """CPU threads of the engine's torch."""
+    num_threads: Threads = "auto"
+    """CPU threads of the engine's torch. ``auto``: its share of the cores, which the trainer's processes and all
+    engines of the run divide among themselves."""
     max_batch_sequences: int = Field(default=1024, ge=1)
     """Most sequences generated at once; further requests wait for the next static batch."""
     max_batch_delay: float = Field(default=0.005, ge=0)
@@ -241,8 +242,9 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Keep only the input of each layer for the backward pass, which computes the rest of the layer anew: less memory,
     about a third more time."""
-    num_threads: int = Field(default=1, ge=1)
-    """CPU threads of the trainer's torch, in each of its processes."""
+    num_threads: Threads = "auto"
+    """CPU threads of the trainer's torch, in each of its processes. ``auto``: their share of the cores, which the
+    trainer's processes and all engines of the run divide among themselves."""
     nproc: int = Field(default=1, ge=1)
     """Processes that share a train step, each with a part of the model (FSDP2) and, where there are GPUs, a GPU of its
     own. The trainer starts them on its machine; under ``torchrun`` those that it has started count instead."""

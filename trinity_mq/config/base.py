@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Threads = Literal["auto"] | Annotated[int, Field(ge=1)]
+"""A number, or ``auto``: an equal share of the cores for each trainer process and each engine of the run."""
 
 
 class Section(BaseModel):

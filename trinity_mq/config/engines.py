@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from trinity_mq.config.base import Section
+from trinity_mq.config.base import Section, Threads
 from trinity_mq.config.model import ModelConfig
 
 
@@ -25,8 +25,8 @@ class AuxiliaryModelConfig(Section):
     """transformers: engines that serve it."""
     model: ModelConfig | None = None
     """transformers: as the section ``model``."""
-    num_threads: int = Field(default=1, ge=1)
-    """transformers: CPU threads of each engine."""
+    num_threads: Threads = "auto"
+    """transformers: CPU threads of each engine; ``auto`` as of ``explorer.rollout_model``."""
     url: str | None = None
     """external: base URL up to and including ``/v1``, such as ``https://api.example.com/v1``."""
     served_name: str | None = None

@@ -26,6 +26,7 @@ from trinity_mq.algorithms.plugins import load_plugins
 from trinity_mq.algorithms.scoring import Scores
 from trinity_mq.config.algorithm.needs import needs, needs_reference
 from trinity_mq.config.run import Config
+from trinity_mq.config.threads import cpu_threads
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.threads import run_to_end
@@ -141,8 +142,9 @@ class TorchLearner:
         self._memory = Memory()
         self._copies = HostCopies()
         self._guard = Guard(config.trainer.guard)
+        threads = cpu_threads(config, config.trainer.num_threads)
         # The number of threads is a property of the thread that calls torch, so the worker sets it for itself.
-        self._pool = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (config.trainer.num_threads,))
+        self._pool = ThreadPoolExecutor(1, "learner", torch.set_num_threads, (threads,))
         self._writer_pool = ThreadPoolExecutor(1, "checkpoint-writer", torch.set_num_threads, (1,))
 
     async def open(self, checkpoint: Path | None) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from trinity_mq.config import Config
+from trinity_mq.config.threads import cpu_threads
 from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, refuse
 from trinity_mq.models.engines.server.admin_api import Receiver
 from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
@@ -74,7 +75,7 @@ async def _serve(config: Config, options: argparse.Namespace, receiver: Receiver
         async with vllm_parts(config, folder, receiver) as vllm:
             await _serve_generator(config, options, folder, vllm.generator, vllm.receiver, vllm)
     else:
-        generator = TextGenerator.build(config.model, folder, num_threads=rollout.num_threads)
+        generator = TextGenerator.build(config.model, folder, num_threads=cpu_threads(config, rollout.num_threads))
         await _serve_generator(config, options, folder, generator, receiver)
 
 

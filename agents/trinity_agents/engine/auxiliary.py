@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from trinity_mq.config import AuxiliaryModelConfig, Config
+from trinity_mq.config.threads import cpu_threads
 from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, refuse
 from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
@@ -63,7 +64,8 @@ async def _hosted(config: Config, model: AuxiliaryModelConfig, options: argparse
     from trinity_mq.models.engines.torch.generator import fixed_generator, takes_no_weights
 
     assert model.model is not None
-    generator, folder = fixed_generator(model, config.path / f"model-{model.name}", config.seed)
+    threads = cpu_threads(config, model.num_threads)
+    generator, folder = fixed_generator(model, config.path / f"model-{model.name}", config.seed, num_threads=threads)
     gc.collect()
     gc.freeze()  # as of any engine: see trinity_agents.engine.agent
     rollout = config.explorer.rollout_model

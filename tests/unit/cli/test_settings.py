@@ -31,6 +31,7 @@ def test_type_default_unit_and_limits() -> None:
     assert (total.type, total.default, total.unit) == ("int or null, ≥ 1", "`null`", "batches")
     message = known["broker.max_message_bytes"]
     assert (message.type, message.default, message.unit) == ("int, ≥ 65 536, ≤ 16 777 216", "`8388608`", "bytes")
+    assert known["trainer.num_threads"].type == "`auto` or int, ≥ 1"
     assert known["runner.blocking"].type == "`thread`, `process`"
     assert known["operator.operators.<n>.name"].default == "required"
     assert known["buffer.eval_tasksets"].type == "list of section as `buffer.taskset`"

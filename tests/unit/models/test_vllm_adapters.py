@@ -137,9 +137,10 @@ def test_the_server_of_adapters_reads_the_model_s_weights_and_has_the_routes() -
     place = command.index("--lora-target-modules")
     assert command[place + 1 : place + 3] == ["down_proj", "q_proj"]
     assert command[place + 3].startswith("--")
-    environment = api.server_environment(rollout, adapters=True)
+    environment = api.server_environment(rollout, 3, adapters=True)
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "VLLM_SERVER_DEV_MODE" not in environment
+    assert environment["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize("argument", ["--max-loras=3", "--enable_lora", "--lora-modules"])

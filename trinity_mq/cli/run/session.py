@@ -20,6 +20,7 @@ from trinity_mq.cli.run.follow import MetricsTail, depths, follow, listen
 from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
+from trinity_mq.config.threads import cpu_threads
 from trinity_mq.messages import ControlEvent
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, ForkServer, start_command, start_forked
@@ -224,7 +225,8 @@ def agents(
 ) -> list[ProcessSpec]:
     """Return the processes of a run; without ``url`` they find the broker as we do, in a file."""
     forking = {} if fork_server is None else {ADDRESS_VARIABLE: str(fork_server.path)}
-    threads = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
+    wanted = {"explorer": config.explorer.rollout_model.num_threads, "trainer": config.trainer.num_threads}
+    threads = {role: cpu_threads(config, number) for role, number in wanted.items()}
     # here and not only in the runner itself, for what is read when its libraries are loaded
     own = dict(config.runner.env)
     names = [("explorer", EXPLORER), ("trainer", "trainer-0")]

@@ -24,6 +24,7 @@ from tenacity import (
 )
 
 from trinity_mq.config import AuxiliaryModelConfig, Config
+from trinity_mq.config.threads import cpu_threads
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.host.admin_client import EngineAdmin
 from trinity_mq.models.engines.host.process import AUXILIARY_COMMAND, ENGINE_COMMAND, EngineProcess
@@ -245,7 +246,11 @@ class EngineHost:
             command += ["--auxiliary", self.auxiliary.name]
             threads = self.auxiliary.num_threads
         process = self._process = await EngineProcess.spawn(
-            command, self.ready_file, self.output, num_threads=threads, timeout=self._start_timeout
+            command,
+            self.ready_file,
+            self.output,
+            num_threads=cpu_threads(self.config, threads),
+            timeout=self._start_timeout,
         )
         await self.refresh()
         log.info("engine_started", engine=self.id, pid=process.ready.pid, url=process.ready.url)

@@ -172,13 +172,16 @@ def _batches(requests: Sequence[ScoreRequest]) -> list[list[ScoreRequest]]:
     return parts
 
 
-def fixed_generator(auxiliary: AuxiliaryModelConfig, folder: Path, seed: int) -> tuple[TextGenerator, Path]:
+def fixed_generator(
+    auxiliary: AuxiliaryModelConfig, folder: Path, seed: int, *, num_threads: int
+) -> tuple[TextGenerator, Path]:
     """Return a generator of an auxiliary model and the model's folder.
 
     Args:
         auxiliary: Which model; one that is served here.
         folder: Folder in which a small model is generated.
         seed: Seed of a small model's weights.
+        num_threads: CPU threads of torch, which are this process's.
 
     Raises:
         ModelError: The model, or its weights, cannot be had.
@@ -189,7 +192,7 @@ def fixed_generator(auxiliary: AuxiliaryModelConfig, folder: Path, seed: int) ->
     if config is None:
         raise ModelError(f"auxiliary model {auxiliary.name!r} has no section model")
     found = ensure_model_folder(config, folder, seed)
-    generator = TextGenerator.build(config, found, num_threads=auxiliary.num_threads)
+    generator = TextGenerator.build(config, found, num_threads=num_threads)
     try:
         saved = AutoModelForCausalLM.from_pretrained(found, trust_remote_code=config.trust_remote_code)
         generator.apply(generator.check(named_weights(saved)))

@@ -158,7 +158,7 @@ def server_command(
     return [*command, *(f"--{name}" for name in flags), *settings.extra_args]
 
 
-def server_environment(rollout: RolloutModelConfig, *, adapters: bool = False) -> dict[str, str]:
+def server_environment(rollout: RolloutModelConfig, num_threads: int, *, adapters: bool = False) -> dict[str, str]:
     """Return the environment of the server, to be laid over our own; ``adapters``: it gets those, and no weights."""
     settings = {
         # without it the routes of adapters, or of weight transfer, do not exist
@@ -167,7 +167,7 @@ def server_environment(rollout: RolloutModelConfig, *, adapters: bool = False) -
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # for the one token more; it is sampled, never read
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # beside a trainer, cores are not ours alone
-        "OMP_NUM_THREADS": str(rollout.num_threads),
+        "OMP_NUM_THREADS": str(num_threads),
         "HF_HUB_OFFLINE": "1",
         LEASH: "1",
     }

@@ -17,6 +17,7 @@ import structlog
 from tenacity import AsyncRetrying, retry_if_result, wait_fixed
 
 from trinity_mq.config import Config
+from trinity_mq.config.threads import cpu_threads
 from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE
 from trinity_mq.models.engines.server.admin_api import Receiver
@@ -103,7 +104,7 @@ async def vllm_parts(config: Config, folder: Path, receiver: Receiver) -> AsyncI
     try:
         room = plan.room if plan else None
         command = api.server_command(folder, socket, config.model, rollout, max_model_len, cpu=cpu, room=room)
-        settings = api.server_environment(rollout, adapters=plan is not None)
+        settings = api.server_environment(rollout, cpu_threads(config, rollout.num_threads), adapters=plan is not None)
         ours = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         child = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, env={**ours, **settings}

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from trinity_mq.config import Config, ConfigError, load_config
+from trinity_mq.config import threads as module
+from trinity_mq.config.threads import available_cores, cpu_threads
+
+AUXILIARY = {"name": "judge", "model": {"tiny": {}}}
+
+
+def config(*overrides: str, auxiliary: int = 0) -> Config:
+    data = {"name": "w", "model": {"tiny": {}}}
+    if auxiliary:
+        data["explorer"] = {"auxiliary_models": [{**AUXILIARY, "engine_num": auxiliary}]}
+    return load_config(data, overrides)
+
+
+@pytest.mark.parametrize(
+    ("cores", "overrides", "auxiliary", "expected"),
+    [
+        (2, (), 0, 1),
+        (1, (), 0, 1),
+        (16, (), 0, 8),
+        (16, ("trainer.nproc=2",), 0, 5),
+        (16, ("explorer.rollout_model.engine_num=3",), 0, 4),
+        (16, (), 2, 4),
+        (2, ("explorer.rollout_model.engine_num=8",), 0, 1),
+    ],
+)
+def test_trainer_and_engines_share_the_cores(
+    cores: int, overrides: tuple[str, ...], auxiliary: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "available_cores", lambda: cores)
+    assert cpu_threads(config(*overrides, auxiliary=auxiliary), "auto") == expected
+
+
+def test_a_number_is_that_number() -> None:
+    assert cpu_threads(config(), 7) == 7
+    assert config("trainer.num_threads=3").trainer.num_threads == 3
+    assert config().trainer.num_threads == "auto"
+
+
+def test_external_engines_compute_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_cores", lambda: 8)
+    external = {"name": "judge", "engine": "external", "url": "http://127.0.0.1:1/v1"}
+    run = load_config({"name": "w", "model": {"tiny": {}}, "explorer": {"auxiliary_models": [external]}})
+    assert cpu_threads(run, "auto") == 4
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5"])
+def test_anything_else_is_an_error(value: str) -> None:
+    with pytest.raises((ConfigError, ValidationError), match="num_threads"):
+        config(f"trainer.num_threads={value}")
+
+
+def test_the_cores_of_this_process_are_counted() -> None:
+    assert available_cores() >= 1
