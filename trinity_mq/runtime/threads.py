@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import ctypes
 import math
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from queue import SimpleQueue
 from typing import TypeVar
 
 T = TypeVar("T")
+
+MOST_IDLE = 64
+"""Threads that are kept for further calls."""
 
 _abandoned: dict[threading.Thread, float] = {}
 """Threads that run on although nobody waits for them, with the loop time of their abandonment in seconds."""
@@ -21,12 +27,35 @@ class AbandonedError(BaseException):
     """Raised inside an abandoned thread. Not an Exception: code in the thread must not handle it."""
 
 
+class _Worker(threading.Thread):
+    """A daemon thread that makes one call after the other, until one of them was abandoned."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def run(self) -> None:
+        with contextlib.suppress(AbandonedError):  # an interruption that came late: nobody waits any more
+            while True:
+                self.calls.get()()
+                if self in _abandoned or len(_idle) >= MOST_IDLE:
+                    return
+                self.name = "idle"
+                _idle.append(self)
+
+
+_idle: list[_Worker] = []
+"""Threads without a call. To start one takes a tenth of a millisecond, in which the event loop stands still."""
+os.register_at_fork(after_in_child=_idle.clear)
+
+
 async def in_thread(function: Callable[[], T], name: str, stop: Callable[[int], None] | None = None) -> T:
-    """Return what ``function`` returns, run in a daemon thread of its own.
+    """Return what ``function`` returns, run in a daemon thread that it has for itself.
 
     Unlike with ``asyncio.to_thread``, a function that never returns takes no thread from a pool that others need, and
     does not keep the process from ending. When the caller is cancelled, the thread is abandoned: it is asked to end if
-    there is a way, its result is dropped, and :func:`stuck_threads` names it until it ends.
+    there is a way, its result is dropped, and :func:`stuck_threads` names it until it ends. Other threads are used
+    again.
 
     Args:
         function: The blocking call.
@@ -50,20 +79,18 @@ async def in_thread(function: Callable[[], T], name: str, stop: Callable[[int], 
 
     def work() -> None:
         try:
-            try:
-                result = call()
-            except BaseException as error:
-                passes = isinstance(error, Exception | SystemExit | asyncio.CancelledError)
-                passes = passes and not isinstance(error, StopIteration)  # which no future carries
-                future.set_exception(error if passes else RuntimeError(f"raised {error!r}, wanted an Exception"))
-            else:
-                future.set_result(result)
+            result = call()
         except AbandonedError:
-            return  # an interruption that came late: nobody waits any more
+            raise
+        except BaseException as error:
+            passes = isinstance(error, Exception | SystemExit | asyncio.CancelledError)
+            passes = passes and not isinstance(error, StopIteration)  # which no future carries
+            future.set_exception(error if passes else RuntimeError(f"raised {error!r}, wanted an Exception"))
+        else:
+            future.set_result(result)
 
     future.set_running_or_notify_cancel()
-    thread = threading.Thread(target=work, name=name, daemon=True)
-    thread.start()
+    thread = _given(work, name)
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -73,6 +100,21 @@ async def in_thread(function: Callable[[], T], name: str, stop: Callable[[int], 
                 if stop is not None and thread.ident is not None:
                     stop(thread.ident)
         raise
+
+
+def _given(call: Callable[[], None], name: str) -> _Worker:
+    """Have an idle thread, else a new one, make a call."""
+    try:
+        thread = _idle.pop()
+    except IndexError:
+        thread = _Worker()
+        thread.name = name
+        thread.calls.put(call)
+        thread.start()
+    else:
+        thread.name = name
+        thread.calls.put(call)
+    return thread
 
 
 def stuck_threads(since: float = math.inf) -> list[str]:

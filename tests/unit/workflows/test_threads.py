@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from tests.waiting import until
 from trinity_mq.experience import Experience
 from trinity_mq.runtime.threads import in_thread, interrupt, stuck_threads
 from trinity_mq.workflows import Workflow, execute
@@ -50,6 +51,50 @@ async def test_a_thread_that_has_its_result_is_not_given_up():
     task.cancel()
     await asyncio.wait([task])
     assert stuck_threads() == []
+
+
+async def test_a_thread_is_used_again_and_has_the_name_of_its_call():
+    def seen():
+        return threading.current_thread(), threading.current_thread().name
+
+    first, name = await in_thread(seen, "first")
+    assert name == "first"
+    await until(lambda: first.name == "idle")
+    found = [await in_thread(seen, f"call {number}") for number in range(20)]
+    assert [name for _, name in found] == [f"call {number}" for number in range(20)]
+    assert first in {thread for thread, _ in found}
+    assert len({thread for thread, _ in found}) < 20
+
+
+async def test_calls_at_the_same_time_have_threads_of_their_own():
+    meeting = threading.Barrier(8, timeout=10)
+
+    def meet():
+        meeting.wait()
+        return threading.current_thread()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(in_thread(meet, "w")) for _ in range(8)]
+    assert len({task.result() for task in tasks}) == 8
+
+
+async def test_a_call_meets_no_interruption_that_was_meant_for_an_earlier_one():
+    """Each other call is cancelled at about the moment at which it ends; none of those between may notice."""
+
+    def work(seconds):
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            sum(range(50))
+        return seconds
+
+    for number in range(200):
+        seconds = number % 20 * 1e-4
+        given_up = asyncio.ensure_future(in_thread(lambda seconds=seconds: work(seconds), "given up", interrupt))
+        await asyncio.sleep(0.001)
+        given_up.cancel()
+        kept = [asyncio.ensure_future(in_thread(lambda: work(1e-4), "kept", interrupt)) for _ in range(3)]
+        assert await asyncio.gather(*kept) == [1e-4] * 3
+        await asyncio.wait([given_up])
 
 
 async def test_a_synchronous_workflow_is_interrupted():
