@@ -25,7 +25,7 @@ from trinity_mq.models.errors import (
     PromptTooLong,
     VersionMismatch,
 )
-from trinity_mq.models.group_format import GROUPS_HEADER
+from trinity_mq.models.group_format import GROUPS_HEADER, unpack_body
 from trinity_mq.models.request_groups import CONNECT_SECONDS, NoGroups, RequestGroups
 from trinity_mq.telemetry.trace import span, trace_headers
 
@@ -85,10 +85,16 @@ class EngineClients:
     async def _ask_in_group(
         groups: RequestGroups, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float
     ) -> Any:
-        with span("ask engine", wait=True):
+        with span("ask engine", wait=True) as asked:
             async with asyncio.timeout(timeout):
                 answer = await groups.ask(urlsplit(url).path, headers, body)
-        return checked(answer.status, answer.headers, answer.body, url)
+            asked.size = len(answer.body)
+        with span("parse answer", size=len(answer.body)):
+            try:
+                found = unpack_body(answer.body)
+            except ValueError as error:
+                raise EngineLost(f"{url}: {error}") from error
+            return checked(answer.status, answer.headers, found, url)
 
     def _groups_for(self, url: str) -> RequestGroups | None:
         return self._groups.get(base_of(url)) if url.endswith(GROUPED) else None

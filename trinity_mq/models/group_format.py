@@ -1,8 +1,9 @@
 """Bodies of ``POST /v1/group``: many requests to an engine in one, and their answers as each is there, in MessagePack.
 
 A request is ``[path, headers, body]``, a group an array of them. The answer is a stream of ``[number, status, headers,
-body]``, in the order in which they are done; ``number`` is the request's place in the group. Paths, headers, bodies and
-statuses are those that the request would have on its own.
+body]``, in the order in which they are done. ``number`` is the request's place in the group. ``body`` is binary,
+MessagePack of its own, which whoever asked decodes. Paths, headers, bodies and statuses are those that the request
+would have on its own.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ class GroupedAnswer(NamedTuple):
     number: int
     status: int
     headers: Mapping[str, str]
-    body: Any
+    body: bytes
+    """MessagePack of what the answer would hold as JSON."""
 
 
 _REQUESTS = TypeAdapter(
     Annotated[list[tuple[str, dict[str, str], dict[str, Any]]], Field(min_length=1)], config={"strict": True}
 )
-_ANSWER = TypeAdapter(tuple[int, int, dict[str, str], Any], config={"strict": True})
+_ANSWER = TypeAdapter(tuple[int, int, dict[str, str], bytes], config={"strict": True})
 
 
 def pack_requests(requests: Sequence[GroupedRequest]) -> bytes:
@@ -68,10 +70,22 @@ def _as_tuples(rows: Any) -> Any:
     return [tuple(row) if isinstance(row, list) else row for row in rows] if isinstance(rows, list) else rows
 
 
-def pack_answer(answer: GroupedAnswer) -> bytes:
-    """Return an answer as it goes into the stream."""
-    packed: bytes = msgpack.packb(answer)
+def pack_answer(number: int, status: int, headers: Mapping[str, str], body: Any) -> bytes:
+    """Return an answer as it goes into the stream; ``body`` is what it would hold as JSON."""
+    packed: bytes = msgpack.packb((number, status, headers, msgpack.packb(body)))
     return packed
+
+
+def unpack_body(body: bytes) -> Any:
+    """Return what the body of an answer holds.
+
+    Raises:
+        ValueError: It is no MessagePack.
+    """
+    try:
+        return msgpack.unpackb(body)
+    except Exception as error:  # msgpack raises many kinds
+        raise ValueError(f"the body is not MessagePack: {type(error).__name__}: {error}") from error
 
 
 class AnswerReader:

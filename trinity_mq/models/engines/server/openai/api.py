@@ -12,10 +12,10 @@ from aiohttp import web
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError, bad_request
 from trinity_mq.models.engines.generation.batch_step import StaticBatcher
-from trinity_mq.models.engines.generation.request import GenerationRequest, ScoreRequest
+from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.text import TextCodec, TextError
 from trinity_mq.models.engines.server.http_server import json_object
-from trinity_mq.models.engines.server.openai.groups import answer_group
+from trinity_mq.models.engines.server.openai.groups import Encode, answer_group
 from trinity_mq.models.engines.server.openai.requests import (
     ChatBody,
     CompletionBody,
@@ -113,7 +113,11 @@ class OpenAIApi:
             chat = self._chat(json_object(received), request.headers)
         if chat.body.stream:
             return await self._streamed(request, chat.body, chat.wanted, pin, chat.text, tools=bool(chat.tools))
-        return self._json(*await self._chat_answer(chat, pin))
+        [(completions, version)] = await self._batcher.generate([chat.wanted], pin)
+        with span("encode answer") as traced:
+            response = self._json(self._chat_answer(chat, completions, version), version)
+            traced.size = len(response.text or "")
+        return response
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Continue prompts."""
@@ -132,15 +136,14 @@ class OpenAIApi:
         """Answer many requests that came as one."""
         return await answer_group(request, self.answer, version_header)
 
-    async def answer(
-        self, path: str, headers: Mapping[str, str], fields: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Version]:
-        """Answer a request that came in a group, whole; return the body and the version that sampled it.
+    async def answer(self, path: str, headers: Mapping[str, str], fields: Mapping[str, Any], encode: Encode) -> bytes:
+        """Answer a request that came in a group, whole.
 
         Args:
             path: The route that it is for.
             headers: Those that a request of its own would have.
             fields: Its body.
+            encode: Makes what is returned.
 
         Raises:
             ApiError: It cannot be served, as on its own.
@@ -148,13 +151,17 @@ class OpenAIApi:
         pin = self._admitted(headers)
         if fields.get("stream"):
             raise bad_request("stream=true in a group; stream with a request of its own", "stream")
-        if path == CHAT:
-            with span("parse request"):
-                chat = self._chat(fields, headers)
-            return await self._chat_answer(chat, pin)
         if path == COMPLETIONS:
-            return await self._completion_answer(self._completion(fields, headers), pin)
-        raise ApiError(404, f"no {path} in a group, wanted {CHAT} or {COMPLETIONS}", code="http_error")
+            return encode(*await self._completion_answer(self._completion(fields, headers), pin))
+        if path != CHAT:
+            raise ApiError(404, f"no {path} in a group, wanted {CHAT} or {COMPLETIONS}", code="http_error")
+        with span("parse request"):
+            chat = self._chat(fields, headers)
+        [(completions, version)] = await self._batcher.generate([chat.wanted], pin)
+        with span("encode answer") as traced:
+            encoded = encode(self._chat_answer(chat, completions, version), version)
+            traced.size = len(encoded)
+        return encoded
 
     def _chat(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Chat:
         BATCH.set(headers.get(BATCH_HEADER))
@@ -167,18 +174,16 @@ class OpenAIApi:
         wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
         return _Chat(body, text, tools, wanted)
 
-    async def _chat_answer(self, chat: _Chat, pin: Version | None) -> tuple[dict[str, Any], Version]:
-        [(completions, version)] = await self._batcher.generate([chat.wanted], pin)
-        with span("encode answer"):
-            choices = [
-                chat_choice(number, completion, chat.body, version, self._codec, tools=bool(chat.tools))
-                for number, completion in enumerate(completions)
-            ]
-            prompt = chat.wanted.prompt
-            answer = envelope("chat.completion", "chatcmpl", self._name, choices, [prompt], completions)
-            if chat.body.return_token_ids:
-                answer |= {"prompt_token_ids": prompt, "prompt_text": chat.text}
-        return answer, version
+    def _chat_answer(self, chat: _Chat, completions: Sequence[Completion], version: Version) -> dict[str, Any]:
+        choices = [
+            chat_choice(number, completion, chat.body, version, self._codec, tools=bool(chat.tools))
+            for number, completion in enumerate(completions)
+        ]
+        prompt = chat.wanted.prompt
+        answer = envelope("chat.completion", "chatcmpl", self._name, choices, [prompt], completions)
+        if chat.body.return_token_ids:
+            answer |= {"prompt_token_ids": prompt, "prompt_text": chat.text}
+        return answer
 
     def _completion(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Completion:
         BATCH.set(headers.get(BATCH_HEADER))

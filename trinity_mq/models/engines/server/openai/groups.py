@@ -13,7 +13,6 @@ from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError, bad_request
 from trinity_mq.models.group_format import (
     CONTENT_TYPE,
-    GroupedAnswer,
     GroupedRequest,
     pack_answer,
     unpack_requests,
@@ -21,8 +20,10 @@ from trinity_mq.models.group_format import (
 
 log = structlog.get_logger(__name__)
 
-Answering = Callable[[str, Mapping[str, str], Mapping[str, Any]], Awaitable[tuple[dict[str, Any], Version]]]
-"""Answers one request, given its path, headers and body; raises ApiError."""
+Encode = Callable[[Mapping[str, Any], Version], bytes]
+"""Encodes an answer and the version of the weights that gave it."""
+Answering = Callable[[str, Mapping[str, str], Mapping[str, Any], Encode], Awaitable[bytes]]
+"""Answers one request, given its path, headers and body, and how to encode the answer; raises ApiError."""
 
 
 async def answer_group(
@@ -53,23 +54,25 @@ async def answer_group(
     return response
 
 
-async def _send(response: web.StreamResponse, tasks: Sequence[asyncio.Task[GroupedAnswer]]) -> None:
+async def _send(response: web.StreamResponse, tasks: Sequence[asyncio.Task[bytes]]) -> None:
     """Write the answers, those that are there at the same time together."""
     left = set(tasks)
     while left:
         done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-        await response.write(b"".join(pack_answer(task.result()) for task in done))
+        await response.write(b"".join(task.result() for task in done))
 
 
 async def _answered(
     number: int, asked: GroupedRequest, answering: Answering, headers: Callable[[Version], dict[str, str]]
-) -> GroupedAnswer:
+) -> bytes:
+    def encode(body: Mapping[str, Any], version: Version) -> bytes:
+        return pack_answer(number, 200, headers(version), body)
+
     try:
-        body, version = await answering(asked.path, asked.headers, asked.body)
+        return await answering(asked.path, asked.headers, asked.body, encode)
     except ApiError as error:
-        return GroupedAnswer(number, error.status, error.headers(), {"error": error.body()})
+        return pack_answer(number, error.status, error.headers(), {"error": error.body()})
     except Exception as error:
         log.exception("request_failed", path=asked.path)
         failure = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
-        return GroupedAnswer(number, failure.status, {}, {"error": failure.body()})
-    return GroupedAnswer(number, 200, headers(version), body)
+        return pack_answer(number, failure.status, {}, {"error": failure.body()})
