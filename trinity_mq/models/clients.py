@@ -25,7 +25,7 @@ from trinity_mq.models.errors import (
     PromptTooLong,
     VersionMismatch,
 )
-from trinity_mq.models.group_format import GROUPS_HEADER, unpack_body
+from trinity_mq.models.group_format import GROUPS_HEADER, GroupedRequest, pack_request, unpack_body
 from trinity_mq.models.request_groups import CONNECT_SECONDS, NoGroups, RequestGroups
 from trinity_mq.telemetry.trace import span, trace_headers
 
@@ -59,8 +59,10 @@ class EngineClients:
         sent = {**headers, **trace_headers()}
         try:
             if (groups := self._groups_for(url)) is not None:
+                packed = pack_request(GroupedRequest(urlsplit(url).path, sent, body))
                 try:
-                    return await self._ask_in_group(groups, url, body, sent, timeout)
+                    if packed is not None:
+                        return await self._ask_in_group(groups, url, packed, timeout)
                 except NoGroups:  # another server is there now
                     self._groups.pop(base_of(url), None)
             return await self._ask(url, body, sent, timeout)
@@ -82,12 +84,10 @@ class EngineClients:
             return understood(response.status, response.headers, answer, url)
 
     @staticmethod
-    async def _ask_in_group(
-        groups: RequestGroups, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float
-    ) -> Any:
+    async def _ask_in_group(groups: RequestGroups, url: str, request: bytes, timeout: float) -> Any:
         with span("ask engine", wait=True) as asked:
             async with asyncio.timeout(timeout):
-                answer = await groups.ask(urlsplit(url).path, headers, body)
+                answer = await groups.ask(request)
             asked.size = len(answer.body)
         with span("parse answer", size=len(answer.body)):
             try:

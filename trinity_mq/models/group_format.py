@@ -44,10 +44,21 @@ _REQUESTS = TypeAdapter(
 _ANSWER = TypeAdapter(tuple[int, int, dict[str, str], bytes], config={"strict": True})
 
 
-def pack_requests(requests: Sequence[GroupedRequest]) -> bytes:
-    """Return the body of a group."""
-    packed: bytes = msgpack.packb(requests)
+def pack_request(request: GroupedRequest) -> bytes | None:
+    """Return a request as it goes into a group; None if it holds what MessagePack has no form for, such as a number of
+    more than 64 bits.
+    """
+    try:
+        packed: bytes = msgpack.packb(request)
+    except (TypeError, ValueError, OverflowError):
+        return None
     return packed
+
+
+def pack_group(packed: Sequence[bytes]) -> bytes:
+    """Return the body of a group of packed requests."""
+    head: bytes = msgpack.Packer().pack_array_header(len(packed))
+    return head + b"".join(packed)
 
 
 def unpack_requests(body: bytes) -> list[GroupedRequest]:

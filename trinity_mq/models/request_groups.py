@@ -7,9 +7,8 @@ with the work of an HTTP server and client around a few hundred bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 
@@ -19,8 +18,7 @@ from trinity_mq.models.group_format import (
     GROUP_PATH,
     AnswerReader,
     GroupedAnswer,
-    GroupedRequest,
-    pack_requests,
+    pack_group,
 )
 
 GATHER_SECONDS = 0.001
@@ -34,7 +32,7 @@ class NoGroups(Exception):
 
 @dataclass(slots=True)
 class _Asked:
-    request: GroupedRequest
+    request: bytes
     answer: asyncio.Future[GroupedAnswer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -51,8 +49,8 @@ class RequestGroups:
         self._gathering: list[_Asked] = []
         self._under_way: set[asyncio.Task[None]] = set()
 
-    async def ask(self, path: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> GroupedAnswer:
-        """Return the answer to a request.
+    async def ask(self, request: bytes) -> GroupedAnswer:
+        """Return the answer to a packed request.
 
         Whoever is cancelled gives up its own answer; the engine is told once nobody waits for any of the group.
 
@@ -60,7 +58,7 @@ class RequestGroups:
             EngineLost: There is none.
             NoGroups: The server does not take groups.
         """
-        asked = _Asked(GroupedRequest(path, dict(headers), dict(body)))
+        asked = _Asked(request)
         if not self._gathering:
             asyncio.get_running_loop().call_later(GATHER_SECONDS, self._send)
         self._gathering.append(asked)
@@ -98,7 +96,7 @@ class RequestGroups:
         """Ask for the answers of a group and hand them out; each that waits gets one, or an error."""
         url = self._base + GROUP_PATH
         limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        data, headers = pack_requests([asked.request for asked in group]), {"Content-Type": CONTENT_TYPE}
+        data, headers = pack_group([asked.request for asked in group]), {"Content-Type": CONTENT_TYPE}
         try:
             async with self._session().post(url, data=data, headers=headers, timeout=limit) as response:
                 if response.status != 200:

@@ -22,7 +22,8 @@ from trinity_mq.models.group_format import (
     AnswerReader,
     GroupedRequest,
     pack_answer,
-    pack_requests,
+    pack_group,
+    pack_request,
     unpack_body,
     unpack_requests,
 )
@@ -34,6 +35,11 @@ CHAT = "/v1/chat/completions"
 def question(text: str, **more: Any) -> dict[str, Any]:
     message = {"role": "user", "content": text}
     return {"messages": [message], "temperature": 0, "max_tokens": 4, "return_token_ids": True, **more}
+
+
+def packed(*requests: GroupedRequest) -> bytes:
+    bodies = [pack_request(request) for request in requests]
+    return pack_group([body for body in bodies if body is not None])
 
 
 @pytest.fixture
@@ -102,6 +108,25 @@ async def test_each_of_a_group_has_an_error_of_its_own(acquainted: EngineClients
     with pytest.raises(EngineNotReady) as caught:
         await ask(acquainted, server, question("1+2="))
     assert caught.value.retry_after == 1.0
+
+
+async def test_what_has_no_form_in_a_group_goes_alone_and_takes_no_other_along(
+    acquainted: EngineClients, server: EngineServer
+) -> None:
+    found = await asyncio.gather(
+        ask(acquainted, server, question("1+2=")),
+        ask(acquainted, server, question("1+2=", seed=1 << 70)),
+        ask(acquainted, server, question("1+2=", stop=object())),
+        return_exceptions=True,
+    )
+    assert [type(one) for one in found] == [dict, dict, TypeError]
+
+
+async def test_names_of_headers_have_no_case(server: EngineServer) -> None:
+    body = packed(GroupedRequest(CHAT, {"x-tmq-version": "1.6"}, question("1+2=")))
+    async with aiohttp.ClientSession() as session, session.post(server.url + GROUP_PATH, data=body) as response:
+        [answer] = AnswerReader().feed(await response.read())
+    assert (answer.status, unpack_body(answer.body)["error"]["code"]) == (409, "version_mismatch")
 
 
 async def test_one_that_gives_up_takes_nothing_from_the_others(acquainted: EngineClients, server: EngineServer) -> None:
@@ -225,7 +250,7 @@ async def test_what_is_no_group_is_refused(server: EngineServer, body: bytes, sa
 
 
 async def test_other_routes_are_refused_in_a_group(server: EngineServer) -> None:
-    body = pack_requests([GroupedRequest("/admin/pause", {}, {})])
+    body = packed(GroupedRequest("/admin/pause", {}, {}))
     async with aiohttp.ClientSession() as session, session.post(server.url + GROUP_PATH, data=body) as response:
         [answer] = AnswerReader().feed(await response.read())
     assert answer.status == 404
@@ -237,7 +262,7 @@ def test_the_format_keeps_what_is_in_it_in_pieces_of_any_size() -> None:
         GroupedRequest(CHAT, {"X-TMQ-Version": "1.2"}, question("ä")),
         GroupedRequest("/v1/completions", {}, {}),
     ]
-    assert unpack_requests(pack_requests(requests)) == requests
+    assert unpack_requests(packed(*requests)) == requests
     answers = [(1, 200, {"A": "b"}, {"x": [-1.5, -math.inf]}), (0, 503, {}, {"error": {}})]
     reader = AnswerReader()
     stream = b"".join(pack_answer(*answer) for answer in answers)

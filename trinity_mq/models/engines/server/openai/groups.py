@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 from aiohttp import web
+from multidict import CIMultiDict
 
 from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError, bad_request
@@ -69,7 +70,7 @@ async def _answered(
         return pack_answer(number, 200, headers(version), body)
 
     try:
-        return await answering(asked.path, asked.headers, asked.body, encode)
+        return await answering(asked.path, CIMultiDict(asked.headers), asked.body, encode)
     except ApiError as error:
         return pack_answer(number, error.status, error.headers(), {"error": error.body()})
     except Exception as error:
