@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from pathlib import Path
 
 from trinity_mq.config.base import Threads
 from trinity_mq.config.run import Config
@@ -18,11 +20,28 @@ def cpu_threads(config: Config, wanted: Threads) -> int:
     return wanted if wanted != "auto" else max(1, available_cores() // _computing(config))
 
 
-def available_cores() -> int:
-    """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the cores that this process may use, in a container those that its limit on processor time is worth."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, _limit(cgroup))))
+
+
+def _limit(cgroup: Path) -> float:
+    """Return the processor seconds a second that a container may take, infinity without a limit.
+
+    Source: the kernel's documentation, cgroup-v2 (``cpu.max``) and sched-bwc (``cpu.cfs_quota_us``).
+    """
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        except OSError:
+            return math.inf
+    try:
+        return float(quota) / float(period) if float(quota) > 0 else math.inf
+    except (ValueError, ZeroDivisionError):  # "max"
+        return math.inf
 
 
 def _computing(config: Config) -> int:

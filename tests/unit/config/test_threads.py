@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
@@ -55,5 +57,29 @@ def test_anything_else_is_an_error(value: str) -> None:
         config(f"trainer.num_threads={value}")
 
 
-def test_the_cores_of_this_process_are_counted() -> None:
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 16),
+        ({"cpu.max": "max 100000\n"}, 16),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "9900000 100000\n"}, 16),
+        ({"cpu.max": "nonsense\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "0\n"}, 16),
+    ],
+)
+def test_the_cores_are_those_that_a_container_may_use(
+    files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_cores(tmp_path) == expected
+
+
+def test_this_process_has_cores() -> None:
     assert available_cores() >= 1
