@@ -81,9 +81,15 @@ def _as_tuples(rows: Any) -> Any:
     return [tuple(row) if isinstance(row, list) else row for row in rows] if isinstance(rows, list) else rows
 
 
-def pack_answer(number: int, status: int, headers: Mapping[str, str], body: Any) -> bytes:
-    """Return an answer as it goes into the stream; ``body`` is what it would hold as JSON."""
-    packed: bytes = msgpack.packb((number, status, headers, msgpack.packb(body)))
+def pack_body(body: Any) -> bytes:
+    """Return the body of an answer, given what it would hold as JSON."""
+    packed: bytes = msgpack.packb(body)
+    return packed
+
+
+def pack_answer(answer: GroupedAnswer) -> bytes:
+    """Return an answer as it goes into the stream."""
+    packed: bytes = msgpack.packb(answer)
     return packed
 
 

@@ -20,8 +20,10 @@ from trinity_mq.models.group_format import (
     GROUP_PATH,
     GROUPS_HEADER,
     AnswerReader,
+    GroupedAnswer,
     GroupedRequest,
     pack_answer,
+    pack_body,
     pack_group,
     pack_request,
     unpack_body,
@@ -204,8 +206,8 @@ async def test_a_server_that_takes_no_groups_any_more_is_asked_for_each(
     ("body", "said"),
     [
         (b"", "the answer ended early"),
-        (pack_answer(0, 200, {}, {}), "the answer ended early"),
-        (pack_answer(7, 200, {}, {}), "an answer to request 7 of 2"),
+        (pack_answer(GroupedAnswer(0, 200, {}, pack_body({}))), "the answer ended early"),
+        (pack_answer(GroupedAnswer(7, 200, {}, pack_body({}))), "an answer to request 7 of 2"),
         (msgpack.packb([0, 200, {}, b"\xc1"]) + msgpack.packb([1, 200, {}, b""]), "the body is not MessagePack"),
         (b"\xc1", "no stream of answers"),
         (b"hello", "no stream of answers"),
@@ -263,8 +265,9 @@ def test_the_format_keeps_what_is_in_it_in_pieces_of_any_size() -> None:
         GroupedRequest("/v1/completions", {}, {}),
     ]
     assert unpack_requests(packed(*requests)) == requests
-    answers = [(1, 200, {"A": "b"}, {"x": [-1.5, -math.inf]}), (0, 503, {}, {"error": {}})]
+    body = {"x": [-1.5, -math.inf], "y": None}
+    answers = [GroupedAnswer(1, 200, {"A": "b"}, pack_body(body)), GroupedAnswer(0, 503, {}, pack_body({}))]
     reader = AnswerReader()
-    stream = b"".join(pack_answer(*answer) for answer in answers)
-    found = [answer for place in range(len(stream)) for answer in reader.feed(stream[place : place + 1])]
-    assert [(*answer[:3], unpack_body(answer.body)) for answer in found] == answers
+    stream = b"".join(map(pack_answer, answers))
+    assert [found for place in range(len(stream)) for found in reader.feed(stream[place : place + 1])] == answers
+    assert unpack_body(answers[0].body) == body

@@ -15,7 +15,7 @@ from trinity_mq.models.engines.generation.batch_step import StaticBatcher
 from trinity_mq.models.engines.generation.request import Completion, GenerationRequest, ScoreRequest
 from trinity_mq.models.engines.generation.text import TextCodec, TextError
 from trinity_mq.models.engines.server.http_server import json_object
-from trinity_mq.models.engines.server.openai.groups import Encode, answer_group
+from trinity_mq.models.engines.server.openai.groups import answer_group
 from trinity_mq.models.engines.server.openai.requests import (
     ChatBody,
     CompletionBody,
@@ -30,7 +30,7 @@ from trinity_mq.models.engines.server.openai.responses import chat_choice, envel
 from trinity_mq.models.engines.server.openai.streaming import Chunks, send
 from trinity_mq.models.engines.server.openai.tools import checked_tools
 from trinity_mq.models.engines.state import EngineState
-from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER
+from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER, pack_body
 from trinity_mq.telemetry.trace import BATCH, BATCH_HEADER, span
 
 PIN_HEADER = "X-TMQ-Version"
@@ -136,14 +136,13 @@ class OpenAIApi:
         """Answer many requests that came as one."""
         return await answer_group(request, self.answer, version_header)
 
-    async def answer(self, path: str, headers: Mapping[str, str], fields: Mapping[str, Any], encode: Encode) -> bytes:
-        """Answer a request that came in a group, whole.
+    async def answer(self, path: str, headers: Mapping[str, str], fields: Mapping[str, Any]) -> tuple[bytes, Version]:
+        """Answer a request that came in a group, whole; return the packed body and the version that sampled it.
 
         Args:
             path: The route that it is for.
             headers: Those that a request of its own would have.
             fields: Its body.
-            encode: Makes what is returned.
 
         Raises:
             ApiError: It cannot be served, as on its own.
@@ -152,16 +151,17 @@ class OpenAIApi:
         if fields.get("stream"):
             raise bad_request("stream=true in a group; stream with a request of its own", "stream")
         if path == COMPLETIONS:
-            return encode(*await self._completion_answer(self._completion(fields, headers), pin))
+            answer, version = await self._completion_answer(self._completion(fields, headers), pin)
+            return pack_body(answer), version
         if path != CHAT:
             raise ApiError(404, f"no {path} in a group, wanted {CHAT} or {COMPLETIONS}", code="http_error")
         with span("parse request"):
             chat = self._chat(fields, headers)
         [(completions, version)] = await self._batcher.generate([chat.wanted], pin)
         with span("encode answer") as traced:
-            encoded = encode(self._chat_answer(chat, completions, version), version)
-            traced.size = len(encoded)
-        return encoded
+            packed = pack_body(self._chat_answer(chat, completions, version))
+            traced.size = len(packed)
+        return packed, version
 
     def _chat(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Chat:
         BATCH.set(headers.get(BATCH_HEADER))

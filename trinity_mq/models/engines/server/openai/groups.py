@@ -14,17 +14,19 @@ from trinity_mq.messages import Version
 from trinity_mq.models.engines.api_errors import ApiError, bad_request
 from trinity_mq.models.group_format import (
     CONTENT_TYPE,
+    GroupedAnswer,
     GroupedRequest,
     pack_answer,
+    pack_body,
     unpack_requests,
 )
 
 log = structlog.get_logger(__name__)
 
-Encode = Callable[[Mapping[str, Any], Version], bytes]
-"""Encodes an answer and the version of the weights that gave it."""
-Answering = Callable[[str, Mapping[str, str], Mapping[str, Any], Encode], Awaitable[bytes]]
-"""Answers one request, given its path, headers and body, and how to encode the answer; raises ApiError."""
+Answering = Callable[[str, Mapping[str, str], Mapping[str, Any]], Awaitable[tuple[bytes, Version]]]
+"""Answers one request, given its path, headers and body, with a packed body and the version of the weights; raises
+ApiError.
+"""
 
 
 async def answer_group(
@@ -66,14 +68,13 @@ async def _send(response: web.StreamResponse, tasks: Sequence[asyncio.Task[bytes
 async def _answered(
     number: int, asked: GroupedRequest, answering: Answering, headers: Callable[[Version], dict[str, str]]
 ) -> bytes:
-    def encode(body: Mapping[str, Any], version: Version) -> bytes:
-        return pack_answer(number, 200, headers(version), body)
-
     try:
-        return await answering(asked.path, CIMultiDict(asked.headers), asked.body, encode)
+        body, version = await answering(asked.path, CIMultiDict(asked.headers), asked.body)
+        answer = GroupedAnswer(number, 200, headers(version), body)
     except ApiError as error:
-        return pack_answer(number, error.status, error.headers(), {"error": error.body()})
+        answer = GroupedAnswer(number, error.status, error.headers(), pack_body({"error": error.body()}))
     except Exception as error:
         log.exception("request_failed", path=asked.path)
         failure = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
-        return pack_answer(number, failure.status, {}, {"error": failure.body()})
+        answer = GroupedAnswer(number, failure.status, {}, pack_body({"error": failure.body()}))
+    return pack_answer(answer)
