@@ -74,6 +74,16 @@ async def lead(model: Path, out: Path, checkpoint: Path | None, cases: list[str]
     ranks = Ranks(0, WORLD, 60.0)
     processes = RankProcesses(ranks)
     await processes.start()
+    watching = asyncio.create_task(processes.watch())  # as beside a trainer: it tells who waits for a rank that is gone
+    try:
+        await lead_cases(ranks, model, out, checkpoint, cases)
+        await processes.end()
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def lead_cases(ranks: Ranks, model: Path, out: Path, checkpoint: Path | None, cases: list[str]) -> None:
     for case in cases:
         learner = TorchLearner(settings(case), model, None, ranks)
         (out / case).mkdir()
@@ -90,7 +100,6 @@ async def lead(model: Path, out: Path, checkpoint: Path | None, cases: list[str]
         (out / case / "saved").mkdir()
         await (await learner.stage())(out / case / "saved")
         await learner.close()
-    await processes.end()
 
 
 class Mortal(Ranks):
