@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import aiohttp
+import structlog
 
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.models.group_format import (
@@ -20,6 +21,8 @@ from trinity_mq.models.group_format import (
     GroupedAnswer,
     pack_group,
 )
+
+log = structlog.get_logger(__name__)
 
 GATHER_SECONDS = 0.001
 """From a request to the group that takes it along. An engine waits longer itself for requests to compute together."""
@@ -106,12 +109,16 @@ class RequestGroups:
                 async for chunk in response.content.iter_any():  # to the end: the connection serves the next group
                     for answer in reader.feed(chunk):
                         self._hand_out(group, answer)
-            self._fail(group, EngineLost(f"{url}: the answer ended early"))
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self._fail(group, EngineLost(f"{url}: {type(error).__name__}: {error}"))
         except asyncio.CancelledError:
             self._fail(group, EngineLost(f"{url}: the connections were closed"))
             raise
+        except Exception as error:  # a fault of ours: whoever waits must not wait for ever
+            log.exception("request_group_failed", url=url, requests=len(group))
+            self._fail(group, EngineLost(f"{url}: {type(error).__name__}: {error}"))
+        else:
+            self._fail(group, EngineLost(f"{url}: the answer ended early"))
 
     @staticmethod
     def _hand_out(group: list[_Asked], answer: GroupedAnswer) -> None:

@@ -11,6 +11,7 @@ import aiohttp
 import msgpack
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from tests.waiting import until
 from trinity_mq.models import EngineLost, EngineNotReady, EngineRefused, PromptTooLong, VersionMismatch
@@ -227,6 +228,23 @@ async def test_an_answer_that_is_none_is_a_lost_engine(
     lost = [one for one in found if isinstance(one, EngineLost)]
     assert len(lost) == (1 if body and said == "the answer ended early" else 2)
     assert all(said in str(one) for one in lost)
+
+
+async def test_an_unexpected_failure_leaves_nobody_waiting(
+    fake: Callable[..., Any], clients: EngineClients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(request: web.Request) -> web.Response:
+        return web.Response(body=pack_answer(GroupedAnswer(0, 200, {}, pack_body({}))))
+
+    def broken(reader: AnswerReader, data: bytes) -> list[GroupedAnswer]:
+        raise RuntimeError("a fault of ours")
+
+    url = await fake(alone, answers) + CHAT
+    await clients.post_async(url, {}, {}, 5.0)
+    monkeypatch.setattr(AnswerReader, "feed", broken)
+    with capture_logs() as logged, pytest.raises(EngineLost, match="RuntimeError: a fault of ours"):
+        await clients.post_async(url, {}, {}, 5.0)
+    assert [line["event"] for line in logged] == ["request_group_failed"]
 
 
 # -- the format

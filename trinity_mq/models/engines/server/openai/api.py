@@ -78,13 +78,13 @@ class OpenAIApi:
         """Serve what ``batcher`` samples.
 
         Args:
-            batcher: Samples.
-            state: Of the engine.
-            generator: Has the tokenizer and the limits.
-            name: Of the model, as requests have it.
-            model_path: Its folder.
-            max_response_tokens: For requests without ``max_tokens``.
-            groups: Take many requests as one: where they are sampled together anyway.
+            batcher: Gathers requests and samples their answers.
+            state: The engine's state, which says what can be served.
+            generator: The model; its tokenizer and limits are used here.
+            name: The model's name in requests.
+            model_path: The model's folder.
+            max_response_tokens: Limit of a response where a request gives no ``max_tokens``.
+            groups: Offer the route that takes many requests as one; for batchers that sample them together anyway.
         """
         self._groups = groups
         self._batcher, self._state = batcher, state
