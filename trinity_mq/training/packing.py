@@ -28,6 +28,7 @@ from trinity_mq.experience import (
 from trinity_mq.experience.ragged import Indexes, Ragged
 from trinity_mq.experience.rules import DPO, ENGINE
 from trinity_mq.training.parallel.division import divide
+from trinity_mq.training.prefixes import Prefixes, divide_shared
 
 SAMPLED, IMITATED, PAIRED = 0, 1, 2
 """Roles of sequences: sampled by the policy, by an expert, or an answer of a pair (chosen, then rejected)."""
@@ -46,8 +47,9 @@ class MicroBatch:
     Padded, each sequence has a row, filled up on the right, so under causal attention no real token sees padding:
     neither an attention mask nor position ids are needed, and the attention kernel takes its fast path. Packed, all
     sequences are one after the other in a single row, and
-    :func:`trinity_mq.training.model.attention.model_inputs` says where each begins. What is trained on is listed
-    token by token; the others, and so all padding, are simply not there.
+    :func:`trinity_mq.training.model.attention.model_inputs` says where each begins. With ``prefixes``, the rows are
+    padded and without the tokens that sequences begin with in common, which have rows of their own. What is trained on
+    is listed token by token; the others, and so all padding, are simply not there.
 
     One without sequences, for a rank that has nothing left to do, is a single position of padding.
     """
@@ -88,11 +90,29 @@ class MicroBatch:
     """bool ``[tokens]`` each: whether the engine of that id sampled it; none where a single one sampled all."""
     longest_packed: int = 0
     """Positions of the longest sequence of a packed row; 0: the rows are padded."""
+    prefixes: Tensor | None = None
+    """int64 ``[prefixes, positions]``, filled up on the right: what sequences begin with, and ``input_ids`` leaves out;
+    None: nothing is left out."""
+    prefix_lengths: Tensor | None = None
+    """int64 ``[prefixes]``: how many of these positions each has."""
+    prefix_of: Tensor | None = None
+    """int64 ``[rows]``: the prefix of each row."""
 
     @property
     def tokens(self) -> int:
         """Trained tokens."""
         return self.targets.shape[0]
+
+    @property
+    def positions(self) -> int:
+        """Positions that the model computes, padding included."""
+        return self.input_ids.numel() + (0 if self.prefixes is None else self.prefixes.numel())
+
+    @property
+    def padding(self) -> int:
+        """Positions that are padding."""
+        prefixes = 0 if self.prefix_lengths is None else int(self.prefix_lengths.sum())
+        return self.positions - int(self.lengths.sum()) - prefixes
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return the same on ``device``."""
@@ -111,6 +131,7 @@ class Division:
 
     max_tokens: int
     packed: bool = False
+    shares_prefixes: bool = False
     rank: int = 0
     ranks: int = 1
     hidden_size: int = 1024
@@ -124,6 +145,7 @@ class Division:
             self.max_tokens,
             reduction,
             packed=self.packed,
+            shares_prefixes=self.shares_prefixes,
             rank=self.rank,
             ranks=self.ranks,
             hidden_size=self.hidden_size,
@@ -176,6 +198,7 @@ class TrainTokens:
         reduction: Reduction | None = None,
         *,
         packed: bool = False,
+        shares_prefixes: bool = False,
         rank: int = 0,
         ranks: int = 1,
         hidden_size: int = 1024,
@@ -191,6 +214,8 @@ class TrainTokens:
                 is one of its own.
             reduction: Makes the scales from the counts of these experiences; None: the mean over tokens.
             packed: Whether the sequences of a micro-batch are one row.
+            shares_prefixes: Whether padded rows may leave out what sequences begin with in common, where that is
+                worthwhile; of a single rank only.
             rank: Whose micro-batches are returned, from 0.
             ranks: Processes that share the optimizer step.
             hidden_size: Width of the model: how much its attention costs, when the work is shared.
@@ -201,10 +226,23 @@ class TrainTokens:
         members = units[units >= 0]
         scale = np.zeros(len(self.counts))
         scale[members] = self._scales(members, reduction or Reduction())
+        if shares_prefixes and not packed and ranks == 1:
+            prefixes = self._prefixes()
+            shared = divide_shared(units, self.lengths, prefixes, max_tokens)
+            if shared is not None:
+                chosen = (units[part].reshape(-1) for part in shared)
+                return [self._micro_batch(part[part >= 0], scale, prefixes=prefixes) for part in chosen]
         lengths = np.where(units >= 0, self.lengths[units], 0)
         parts = divide(lengths, max_tokens, packed=packed, ranks=ranks, hidden_size=hidden_size)[rank]
         chosen = (units[part].reshape(-1) for part in parts)
-        return [self._micro_batch(part[part >= 0], scale, packed) for part in chosen]
+        return [self._micro_batch(part[part >= 0], scale, packed=packed) for part in chosen]
+
+    def _prefixes(self) -> Prefixes:
+        """Return what each sequence begins with, up to the token before the one that predicts its first trained
+        token.
+        """
+        first = self.position[torch.from_numpy(self.counts.cumsum() - self.counts)].numpy()
+        return Prefixes.of(self.ids, self.starts, first - 1)
 
     def _units(self, experiences: Indexes) -> Indexes:
         """Return what cannot be divided, ``[units, 2]``: the sequence of an experience and -1, or its pair."""
@@ -222,7 +260,14 @@ class TrainTokens:
         scale[role == PAIRED] = 1 / max(pairs, 1)
         return scale
 
-    def _micro_batch(self, sequences: Indexes, scale: npt.NDArray[np.float64], packed: bool) -> MicroBatch:
+    def _micro_batch(
+        self,
+        sequences: Indexes,
+        scale: npt.NDArray[np.float64],
+        *,
+        packed: bool = False,
+        prefixes: Prefixes | None = None,
+    ) -> MicroBatch:
         """Return the tensors of one micro-batch without touching single tokens in Python."""
         counts = self.counts[sequences]
         segment = np.repeat(np.arange(len(sequences)), counts)
@@ -230,19 +275,17 @@ class TrainTokens:
         index = torch.from_numpy(
             np.repeat(before[sequences] - (counts.cumsum() - counts), counts) + np.arange(len(segment))
         )
-        lengths, starts = self.lengths[sequences] - 1, self.starts[sequences]
-        longest = int(lengths.max(initial=1))
-        position = self.position[index]
+        skipped = np.zeros_like(sequences) if prefixes is None else prefixes.lengths[sequences]
+        starts, lengths = self.starts[sequences] + skipped, self.lengths[sequences] - skipped - 1
         part, own = torch.from_numpy(segment), torch.from_numpy(sequences)
+        position = self.position[index] - torch.from_numpy(skipped)[part]
         if packed or not len(sequences):
             begin = lengths.cumsum() - lengths
             where = torch.from_numpy(np.repeat(starts - begin, lengths) + np.arange(int(lengths.sum())))
             input_ids = self.ids[where][None] if len(where) else torch.zeros(1, 1, dtype=torch.int64)
             rows, columns = torch.zeros_like(part), torch.from_numpy(begin)[part] + position - 1
         else:
-            places = np.arange(longest)
-            where = torch.from_numpy(np.minimum(starts[:, None] + places, len(self.ids) - 1))
-            input_ids = torch.where(torch.from_numpy(places < lengths[:, None]), self.ids[where], 0)
+            input_ids = self._padded(starts, lengths)
             rows, columns = part, position - 1
         return MicroBatch(
             input_ids=input_ids,
@@ -257,9 +300,26 @@ class TrainTokens:
             scale=torch.from_numpy(scale[sequences]).float()[part],
             custom={name: column[index] for name, column in self.custom.items()},
             engines={name: column[index] for name, column in self.engines.items()},
-            longest_packed=longest if packed and len(sequences) else 0,
+            longest_packed=int(lengths.max(initial=1)) if packed and len(sequences) else 0,
             **{name: column[index] for name, column in self.columns.items()},
+            **({} if prefixes is None else self._prefix_rows(sequences, prefixes)),
         )
+
+    def _prefix_rows(self, sequences: Indexes, prefixes: Prefixes) -> dict[str, Tensor]:
+        """Return the columns of a micro-batch that have the prefixes of its sequences."""
+        _, chosen, number = np.unique(prefixes.number[sequences], return_index=True, return_inverse=True)
+        lengths = prefixes.lengths[sequences[chosen]]
+        return {
+            "prefixes": self._padded(self.starts[sequences[chosen]], lengths),
+            "prefix_lengths": torch.from_numpy(lengths),
+            "prefix_of": torch.from_numpy(number),
+        }
+
+    def _padded(self, starts: Indexes, lengths: Indexes) -> Tensor:
+        """Return rows of tokens, filled up with 0 on the right, int64 ``[rows, longest]``."""
+        places = np.arange(int(lengths.max(initial=1)))
+        where = torch.from_numpy(np.minimum(starts[:, None] + places, len(self.ids) - 1))
+        return torch.where(torch.from_numpy(places < lengths[:, None]), self.ids[where], 0)
 
 
 def split(size: int, count: int, seed: str) -> list[list[int]]:

@@ -196,8 +196,8 @@ def accumulate(
     total, watch = StepSums(), watch or Stopwatch(policy.device)
     for packed in batches:
         total.micro_batches += 1
-        total.positions += packed.input_ids.numel()
-        total.padding += packed.input_ids.numel() - int(packed.lengths.sum())
+        total.positions += packed.positions
+        total.padding += packed.padding
         total.sequences += int((packed.sequence[packed.role == SAMPLED].bincount() > 0).sum())
         batch = packed.to(policy.device)
         with watch.part("forward"):

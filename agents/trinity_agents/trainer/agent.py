@@ -21,6 +21,7 @@ from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import EXIT_RESTART
 from trinity_mq.runtime.plugins import add_plugins
+from trinity_mq.runtime.process import keep_freed_memory
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.factory import open_channel
@@ -109,6 +110,7 @@ class Trainer(Agent):
 
 def main(config: Config, agent_id: str = "trainer-0") -> int:
     """Run the trainer until the run is over, or one of its ranks above 0 until rank 0 ends; returns the exit code."""
+    keep_freed_memory()
     world = world_size(config.trainer.nproc)
     if own_rank():
         return follow(config, agent_id, world)

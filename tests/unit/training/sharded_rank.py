@@ -45,10 +45,14 @@ CASES: dict[str, dict[str, Any]] = {**SETTINGS, "ppo": PPO, "mini_batches": MINI
 
 
 def settings(case: str, dtype: str = "float32") -> Config:
-    """Return the configuration of a case: small micro-batches, so that ranks have several, and not equally many."""
+    """Return the configuration of a case: small micro-batches, so that ranks have several, and not equally many.
+
+    Prefixes are not shared: one process alone can, and would round otherwise.
+    """
     # mini-batches make four optimizer steps of a train step: the weights move as far as in the other cases
     base = config(lr=2.5e-4 if case == "mini_batches" else 1e-3, max_tokens=40, dtype=dtype, entropy_coef=0.01)
     found = with_algorithm(base, **CASES[case])
+    found = found.model_copy(update={"trainer": found.trainer.model_copy(update={"share_prefixes": False})})
     if case != "lora":
         return found
     return found.model_copy(update={"model": found.model.model_copy(update={"lora": LoraConfig(r=4, alpha=16)})})

@@ -214,7 +214,7 @@ def test_models_that_would_mix_sequences_are_refused(tmp_path: Path, name: str) 
     with pytest.raises(LearnerError, match=wanted):
         Policy(config().model, tmp_path, 0, trained())
     with capture_logs() as logs:
-        policy = Policy(config().model, tmp_path, 0, trained("auto"))
+        policy = Policy(config().model, tmp_path, 0, trained("auto", share_prefixes=False))
     assert not policy.packs
     assert [(entry["event"], entry["model"]) for entry in logs] == [("rows_are_padded", shape.model_type)]
     assert "no attention for packed rows on cpu" in logs[0]["reason"]
@@ -253,7 +253,7 @@ def test_why_auto_pads_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     saved(shape, tmp_path)
     monkeypatch.setattr(attention, "_installed", lambda device, dtype: ["eager"])
     with capture_logs() as logs:
-        policy = Policy(config().model, tmp_path, 0, trained("auto"))
+        policy = Policy(config().model, tmp_path, 0, trained("auto", share_prefixes=False))
     assert not policy.packs
     assert [(entry["event"], entry["model"]) for entry in logs] == [("rows_are_padded", "mamba")]
     assert why in logs[0]["reason"]

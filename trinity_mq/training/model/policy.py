@@ -22,6 +22,7 @@ from trinity_mq.sync.channels.buckets import total_digest
 from trinity_mq.training.checkpoints.state import module_state
 from trinity_mq.training.model.attention import Packing, model_inputs, use_packed_attention
 from trinity_mq.training.model.lora import Adapters, loading
+from trinity_mq.training.model.shared_prefixes import prefix_problem
 from trinity_mq.training.model.token_scorer import TokenScorer
 from trinity_mq.training.packing import Division, MicroBatch
 from trinity_mq.training.parallel.ranks import Ranks, own_device
@@ -72,7 +73,8 @@ class Policy:
             config: Of the model.
             folder: A Hugging Face folder.
             seed: Of weights that the folder lacks.
-            trainer: Whether rows are packed, and activations kept; None: padded rows, activations kept.
+            trainer: Whether rows are packed, prefixes shared, and activations kept; None: padded rows of whole
+                sequences, activations kept.
             ranks: Over which it is sharded; None: it is whole here.
 
         Raises:
@@ -105,14 +107,18 @@ class Policy:
             raise LearnerError(f"the model in {folder} cannot be trained: {error}") from error
         if self._scorer.after is None:
             log.info("logits_not_chunked", model=type(model).__name__, reason="unknown operation after its head")
-        trainer, self.ranks = trainer or TrainerConfig(packing="padded"), ranks or Ranks()
+        trainer, self.ranks = trainer or TrainerConfig(packing="padded", share_prefixes=False), ranks or Ranks()
         if trainer.gradient_checkpointing:
             checkpoint_blocks(self.model)
         self.packs = self._use_packing(trainer.packing)
         """Whether its micro-batches are packed rows."""
-        width = int(self.model.config.get_text_config().hidden_size)
         self.division = Division(
-            trainer.max_tokens_per_micro_batch, self.packs, self.ranks.rank, self.ranks.world, width
+            trainer.max_tokens_per_micro_batch,
+            packed=self.packs,
+            shares_prefixes=self._can_share_prefixes(trainer),
+            rank=self.ranks.rank,
+            ranks=self.ranks.world,
+            hidden_size=int(self.model.config.get_text_config().hidden_size),
         )
         if self.ranks.world > 1:
             if self.adapters is not None and not self.ranks.rank:
@@ -141,6 +147,16 @@ class Policy:
             )
         if problem is not None:
             log.info("rows_are_padded", model=kind, reason=problem)
+        return problem is None
+
+    def _can_share_prefixes(self, trainer: TrainerConfig) -> bool:
+        """Return whether rows may share what they begin with, and log why not where that is wanted."""
+        if not trainer.share_prefixes or self.packs or self.ranks.world > 1 or trainer.gradient_checkpointing:
+            return False
+        with self._autocast():
+            problem = prefix_problem(self.model, self._dtype)
+        if problem is not None:
+            log.info("prefixes_not_shared", model=self.model.config.model_type, reason=problem)
         return problem is None
 
     def _autocast(self) -> torch.autocast:

@@ -1,0 +1,87 @@
+"""Rows that leave out what their sequences begin with: those tokens go through the model once, and every row attends to
+their keys and values. The gradient of all rows flows back through these.
+
+The answers of a group have their prompt in common, so with 16 answers this is most of the tokens of short answers to
+long questions. The model must take keys and values from a cache and give every token the position that it is told;
+whether it does is found out by asking it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity_mq.training.packing import MicroBatch
+
+
+def with_prefixes(model: Any, batch: MicroBatch) -> dict[str, Any]:
+    """Return the arguments that a model, or its backbone, takes the rows of a micro-batch with prefixes by, after
+    passing the prefixes through the model.
+    """
+    assert batch.prefixes is not None
+    assert batch.prefix_lengths is not None
+    assert batch.prefix_of is not None
+    return _inputs(model, batch.prefixes, batch.prefix_lengths, batch.prefix_of, batch.input_ids)
+
+
+def _inputs(model: Any, prefixes: Tensor, lengths: Tensor, prefix_of: Tensor, rows: Tensor) -> dict[str, Any]:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    model.base_model(input_ids=prefixes, past_key_values=cache, use_cache=True)
+    cache.batch_select_indices(prefix_of)
+    begin = lengths[prefix_of]
+    inputs = {
+        "input_ids": rows,
+        "past_key_values": cache,
+        "position_ids": begin[:, None] + torch.arange(rows.shape[1], device=rows.device),
+    }
+    longest = prefixes.shape[1]
+    if bool((lengths < longest).any()):  # padding between a prefix and its rows
+        there = torch.arange(longest, device=rows.device) < begin[:, None]
+        inputs["attention_mask"] = torch.cat([there, torch.ones_like(rows, dtype=torch.bool)], 1)
+    return inputs
+
+
+def prefix_problem(model: Any, dtype: torch.dtype) -> str | None:
+    """Return why sequences cannot share what they begin with in this model; None: they can.
+
+    Args:
+        model: With weights, on its device.
+        dtype: What it computes in.
+    """
+    config = model.config.get_text_config()
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if others:
+        return f"its layers of the kind {', '.join(sorted(others))} do not attend to all tokens before"
+    if getattr(config, "sliding_window", None):
+        return f"its layers attend to the last {config.sliding_window} tokens alone"
+    device, vocabulary = model.device, model.get_input_embeddings().weight.shape[0]
+    prefixes = torch.arange(1, 11, device=device).view(2, 5) * 7919 % vocabulary
+    lengths, prefix_of = torch.tensor([5, 3], device=device), torch.tensor([0, 1, 1], device=device)
+    rows = torch.arange(11, 23, device=device).view(3, 4) * 7919 % vocabulary
+    whole = [
+        torch.cat([prefixes[number, : lengths[number]], row])
+        for number, row in zip(prefix_of.tolist(), rows, strict=True)
+    ]
+    with torch.enable_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        try:
+            found = model(**_inputs(model, prefixes, lengths, prefix_of, rows), use_cache=False).logits.float()
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            return f"it takes no cache: {error}"
+        alone = torch.stack([model(input_ids=ids[None], use_cache=False).logits[0, -4:].float() for ids in whole])
+    part = 0.05 if dtype != torch.float32 else 1e-3
+    if not (found - alone).abs().max() <= part * alone.abs().max():
+        return "a sequence has other logits with a shared prefix than alone"
+    weights = [one for one in model.parameters() if one.requires_grad]
+    slopes = [torch.autograd.grad(logits.square().sum(), weights, allow_unused=True) for logits in (found, alone)]
+    for shared, separate in zip(*slopes, strict=True):
+        if (shared is None) != (separate is None):
+            return "a weight has a gradient only in one of both"
+        if shared is not None and separate is not None:
+            largest = separate.abs().max()
+            if not (shared - separate).abs().max() <= part * largest + torch.finfo(dtype).eps:
+                return "the gradient is another one with a shared prefix"
+    return None
