@@ -15,9 +15,6 @@ from trinity_mq.testing.runs import LocalRun
 
 SMOKE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
 ONCE_A_SLICE = (
-    ("explorer", "encode slice"),
-    ("explorer", "confirm task_slice"),
-    ("runner", "decode slice"),
     ("runner", "make workflow"),
     ("runner", "make request"),
     ("runner", "ask engine"),
@@ -58,6 +55,8 @@ ONCE_A_BATCH = (
     ("explorer", "commit at engine"),
 )
 SEVERAL_A_BATCH = (
+    ("explorer", "encode slices"),
+    ("runner", "decode slices"),
     ("runner", "encode experiences"),
     ("runner", "confirm experience_part"),
     ("engine", "generate"),
@@ -89,7 +88,10 @@ async def test_a_run_leaves_a_whole_trace(
         assert all(took >= 0 for took in found.stages.values()), found.stages
         by_name = {(row.who, row.what): row for row in found.rows}
         assert by_name["runner", "ask engine"].bytes >= by_name["engine", "encode answer"].bytes > 0
-        assert by_name["runner", "decode slice"].bytes >= by_name["explorer", "encode slice"].bytes > 0
+        assert by_name["runner", "decode slices"].bytes >= by_name["explorer", "encode slices"].bytes > 0
+        slices_confirmed = [times.get(("explorer", f"confirm {kind}"), 0) for kind in ("task_slice", "task_slices")]
+        assert times["explorer", "encode slices"] == sum(slices_confirmed)
+        assert times["runner", "decode slices"] >= sum(slices_confirmed), "a message may come again"
         assert by_name["engine", "generate"].cpu
     assert main(["timeline", str(tmp_path / "run"), "--batch", "1-2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -140,8 +140,8 @@ def pointed(bus: Bus) -> Bus:
 
 
 def _single(kind: str | None) -> str | None:
-    """Results pass the same points alone and together."""
-    return "task_result" if kind == "task_results" else kind
+    """Results and slices pass the same points alone and together."""
+    return {"task_results": "task_result", "task_slices": "task_slice"}.get(kind, kind) if kind else None
 
 
 class PointedFeed(Consumer):

@@ -74,6 +74,29 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
         "large_seed": {"batch": 1, "ticket": "t", "task_id": 1, "task": {}, "seed": 4611686018427387905},
         "keep_partial": {"batch": 1, "ticket": "t", "task_id": 1, "task": {}, "keep_partial": True},
     },
+    ("task_slices", 1): {
+        "minimal": {"slices": []},
+        "full": {
+            "slices": [
+                {"batch": 7, "ticket": "t", "task_id": 0, "task": {}},
+                {
+                    "batch": "3/gsm8k",
+                    "ticket": "5f0c9a52d1f64c0e8a3b1d2e4f506172",
+                    "task_id": 41,
+                    "run_base": 4,
+                    "repeat_times": 4,
+                    "task": TASK,
+                    "deliver": "caller",
+                    "seed": -42,
+                    "max_timeout": 12.5,
+                    "max_retry_times": 0,
+                    "slice_timeout": 99.75,
+                    "opened_beat": 1234567,
+                    "explorer": "explorer-0",
+                },
+            ]
+        },
+    },
     ("task_result", 1): {
         "minimal": {"batch": 0, "ticket": "t", "task_id": 0, "attempt": "a", "outcome": "finished"},
         "full": {

@@ -14,6 +14,7 @@ where there are none). Later results are *late*: counted, and dropped.
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import structlog
 
 from trinity_mq.bus import Bus, BusRefused, Consumer, Delivery, MessageTooLarge, Topology
+from trinity_mq.bus.base import HeaderValue
 from trinity_mq.bus.streams import next_or_quiet
 from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config
@@ -34,15 +36,18 @@ from trinity_mq.messages import (
     BatchId,
     BatchReady,
     Deliver,
+    Heartbeat,
     Lane,
     Mark,
     Message,
     Progress,
+    RunnerStatus,
     SubmissionOutcome,
     TaskBody,
     TaskResult,
     TaskResults,
     TaskSlice,
+    TaskSlices,
 )
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.runtime.deliveries import decode_or_dead_letter, drop_foreign, envelope
@@ -57,6 +62,10 @@ MARK_TIMEOUT = 60.0
 stream."""
 WINDOW = 128
 """Upper bound of the slices of one ticket that are published and not yet confirmed."""
+GROUPED = 16
+"""Most slices in one message."""
+GROUP_SECONDS = 2.0
+"""Most seconds that the slices of a message take one after the other, by the mean of those before."""
 BURST = 64
 """Results received before other tasks of the event loop run."""
 
@@ -77,6 +86,7 @@ class Dispatcher:
         save: Called where the protocol demands that state be durable before going on.
         next_heartbeat: Returns the number of the owner's next heartbeat, stamped on slices.
         heartbeat_now: Makes the owner send a heartbeat now.
+        runners: Returns the heartbeats of the living runners.
         tickets: The open tickets by id; changed in place.
         results_offset: Offset of the results stream to read on from; None: from now on.
         changed: Notified after outcomes were recorded.
@@ -92,6 +102,7 @@ class Dispatcher:
         save: Callable[[], Awaitable[None]] = _save_nothing,
         next_heartbeat: Callable[[], int] = lambda: 0,
         heartbeat_now: Callable[[], None] = lambda: None,
+        runners: Callable[[], Sequence[Heartbeat]] = tuple,
         tickets: dict[str, Ticket] | None = None,
         results_offset: int | None = None,
         changed: Notifier | None = None,
@@ -110,7 +121,7 @@ class Dispatcher:
         self.late_results = 0
         """Number of results of closed tickets, and of attempts that found their ticket closed."""
         self.slice_times = SliceTimes(config.explorer)
-        self._owner, self._save, self._next_heartbeat = owner, save, next_heartbeat
+        self._owner, self._save, self._next_heartbeat, self._runners = owner, save, next_heartbeat, runners
         self._caught_up, self._resumed = asyncio.Event(), asyncio.Event()
         self._all_sent: dict[Lane, asyncio.Future[None]] = {}
         """By task queue: done when all slices of the ticket opened last are sent."""
@@ -287,21 +298,34 @@ class Dispatcher:
     # -- publishing
 
     async def _publish_slices(self, ticket: Ticket, all_sent: asyncio.Future[None]) -> None:
-        """Publish the slices without an outcome, :data:`WINDOW` at a time; ``all_sent`` is done before the last
-        confirms.
+        """Publish the slices without an outcome, :data:`WINDOW` messages at a time; ``all_sent`` is done before the
+        last confirms.
         """
-        left = iter(ticket.slices)
+        size = self._group_size(ticket)
+        left = (ticket.slices[start : start + size] for start in range(0, len(ticket.slices), size))
         common = self._common_fields(ticket)
 
         async def publish_next() -> None:
-            for task_slice in left:
-                if task_slice.result is None and ticket.grace is None:
-                    await self._publish_slice(ticket, task_slice, common)
+            for group in left:
+                wanted = [task_slice for task_slice in group if task_slice.result is None]
+                if wanted and ticket.grace is None:
+                    await self._publish_group(ticket, wanted, common)
             _resolve(all_sent)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(WINDOW, len(ticket.slices))):
                 group.create_task(publish_next())
+
+    def _group_size(self, ticket: Ticket) -> int:
+        """Return how many slices of a ticket share a message: 1 unless they are short, each runner gets two messages,
+        and all runners take such messages.
+        """
+        mean, runners = self.slice_times.mean, self._runners()
+        are_able = all(isinstance(one.detail, RunnerStatus) and one.detail.grouped_slices for one in runners)
+        if ticket.lane != "train" or mean is None or not runners or not are_able:
+            return 1
+        share = math.ceil(len(ticket.slices) / (2 * len(runners)))
+        return max(1, min(GROUPED, share, int(GROUP_SECONDS / max(mean, 1e-6))))
 
     def _common_fields(self, ticket: Ticket) -> dict[str, Any]:
         """Return the fields that all slices of a ticket share."""
@@ -321,30 +345,42 @@ class Dispatcher:
             "keep_partial": ticket.keep_partial,
         }
 
-    async def _publish_slice(self, ticket: Ticket, task_slice: SliceState, common: dict[str, Any]) -> None:
-        task_id = ticket.first_task + task_slice.task_id
-        with span("encode slice", ticket.batch) as traced:
-            body = TaskSlice(
-                task_id=task_id,
-                run_base=task_slice.run_base,
-                repeat_times=task_slice.repeat_times,
-                task=ticket.tasks[task_slice.task_id],
-                seed=stable_seed(ticket.seed, ticket.batch, task_id),
-                **common,
-            )
-            message = envelope(body, message_id=f"{ticket.ticket}-{task_id}-{task_slice.run_base}")
+    async def _publish_group(self, ticket: Ticket, group: Sequence[SliceState], common: dict[str, Any]) -> None:
+        """Publish slices in one message, or each in its own where they are too large together."""
+        with span("encode slices", ticket.batch, count=len(group)) as traced:
+            slices = [self._task_slice(ticket, one, common) for one in group]
+            if len(slices) == 1:
+                message = envelope(slices[0], message_id=slices[0].message_id)
+            else:
+                named: dict[str, HeaderValue] = {"batch": ticket.batch, "ticket": ticket.ticket}
+                ids = f"{slices[0].message_id}+{len(slices) - 1}"
+                message = envelope(TaskSlices(slices=slices), message_id=ids, headers=named)
             traced.size = len(message.body)
         key = f"{ticket.lane}.{batch_key(ticket.batch)}"
         try:
             await self.bus.publish(self.topology.exchange("tasks"), key, message)
         except MessageTooLarge:
-            if not ticket.is_finished(task_slice.task_id):
+            if len(group) > 1:
+                for one in group:
+                    await self._publish_group(ticket, [one], common)
+            elif not ticket.is_finished(group[0].task_id):
                 reason = (
                     f"the task takes {len(message.body)} bytes in a message, over broker.max_message_bytes "
                     f"({self.bus.max_message_bytes}): give large fields such as images as paths or URLs, or raise it"
                 )
-                ticket.decide_rest(task_slice.task_id, "failed", reason)
-                self._failed(ticket, task_slice.task_id)
+                ticket.decide_rest(group[0].task_id, "failed", reason)
+                self._failed(ticket, group[0].task_id)
+
+    def _task_slice(self, ticket: Ticket, task_slice: SliceState, common: dict[str, Any]) -> TaskSlice:
+        task_id = ticket.first_task + task_slice.task_id
+        return TaskSlice(
+            task_id=task_id,
+            run_base=task_slice.run_base,
+            repeat_times=task_slice.repeat_times,
+            task=ticket.tasks[task_slice.task_id],
+            seed=stable_seed(ticket.seed, ticket.batch, task_id),
+            **common,
+        )
 
     def _failed(self, ticket: Ticket, *tasks: int) -> None:
         """Report tasks that failed before any runner had them."""

@@ -70,6 +70,11 @@ class SliceTimes:
         """Count a batch whose slices all have their outcomes."""
         self._batches += 1
 
+    @property
+    def mean(self) -> float | None:
+        """Mean seconds of a slice, None where none has ended."""
+        return self._seconds / self._count if self._count else None
+
     def limit(self, seconds: float) -> float:
         """Return the limit in seconds where ``seconds`` is configured: ``mean * ratio`` once warm, never more."""
         if not self._config.enable or self._batches < self._config.warmup_min_steps or not self._seconds:

@@ -36,6 +36,7 @@ from trinity_mq.messages.tasks import (
     TaskResult,
     TaskResults,
     TaskSlice,
+    TaskSlices,
     TaskSubmission,
 )
 from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
@@ -78,6 +79,7 @@ __all__ = [
     "TaskResult",
     "TaskResults",
     "TaskSlice",
+    "TaskSlices",
     "TaskSubmission",
     "TrainerStatus",
     "Version",

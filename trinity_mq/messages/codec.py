@@ -13,7 +13,7 @@ from trinity_mq.messages.base import Message
 from trinity_mq.messages.batches import BatchClosed, BatchReady, ExperienceReference, Mark, Progress, RunEnd
 from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS, MAX_NESTING, QUICK_ARRAY_LENGTH, measure, scan
 from trinity_mq.messages.sync import SyncEvent
-from trinity_mq.messages.tasks import SubmissionOutcome, TaskResult, TaskResults, TaskSlice, TaskSubmission
+from trinity_mq.messages.tasks import SubmissionOutcome, TaskResult, TaskResults, TaskSlice, TaskSlices, TaskSubmission
 from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
 
 CONTENT_TYPE = "application/msgpack"
@@ -27,6 +27,7 @@ CATALOGUE: Mapping[tuple[str, int], type[Message]] = {
         TaskSubmission,
         SubmissionOutcome,
         TaskSlice,
+        TaskSlices,
         TaskResult,
         TaskResults,
         BatchClosed,

@@ -135,6 +135,8 @@ class RunnerStatus(Status):
     """Redelivered slices whose result was out already."""
     stuck: int = 0
     """Abandoned workflows that still run."""
+    grouped_slices: bool = False
+    """It takes several slices in one message (``task_slices``)."""
 
 
 class OperatorStatus(Status):

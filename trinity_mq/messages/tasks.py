@@ -98,6 +98,21 @@ class TaskSlice(Message):
     """A runner that drops the slice because a heartbeat lacks its ticket first publishes the finished runs and their
     result."""
 
+    @property
+    def message_id(self) -> str:
+        """The id of its message, over all deliveries."""
+        return f"{self.ticket}-{self.task_id}-{self.run_base}"
+
+
+class TaskSlices(Message):
+    """Short slices of one ticket in one message, for runners whose status says ``grouped_slices``. Each is answered as
+    if it had come alone; a message that comes again is taken apart into messages of one slice.
+    """
+
+    kind: ClassVar[str] = "task_slices"
+
+    slices: list[TaskSlice]
+
 
 class TaskResult(Message):
     """The outcome of one attempt at a slice. The first result of a slice decides it."""

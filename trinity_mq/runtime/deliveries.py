@@ -255,16 +255,22 @@ async def give_back(bus: Bus, delivery: Delivery, failure: str | None = None) ->
         delivery: The delivery.
         failure: How the work on it failed; None: it is given back in good order.
     """
-    copy = _copy(delivery, _identity(delivery), PastDeliveries.of(delivery).then(failure).headers)
-    try:
-        stored = await bus.publish(delivery.exchange, delivery.routing_key, copy)
-    except (BusError, ValueError) as error:  # ValueError: it came through an exchange of somebody else
-        log.warning("requeued", queue=delivery.queue, message_id=delivery.message_id, reason=str(error))
-        stored = False
-    if stored:
+    if await publish_again(bus, delivery, PastDeliveries.of(delivery).then(failure)):
         await acknowledge(delivery)
     else:
         await requeue(delivery)
+
+
+async def publish_again(bus: Bus, delivery: Delivery, past: PastDeliveries) -> bool:
+    """Publish a copy of a delivery under its message id to where it came from, with headers that say what is past;
+    return whether a queue has it. The delivery is the caller's to answer.
+    """
+    copy = _copy(delivery, _identity(delivery), past.headers)
+    try:
+        return await bus.publish(delivery.exchange, delivery.routing_key, copy)
+    except (BusError, ValueError) as error:  # ValueError: it came through an exchange of somebody else
+        log.warning("requeued", queue=delivery.queue, message_id=delivery.message_id, reason=str(error))
+        return False
 
 
 class CrashNotes:

@@ -73,6 +73,7 @@ class Scheduler:
             owner=self._heartbeats.id,
             next_heartbeat=lambda: self._heartbeats.seq + 1,
             heartbeat_now=self._heartbeats.now,
+            runners=lambda: self.peers.alive("runner"),
         )
         self._collector = Collector(bus, self.topology, config, self._heartbeats.id)
         self._scheduled = ScheduledTickets(self.dispatcher, self._collector, self._call_back)

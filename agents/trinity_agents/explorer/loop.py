@@ -73,6 +73,7 @@ class ExplorerLoop:
             save=self.save,
             next_heartbeat=lambda: agent.heartbeat_seq + 1,
             heartbeat_now=agent.heartbeat_now,
+            runners=lambda: agent.peers.alive("runner"),
             tickets=state.tickets,
             results_offset=0 if state.results_offset is None else state.results_offset,
             changed=woken,

@@ -27,10 +27,11 @@ from trinity_agents.runner.in_flight_slice import (
 from trinity_agents.runner.process_pool import ChildDied, ProcessPool
 from trinity_agents.runner.result_publisher import ResultPublisher
 from trinity_agents.runner.slice_executor import STOP_PATIENCE, SliceExecutor
+from trinity_agents.runner.slice_group import SliceGroup
 from trinity_agents.runner.watchdog import Watchdog
 from trinity_mq.bus import Bus, Consumer, Delivery, Topology
 from trinity_mq.config import Config
-from trinity_mq.messages import Outcome, RunnerStatus, TaskSlice
+from trinity_mq.messages import Lane, Outcome, RunnerStatus, TaskSlice, TaskSlices
 from trinity_mq.models.engine_selection import EngineSelector
 from trinity_mq.rollout.workflow_runner import SliceOutcome, WorkflowRunner
 from trinity_mq.runtime.agent import Agent
@@ -106,6 +107,12 @@ class Runner(Agent):
             in_flight_count=lambda: len(self._held),
         )
         self._held: dict[SliceKey, InFlightSlice] = {}
+        self._slots: dict[Lane, asyncio.Semaphore] = {
+            "train": asyncio.Semaphore(config.runner.concurrency),
+            "eval": asyncio.Semaphore(config.runner.eval_slots),
+        }
+        self._waiting: dict[asyncio.Task[None], Delivery] = {}
+        """Slices of a group that wait for a slot."""
         self._reported: dict[SliceKey, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._detached: set[asyncio.Task[None]] = set()
@@ -124,6 +131,7 @@ class Runner(Agent):
             running=len(self._held),
             slices=[(*work.key, round(work.seconds, 1)) for work in oldest],
             done=self._done,
+            grouped_slices=True,
         ).model_copy(update=self._counts)
 
     # -- taking slices
@@ -139,7 +147,7 @@ class Runner(Agent):
             (self.topology.tasks_train, runner.concurrency),
             (self.topology.tasks_eval, runner.eval_slots),
         )
-        # prefetch is the number of free slots: nothing is delivered that is not started
+        # prefetch is the number of free slots: of what is delivered only short slices that came together may wait
         consumers = [await self.bus.consume(lane, prefetch=slots) for lane, slots in queues]
         try:
             async with asyncio.TaskGroup() as group:
@@ -225,31 +233,65 @@ class Runner(Agent):
     async def _handle(self, delivery: Delivery) -> None:
         if await self.drop_foreign(delivery):
             return
-        with span("decode slice", size=len(delivery.body)) as traced:
-            task_slice = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=TaskSlice)
-            if not isinstance(task_slice, TaskSlice):
-                return
-            traced.batch = task_slice.batch
-        BATCH.set(task_slice.batch)  # of this slice's own task
-        key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
-        while key in self._held:
-            # a stale delivery of the same slice: the new delivery is the one to acknowledge
-            await self._held[key].over.wait()
-        if key in self._reported:
-            self._counts["duplicates"] += 1
+        with span("decode slices", size=len(delivery.body)) as traced:
+            expected = TaskSlices if delivery.kind == TaskSlices.kind else TaskSlice
+            found = await decode_or_dead_letter(self.bus, self.topology, delivery, self.id, expect=expected)
+            if isinstance(found, TaskSlice):
+                traced.batch = found.batch
+            elif isinstance(found, TaskSlices) and found.slices:
+                traced.batch, traced.count = found.slices[0].batch, len(found.slices)
+        if isinstance(found, TaskSlice):
+            await self._hold(found, delivery)
+        elif isinstance(found, TaskSlices):
+            await self._divide(delivery, found.slices)
+
+    async def _divide(self, delivery: Delivery, slices: list[TaskSlice]) -> None:
+        """Start each slice of a message by itself, as soon as it has a slot; take the message apart if it comes again.
+
+        One that holds nothing is acknowledged.
+        """
+        group = SliceGroup(delivery, slices)
+        if not slices:
             await acknowledge(delivery)
-            return
-        in_flight = self._held[key] = InFlightSlice(task_slice, delivery, f"{next(self._attempts):032x}")
-        self.set_state("working")
+        elif PastDeliveries.of(delivery).count:
+            await group.take_apart(self.bus)
+        else:
+            for task_slice, own in group.deliveries:
+                self._start(self._hold(task_slice, own))
+
+    async def _hold(self, task_slice: TaskSlice, delivery: Delivery) -> None:
+        """Execute a slice when it has a slot, and answer its delivery."""
+        BATCH.set(task_slice.batch)  # of this slice's own task
+        slot, task = self._slots[task_slice.lane], asyncio.current_task()
+        assert task is not None
+        self._waiting[task] = delivery
         try:
+            await slot.acquire()
+        finally:
+            del self._waiting[task]
+        key = (task_slice.ticket, task_slice.task_id, task_slice.run_base)
+        in_flight: InFlightSlice | None = None
+        try:
+            while key in self._held:
+                # a stale delivery of the same slice: the new delivery is the one to acknowledge
+                await self._held[key].over.wait()
+            if key in self._reported:
+                self._counts["duplicates"] += 1
+                await acknowledge(delivery)
+                return
+            in_flight = self._held[key] = InFlightSlice(task_slice, delivery, f"{next(self._attempts):032x}")
+            self.set_state("working")
             await self._slice(in_flight)
         finally:
-            if not in_flight.detached:
+            if in_flight is None:
+                slot.release()
+            elif not in_flight.detached:
                 self._release(in_flight)
 
     def _release(self, in_flight: InFlightSlice) -> None:
         del self._held[in_flight.key]
         in_flight.over.set()
+        self._slots[in_flight.task_slice.lane].release()
         if not self._held and self._idle_timer is None:
             self._idle_timer = asyncio.get_running_loop().call_later(IDLE_AFTER, self._become_idle)
 
@@ -348,10 +390,15 @@ class Runner(Agent):
     # -- the end
 
     async def _finish_or_give_back(self) -> None:
-        """Wait for the slices in flight. After ``drain_timeout`` (after a failure at once) they are given back for
-        another runner, or report their finished runs, where partial results are requested.
+        """Give slices without a slot back, and wait for those in flight. After ``drain_timeout`` (after a failure at
+        once) they are given back for another runner, or report their finished runs, where partial results are
+        requested.
         """
         loop = asyncio.get_running_loop()
+        for task, delivery in list(self._waiting.items()):
+            self._counts["given_back"] += 1
+            task.cancel()
+            self._start(self._give_back(delivery, task))
         if self._tasks and self._failure is None:
             self.set_state("draining", f"{len(self._tasks)} slices")
             await self._wait_for_tasks(loop.time() + self.drain_timeout)
@@ -363,12 +410,12 @@ class Runner(Agent):
                     log.info("slice_given_back", ticket=in_flight.task_slice.ticket, task=in_flight.task_slice.task_id)
                     self._counts["given_back"] += 1
                     in_flight.task.cancel()
-                    self._start(self._give_back(in_flight, in_flight.task))
+                    self._start(self._give_back(in_flight.delivery, in_flight.task))
         await self._wait_for_tasks(loop.time() + FINAL_FLUSH)
 
-    async def _give_back(self, in_flight: InFlightSlice, task: asyncio.Task[None]) -> None:
+    async def _give_back(self, delivery: Delivery, task: asyncio.Task[None]) -> None:
         await asyncio.wait([task], timeout=STOP_PATIENCE)
-        await give_back(self.bus, in_flight.delivery)
+        await give_back(self.bus, delivery)
 
     async def _wait_for_tasks(self, until: float) -> None:
         while self._tasks and (left := until - asyncio.get_running_loop().time()) > 0:

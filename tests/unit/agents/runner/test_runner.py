@@ -856,7 +856,7 @@ def test_its_beat_says_what_it_does() -> None:
             assert (detail.running, detail.slices, detail.done) == (1, [("t1", 0, 0, seconds)], 0)
             assert runner.state == "working"
             await asyncio.sleep(11)
-            assert (runner.state, runner.detail()) == ("idle", RunnerStatus(running=0, slices=[], done=1))
+            assert (runner.state, runner.detail()) == ("idle", RunnerStatus(done=1, grouped_slices=True))
             await world.outside.publish("", world.topology.tasks_train.name, envelope(a_slice(task=1)))
             await asyncio.sleep(1)
             runner.drain()

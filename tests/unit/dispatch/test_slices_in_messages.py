@@ -1,0 +1,143 @@
+"""How many slices of a ticket share a message."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from trinity_mq.bus import Topology
+from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
+from trinity_mq.config import load_config
+from trinity_mq.dispatch.dispatcher import Dispatcher
+from trinity_mq.messages import Heartbeat, TaskBody, TaskResult, TaskSlice, TaskSlices, decode_any
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+def runner(number: int, grouped: bool = True) -> Heartbeat:
+    return Heartbeat(
+        role="runner",
+        id=f"runner-{number}",
+        seq=1,
+        incarnation="x",
+        lease=10,
+        state="idle",
+        detail={"grouped_slices": True} if grouped else {},
+    )
+
+
+class Desk:
+    """A dispatcher whose runners have said that slices took so many seconds."""
+
+    def __init__(self, *runners: Heartbeat, seconds: float | None = 0.01, max_bytes: int = 1 << 20) -> None:
+        config = load_config(
+            {"name": "desk", "model": {"tiny": {}}, "explorer": {"max_repeat_times_per_runner": 2}},
+            [f"broker.max_message_bytes={max_bytes}"],
+        )
+        self.topology, self.broker = Topology("desk"), MemoryBroker()
+        self.bus = MemoryBus(self.broker, self.topology, config=config.broker)
+        self.dispatcher = Dispatcher(
+            config, bus=self.bus, topology=self.topology, owner="explorer-0", runners=lambda: runners
+        )
+        if seconds is not None:
+            done = TaskResult(
+                batch=0, ticket="t", task_id=0, attempt="a", outcome="finished", runs=[0], seconds=seconds
+            )
+            self.dispatcher.slice_times.slice_done(done)
+
+    def sent(self, tasks: list[TaskBody], done: Sequence[int] = (), **how: Any) -> list[Any]:
+        """Open a ticket; return the messages in the queue of its lane. Tasks that are ``done`` have failed before."""
+
+        async def main() -> list[Any]:
+            await self.bus.connect()
+            await self.bus.declare(*self.topology.durable)
+            ticket = self.dispatcher.make_ticket(tasks, 1, **{"deliver": "pipeline", **how})
+            for task in done:
+                result = TaskResult(batch=1, ticket=ticket.ticket, task_id=task, attempt="a", outcome="failed")
+                ticket.record(result.model_copy(update={"repeat_times": 2}))
+            await self.dispatcher.open(ticket)
+            lane: Any = self.topology.tasks_eval if ticket.lane == "eval" else self.topology.tasks_train
+            messages = list(self.broker.queues[lane.name].messages)  # type: ignore[attr-defined]
+            await self.bus.close()
+            return messages
+
+        return run_virtually(main(), limit=60)
+
+
+def tasks(count: int, runs: int = 2, size: int = 1) -> list[TaskBody]:
+    return [TaskBody(workflow="none", repeat_times=runs, raw_task={"x": "y" * size}) for _ in range(count)]
+
+
+def sizes(messages: list[Any]) -> list[int]:
+    """Slices in each message."""
+    found = [decode_any(each.body) for each in messages]
+    return [len(each.slices) if isinstance(each, TaskSlices) else 1 for each in found]
+
+
+def keys(messages: list[Any]) -> Counter[tuple[int, int]]:
+    """How often each slice is in the messages."""
+    found: Counter[tuple[int, int]] = Counter()
+    for each in messages:
+        body = decode_any(each.body)
+        for one in body.slices if isinstance(body, TaskSlices) else [body]:
+            assert isinstance(one, TaskSlice)
+            found[one.task_id, one.run_base] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("runners", "count", "seconds", "expected"),
+    [
+        (2, 32, 0.01, [8] * 4),
+        (2, 31, 0.01, [8, 8, 8, 7]),
+        (1, 100, 0.01, [16] * 6 + [4]),  # no more than 16
+        (4, 3, 0.01, [1] * 3),  # each runner gets its share
+        (2, 32, 0.5, [4] * 8),  # together no more than two seconds one after the other
+        (2, 32, 1.5, [1] * 32),
+        (2, 32, None, [1] * 32),  # nothing is known of how long they take
+    ],
+)
+def test_short_slices_share_messages_and_every_runner_gets_some(
+    runners: int, count: int, seconds: float | None, expected: list[int]
+) -> None:
+    messages = Desk(*(runner(number) for number in range(runners)), seconds=seconds).sent(tasks(count))
+    assert sizes(messages) == expected
+    assert keys(messages) == Counter((task, 0) for task in range(count))
+    kinds = [each.headers["kind"] for each in messages]
+    assert kinds == ["task_slices" if size > 1 else "task_slice" for size in expected]
+    assert all(each.headers["batch"] == 1 and each.headers["ticket"] for each in messages)
+
+
+def test_all_runs_of_a_task_are_in_them_once() -> None:
+    messages = Desk(runner(0)).sent(tasks(5, runs=6))
+    assert keys(messages) == Counter((task, base) for task in range(5) for base in (0, 2, 4))
+    assert sizes(messages) == [8, 7]
+
+
+@pytest.mark.parametrize("runners", [[], [runner(0, grouped=False)], [runner(0), runner(1, grouped=False)]])
+def test_without_runners_or_beside_one_that_takes_single_slices_only_they_travel_alone(
+    runners: list[Heartbeat],
+) -> None:
+    assert sizes(Desk(*runners).sent(tasks(8))) == [1] * 8
+
+
+def test_evaluations_travel_alone() -> None:
+    assert sizes(Desk(runner(0)).sent(tasks(8), lane="eval", deliver="none")) == [1] * 8
+
+
+def test_slices_too_large_together_travel_alone_and_one_too_large_alone_fails_its_task() -> None:
+    desk = Desk(runner(0), max_bytes=65536)
+    large = [*tasks(3, size=30_000), *tasks(1, size=70_000)]
+    messages = desk.sent(large, deliver="caller")
+    assert sizes(messages) == [2, 1]
+    assert set(keys(messages)) == {(0, 0), (1, 0), (2, 0)}
+    (ticket,) = desk.dispatcher.tickets.values()
+    assert ticket.is_finished(3)
+    assert not any(ticket.is_finished(task) for task in range(3))
+
+
+def test_slices_that_have_an_outcome_are_not_sent_again() -> None:
+    messages = Desk(runner(0)).sent(tasks(6), done=[0, 4])
+    assert set(keys(messages)) == {(task, 0) for task in (1, 2, 3, 5)}
