@@ -65,3 +65,9 @@ class EID:
 
     def __str__(self) -> str:
         return self.uid
+
+
+def new_eids(count: int) -> list[EID]:
+    """Return ids that say nothing yet but their random suffixes, which are drawn at once."""
+    digits = f"{_random.getrandbits(48 * count):0{12 * count}x}"
+    return [EID("", "", 0, 0, digits[start : start + 12]) for start in range(0, 12 * count, 12)]

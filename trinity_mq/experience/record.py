@@ -226,12 +226,14 @@ class Experience:
     @property
     def version_min(self) -> tuple[int, int] | None:
         """Oldest ``(generation, step)`` that sampled a token, None if unknown."""
-        return min(row[1:] for row in self.versions) if self.versions else None
+        found: tuple[int, int] | None = _stamped(self.versions, min)
+        return found
 
     @property
     def version_max(self) -> tuple[int, int] | None:
         """Newest ``(generation, step)`` that sampled a token, None if unknown."""
-        return max(row[1:] for row in self.versions) if self.versions else None
+        found: tuple[int, int] | None = _stamped(self.versions, max)
+        return found
 
     def serialize(self) -> bytes:
         """Return this experience alone as an experience body (protocol.md section 3)."""
@@ -306,6 +308,13 @@ class Experience:
             f"Experience({self.eid.uid}, {self.experience_type}, {self.prompt_length}+{self.response_length} tokens, "
             f"reward={self.reward})"
         )
+
+
+def _stamped(rows: Versions | None, which: Callable[[Iterable[tuple[int, int]]], tuple[int, int]]) -> Any:
+    """Return the version in ``rows`` that ``which``, min or max, chooses; None without any."""
+    if not rows:
+        return None
+    return rows[0][1:] if len(rows) == 1 else which(row[1:] for row in rows)
 
 
 FIELD_NAMES = tuple(item.name for item in fields(Experience))

@@ -70,27 +70,49 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
     if not callable(found):
         raise RewardError(f"reward function {label!r} is a {type(found).__name__}, wanted a function or a class")
     try:
+        if inspect.isfunction(found) and not args:  # each slice asks for the same few
+            return _Reward(found, _takes_tokens(found))
         fn: Any = found(**args) if inspect.isclass(found) else functools.partial(found, **args)
-        signature = inspect.signature(fn)
-        signature.bind("response", "truth", finished=True)
+        takes_tokens = _takes_tokens.__wrapped__(fn)
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"reward function {label!r} cannot be called as reward(response, truth, *, finished) with "
             f"reward_fn_args {dict(args)!r}: {error}"
         ) from error
-    return _Reward(fn, "tokens" in signature.parameters and "tokens" not in args)
+    return _Reward(fn, takes_tokens and "tokens" not in args)
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_tokens(fn: Any) -> bool:
+    """Return whether a reward function has a parameter ``tokens``.
+
+    Raises:
+        TypeError: It cannot be called as one.
+        ValueError: It has no signature.
+    """
+    signature = inspect.signature(fn)
+    signature.bind("response", "truth", finished=True)
+    return "tokens" in signature.parameters
 
 
 class _Reward:
     """A reward function called with the number of tokens only if it takes that."""
 
     def __init__(self, fn: Any, counts: bool) -> None:
-        self.function, self._counts = fn, counts
+        self.function, self.counts_tokens = fn, counts
 
     def __call__(self, response: str, truth: Any, *, finished: bool, tokens: int | None = None) -> Mapping[str, float]:
-        more, truth = {"tokens": tokens} if self._counts else {}, truth_text(truth)
-        parts: Mapping[str, float] = self.function(response, truth, finished=finished, **more)
+        parts: Mapping[str, float]
+        if self.counts_tokens:
+            parts = self.function(response, truth_text(truth), finished=finished, tokens=tokens)
+        else:
+            parts = self.function(response, truth_text(truth), finished=finished)
         return parts
+
+
+def counts_tokens(reward_fn: RewardFn) -> bool:
+    """Return whether ``reward_fn``, which :func:`create_reward` made, is given the number of response tokens."""
+    return isinstance(reward_fn, _Reward) and reward_fn.counts_tokens
 
 
 def parts_of(
@@ -103,6 +125,8 @@ def parts_of(
     """
     more = {"tokens": tokens} if isinstance(reward_fn, _Reward) else {}
     parts = reward_fn(response, truth, finished=finished, **more)
+    if type(parts) is dict and set(map(type, parts)) == {str} and set(map(type, parts.values())) == {float}:
+        return dict(parts)  # as most give them
     if not isinstance(parts, Mapping) or not parts or not all(isinstance(value, Real) for value in parts.values()):
         raise RewardError(
             f"reward function {_name_and_place(reward_fn)} gave {parts!r:.80}, wanted its parts by name, such as "

@@ -60,9 +60,16 @@ def reward_fault(kind: type[Workflow], experiences: Sequence[Experience], *, nee
         if experience.reward is not None and not is_finite(experience.reward):
             fault = f"returned the reward {short(experience.reward)}, wanted a finite number"
             return f"{kind.__name__} {fault}{_place_of(kind)}"
-    if needed and max(reversed(experiences), key=lambda one: one.eid.step).reward is None:
+    if needed and last_step(experiences).reward is None:
         return f"{kind.__name__} returned no reward; set experience.reward to a number{_place_of(kind)}"
     return None
+
+
+def last_step(experiences: Sequence[Experience]) -> Experience:
+    """Return the last step of a run: that of the largest ``eid.step``, of equals the one listed last."""
+    if len(experiences) == 1:
+        return experiences[0]
+    return max(reversed(experiences), key=lambda one: one.eid.step)
 
 
 def _place(error: BaseException) -> str:

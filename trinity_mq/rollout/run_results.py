@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trinity_mq.experience import Experience
+from trinity_mq.messages import Version
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.telemetry import aggregate_runs
 from trinity_mq.workflows import Task
@@ -30,9 +31,11 @@ class RunResults:
 
     def finished(self, task: Task, run: int, experiences: list[Experience], seconds: float) -> None:
         """Stamp and keep the experiences of ``run``, which took ``seconds``."""
+        taskset, index = task.index.get("taskset"), task.index.get("index")
+        origin = (taskset if isinstance(taskset, str) else None, index if isinstance(index, int) else None)
         tokens, last = 0, experiences[0]
         for experience in experiences:
-            _stamp(task, run, experience)
+            _stamp(task, run, experience, *origin)
             tokens += experience.response_length
             if experience.eid.step > last.eid.step:
                 last = experience
@@ -55,27 +58,26 @@ class RunResults:
         """Return the finished runs as the outcome of a slice that took ``seconds``."""
         runs = sorted(self.experiences)
         experiences = [experience for run in runs for experience in self.experiences[run]]
-        versions = [each.versions for each in experiences if each.versions]
+        versions: set[Version] = {(row[1], row[2]) for each in experiences for row in each.versions or ()}
         return SliceOutcome(
             experiences=experiences,
             runs=runs,
             metrics=[self.metrics[run] for run in runs],
             message=self.message,
-            version_min=min((row[1:] for rows in versions for row in rows), default=None),
-            version_max=max((row[1:] for rows in versions for row in rows), default=None),
+            version_min=min(versions, default=None),
+            version_max=max(versions, default=None),
             seconds=seconds,
         )
 
 
-def _stamp(task: Task, run: int, experience: Experience) -> None:
+def _stamp(task: Task, run: int, experience: Experience, taskset: str | None, index: int | None) -> None:
     eid = experience.eid
     eid.batch, eid.run = task.batch_id, run
     if eid.task == "":
         eid.task = task.task_id
-    taskset, index = task.index.get("taskset"), task.index.get("index")
-    if experience.taskset is None and isinstance(taskset, str):
+    if experience.taskset is None:
         experience.taskset = taskset
-    if experience.index is None and isinstance(index, int):
+    if experience.index is None:
         experience.index = index
     oldest = experience.version_min
     if oldest is not None:

@@ -48,6 +48,8 @@ def aggregate_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     >>> aggregate_runs([{"a": 1, "n:sum": 1}, {"a": 3, "n:sum": 2}])
     {'a': 2.0, 'n:sum': 3.0}
     """
+    if len(runs) == 1:  # every way to aggregate a single value gives that value
+        return {key: _float(value) for key, value in runs[0].items() if isinstance(value, float | int)}
     return {key: float(HOWS[_how(key)[1]](values)) for key, values in _columns(runs).items()}
 
 
@@ -160,7 +162,7 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return columns
 
 
-def _float(value: int) -> float:
+def _float(value: float) -> float:
     try:
         return float(value)
     except OverflowError:

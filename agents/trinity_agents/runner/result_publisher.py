@@ -273,13 +273,14 @@ def size_at_most(experiences: Sequence[Experience]) -> int:
     for each in experiences:
         if each.messages or each.tools or each.multi_modal_inputs or each.custom_fields:
             return SHARED + 1
-        own = len(each.prompt_text or "") + len(each.response_text or "")
+        own, fields = len(each.prompt_text or "") + len(each.response_text or ""), vars(each)
         for name in TENSOR_FIELDS:
-            value = getattr(each, name)
-            if isinstance(value, Tensor):
-                own += value.nbytes
-            elif value is not None:
+            value = fields[name]
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
                 return SHARED + 1
+            own += value.nbytes
         for value in each.info.values():
             if type(value) not in PLAIN:
                 return SHARED + 1

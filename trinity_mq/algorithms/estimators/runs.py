@@ -66,7 +66,8 @@ def scores(batch: ExperienceBatch, metric: str = "accuracy") -> list[Any]:
 
 def is_finite(number: Any) -> TypeGuard[float]:
     """Return whether ``number`` is a finite number."""
-    return isinstance(number, Real) and math.isfinite(number)
+    # the type of most is asked for first: a look at an abstract class takes five times as long
+    return (type(number) is float or isinstance(number, Real)) and math.isfinite(number)
 
 
 def spread(name: str, numbers: Sequence[float]) -> dict[str, float]:

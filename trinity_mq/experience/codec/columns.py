@@ -119,18 +119,21 @@ def _unpack_numbers(column: Column, key: str, dtype: np.dtype[Any], count: int, 
 
 def pack_texts(values: Sequence[str | None], name: str) -> Column:
     """Return a column of texts; each distinct text is stored once."""
-    distinct = {value: number for number, value in enumerate(dict.fromkeys(v for v in values if v is not None))}
-    if len(distinct) == 1 and None not in values:
-        (only,) = distinct
-        _utf8(only, name)
-        return {"c": only}
+    known = dict.fromkeys(values)
+    distinct = [value for value in known if value is not None]
+    if len(distinct) == len(known) == 1:
+        _utf8(distinct[0], name)
+        return {"c": distinct[0]}
     if len(distinct) == len(values):
         text = "".join(distinct)
         if text.isascii():
             return {"s": text.encode(), "l": pack_lengths(list(map(len, distinct)))}
         return _joined([_utf8(value, name) for value in distinct], "s")
-    codes = [-1 if value is None else distinct[value] for value in values]
-    return _joined([_utf8(value, name) for value in distinct], "s") | {"k": pack_lengths(codes)}
+    codes: dict[str | None, int] = {value: number for number, value in enumerate(distinct)}
+    codes[None] = -1
+    return _joined([_utf8(value, name) for value in distinct], "s") | {
+        "k": pack_lengths(list(map(codes.__getitem__, values)))
+    }
 
 
 def _utf8(value: str, name: str) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from types import NoneType
 from typing import Any
 
@@ -51,7 +51,7 @@ from trinity_mq.experience.record import CustomField
 
 def _pack_versions(values: list[Any], name: str) -> dict[str, Any]:
     counts = [-1 if rows is None else len(rows) for rows in values]
-    flat = [part for rows in values if rows is not None for row in rows for part in row]
+    flat = list(chain.from_iterable(chain.from_iterable(filter(None, values))))
     try:
         return {"i": np.array(flat, dtype=INT64).tobytes(), "l": pack_lengths(counts)}
     except OverflowError as error:

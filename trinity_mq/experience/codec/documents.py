@@ -34,6 +34,9 @@ class DocumentWriter:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self._containers = 0
+        self._bound = 0
+        """Of the containers in what was packed but not counted."""
+        self._uncounted: list[list[bytes]] = []
         self._packer = msgpack.Packer(use_bin_type=True)
 
     def write_all(self, values: Sequence[Any], name: str) -> list[bytes | None]:
@@ -50,7 +53,7 @@ class DocumentWriter:
             except (ValueError, OverflowError, TypeError):
                 self._packer.reset()  # done again below, for an error that says where
             else:
-                self._count(_bound(documents), name)
+                self._count_later(documents, name)
                 given = iter(documents)
                 return [None if value is None else next(given) for value in values]
         return [
@@ -77,8 +80,17 @@ class DocumentWriter:
         self._count(containers, where)
         return document
 
+    def _count_later(self, documents: list[bytes], where: str) -> None:
+        """Count the containers in documents once they may be too many; until then a bound is enough."""
+        self._bound += container_bytes(b"".join(documents))
+        self._uncounted.append(documents)
+        self._count(0, where)
+
     def _count(self, containers: int, where: str) -> None:
         self._containers += containers
+        if self._containers + self._bound > MAX_CONTAINERS:
+            self._containers += sum(map(measure, chain.from_iterable(self._uncounted)))
+            self._bound, self._uncounted = 0, []
         if self._containers > MAX_CONTAINERS:
             raise EncodeError(
                 f"{where}: more than {MAX_CONTAINERS} lists and maps in one body; keep numbers in tensors, or send "
@@ -238,12 +250,6 @@ def _flat(values: Sequence[Any]) -> bool:
 def _kinds(maps: Sequence[dict[str, Any]]) -> set[type]:
     """Return the types of what dicts hold."""
     return set(map(type, chain.from_iterable(map(dict.values, maps))))
-
-
-def _bound(documents: list[bytes]) -> int:
-    """Return what :func:`measure` gives for all documents together; each is a map."""
-    total = container_bytes(b"".join(documents))
-    return total if total == len(documents) else sum(map(measure, documents))
 
 
 def _key(key: Any, where: str) -> str:

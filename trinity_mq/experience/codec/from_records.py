@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -140,7 +141,7 @@ def _lengths(column: list[Tensor], dtypes: frozenset[torch.dtype]) -> Indexes | 
     shapes = list(map(_SHAPE, column))
     if len(found) != 1 or not found <= dtypes or set(map(len, shapes)) != {1}:
         return None
-    return np.array(shapes, dtype=np.int64).reshape(-1)
+    return np.fromiter(chain.from_iterable(shapes), dtype=np.int64, count=len(shapes))
 
 
 def _eid_columns(rows: Rows) -> dict[str, list[Any]]:

@@ -13,12 +13,9 @@ import torch
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED, SINGLE_TURN, Versions
 from trinity_mq.models.errors import EngineRefused, PromptTooLong
+from trinity_mq.models.recording.answer_columns import LEAST_LOGPROB, WHOLE, experiences_at_once
 from trinity_mq.models.recording.sse import numbers
 
-WHOLE = frozenset({"stop", "tool_calls", "function_call", "content_filter"})
-"""Finish reasons of a response that ended by itself."""
-NO_LOGPROB = -9999.0
-"""What vLLM writes for minus infinity, which JSON has no number for; no logprob of a sampled token is as low."""
 MASKED_TEXT = "[the prompt is too long: this experience is masked out]"
 
 
@@ -47,6 +44,8 @@ def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: 
         raise EngineRefused("the server's answer has no choices: it is no completion", 200, "no_choices")
     if text_only and any(choice.get("token_ids") is None for choice in choices):
         return [_text_experience(choice, temperature) for choice in choices]
+    if (found := experiences_at_once(answer, temperature, _text)) is not None:
+        return found
     return [_experience(choice, answer, temperature) for choice in choices]
 
 
@@ -54,7 +53,7 @@ def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperatur
     prompt = _ids(choice if choice.get("prompt_token_ids") is not None else answer, "prompt_token_ids")
     response = _ids(choice, "token_ids")
     given = _logprobs(choice, len(response))
-    known = [value is not None and NO_LOGPROB < value < math.inf for value in given]
+    known = [value is not None and LEAST_LOGPROB < value < math.inf for value in given]
     unknown = known.count(False)
     logprobs = [value if is_known else 0.0 for value, is_known in zip(given, known, strict=True)] if unknown else given
     return Experience(
@@ -109,7 +108,10 @@ def _text(choice: Mapping[str, Any]) -> str:
     if "text" in choice:
         return str(choice["text"])
     message = choice["message"]
-    return "".join([message.get("content") or "", *map(_call_text, message.get("tool_calls") or ())])
+    content, calls = message.get("content") or "", message.get("tool_calls")
+    if not calls and type(content) is str:
+        return content
+    return "".join([content, *map(_call_text, calls or ())])
 
 
 def _call_text(call: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import PROMPT_TRUNCATED
-from trinity_mq.rewards import ACCURACY, create_reward, parts_of
+from trinity_mq.rewards import ACCURACY, counts_tokens, create_reward, parts_of
 from trinity_mq.rewards.text import boxed, tagged
 from trinity_mq.rewards.truth import truth_text
 from trinity_mq.telemetry.aggregate import MAJORITY
@@ -135,7 +135,7 @@ class SimpleWorkflow(DualWorkflow):
 
     def rewarded(self, responses: list[Experience]) -> list[Experience]:
         """Return ``responses`` with reward, its parts as metrics, and the run that each one is."""
-        truth = truth_of(self.task)
+        truth, counts = truth_of(self.task), counts_tokens(self.reward_fn)
         for response in responses:
             unasked = response.truncate_status == PROMPT_TRUNCATED  # then its text is no answer to the prompt
             parts = parts_of(
@@ -143,7 +143,7 @@ class SimpleWorkflow(DualWorkflow):
                 "" if unasked else response.response_text or "",
                 truth,
                 finished=response.truncate_status is None,
-                tokens=response.response_length,
+                tokens=response.response_length if counts else None,
             )
             response.reward = sum(parts.values())
             response.metrics.update(parts)

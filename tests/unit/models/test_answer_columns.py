@@ -1,0 +1,165 @@
+"""An answer's choices made into experiences together are what they are made into one by one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_mq.experience import Experience, ExperienceError
+from trinity_mq.experience.eid import new_eids
+from trinity_mq.models.errors import EngineRefused
+from trinity_mq.models.recording.answer_columns import experiences_at_once
+from trinity_mq.models.recording.responses import _experience, _text, experiences_of
+
+TOKENS = st.integers(0, 2**31 - 1)
+LOGPROBS = st.floats(-9998, 0, width=32) | st.floats(-50, 0)
+VERSION = st.tuples(st.integers(0, 9), st.integers(0, 10**6)).map(list)
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> dict[str, Any]:
+    ids = draw(st.lists(TOKENS, min_size=1, max_size=5))
+    choice: dict[str, Any] = {
+        "message": {"content": draw(st.none() | st.text(max_size=5))},
+        "finish_reason": draw(st.sampled_from(["stop", "length", "tool_calls", None])),
+        "token_ids": ids,
+        "token_logprobs": draw(st.lists(LOGPROBS, min_size=len(ids), max_size=len(ids))),
+    }
+    if draw(st.booleans()):
+        choice["weight_versions"] = [[0, *draw(VERSION)]]
+    if draw(st.booleans()):
+        choice["response_text"] = draw(st.none() | st.text(max_size=5))
+    return choice
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "choices": draw(st.lists(choices(), min_size=1, max_size=4)),
+        "prompt_token_ids": draw(st.lists(TOKENS, min_size=1, max_size=4)),
+        **draw(st.fixed_dictionaries({}, optional={"prompt_text": st.none() | st.text(), "weight_version": VERSION})),
+    }
+
+
+def one_by_one(answer: dict[str, Any], temperature: float) -> list[Experience]:
+    return [_experience(choice, answer, temperature) for choice in answer["choices"]]
+
+
+def together(answer: dict[str, Any], temperature: float = 1.0) -> list[Experience] | None:
+    return experiences_at_once(answer, temperature, _text)
+
+
+@given(answers(), st.sampled_from([0.0, 0.5, 1, 2.0]))
+def test_together_they_are_what_they_are_one_by_one(answer: dict[str, Any], temperature: float) -> None:
+    found, wanted = together(answer, temperature), one_by_one(answer, temperature)
+
+    assert found is not None
+    for made, reference in zip(found, wanted, strict=True):
+        reference.eid.suffix = made.eid.suffix  # random
+        assert made == reference
+        assert vars(made).keys() == vars(reference).keys()
+        assert {name: type(value) for name, value in vars(made).items()} == {
+            name: type(value) for name, value in vars(reference).items()
+        }
+    assert len({made.eid.suffix for made in found}) == len(found)
+
+
+def answer_of(**changes: Any) -> dict[str, Any]:
+    choice = {"text": "ab", "finish_reason": "stop", "token_ids": [3, 4], "token_logprobs": [-0.5, -1.0]}
+    return {"choices": [choice, {**choice, **changes}], "prompt_token_ids": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_logprobs": [-0.5, None]},
+        {"token_logprobs": [-0.5, math.nan]},
+        {"token_logprobs": [-0.5, -math.inf]},
+        {"token_logprobs": [-0.5, -9999.0]},
+        {"token_logprobs": [1e39, -0.5]},
+        {"prompt_token_ids": [7]},
+        {"prompt_text": "x"},
+        {"weight_versions": [[0, 1, 2], [1, 1, 3]]},
+    ],
+)
+def test_what_is_unusual_of_a_choice_is_left_to_be_read_by_itself(changes: dict[str, Any]) -> None:
+    answer = answer_of(**changes)
+
+    assert together(answer) is None
+    for made, reference in zip(experiences_of(answer, 1.0), one_by_one(answer, 1.0), strict=True):
+        made.eid.suffix = reference.eid.suffix
+        assert made == reference
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": None},
+        {"token_ids": [3]},
+        {"token_ids": [], "token_logprobs": []},
+        {"token_ids": [3, 2**31]},
+        {"token_ids": [3, 0.5]},
+        {"token_ids": [3, "4"]},
+        {"token_logprobs": None},
+        {"token_logprobs": [-0.5, "-1"]},
+        {"weight_versions": [[1, 1, 2]]},
+        {"weight_versions": [[0, -1, 2]]},
+        {"weight_versions": [[0, 1]]},
+        {"weight_versions": [[0, "x", 2]]},
+    ],
+)
+def test_what_is_wrong_with_a_choice_raises_what_it_raises_by_itself(changes: dict[str, Any]) -> None:
+    answer = answer_of(**changes)
+
+    assert together(answer) is None
+    wrong = (EngineRefused, ExperienceError, TypeError, ValueError, OverflowError)
+    with pytest.raises(wrong) as alone:
+        one_by_one(answer, 1.0)
+    with pytest.raises(wrong) as raised:
+        experiences_of(answer, 1.0)
+    assert (type(raised.value), str(raised.value)) == (type(alone.value), str(alone.value))
+
+
+def test_a_temperature_that_is_none_is_refused() -> None:
+    with pytest.raises(ExperienceError, match="temperature is nan"):
+        experiences_of(answer_of(), math.nan)
+
+
+def test_an_answer_without_choices_or_prompt_is_not_made_at_once() -> None:
+    assert together({"choices": [], "prompt_token_ids": [1]}) is None
+    assert experiences_of({"choices": []}, 1.0) == []
+    with pytest.raises(EngineRefused, match="prompt_token_ids"):
+        experiences_of({**answer_of(), "prompt_token_ids": None}, 1.0)
+
+
+def test_what_is_written_to_one_experience_is_not_seen_in_another() -> None:
+    first, second = experiences_of(answer_of(), 1.0)
+
+    assert first.logprobs is not None
+    assert first.action_mask is not None
+    first.tokens.fill_(9)
+    first.logprobs.fill_(-9)
+    first.action_mask.fill_(False)
+    first.info["a"], first.metrics["b"] = 1, 1.0
+
+    assert second.tokens.tolist() == [1, 2, 3, 4]
+    assert second.logprobs.tolist() == [-0.5, -1.0]
+    assert second.action_mask.tolist() == [True, True]
+    assert not second.info
+    assert not second.metrics
+    assert second.versions is None
+    assert second.tokens.dtype == torch.int32
+
+
+def test_new_ids_have_suffixes_of_their_own() -> None:
+    found = new_eids(1000)
+
+    assert len({eid.suffix for eid in found}) == 1000
+    assert {len(eid.suffix) for eid in found} == {12}
+    assert {(eid.batch, eid.task, eid.run, eid.step) for eid in found} == {("", "", 0, 0)}
+    assert new_eids(0) == []
