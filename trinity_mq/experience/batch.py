@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, overload
@@ -18,7 +18,7 @@ from trinity_mq.experience.codec.content import pack, unpack
 from trinity_mq.experience.codec.from_records import check_given_versions, columns_of, convert_column
 from trinity_mq.experience.codec.lazy import PlainColumns
 from trinity_mq.experience.codec.tail import read_tail
-from trinity_mq.experience.eid import EID
+from trinity_mq.experience.eid import EID, composed_ids
 from trinity_mq.experience.errors import EncodeError
 from trinity_mq.experience.fields import TENSOR_FIELDS, ExperienceError, short
 from trinity_mq.experience.ragged import (
@@ -208,7 +208,7 @@ class ExperienceBatch(Sequence[Experience]):
 
     def select(self, indexes: Sequence[int] | Indexes | npt.NDArray[np.bool_]) -> ExperienceBatch:
         """Return the experiences at ``indexes``, in that order, or those where a boolean array is True; their tensors
-        are not copied.
+        are not copied. All of them in their order are the batch itself.
 
         Raises:
             IndexError: There is no such experience.
@@ -221,19 +221,28 @@ class ExperienceBatch(Sequence[Experience]):
         chosen = chosen.astype(np.int64, copy=False).reshape(-1)
         if len(chosen) and not -self._count <= chosen.min() <= chosen.max() < self._count:
             raise IndexError(f"indexes from {chosen.min()} to {chosen.max()} of {self._count} experiences")
+        if len(chosen) == self._count and (chosen == np.arange(self._count)).all():
+            return self
         return self._taken(chosen, len(chosen))
 
     def _taken(self, indexes: Indexes | slice, count: int) -> ExperienceBatch:
+        take: Callable[[list[Any]], list[Any]]
         if isinstance(indexes, slice):
-            values = self._values.mapped(itemgetter(indexes))
+            take = itemgetter(indexes)
         else:
             listed = indexes.tolist()
-            values = self._values.mapped(lambda column: [column[number] for number in listed])
+
+            def take(column: list[Any]) -> list[Any]:
+                return list(map(column.__getitem__, listed))
+
+        values = self._values.mapped(take)
         tensors, multi_modal = (
             {name: kept for name, column in columns.items() if (kept := column_select(column, indexes))}
             for columns in (self._tensors, self._multi_modal)
         )
-        return ExperienceBatch(count, values, tensors, multi_modal)
+        taken = ExperienceBatch(count, values, tensors, multi_modal)
+        taken._ids = {kind: take(names) for kind, names in self._ids.items()}
+        return taken
 
     def replace(self, **columns: Sequence[Any] | Ragged) -> ExperienceBatch:
         """Return the batch with other values in some fields, ``eid`` and ``multi_modal_inputs`` excepted.
@@ -262,7 +271,9 @@ class ExperienceBatch(Sequence[Experience]):
             check_columns(values, tensors, self._count)
             if values.opened(layout.VERSIONS) if layout.VERSIONS in values else False:
                 check_given_versions(values, tensors)
-        return ExperienceBatch(self._count, values, tensors, self._multi_modal)
+        replaced = ExperienceBatch(self._count, values, tensors, self._multi_modal)
+        replaced._ids = self._ids
+        return replaced
 
     def values(self, name: str) -> list[Any]:
         """Return a field that is no tensor, a value for each experience; None where it is absent, also for an empty
@@ -307,7 +318,8 @@ class ExperienceBatch(Sequence[Experience]):
     def ids(self, kind: str) -> list[str]:
         """Return the ``uid``, ``sid``, ``rid`` or ``tid`` of each experience. The list is the batch's own."""
         if kind not in self._ids:
-            self._ids[kind] = [getattr(eid, kind) for eid in self._eids()]
+            parts = [self._values[name] for name in layout.EID_COLUMNS] if self._count else [[]] * 5
+            self._ids[kind] = composed_ids(kind, *parts)
         return self._ids[kind]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,31 @@ class EID:
 
     def __str__(self) -> str:
         return self.uid
+
+
+def composed_ids(
+    kind: str,
+    batches: Sequence[int | str],
+    tasks: Sequence[int | str],
+    runs: Sequence[int],
+    steps: Sequence[int],
+    suffixes: Sequence[str],
+) -> list[str]:
+    """Return the ``uid``, ``sid``, ``rid`` or ``tid`` of ids that are given by their parts, one of each for an id."""
+    pairs = list(zip(batches, tasks, strict=True))
+    names = {(batch, task): f"{_escaped(batch)}/{_escaped(task)}" for batch, task in dict.fromkeys(pairs)}
+    tids = list(map(names.__getitem__, pairs))
+    match kind:
+        case "tid":
+            return tids
+        case "rid":
+            return [f"{tid}/{run}" for tid, run in zip(tids, runs, strict=True)]
+        case "sid":
+            return [f"{tid}/{step}" for tid, step in zip(tids, steps, strict=True)]
+        case "uid":
+            rows = zip(tids, runs, steps, suffixes, strict=True)
+            return [f"{tid}/{run}/{step}/{suffix}" for tid, run, step, suffix in rows]
+    raise ValueError(f"{kind!r} is no kind of id, wanted uid, sid, rid or tid")
 
 
 def new_eids(count: int) -> list[EID]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trinity_mq.algorithms.estimators.runs import numbered
 from trinity_mq.algorithms.reduction import sequence_scales
 from trinity_mq.config.algorithm.needs import components, needs
 from trinity_mq.config.algorithm.pieces import LossConfig, Reduction
@@ -516,7 +517,7 @@ def _flat(
         lengths=lengths,
         counts=np.bincount(trained.numpy(), minlength=len(answers)),
         first=first,
-        task=np.unique(answers.ids("tid"), return_inverse=True)[1],
+        task=numbered(answers.ids("tid")),
         role=role,
         position=position,
         columns=columns,

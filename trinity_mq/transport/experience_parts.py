@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
+
+import numpy as np
 
 from trinity_mq.bus import Envelope, Incoming, MessageTooLarge
 from trinity_mq.bus.base import HeaderValue
@@ -148,8 +151,11 @@ def decode_parts(parts: Iterable[Part], store: BlobStore | None) -> tuple[Experi
     Raises:
         StoreUnavailable: A part is a reference, and its store does not answer.
     """
-    good: list[ExperienceBatch] = []
     bodies: dict[int, ExperienceBatch] = {}
+    first: dict[int, int] = {}
+    """Of each body, the number of its first experience among those of all bodies."""
+    rows: list[range] = []
+    total = 0
     bad: dict[int, tuple[Incoming, str]] = {}
     for part in parts:
         incoming = part.incoming
@@ -158,9 +164,13 @@ def decode_parts(parts: Iterable[Part], store: BlobStore | None) -> tuple[Experi
                 # all of it is opened here: what comes from others is judged where it can be parked
                 whole = ExperienceBatch.decode(resolve(store, incoming.body, incoming.content_type)).settle()
                 part.share.check(len(whole))
-                bodies[id(incoming)] = whole
+                bodies[id(incoming)], first[id(incoming)] = whole, total
+                total += len(whole)
         except DecodeError as error:
             bad[id(incoming)] = incoming, f"does not decode: {error}"
         if id(incoming) in bodies:
-            good.append(part.share.of(bodies[id(incoming)]))
-    return ExperienceBatch.concat(good), list(bad.values())
+            begin, own = first[id(incoming)], range(len(bodies[id(incoming)]))
+            own = own if part.share.rows is None else own[part.share.rows]
+            rows.append(range(begin + own.start, begin + own.stop))
+    wanted = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+    return ExperienceBatch.concat(bodies.values()).select(wanted), list(bad.values())

@@ -35,6 +35,8 @@ def staleness(versions: Versions | None, step: int) -> int:
     """Return ``max(0, trainer step - step stamped on the oldest token)``, in train steps; 0 where none is stamped."""
     if not versions:
         return 0
+    if len(versions) == 1:
+        return max(0, step - versions[0][2])
     oldest = min((generation, stamped) for _, generation, stamped in versions)
     return max(0, step - oldest[1])
 
@@ -70,12 +72,14 @@ def drop_stale(
         "sample/experiences": float(len(kept)),
     }
     if kept:
-        fresh = [ages[number] for number in kept]
+        fresh = [ages[number] for number in kept] if stale else ages
         metrics["sample/staleness/mean"] = sum(fresh) / len(fresh)
         metrics["sample/staleness/max"] = float(max(fresh))
         groups: dict[str, int] = {}
         for number in kept:
-            groups[tids[number]] = max(groups.get(tids[number], 0), ages[number])
+            tid, age = tids[number], ages[number]
+            if age >= groups.get(tid, 0):
+                groups[tid] = age
         metrics["sample/staleness/groups/mean"] = sum(groups.values()) / len(groups)
     return batch.select(kept) if stale else batch, metrics
 

@@ -260,3 +260,23 @@ def test_groups_of_columns_and_of_objects_agree(experiences, kind):
     objects = group_by(experiences, kind)
     assert list(columns) == list(objects)
     assert {name: group.to_list() for name, group in columns.items()} == objects
+
+
+def test_ids_go_along_with_what_is_chosen_and_what_is_replaced(mixed):
+    batch = ExperienceBatch.of(mixed)
+    uids = batch.ids("uid")
+    assert uids == [experience.eid.uid for experience in mixed]
+    assert batch.select([4, 0]).ids("uid") == [uids[4], uids[0]]
+    assert batch[2:4].ids("uid") == uids[2:4]
+    assert batch.select([]).ids("uid") == []
+    assert batch.replace(reward=[1.0] * 6).ids("uid") == uids
+    assert batch.select([1, 1]).ids("tid") == [mixed[1].eid.tid] * 2
+
+
+def test_all_of_a_batch_in_its_order_is_the_batch(mixed):
+    batch = ExperienceBatch.of(mixed)
+    assert batch.select(range(6)) is batch
+    assert batch.select(np.ones(6, dtype=bool)) is batch
+    assert batch.select([0, 1, 2, 3, 5, 4]).to_list() == [mixed[number] for number in (0, 1, 2, 3, 5, 4)]
+    assert batch.select([0, 0, 1, 2, 3, 4]).to_list() == [mixed[number] for number in (0, 0, 1, 2, 3, 4)]
+    assert batch.select([-6, 1, 2, 3, 4, 5]).to_list() == mixed

@@ -1,6 +1,11 @@
 import string
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from trinity_mq.experience import EID
+from trinity_mq.experience.eid import composed_ids
 
 
 def test_composed_ids_have_the_documented_form():
@@ -29,3 +34,19 @@ def test_dict_form_gives_back_the_id():
     eid = EID("3/x", 5, 1, 2)
     assert eid.to_dict() == {"batch": "3/x", "task": 5, "run": 1, "step": 2, "suffix": eid.suffix}
     assert EID(**eid.to_dict()) == eid
+
+
+PARTS = st.integers(0, 3) | st.sampled_from(["", "a", "1", "a/b", "a%2Fb", "%", "3/gsm8k"])
+
+
+@given(st.lists(st.builds(EID, batch=PARTS, task=PARTS, run=st.integers(0, 9), step=st.integers(0, 9)), max_size=8))
+def test_ids_composed_together_are_those_composed_one_by_one(eids: list[EID]) -> None:
+    parts = [[getattr(eid, name) for eid in eids] for name in ("batch", "task", "run", "step", "suffix")]
+
+    for kind in ("uid", "sid", "rid", "tid"):
+        assert composed_ids(kind, *parts) == [getattr(eid, kind) for eid in eids]
+
+
+def test_an_unknown_kind_of_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="'xid' is no kind of id"):
+        composed_ids("xid", [1], [2], [3], [4], ["a"])

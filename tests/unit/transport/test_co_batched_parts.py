@@ -119,3 +119,29 @@ def test_submitters_get_their_own_share_and_no_more() -> None:
     assert [each.eid.run for each in Experience.deserialize_many(mail.body)] == [4]
     damaged = received(shared_part_message(MEMBERS, b"no experiences"))
     assert list(requested_parts(manifest, parts_of(damaged))) == []
+
+
+def test_parts_of_several_messages_are_read_in_whatever_order_the_manifest_has() -> None:
+    others = (member("d", 9), member("e", 10, 11))
+    alone = (member("f", 12, 13),)
+    groups = (MEMBERS, others, alone)
+    parts = parts_of(*(received(shared_part_message(group, body_of(*group))) for group in groups))
+    runs = {one.attempt: [each.eid.run for each in one.experiences] for group in groups for one in group}
+
+    for order in (["a", "b", "c", "d", "e", "f"], ["f", "c", "e", "a", "d"], ["e"], ["c", "d", "b"], []):
+        found, bad = decode_parts([parts[name, 0] for name in order], None)
+        assert [each.eid.run for each in found] == [run for name in order for run in runs[name]]
+        assert not bad
+
+
+def test_a_part_that_does_not_decode_leaves_the_others_in_their_places() -> None:
+    whole = received(shared_part_message(MEMBERS, body_of(*MEMBERS)))
+    others = (member("d", 9), member("e", 10, 11))
+    damaged = received(shared_part_message(others, body_of(*others)[:-1]))
+    last = received(shared_part_message((member("f", 12),), body_of(member("f", 12))))
+    parts = parts_of(whole, damaged, last)
+
+    found, bad = decode_parts([parts[name, 0] for name in ("b", "d", "f", "e", "a")], None)
+
+    assert [each.eid.run for each in found] == [4, 12, 0, 1]
+    assert [incoming for incoming, _ in bad] == [damaged]

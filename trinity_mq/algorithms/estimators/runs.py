@@ -49,10 +49,11 @@ def run_values(
     for number, unit in enumerate(batch.ids("rid") if units is None else units):
         if unit not in last or steps[number] >= steps[last[unit]]:
             last[unit] = number
-    groups: dict[str, Group] = {tid: {} for tid in tids}
+    groups: dict[str, Group] = {tid: {} for tid in dict.fromkeys(tids)}
     for unit, number in last.items():
-        if is_finite(numbers[number]):
-            groups[tids[number]][unit] = max(-LARGEST, min(LARGEST, float(numbers[number])))
+        value = numbers[number]
+        if is_finite(value):
+            groups[tids[number]][unit] = float(value) if -LARGEST <= value <= LARGEST else math.copysign(LARGEST, value)
     return groups, len(last) - sum(map(len, groups.values()))
 
 
