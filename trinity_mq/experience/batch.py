@@ -34,8 +34,6 @@ from trinity_mq.experience.ragged import (
 )
 from trinity_mq.experience.record import FIELD_NAMES, Experience
 
-_NO_FIELDS: dict[str, Any] = dict.fromkeys(FIELD_NAMES)
-
 
 class ExperienceBatch(Sequence[Experience]):
     """Experiences as columns, valid like experiences themselves, without an object for each.
@@ -190,12 +188,10 @@ class ExperienceBatch(Sequence[Experience]):
         columns["eid"] = self._eids()
         if self._multi_modal:
             columns[layout.MULTI_MODAL] = self._inputs()
-        names, copy, rows = tuple(columns), _NO_FIELDS.copy, []
-        for row in zip(*columns.values(), strict=True):
-            fields = copy()
-            fields.update(zip(names, row))  # noqa: B905  # a check for each experience costs as much as the rest
-            rows.append(fields)
-        return list(map(Experience.from_checked, rows))
+        if not self._count:
+            return []
+        absent = [None] * self._count
+        return list(map(Experience.from_checked, *(columns.get(name, absent) for name in FIELD_NAMES)))
 
     def _eids(self) -> Iterable[EID]:
         return map(EID, *(self._values[name] for name in layout.EID_COLUMNS)) if self._count else ()

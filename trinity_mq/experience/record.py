@@ -205,14 +205,74 @@ class Experience:
         return torch.frombuffer(bytearray(value * length), dtype=torch.bool)  # half the time of torch.ones
 
     @classmethod
-    def from_checked(cls, values: dict[str, Any]) -> Experience:
-        """Return an experience that takes over ``values``, a value for each field, as they are.
+    def from_checked(
+        cls,
+        eid: EID,
+        tokens: Tensor,
+        logprobs: Tensor | None,
+        reward: float | None,
+        token_level_reward: Tensor | None,
+        advantages: Tensor | None,
+        returns: Tensor | None,
+        truncate_status: str | None,
+        info: dict[str, Any],
+        metrics: dict[str, float],
+        prompt_length: int,
+        response_text: str | None,
+        prompt_text: str | None,
+        action_mask: Tensor | None,
+        messages: list[dict[str, Any]] | None,
+        tools: list[dict[str, Any]] | None,
+        chosen: Tensor | None,
+        rejected: Tensor | None,
+        chosen_messages: list[dict[str, Any]] | None,
+        rejected_messages: list[dict[str, Any]] | None,
+        multi_modal_inputs: dict[str, Tensor] | None,
+        teacher_logprobs: Tensor | None,
+        custom_fields: list[CustomField],
+        routed_experts: Tensor | None,
+        versions: Versions | None,
+        temperature: float | None,
+        taskset: str | None,
+        index: int | None,
+        experience_type: str,
+    ) -> Experience:
+        """Return an experience that takes over these values, as they are; in the order of :data:`FIELD_NAMES`.
 
-        For decoders that have checked whole columns; everyone else uses the constructor.
+        For who has checked whole columns; everyone else uses the constructor. Attributes that are set one by one take
+        a fifth of the memory of a dict that is taken over.
         """
-        experience = cls.__new__(cls)
-        experience.__dict__ = values
-        return experience
+        made = cls.__new__(cls)
+        made.eid = eid
+        made.tokens = tokens
+        made.logprobs = logprobs
+        made.reward = reward
+        made.token_level_reward = token_level_reward
+        made.advantages = advantages
+        made.returns = returns
+        made.truncate_status = truncate_status
+        made.info = info
+        made.metrics = metrics
+        made.prompt_length = prompt_length
+        made.response_text = response_text
+        made.prompt_text = prompt_text
+        made.action_mask = action_mask
+        made.messages = messages
+        made.tools = tools
+        made.chosen = chosen
+        made.rejected = rejected
+        made.chosen_messages = chosen_messages
+        made.rejected_messages = rejected_messages
+        made.multi_modal_inputs = multi_modal_inputs
+        made.teacher_logprobs = teacher_logprobs
+        made.custom_fields = custom_fields
+        made.routed_experts = routed_experts
+        made.versions = versions
+        made.temperature = temperature
+        made.taskset = taskset
+        made.index = index
+        made.experience_type = experience_type
+        return made
 
     @property
     def response_length(self) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ LEAST_LOGPROB, LARGEST_LOGPROB = -9999.0, 1e30
 WHOLE = frozenset({"stop", "tool_calls", "function_call", "content_filter"})
 """Finish reasons of a response that ended by itself."""
 
-_NO_FIELDS: dict[str, Any] = dict.fromkeys(FIELD_NAMES)
+_NONE = repeat(None)
 
 
 def experiences_at_once(
@@ -68,40 +68,24 @@ def experiences_at_once(
         return None
     if not LEAST_LOGPROB < given.min() <= given.max() < LARGEST_LOGPROB:  # NaN is not
         return None
-    heat, length = sampling_temperature("temperature", temperature or 1.0), len(prompt)
-    common = _NO_FIELDS | {
-        "prompt_length": length,
-        "prompt_text": prompt_text,
-        "temperature": heat,
-        "experience_type": SINGLE_TURN,
+    heat, length, count = sampling_temperature("temperature", temperature or 1.0), len(prompt), len(choices)
+    columns: dict[str, Iterable[Any]] = {
+        "eid": new_eids(count),
+        "tokens": _split(torch.frombuffer(tokens, dtype=torch.int32), [length + size for size in sizes]),
+        "logprobs": _split(torch.from_numpy(given.astype(np.float32)), sizes),
+        "action_mask": _split(torch.ones(len(given), dtype=torch.bool), sizes),
+        "response_text": map(text_of, choices),
+        "truncate_status": [None if one.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED for one in choices],
+        "versions": versions,
+        "prompt_length": repeat(length),
+        "prompt_text": repeat(prompt_text),
+        "temperature": repeat(heat),
+        "experience_type": repeat(SINGLE_TURN),
+        "info": [{} for _ in choices],
+        "metrics": [{} for _ in choices],
+        "custom_fields": [[] for _ in choices],
     }
-    rows = zip(
-        choices,
-        new_eids(len(choices)),
-        _split(torch.frombuffer(tokens, dtype=torch.int32), [length + size for size in sizes]),
-        _split(torch.from_numpy(given.astype(np.float32)), sizes),
-        _split(torch.ones(len(given), dtype=torch.bool), sizes),
-        versions,
-        strict=True,
-    )
-    return [
-        Experience.from_checked(
-            common
-            | {
-                "eid": eid,
-                "tokens": ids,
-                "logprobs": sampled,
-                "action_mask": mask,
-                "response_text": text_of(choice),
-                "truncate_status": None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
-                "versions": stamped,
-                "info": {},
-                "metrics": {},
-                "custom_fields": [],
-            }
-        )
-        for choice, eid, ids, sampled, mask, stamped in rows
-    ]
+    return list(map(Experience.from_checked, *(columns.get(name, _NONE) for name in FIELD_NAMES)))
 
 
 def _split(flat: Tensor, sizes: list[int]) -> Any:
