@@ -20,6 +20,7 @@ from trinity_mq.models.recording.calls import Call, RecordedModel
 from trinity_mq.models.recording.history import History
 from trinity_mq.models.recording.merging import merge_turns as merged
 from trinity_mq.models.recording.responses import conversation_experience
+from trinity_mq.models.retried import retried
 from trinity_mq.telemetry.trace import span
 
 if TYPE_CHECKING:
@@ -273,10 +274,16 @@ class ModelWrapper(RecordedModel):
             return retrying(self._clients.post, url, body, sent, self.request_timeout)
 
     async def _post_async(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Any:
-        retrying = AsyncRetrying(**self.not_ready_policy())
         url, sent = self.model.url + path, self.headers if headers is None else headers
         with self._named():
-            return await retrying(self._clients.post_async, url, body, sent, self.request_timeout)
+            return await retried(
+                lambda: AsyncRetrying(**self.not_ready_policy()),
+                self._clients.post_async,
+                url,
+                body,
+                sent,
+                self.request_timeout,
+            )
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Engines
 from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, ModelError, VersionMismatch
+from trinity_mq.models.retried import retried
 from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rollout.failures import describe, reward_fault
 from trinity_mq.rollout.instances import Instances
@@ -77,18 +78,28 @@ class RunGroup:
 
     async def finish(self) -> None:
         """Do the runs and retry what fails. What a workflow raises is not raised here: the results has it."""
-        retrying = AsyncRetrying(
+        try:
+            await retried(self._retrying, self._attempt)
+        except Exception as error:
+            what = describe(error, self.job.kind)
+            log.info("runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=what)
+
+    def _retrying(self) -> AsyncRetrying:
+        return AsyncRetrying(
             stop=stop_after_attempt(self.job.limits.retries + 1),
             wait=wait_random_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE),
             retry=retry_if_exception(_curable),
             sleep=asyncio.sleep,
             reraise=True,
         )
-        try:
-            await retrying(self._attempt)
-        except Exception as error:
-            what = describe(error, self.job.kind)
-            log.info("runs_failed", runner=self.job.runner, runs=self.missing, attempts=self._attempts, error=what)
+
+    def _serving(self) -> AsyncRetrying:
+        return AsyncRetrying(
+            wait=self._pause,
+            retry=retry_if_exception(lambda error: engine_trouble(error) is not None),
+            sleep=asyncio.sleep,
+            reraise=True,
+        )
 
     async def _attempt(self) -> None:
         """Try all that is missing, then raise the first failure."""
@@ -106,14 +117,7 @@ class RunGroup:
 
     async def _block(self, block: Sequence[int]) -> None:
         """Have consecutive runs done by one instance of the workflow; waiting for an engine is no attempt."""
-        serving = AsyncRetrying(
-            wait=self._pause,
-            retry=retry_if_exception(lambda error: engine_trouble(error) is not None),
-            sleep=asyncio.sleep,
-            reraise=True,
-        )
-        done: tuple[list[Experience], float] = await serving(self._go, block)
-        experiences, seconds = done
+        experiences, seconds = await retried(self._serving, self._go, block)
         with span("finish runs", count=len(experiences)):
             by_run = self._by_run(block, experiences)
             for run, listed in by_run.items():
