@@ -265,7 +265,8 @@ class ExperienceBatch(Sequence[Experience]):
                 (tensors if name in TENSOR_FIELDS else values)[name] = column
         if self._count:
             check_columns(values, tensors, self._count)
-            if values.opened(layout.VERSIONS) if layout.VERSIONS in values else False:
+            has_others = not columns.keys().isdisjoint(("versions", "action_mask", "experience_type"))
+            if has_others and layout.VERSIONS in values and values.opened(layout.VERSIONS):
                 check_given_versions(values, tensors)
         replaced = ExperienceBatch(self._count, values, tensors, self._multi_modal)
         replaced._ids = self._ids

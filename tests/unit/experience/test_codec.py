@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trinity_mq.experience import EID, DecodeError, EncodeError, Experience, decode, encode
+from trinity_mq.experience.codec.documents import DocumentReader, DocumentWriter
+from trinity_mq.messages.msgpack_scan import container_bytes, measure
 
 
 def parts(body):
@@ -270,3 +274,58 @@ def test_an_empty_array_of_numpy_travels(dtype):
     one = Experience(tokens=[1, 2], prompt_length=1, info={"none": np.array([], dtype=dtype)})
     (back,) = Experience.deserialize_many(Experience.serialize_many([one]))
     assert back == one
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from("abc"), st.integers(-300, 300) | st.floats() | st.text(max_size=3), max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 40),
+)
+def test_equal_documents_are_read_as_unequal_ones_are(documents, count):
+    infos = [documents[number % len(documents)] for number in range(count)]
+    experiences = [Experience(tokens=[1, 2], info=info, metrics={"n": number}) for number, info in enumerate(infos)]
+
+    assert decode(encode(experiences)) == experiences
+
+
+def test_what_is_written_to_one_of_equal_documents_is_not_seen_in_the_others():
+    found = decode(encode([Experience(tokens=[1, 2], info={"a": 1}) for _ in range(40)]))
+    found[0].info["a"] = 2
+
+    assert [experience.info["a"] for experience in found] == [2] + [1] * 39
+
+
+def test_equal_documents_with_tensors_keep_tensors_of_their_own():
+    found = decode(encode([Experience(tokens=[1, 2], info={"a": torch.zeros(1)}) for _ in range(40)]))
+    found[0].info["a"].fill_(1)
+
+    assert [experience.info["a"].item() for experience in found] == [1.0] + [0.0] * 39
+
+
+@pytest.mark.parametrize(
+    "document",
+    [b"\x82\xa1a\x01\xa1a\x02", b"\x81\xa1a", b"\x81\xa1a\x01\x01", b"\xc1", b""],
+    ids=["a key twice", "cut short", "followed by more", "invalid", "empty"],
+)
+def test_equal_documents_that_are_wrong_are_refused(document):
+    with pytest.raises(DecodeError):
+        DocumentReader([]).read_all(document * 40, [len(document) * number for number in range(41)])
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_documents_that_are_counted_late_are_counted(monkeypatch, spare):
+    flat = {str(number): [0.1, 1e-5, -144][number % 3] for number in range(40)}  # bytes in it look like lists and maps
+    packed = msgpack.packb(flat)
+    assert measure(packed) == 1 < container_bytes(packed)
+    monkeypatch.setattr("trinity_mq.experience.codec.documents.MAX_CONTAINERS", 8 + 1 + spare)
+    writer = DocumentWriter()
+
+    assert len(writer.write_all([flat] * 8, "info")) == 8
+    writer.write([], "messages")
+    if spare:
+        writer.write_all([flat], "metrics")
+    with pytest.raises(EncodeError, match=f"metrics: more than {9 + spare} lists and maps"):
+        writer.write_all([flat], "metrics")

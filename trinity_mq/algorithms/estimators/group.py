@@ -17,6 +17,7 @@ from trinity_mq.algorithms.estimators.penalties import (
 from trinity_mq.algorithms.estimators.runs import (
     Group,
     Numbers,
+    are_equal,
     centred,
     deviation,
     mask_lengths,
@@ -201,7 +202,7 @@ def baseline_distances(rewards: Numbers, args: GroupEstimator, weights: Numbers,
         return rewards - greedy - args.shift
     if count < 2:
         return np.zeros(count)
-    if rewards.min() == rewards.max():  # a mean may be off by rounding
+    if are_equal(rewards):  # a mean may be off by rounding
         return np.zeros(count) - args.shift
     match args.baseline:
         case "leave_one_out":  # R_i minus the mean of the others (arXiv 2402.14740)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.experience.ragged import Ragged
+from trinity_mq.experience.ragged import FEW, Ragged
 
 Group = dict[str, float]
 """Run id to reward."""
@@ -45,10 +45,13 @@ def run_values(
         The values, and how many runs do not count.
     """
     tids, steps = batch.ids("tid"), batch.values("eid.step")
-    last: dict[str, int] = {}
-    for number, unit in enumerate(batch.ids("rid") if units is None else units):
-        if unit not in last or steps[number] >= steps[last[unit]]:
-            last[unit] = number
+    owners = batch.ids("rid") if units is None else units
+    last = dict(zip(owners, range(len(owners)), strict=True))
+    if len(last) < len(owners):  # runs of several steps
+        last = {}
+        for number, unit in enumerate(owners):
+            if unit not in last or steps[number] >= steps[last[unit]]:
+                last[unit] = number
     groups: dict[str, Group] = {tid: {} for tid in dict.fromkeys(tids)}
     for unit, number in last.items():
         value = numbers[number]
@@ -100,16 +103,26 @@ def deviation(values: Numbers, ddof: int = 1) -> float:
     """Return the standard deviation, unbiased unless ``ddof`` is 0; exactly 0 for equal values, whose mean may be off
     by rounding, and for fewer than two.
     """
-    if len(values) < 2 or values.min() == values.max():
+    if len(values) < 2 or are_equal(values):
         return 0.0
-    return float(np.std(values, ddof=ddof))
+    distances = values - np.add.reduce(values) / len(values)  # as np.std does it, at a third of its cost for a group
+    return math.sqrt(np.add.reduce(distances * distances) / (len(values) - ddof))
+
+
+def are_equal(values: Numbers) -> bool:
+    """Return whether all of some numbers are the same."""
+    if len(values) > FEW:
+        return bool(values.min() == values.max())
+    listed: list[float] = values.tolist()
+    return listed.count(listed[0]) == len(listed)
 
 
 def centred(values: Numbers) -> Numbers:
     """Return the values minus their mean; exactly 0 for equal values."""
-    if len(values) == 0 or values.min() == values.max():
+    if len(values) == 0 or are_equal(values):
         return np.zeros(len(values))
-    return values - np.mean(values)
+    mean: float = np.add.reduce(values) / len(values)
+    return values - mean
 
 
 def refuse(batch: ExperienceBatch, wrong: Flags, name: str, why: str) -> None:

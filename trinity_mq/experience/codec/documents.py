@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import msgpack
@@ -24,6 +24,8 @@ TENSOR, ARRAY = 1, 2
 _ATOMS = frozenset({str, int, float, bool, type(None), bytes, msgpack.Timestamp})
 _LEAVES = _ATOMS | {Tensor, np.ndarray}
 _NUMBER_BYTES = 4
+SAMPLED = 16
+"""Documents that are looked at for equal ones."""
 _MAP_OF_FEW, _ITEMS_OF_FEW = 0x80, 0x0F
 """First byte of a map of up to 15 items, and where in it their number is."""
 
@@ -152,11 +154,29 @@ class DocumentReader:
             DecodeError: As :meth:`read`.
         """
         if container_bytes(data) <= MAX_CONTAINERS - self._containers:
-            values = self._flat_maps(data, bounds)
+            values = self._repeated_maps(data, bounds)
+            if values is None:
+                values = self._flat_maps(data, bounds)
             if values is not None:
                 self._containers += len(values)
                 return values
         return [self.read(data[start:end]) for start, end in pairwise(bounds)]
+
+    def _repeated_maps(self, data: bytes, bounds: Sequence[int]) -> list[Any] | None:
+        """Return the maps in ``data`` as :meth:`_flat_maps` does, each distinct one read once; None where few are equal
+        to others, or one is something else.
+        """
+        if len(bounds) <= SAMPLED or len({data[a:b] for a, b in pairwise(bounds[: SAMPLED + 1])}) > SAMPLED // 2:
+            return None
+        documents = [data[start:end] for start, end in pairwise(bounds)]
+        distinct = list(dict.fromkeys(documents))
+        if len(distinct) > len(documents) // 2:
+            return None
+        found = self._flat_maps(b"".join(distinct), [0, *accumulate(map(len, distinct))])
+        if found is None or not _kinds(found) <= _ATOMS:  # a tensor is not to be shared
+            return None
+        known = dict(zip(distinct, found, strict=True))
+        return [known[document].copy() for document in documents]
 
     def _flat_maps(self, data: bytes, bounds: Sequence[int]) -> list[Any] | None:
         """Return the maps in ``data`` if they have few items and hold no lists and maps, as most do; else None."""
