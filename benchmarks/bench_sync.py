@@ -5,7 +5,8 @@
 Two processes on this machine, a trainer and an engine, take turns: our broadcast and ``torch.distributed.broadcast`` of
 one flat tensor that both have; our files, our stream, and a plain copy of one file. Medians. *transfer* is from "go"
 until the engine has all tensors, verified, beside its model: the gate's messages, and the copying into the model, are
-not in it. *staging* is what the trainer does before, while engines serve on. ``--check`` exits with 1 if the collective
+not in it. *staging* is what the trainer does before, while engines serve on; the collective's copy goes on during its
+transfer, so that *both* is what counts there. ``--check`` exits with 1 if the collective
 takes more than 1.3 times its baseline.
 """
 

@@ -49,9 +49,8 @@ def test_a_group_opens_and_broadcasts_every_bucket(backend: Backend) -> None:
         one.barrier(attempt)
         buckets = plan(MANIFEST, BUCKET)
         arrived: dict[str, torch.Tensor] = {}
-        for bucket, flat in zip(buckets, packed(buckets, source, one.device), strict=True):
+        for bucket, flat in zip(buckets, one.broadcast(packed(buckets, source, one.device)), strict=True):
             assert flat.device.type == ("cuda" if backend == "nccl" else "cpu")
-            one.broadcast(flat)
             arrived.update(split(bucket, flat))
         for name, tensor in source:
             assert arrived[name].dtype == tensor.dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Literal
@@ -23,6 +24,8 @@ from trinity_mq.sync.channels.base import ChannelError, Manifest, Tensors, in_da
 from trinity_mq.sync.channels.buckets import Bucket, SpareBuffers, ahead, entries_of, packed, plan, split
 
 Backend = Literal["gloo", "nccl"]
+UNDER_WAY = 2
+"""Broadcasts of buckets under way at a time: the next one is begun before its predecessor has ended at the slowest."""
 ROOM_ON_DEVICE = 1.25
 """Free device memory over the size of the weights from which on tensors received by NCCL stay on the device until all
 have arrived; with less they go to the host, bucket by bucket."""
@@ -64,13 +67,26 @@ class Group:
         self.store.set(keys[self.rank], "1")
         self.store.wait(keys, self.timeout)
 
-    def broadcast(self, flat: Tensor) -> None:
-        """Send ``flat``, on :attr:`device`, from rank 0 into everybody's."""
+    def broadcast(self, flats: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Send the tensors, on :attr:`device`, from rank 0 into everybody's, and yield each once it is through.
+
+        Some are under way at a time, so that a tensor is taken before the last ones were yielded.
+        """
         if self._group is None:
             self._group = self._opened()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self.timeout
-        self._group.broadcast([flat], options).wait(self.timeout)
+        under_way: deque[tuple[Any, Tensor]] = deque()
+        for flat in flats:
+            under_way.append((self._group.broadcast([flat], options), flat))
+            if len(under_way) == UNDER_WAY:
+                yield self._through(*under_way.popleft())
+        while under_way:
+            yield self._through(*under_way.popleft())
+
+    def _through(self, work: Any, flat: Tensor) -> Tensor:
+        work.wait(self.timeout)
+        return flat
 
     def _opened(self) -> Any:
         store, device = PrefixStore(f"pg/{self.epoch}", self.store), self.device
@@ -117,18 +133,17 @@ class Sender:
         spare = SpareBuffers()
         buckets = plan(manifest, self.bucket_bytes)
 
-        def flats(group: Group) -> Iterator[Tensor]:
-            for flat in ahead(packed(buckets, tensors, group.device, spare.take)):
-                yield flat
-                spare.put(flat)  # through
+        def send(group: Group) -> None:
+            for flat in group.broadcast(ahead(packed(buckets, tensors, group.device, spare.take))):
+                spare.put(flat)
 
-        await self._meet(flats, epoch, attempt, world)
+        await self._meet(send, epoch, attempt, world)
 
     async def send(self, flats: Iterable[Tensor], epoch: int, attempt: int, world: int) -> None:
         """Meet ``world - 1`` members at the barrier and send them flat buckets, on the device of the group.
 
         Args:
-            flats: The buckets of what the members know as the manifest.
+            flats: The buckets of what the members know as the manifest; may block until a bucket is there.
             epoch: A new one makes a new group.
             attempt: Names the barrier.
             world: Members and ourselves.
@@ -136,9 +151,14 @@ class Sender:
         Raises:
             ChannelError: It failed; the group is gone and the next use needs a new epoch.
         """
-        await self._meet(lambda group: flats, epoch, attempt, world)
 
-    async def _meet(self, flats: Callable[[Group], Iterable[Tensor]], epoch: int, attempt: int, world: int) -> None:
+        def send(group: Group) -> None:
+            for _ in group.broadcast(flats):
+                pass
+
+        await self._meet(send, epoch, attempt, world)
+
+    async def _meet(self, send: Callable[[Group], None], epoch: int, attempt: int, world: int) -> None:
         if self._store is None:
             raise ChannelError("no rendezvous is open")
         if self._group is None or self._group.epoch != epoch:
@@ -147,8 +167,7 @@ class Sender:
 
         def work() -> None:
             group.barrier(attempt)
-            for flat in flats(group):
-                group.broadcast(flat)
+            send(group)
 
         try:
             await in_daemon_thread(work, self.seconds + 1.0, "broadcast")
@@ -213,9 +232,8 @@ def _received(
     stays = _stays(buckets, group.device)
     tensors: dict[str, Tensor] = {}
     flats: list[Tensor] = []
-    for bucket in buckets:
-        flat = spare.take(bucket, group.device)
-        group.broadcast(flat)
+    arriving = group.broadcast(spare.take(bucket, group.device) for bucket in buckets)
+    for bucket, flat in zip(buckets, arriving, strict=True):
         flats.append(flat if stays else spare.take(bucket).copy_(flat))
         tensors.update(split(bucket, flats[-1]))
     return group, tensors, flats

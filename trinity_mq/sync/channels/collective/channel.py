@@ -13,7 +13,8 @@ from trinity_mq.sync.channels.memory.host_copy import HostCopy
 
 
 class CollectiveChannel:
-    """Broadcasts what it has copied before, while engines served on; members that missed it pull from the same copy.
+    """Broadcasts a host copy, which is made from the offer on: while engines still serve, and then bucket by bucket
+    while the one before is on the wire. Members that missed it pull from the same copy.
 
     Args:
         host: Where the rendezvous listens.
@@ -38,7 +39,10 @@ class CollectiveChannel:
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
         """Make ready what members pull, and say where to meet."""
         if isinstance(self._pulls, MemoryChannel):
-            self._copy = await self._pulls.stage(version, tensors, manifest, digests=False)
+            self._copy = self._pulls.begin(version, tensors, manifest, digests=False)
+            if any(hasattr(tensor, "full_tensor") for _, tensor in tensors):
+                # gathering shards is a collective of the trainer's ranks, in an order with their others
+                self._copy = await self._pulls.stage(version, tensors, manifest, digests=False)
         else:
             await self._pulls.offer(version, tensors, manifest)
         return await self._sender.rendezvous()
@@ -48,7 +52,7 @@ class CollectiveChannel:
         others, the tensors, packed bucket by bucket.
         """
         if self._copy is not None and self._sender.backend == "gloo":
-            await self._sender.send(self._copy.flats, epoch, attempt, world)
+            await self._sender.send(self._copy.stream(), epoch, attempt, world)
         else:
             await self._sender.broadcast(tensors, manifest, epoch, attempt, world)
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from trinity_mq.messages import Version
-from trinity_mq.sync.channels.base import STAGING_TRIES, CatchUpSource, Manifest, Tensors, in_daemon_thread, label
+from trinity_mq.sync.channels.base import (
+    STAGING_TRIES,
+    CatchUpSource,
+    ChannelError,
+    Manifest,
+    Tensors,
+    in_daemon_thread,
+    label,
+)
 from trinity_mq.sync.channels.buckets import SpareBuffers
 from trinity_mq.sync.channels.memory.host_copy import HostCopy
 from trinity_mq.sync.channels.memory.server import WeightServer
@@ -20,6 +29,8 @@ class MemoryChannel:
         self._spare = SpareBuffers()
         self._committed: HostCopy | None = None
         self._offered: HostCopy | None = None
+        self._filling: asyncio.Task[None] | None = None
+        """Fills the copy offered last."""
 
     async def offer(self, version: Version, tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
         """Copy the weights, unless they are copied, and say where they are."""
@@ -30,22 +41,49 @@ class MemoryChannel:
 
         ``digests``: sum up too, since members ask for it at once; else that is done when one does.
         """
-        if self._offered is None or self._offered.version != version:
-            self._replace(self._committed, None)
+        copy = self.begin(version, tensors, manifest, digests=digests)
+        await self._whole(copy)
+        return copy
+
+    def begin(self, version: Version, tensors: Tensors, manifest: Manifest, *, digests: bool) -> HostCopy:
+        """As :meth:`stage`, but return while the copy is being filled: its buckets are read as they come. The tensors
+        must not change before all were read, or :meth:`committed` has returned.
+        """
+        if self._offered is None or self._offered.version != version or self._offered.is_failed:
             copy = HostCopy(version, manifest, self._bucket_bytes, self._spare)
-            seconds = self._seconds * STAGING_TRIES
-            await in_daemon_thread(lambda: copy.take(tensors, digests=digests), seconds, "host copy")
             self._replace(self._committed, copy)
+            self._filling = asyncio.create_task(self._fill(copy, tensors, digests), name="host copy")
             return copy
         return self._offered
+
+    async def _fill(self, copy: HostCopy, tensors: Tensors, digests: bool) -> None:
+        """Fill a copy; how that ended is in the copy."""
+        seconds = self._seconds * STAGING_TRIES
+        try:
+            await in_daemon_thread(lambda: copy.take(tensors, digests=digests), seconds, "host copy")
+        except ChannelError as error:
+            copy.fail(error)
+        except asyncio.CancelledError as error:
+            copy.fail(error)
+            raise
+        if copy is self._offered:
+            self._replace(self._committed, copy)  # served from now on
+
+    async def _whole(self, copy: HostCopy) -> None:
+        """Return once the copy is filled; errors as :meth:`Channel.offer`."""
+        if copy is self._offered and self._filling is not None:
+            await asyncio.shield(self._filling)  # a caller that is cancelled leaves it to the next try of this version
+        copy.check()
 
     async def broadcast(self, tensors: Tensors, manifest: Manifest, epoch: int, attempt: int, world: int) -> None:
         """Nothing to do: members fetch by themselves."""
 
     async def committed(self, version: Version, tensors: Tensors, manifest: Manifest) -> None:
         """Keep the copy of ``version`` alone."""
-        if self._offered is not None and self._offered.version == version:
-            self._replace(self._offered, None)
+        copy = self._offered
+        if copy is not None and copy.version == version:
+            await self._whole(copy)
+            self._replace(copy, None)
 
     async def catch_up_source(self) -> CatchUpSource | None:
         copy = self._committed
@@ -59,6 +97,9 @@ class MemoryChannel:
         """Serve no more, and give the memory back."""
         await self._server.close()
         self._replace(None, None)
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.wait({self._filling})
         self._spare.clear()
 
     def _replace(self, committed: HostCopy | None, offered: HostCopy | None) -> None:
@@ -66,7 +107,7 @@ class MemoryChannel:
         before = (self._committed, self._offered)
         self._committed, self._offered = committed, offered
         held = [copy for copy in (committed, offered) if copy is not None]
-        self._server.copies = {label(copy.version): copy for copy in held}
+        self._server.copies = {label(copy.version): copy for copy in held if copy.is_whole}
         for copy in before:
             if copy is not None and all(copy is not other for other in held):
                 copy.release()

@@ -1,0 +1,154 @@
+"""The host copy that a broadcast reads while it is being filled."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from trinity_mq.config import load_config
+from trinity_mq.sync.channels.base import ChannelError, Tensors
+from trinity_mq.sync.channels.collective.channel import CollectiveChannel
+from trinity_mq.sync.channels.factory import open_channel
+from trinity_mq.sync.channels.memory.channel import MemoryChannel
+from trinity_mq.sync.channels.memory.host_copy import HostCopy
+from trinity_mq.sync.channels.receiver import Receiver
+
+from .weights import BUCKET, manifest_of, pull, same, some_weights, spec_of
+
+TENSORS = some_weights(1)
+MANIFEST = manifest_of(TENSORS)
+
+
+class Held(list[tuple[str, Tensor]]):
+    """Weights of which the last is read only when that is allowed; the first look at them holds nothing up."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self.allowed, self._looked_at = threading.Event(), False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        looked_at, self._looked_at = self._looked_at, True
+        for number, one in enumerate(super().__iter__()):
+            if looked_at and number == len(self) - 1:
+                assert self.allowed.wait(20)
+            yield one
+
+
+def in_thread(work: threading.Thread) -> threading.Thread:
+    work.start()
+    return work
+
+
+def test_buckets_are_read_while_others_are_filled() -> None:
+    copy, allowed = HostCopy((1, 1), MANIFEST, BUCKET), threading.Event()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        yield from TENSORS[:-1]
+        assert allowed.wait(20)
+        yield TENSORS[-1]
+
+    filling = in_thread(threading.Thread(target=lambda: copy.take(tensors(), digests=False)))
+    buckets = copy.stream()
+    found = [next(buckets) for _ in range(len(copy.buckets) - 1)]
+    assert not copy.is_whole
+    allowed.set()
+    found += buckets
+    filling.join(20)
+    assert copy.is_whole
+    assert [flat.data_ptr() for flat in found] == [flat.data_ptr() for flat in copy.flats]
+
+
+def test_who_reads_a_copy_that_is_abandoned_or_fails_ends_with_the_reason() -> None:
+    for reason, end in (
+        ("was abandoned", HostCopy.release),
+        ("ValueError: no", lambda one: one.fail(ValueError("no"))),
+    ):
+        copy, errors = HostCopy((1, 1), MANIFEST, BUCKET), []
+
+        def read(copy: HostCopy = copy, errors: list[str] = errors) -> None:
+            try:
+                list(copy.stream())
+            except ChannelError as error:
+                errors.append(str(error))
+
+        reading = in_thread(threading.Thread(target=read))
+        end(copy)
+        reading.join(20)
+        assert not reading.is_alive()
+        assert reason in errors[0]
+        with pytest.raises(ChannelError, match=reason):
+            copy.take(TENSORS, digests=False)
+        assert copy.flats == []
+        assert not copy.is_whole
+
+
+@pytest.fixture
+async def channel(tmp_path: Path) -> AsyncIterator[CollectiveChannel]:
+    settings = {"bucket_bytes": BUCKET, "sync_timeout": 20.0}
+    opened = open_channel(load_config({"model": {"tiny": {}}, "run_dir": str(tmp_path), "synchronizer": settings}))
+    assert isinstance(opened, CollectiveChannel)
+    yield opened
+    await opened.close()
+
+
+async def test_an_offer_does_not_wait_for_the_copy_and_a_commit_does(channel: CollectiveChannel) -> None:
+    held = Held(TENSORS)
+    async with asyncio.timeout(10):
+        where = await channel.offer((1, 1), held, MANIFEST)
+    receiving = asyncio.create_task(Receiver().receive(spec_of(where, MANIFEST)))
+    sending = asyncio.create_task(channel.broadcast(held, MANIFEST, 1, 1, 2))
+    committing = asyncio.create_task(channel.committed((1, 1), held, MANIFEST))
+    done, _ = await asyncio.wait({sending, committing, receiving}, timeout=0.3)
+    assert not done
+    held.allowed.set()
+    await asyncio.gather(sending, committing)
+    assert same(await receiving, TENSORS)
+    assert same((await pull(channel, Receiver()))[1], TENSORS)
+
+
+async def test_a_copy_that_is_abandoned_while_it_is_filled_is_made_anew_in_other_memory(
+    channel: CollectiveChannel,
+) -> None:
+    held, other = Held(TENSORS), some_weights(2)
+    await channel.offer((1, 1), held, MANIFEST)
+    first = channel._copy
+    assert first is not None
+    filled = next(first.stream())
+    channel.abandon()
+    where = await channel.offer((1, 1), other, MANIFEST)
+    arrived, _ = await asyncio.gather(
+        Receiver().receive(spec_of(where, MANIFEST)), channel.broadcast(other, MANIFEST, 1, 1, 2)
+    )
+    held.allowed.set()
+    assert same(arrived, other)
+    assert channel._copy is not None
+    assert filled.data_ptr() not in {flat.data_ptr() for flat in channel._copy.flats}
+
+
+async def test_weights_that_are_not_the_manifests_end_the_broadcast_with_that_reason(
+    channel: CollectiveChannel,
+) -> None:
+    wrong = [*TENSORS[:-1], ("last", torch.zeros(2))]
+    where = await channel.offer((1, 1), wrong, MANIFEST)
+    receiving = asyncio.create_task(Receiver().receive(spec_of(where, MANIFEST, seconds=2.0)))
+    with pytest.raises(ChannelError, match="'last' has shape"):
+        await channel.broadcast(wrong, MANIFEST, 1, 1, 2)
+    with pytest.raises(ChannelError):
+        await receiving
+    with pytest.raises(ChannelError, match="'last' has shape"):
+        await channel.committed((1, 1), wrong, MANIFEST)
+
+
+async def test_a_copy_that_failed_is_made_again_by_the_next_offer() -> None:
+    channel = MemoryChannel("127.0.0.1", BUCKET, 20.0)
+    with pytest.raises(ChannelError, match="'last' has shape"):
+        await channel.offer((1, 1), [*TENSORS[:-1], ("last", torch.zeros(2))], MANIFEST)
+    where = await channel.offer((1, 1), TENSORS, MANIFEST)
+    assert same(await Receiver().receive(spec_of(where, MANIFEST)), TENSORS)
+    await channel.close()
