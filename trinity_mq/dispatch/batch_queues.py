@@ -1,5 +1,9 @@
 """Keeps the batch queues of an owner's tickets: declares them, renews their expiry, replaces those without a leader.
 
+To make a quorum queue takes the broker ten times as long as to bind it. So one is declared ahead, not bound, under the
+id of a ticket that does not exist yet: the next ticket takes that id. Opening a ticket declares its queue all the same,
+whatever became of the spare one meanwhile; nothing about it is saved, and what a killed process leaves behind expires.
+
 RabbitMQ (seen on 3.10 and 4.0) can leave a quorum queue without a leader: its node died while the queue was being made,
 or before the node had written down that it holds it. Such a queue can be declared again but never confirms anything,
 and runners would hold their slices for ever. Deleting it and declaring it anew helps, and loses nothing: it is empty.
@@ -11,10 +15,11 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import structlog
 
-from trinity_mq.bus import Bus, BusUnavailable, Queue, Topology
+from trinity_mq.bus import Bus, BusError, BusUnavailable, Queue, Topology
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.dispatch.timeouts import UsableClock
 from trinity_mq.messages import Mark
@@ -43,6 +48,10 @@ class BatchQueues:
         self._breaks = 0
         """Number of connections lost so far."""
         self._broke = asyncio.Event()
+        self._spare: str | None = None
+        self._declared: dict[str, int] = {}
+        """By ticket whose queue was declared ahead, or is being: number of connections lost before that."""
+        self._spare_wanted = asyncio.Event()
         bus.on_change(self._changed)
 
     async def make(self, ticket: Ticket, *, again: bool) -> None:
@@ -52,22 +61,76 @@ class BatchQueues:
             ticket: The ticket.
             again: Some may have been published already, by an earlier process.
         """
-        breaks = self._breaks
+        breaks = self._declared.pop(ticket.ticket, self._breaks)
         await self._bus.declare(self._queue(ticket))
         if again or self._breaks != breaks:  # an earlier declaration may have been interrupted
             await self._examine(ticket, PATIENCE if again else NEW_PATIENCE)
+
+    def next_ticket(self) -> str:
+        """Return the id of a new ticket: the one whose queue is declared, if there is one."""
+        taken, self._spare = self._spare, None
+        return taken or uuid.uuid4().hex
+
+    @property
+    def spare(self) -> str | None:
+        """Id of the next ticket, if its queue is declared."""
+        return self._spare
+
+    def want_spare(self) -> None:
+        """Have a queue declared ahead, while :meth:`watch` runs: a ticket was opened, and its slices are out."""
+        self._spare_wanted.set()
 
     async def keep(self) -> None:
         """Declare the queues again, which renews their ``x-expires``; publishing does not."""
         for ticket in list(self._tickets()):
             if ticket.published and _takes_more(ticket):
                 await self._bus.declare(self._queue(ticket))
+        if self._spare is not None:
+            await self._bus.declare(self._unbound(self._spare))
 
     async def watch(self) -> None:
-        """Examine the queues after each lost connection, until cancelled.
+        """Examine the queues after each lost connection and keep a spare one, until cancelled.
 
         To be called once all results so far were read: they show which queues had content.
         """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._examine_after_breaks(), name="examine queues")
+            group.create_task(self._keep_spare(), name="spare queue")
+
+    # -- inside
+
+    async def _keep_spare(self) -> None:
+        try:
+            while True:
+                await self._spare_wanted.wait()
+                self._spare_wanted.clear()
+                if self._spare is None:
+                    await self._declare_spare()
+        finally:
+            await self._drop_spare()
+
+    async def _declare_spare(self) -> None:
+        name = uuid.uuid4().hex
+        self._declared[name] = self._breaks
+        try:
+            await self._bus.declare(self._unbound(name))
+        except BusError as error:  # the next ticket declares its own, or says why it cannot
+            self._declared.pop(name)
+            log.info("no_spare_queue", reason=str(error))
+        else:
+            self._spare = name
+
+    async def _drop_spare(self) -> None:
+        """Delete queues that no ticket was made for, if the broker is there; else they expire."""
+        open_tickets = {ticket.ticket for ticket in self._tickets()}
+        self._spare = None
+        for name in [name for name in self._declared if name not in open_tickets]:
+            del self._declared[name]
+            if self._bus.usable:
+                with contextlib.suppress(BusError):
+                    await self._bus.delete(self._unbound(name).name)
+
+    async def _examine_after_breaks(self) -> None:
         self._broke.set()
         while True:
             await self._broke.wait()
@@ -77,7 +140,9 @@ class BatchQueues:
                     if ticket.published and ticket.deliver == "pipeline":
                         group.create_task(self._examine(ticket, PATIENCE))
 
-    # -- inside
+    def _unbound(self, name: str) -> Queue:
+        """Return the queue of a ticket that does not exist yet; its batch is not known either."""
+        return replace(self._topology.batch_queue(0, name), bindings=())
 
     def _queue(self, ticket: Ticket) -> Queue:
         return self._topology.batch_queue(ticket.batch, ticket.ticket)

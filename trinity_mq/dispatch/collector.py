@@ -52,12 +52,36 @@ class Collector:
         self._timeout = config.broker.publish_timeout
         self._store = open_store(config.broker, topology.run)
         self._held: defaultdict[str, _Held] = defaultdict(_Held)
+        self._endings: asyncio.Queue[tuple[Ticket, Consumer | None]] = asyncio.Queue()
+        """Tickets whose queues are to be unbound, with what still consumes them."""
         self._deletions: asyncio.Queue[tuple[float, Ticket]] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Delete unbound queues and the blobs of their messages when due, until cancelled."""
+        """Unbind the queues of forgotten tickets, and delete them and the blobs of their messages when due, until
+        cancelled.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._end_all(), name="unbind")
+            group.create_task(self._delete_all(), name="delete")
+
+    async def _end_all(self) -> None:
+        while True:
+            await self._end_next()
+
+    async def _delete_all(self) -> None:
         while True:
             await self._delete_next()
+
+    async def _end_next(self) -> None:
+        ticket, consumer = await self._endings.get()
+        try:
+            if consumer is not None:
+                await consumer.close()
+            await self._bus.unbind(self._topology.batch_queue(ticket.batch, ticket.ticket))
+        except asyncio.CancelledError:
+            self._endings.put_nowait((ticket, consumer))  # for close, or the next start
+            raise
+        self._deletions.put_nowait((asyncio.get_running_loop().time() + UNBOUND_BEFORE_DELETE, ticket))
 
     async def _delete_next(self) -> None:
         due, ticket = await self._deletions.get()
@@ -143,21 +167,23 @@ class Collector:
         await self.ensure(ticket, results)
         return self.pop(ticket, results)
 
-    async def forget(self, ticket: Ticket) -> None:
-        """Drop experiences that were not asked for, and the queue: it is unbound now and deleted later."""
+    def forget(self, ticket: Ticket) -> None:
+        """Drop experiences that were not asked for, and the queue: it is unbound soon, by :meth:`run` or :meth:`close`,
+        and deleted later.
+        """
         held = self._held.pop(ticket.ticket, None)
-        if held is not None and held.consumer is not None:
-            await held.consumer.close()
-        queue = self._topology.batch_queue(ticket.batch, ticket.ticket)
-        await self._bus.unbind(queue)
-        self._deletions.put_nowait((asyncio.get_running_loop().time() + UNBOUND_BEFORE_DELETE, ticket))
+        self._endings.put_nowait((ticket, None if held is None else held.consumer))
 
     async def close(self) -> None:
-        """Stop reading and delete unbound queues. Experiences already read are kept, others stay in the queues."""
+        """Stop reading, and unbind and delete the queues of forgotten tickets. Experiences that were read are kept,
+        others stay in the queues.
+        """
         for held in self._held.values():
             if held.consumer is not None:
                 await held.consumer.close()
                 held.consumer = None
+        while self._bus.usable and not self._endings.empty():
+            await self._end_next()
         while self._bus.usable and not self._deletions.empty():
             await self._delete_next()
 

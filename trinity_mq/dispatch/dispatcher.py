@@ -181,6 +181,7 @@ class Dispatcher:
             seed=self.config.seed,
             time_left=explorer.eval_timeout if lane == "eval" else explorer.batch_timeout,
             max_repeat_times=explorer.max_repeat_times_per_runner,
+            ticket=None if deliver == "none" else self.queues.next_ticket(),
             **more,
         )
 
@@ -216,6 +217,8 @@ class Dispatcher:
         finally:
             _resolve(all_sent)
         ticket.published = True
+        if ticket.deliver != "none":
+            self.queues.want_spare()
         with span("save state", ticket.batch, wait=True):
             await self._save()
 

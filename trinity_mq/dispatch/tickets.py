@@ -241,6 +241,7 @@ def new_ticket(
     time_left: float,
     max_repeat_times: int | None = None,
     first_run: int = 0,
+    ticket: str | None = None,
     **more: Any,
 ) -> Ticket:
     """Return a fresh ticket for ``tasks``; the same batch id scheduled again is another ticket.
@@ -253,11 +254,12 @@ def new_ticket(
         time_left: Seconds until the ticket is cut off.
         max_repeat_times: Upper bound of the runs of one slice.
         first_run: Id of the first run of each task.
+        ticket: Its id, which no other ticket has had; None: a new one.
         more: Further fields of :class:`Ticket`.
     """
     return Ticket(
         batch=batch,
-        ticket=uuid.uuid4().hex,
+        ticket=ticket or uuid.uuid4().hex,
         lane=lane,
         deliver=deliver,
         tasks=list(tasks),

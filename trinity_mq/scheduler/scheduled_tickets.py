@@ -263,7 +263,7 @@ class ScheduledTickets:
         self._dispatcher.tickets.pop(ticket.ticket, None)
         self._dispatcher.heartbeat_now()
         if ticket.deliver == "caller":
-            await self._collector.forget(ticket)
+            self._collector.forget(ticket)
 
     def _task_done(self, ticket: Ticket, task: int) -> None:
         self.unfinished -= 1

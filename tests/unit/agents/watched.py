@@ -29,7 +29,8 @@ class Act:
     who: str
     """Agent id; ``explorer-0'`` is the second life of that id, and so on."""
     what: str
-    """``saved``, ``declare``, ``unbind``, ``delete``, ``publish``, ``confirmed``, ``acked``."""
+    """``saved``, ``declare``, ``declare ahead`` (a batch queue without its binding), ``unbind``,
+    ``delete``, ``publish``, ``confirmed``, ``acked``."""
     subject: str = ""
     """Kind of a message, or name of a queue without the run's prefix."""
     ticket: str = ""
@@ -52,7 +53,8 @@ class WatchedBus(MemoryBus):
     async def declare(self, *queues: Queue) -> None:
         await super().declare(*queues)
         for queue in queues:
-            self.act("declare", queue.name)
+            ahead = ".batch." in queue.name and not queue.bindings
+            self.act("declare ahead" if ahead else "declare", queue.name)
 
     async def unbind(self, queue: Queue) -> None:
         await super().unbind(queue)

@@ -11,10 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.agents.world import NotingBus, World
-from trinity_mq.bus import BusUnavailable, Envelope, Queue
+from trinity_mq.bus import BusRefused, BusUnavailable, Envelope, Queue
 from trinity_mq.dispatch.batch_queues import NEW_PATIENCE, PATIENCE, BatchQueues
 from trinity_mq.dispatch.tickets import Ticket, new_ticket
-from trinity_mq.messages import BatchClosed, TaskBody, TaskResult
+from trinity_mq.messages import BatchClosed, Mark, TaskBody, TaskResult
+from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.testing.virtual_time import run_virtually
 
 SENT = "sent mark"
@@ -259,3 +260,119 @@ def test_one_that_is_closed_meanwhile_is_not_made_again(after: float) -> None:
     assert SENT in scene.world.wire
     left_alone = after < PATIENCE
     assert scene.world.count(scene.name) == (0 if left_alone else None)
+
+
+# -- the queue declared ahead
+
+
+def test_the_next_ticket_takes_the_queue_that_is_declared_ahead() -> None:
+    scene = Scene(published=False)
+    world, queues = scene.world, scene.queues
+
+    async def main() -> None:
+        await scene.begin()
+        async with scene.watched():
+            assert queues.spare is None, "nothing was opened yet"
+            queues.want_spare()
+            await asyncio.sleep(0.1)
+            spare = queues.spare
+            assert spare is not None
+            assert world.count(f"batch.{spare}") == 0
+            exchange, mark = world.topology.exchange("experiences"), envelope(Mark(nonce="x"))
+            for batch in (0, 1):
+                key = world.topology.batch_routing_key(batch, spare)
+                assert not await scene.bus.publish(exchange, key, mark), "nothing is bound yet"
+            assert queues.next_ticket() == spare
+            assert queues.next_ticket() != spare, "each id is taken once"
+            scene.ticket.ticket = spare
+            await queues.make(scene.ticket, again=False)
+            assert await scene.bus.publish(exchange, key, mark)
+            assert world.count(f"batch.{spare}") == 1
+            queues.want_spare()
+            await asyncio.sleep(0.1)
+            assert queues.spare not in {None, spare}
+
+    run_virtually(main())
+
+
+def test_one_from_before_a_break_is_looked_at_before_it_is_used() -> None:
+    scene = Scene(published=False)
+    spent: list[float] = []
+
+    async def main() -> None:
+        await scene.begin()
+        async with scene.watched():
+            scene.queues.want_spare()
+            await asyncio.sleep(0.1)
+            scene.world.broker.drop(scene.bus)
+            await asyncio.sleep(1.0)
+            scene.ticket.ticket = scene.queues.next_ticket()
+            scene.name = f"batch.{scene.ticket.ticket}"
+            scene.fall_silent()
+            started = asyncio.get_running_loop().time()
+            await scene.queues.make(scene.ticket, again=False)
+            spent.append(asyncio.get_running_loop().time() - started)
+
+    run_virtually(main())
+    assert scene.was_replaced
+    assert spent[0] == pytest.approx(DELETING + NEW_PATIENCE, abs=0.2)
+
+
+def test_one_that_is_gone_by_then_is_made_again() -> None:
+    scene = Scene(published=False)
+
+    async def main() -> None:
+        await scene.begin()
+        async with scene.watched():
+            scene.queues.want_spare()
+            await asyncio.sleep(0.1)
+            scene.ticket.ticket = scene.queues.next_ticket()
+            await scene.world.outside.delete(f"{scene.world.topology.prefix}batch.{scene.ticket.ticket}")  # expired
+            await scene.queues.make(scene.ticket, again=False)
+            assert scene.world.count(f"batch.{scene.ticket.ticket}") == 0
+
+    run_virtually(main())
+
+
+def test_it_is_renewed_with_the_others_and_goes_with_its_owner() -> None:
+    scene = Scene(published=False)
+
+    async def main() -> None:
+        await scene.begin()
+        watching = asyncio.create_task(scene.queues.watch())
+        scene.queues.want_spare()
+        await asyncio.sleep(0.1)
+        name = f"batch.{scene.queues.spare}"
+        await scene.world.outside.delete(scene.world.topology.prefix + name)
+        await scene.queues.keep()
+        assert scene.world.count(name) == 0
+        watching.cancel()
+        await asyncio.wait([watching])
+        assert scene.world.count(name) is None
+        assert scene.queues.spare is None
+
+    run_virtually(main())
+
+
+def test_a_broker_that_refuses_it_does_no_harm(logs: list[Any]) -> None:
+    scene = Scene(published=False)
+    declare = scene.bus.declare
+
+    async def refuses(*queues: Queue) -> None:
+        if not queues[0].bindings:
+            raise BusRefused("so many queues are not allowed")
+        await declare(*queues)
+
+    async def main() -> None:
+        await scene.begin()
+        async with scene.watched():
+            scene.bus.declare = refuses  # type: ignore[method-assign]
+            scene.queues.want_spare()
+            await asyncio.sleep(0.1)
+            assert scene.queues.spare is None
+            await scene.queues.make(scene.ticket, again=False)
+            assert scene.world.count(scene.name) == 0
+
+    run_virtually(main())
+    (told,) = (entry for entry in logs if entry["event"] == "no_spare_queue")
+    assert "not allowed" in told["reason"]

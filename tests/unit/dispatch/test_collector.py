@@ -81,7 +81,7 @@ def test_the_caller_gets_them_and_blobs_go_with_the_queue(tmp_path: Path) -> Non
         collector = await scene.collector()
         deleting = asyncio.create_task(collector.run())
         assert scene.lengths(await collector.take(scene.ticket, scene.results)) == [20_000]
-        await collector.forget(scene.ticket)
+        collector.forget(scene.ticket)
         assert scene.store.folders("batch") == [scene.ticket.ticket]
         await asyncio.sleep(2)
         assert scene.world.count(f"batch.{scene.ticket.ticket}") is None

@@ -49,12 +49,15 @@ class Stage:
             await self.scheduler.start()
             yield self.scheduler
             await self.scheduler.stop()
+            assert self.scheduler.dispatcher.queues.spare is None
         finally:
             working.cancel()
             await asyncio.wait([working])
 
     def batch_queues(self) -> list[str]:
-        return [name for name in self.broker.queues if ".batch." in name]
+        """Return the batch queues of tickets; one that is declared ahead belongs to none yet."""
+        spare = f".batch.{self.scheduler.dispatcher.queues.spare}"
+        return [name for name in self.broker.queues if ".batch." in name and not name.endswith(spare)]
 
 
 def tasks(count: int, repeat: int = 1, **raw: Any) -> list[Task]:
@@ -487,7 +490,7 @@ def test_a_batch_queue_is_unbound_first_and_deleted_a_second_later() -> None:
         (first, unbound), (second, deleted) = events
         assert (first, second) == ("unbind", "delete")
         assert deleted - unbound >= 1.0
-        assert returned - unbound < 0.5, "nobody waits for the second"
+        assert abs(returned - unbound) < 0.5, "nobody waits for the second"
         assert not stage.batch_queues()
 
     play(stage, scene)

@@ -18,6 +18,7 @@ from trinity_agents.trainer.history import lineage
 from trinity_mq.bus import Queue
 from trinity_mq.bus.memory.bus import MemoryBus
 from trinity_mq.cli.run.report import make_report
+from trinity_mq.dispatch.batch_queues import BatchQueues
 from trinity_mq.messages import BatchClosed, BatchReady, Progress, RunEnd, SubmissionOutcome, TaskBody, TaskSlice
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
@@ -132,6 +133,56 @@ def test_a_slice_of_a_ticket_saved_but_not_published_is_published_after_the_rest
     monkeypatch.setattr(MemoryBus, "publish", hangs_once)
     run_virtually(sim.run(explorer=restarted(sim, stuck.wait)), limit=1000)
     check_history(sim, 1)
+
+
+@pytest.mark.parametrize("moment", ["declared ahead", "being declared ahead", "saved", "bound"])
+def test_killed_around_the_queue_that_is_declared_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Batch 2 has the queue that was declared ahead of it: whatever of it is there, or of its ticket, is enough."""
+    sim = Simulation(tmp_path, batches=3)
+    declare, publish, stuck = MemoryBus.declare, MemoryBus.publish, asyncio.Event()
+    ahead: list[str] = []
+
+    async def stops(reached: bool) -> None:
+        if reached and not stuck.is_set():
+            stuck.set()
+            await asyncio.sleep(1e5)
+
+    async def declares(self: MemoryBus, *queues: Queue) -> None:
+        name = queues[0].name
+        if ".batch." in name and not queues[0].bindings:
+            await declare(self, *queues)
+            ahead.append(name)
+            await stops(moment == "being declared ahead")
+            return
+        if name in ahead:
+            await stops(moment == "saved")
+        await declare(self, *queues)
+
+    async def publishes(self: MemoryBus, exchange: str, key: str, mail: Any, **how: Any) -> bool:
+        if key == "train.2":
+            await stops(moment == "bound")
+        return await publish(self, exchange, key, mail, **how)
+
+    async def not_dropped(self: BatchQueues) -> None:
+        """A process that is killed deletes nothing."""
+
+    async def when() -> None:
+        if moment == "declared ahead":
+            await until(lambda: bool(ahead), 0.01)
+        else:
+            await stuck.wait()
+        monkeypatch.setattr(BatchQueues, "_drop_spare", not_dropped)
+
+    monkeypatch.setattr(MemoryBus, "declare", declares)
+    monkeypatch.setattr(MemoryBus, "publish", publishes)
+    run_virtually(sim.run(explorer=restarted(sim, when)), limit=1000)
+    check_history(sim, 3)
+    tickets = {manifest.ticket for manifest in sim.published(BatchClosed)}
+    taken = {name.rsplit(".", 1)[1] for name in ahead} & tickets
+    assert (ahead[0].rsplit(".", 1)[1] in tickets) == (moment in {"saved", "bound"}), "a saved ticket keeps its queue"
+    assert len(taken) >= 1, "the next life has spare ones too"
 
 
 def test_an_interrupted_evaluation_is_resumed_and_not_begun_anew(tmp_path: Path) -> None:
