@@ -139,3 +139,59 @@ def test_cancel_ends_generation_within_a_step(generator: TextGenerator) -> None:
     generator.cancel()
     with pytest.raises(GenerationCancelled):
         generator.generate([request(generator, "+1=", max_tokens=60, stop_ids=frozenset())])
+
+
+def sampled(generator: TextGenerator, requests: list[GenerationRequest], *, share: bool) -> list[decoding.Sampled]:
+    return decoding.decode(
+        generator.model, requests, pad_id=generator.codec.pad_id, device=generator.device, share=share
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.05, 0.0])
+def test_completions_that_share_their_sequence_are_sampled_as_without(
+    shared_generator: TextGenerator, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    widths: dict[bool, list[int]] = {True: [], False: []}
+    forward = decoding._forward
+    share = True
+
+    def watched(model: object, cache: object, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        widths[share].append(len(ids))
+        return forward(model, cache, ids, *rest)
+
+    monkeypatch.setattr(decoding, "_forward", watched)
+    requests = [
+        request(shared_generator, text, n=n, temperature=temperature, top_p=top_p, seed=i, max_tokens=20)
+        for i, (text, n, top_p) in enumerate([("+372=", 16, 1.0), ("+", 1, 1.0), ("-1,2,3=" * 3, 9, 0.8)])
+    ]
+    shared = sampled(shared_generator, requests, share=True)
+    share = False
+    alone = sampled(shared_generator, requests, share=False)
+    assert [(one.token_ids, one.finish_reason) for one in shared] == [
+        (one.token_ids, one.finish_reason) for one in alone
+    ]
+    for one, other in zip(shared, alone, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert [one.token_ids for one in sampled(shared_generator, requests, share=True)] == [
+        one.token_ids for one in shared
+    ], "a seed repeats itself"
+    assert sum(widths[True][: len(widths[False])]) < sum(widths[False]), "the model computes fewer sequences"
+    if temperature == 0.0:
+        assert max(widths[True]) == 3, "one sequence a request, to the end"
+
+
+def test_sequences_are_as_many_as_the_completions_that_differ(
+    shared_generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+    forward = decoding._forward
+
+    def watched(model: object, cache: object, ids: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        widths.append(len(ids))
+        return forward(model, cache, ids, *rest)
+
+    monkeypatch.setattr(decoding, "_forward", watched)
+    asked = request(shared_generator, "+372=", n=32, max_tokens=6, seed=4, stop_ids=frozenset(), temperature=0.5)
+    rows = sampled(shared_generator, [asked], share=True)
+    assert widths == [1, *(len({tuple(row.token_ids[:step]) for row in rows}) for step in range(1, 6))]
+    assert widths[1] < widths[-1] <= 32

@@ -1,4 +1,8 @@
-"""The decode loop: a batch of prompts to sampled tokens, prompts read once, finished rows let go."""
+"""The decode loop: a batch of prompts to sampled tokens, prompts read once, finished rows let go.
+
+Completions of one request that have sampled the same tokens so far are one sequence in the cache: the model computes
+them once. A group begins as one sequence, which is divided where its samples differ.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +65,8 @@ class RowListener:
 
 
 COMPACT_BELOW = 0.5
-"""Share of unfinished rows at which the finished ones are cut out: cutting copies the cache, keeping them computes for
-nothing."""
+"""Share of unfinished sequences at which the finished ones are cut out: cutting copies the cache, keeping them computes
+for nothing."""
 
 
 class GenerationCancelled(Exception):
@@ -106,21 +110,82 @@ class _Recorder:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rows still being computed. Everything has one entry a row, in the cache's order."""
+    """The unfinished completions, one entry each."""
 
     ids: Tensor
     """Position in the whole batch."""
-    mask: Tensor
-    """``[rows, cached tokens]``: 0 on the padding left of a prompt."""
-    positions: Tensor
-    temperature: Tensor
-    top_p: Tensor
     limits: Tensor
-    done: Tensor
+    sequence: Tensor
+    """Position in the cache of what it has sampled so far; others may have sampled the same."""
 
     def keep(self, chosen: Tensor) -> None:
         for name in self.__slots__:
             setattr(self, name, getattr(self, name)[chosen])
+
+
+@dataclass(slots=True)
+class _Sequences:
+    """The sequences in the cache, one entry each, in its order. Some may be of completions that are finished."""
+
+    mask: Tensor
+    """``[sequences, cached tokens]``: 0 on the padding left of a prompt."""
+    positions: Tensor
+    temperature: Tensor
+    top_p: Tensor
+
+    def keep(self, chosen: Tensor) -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name)[chosen])
+
+
+class _Cached:
+    """The cache of the model, and which completion has which sequence in it."""
+
+    def __init__(self, cache: Any, rows: _Rows, sequences: _Sequences) -> None:
+        self._cache, self._rows, self._sequences = cache, rows, sequences
+        self._divided = False
+        """No two completions share a sequence; they never will again."""
+
+    def divide(self) -> None:
+        """Give each completion a sequence of its own."""
+        if len(self._rows.ids) != len(self._sequences.positions):
+            self._select(self._rows.sequence)
+        self._rows.sequence = torch.arange(len(self._rows.ids), device=self._rows.ids.device)
+        self._divided = True
+
+    def choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next token of each completion and its logprob; ``logits``: ``[sequences, vocabulary]``."""
+        source, sequences = self._rows.sequence, self._sequences
+        if not self._divided:
+            return choose(logits, sequences.temperature, sequences.top_p, uniforms, source)
+        if len(source) < len(logits):
+            return choose(logits[source], sequences.temperature[source], sequences.top_p[source], uniforms)
+        return choose(logits, sequences.temperature, sequences.top_p, uniforms)
+
+    def append(self, tokens: Tensor, vocabulary: int) -> Tensor:
+        """Divide sequences whose completions have just sampled different ``tokens``, and cut finished ones out where
+        that pays; return the token that each sequence goes on with.
+        """
+        rows, present = self._rows, len(self._sequences.positions)
+        parents, place = rows.sequence, torch.arange(len(tokens), device=tokens.device)
+        following, more = tokens, False
+        if not self._divided:
+            keys, place = torch.unique(rows.sequence * vocabulary + tokens, return_inverse=True)
+            if len(keys) == len(tokens):
+                self._divided, place = True, torch.arange(len(tokens), device=tokens.device)
+            else:
+                parents, following = keys // vocabulary, keys % vocabulary
+            more = len(keys) > len(torch.unique(rows.sequence))
+        if more or len(parents) <= COMPACT_BELOW * present:
+            self._select(parents)
+            rows.sequence = place
+            return following
+        # finished sequences go on with any token
+        return tokens.new_zeros(present).index_copy_(0, parents, following)
+
+    def _select(self, chosen: Tensor) -> None:
+        self._cache.batch_select_indices(chosen)
+        self._sequences.keep(chosen)
 
 
 StopWatch = Callable[[Tensor, Tensor], Tensor]
@@ -137,11 +202,13 @@ def decode(
     stop_watch: StopWatch | None = None,
     row_listener: RowListener | None = None,
     cancelled: Callable[[], bool] = lambda: False,
+    share: bool = True,
 ) -> list[Sampled]:
     """Return what each row sampled; request i has ``n`` rows, requests in order.
 
     Rows that ``row_listener`` says nobody waits for end at once, with nothing. It may also have the model's weights
-    changed between two steps: what was read under the old ones stays in the cache.
+    changed between two steps: what was read under the old ones stays in the cache. ``share``: rows of a request are one
+    sequence as long as they have sampled the same.
 
     Raises:
         GenerationCancelled: ``cancelled()`` became true between two steps.
@@ -150,49 +217,50 @@ def decode(
 
     counts = [request.n for request in requests]
     cache = DynamicCache(config=model.config)
-    rows, logits = _prefill(model, cache, requests, pad_id, device)
-    stop_table, stop_sets = _stop_table(requests, logits.shape[-1], device)
+    rows, sequences, logits = _prefill(model, cache, requests, pad_id, device)
+    cached, vocabulary = _Cached(cache, rows, sequences), logits.shape[-1]
+    if not share or len(rows.ids) == len(requests):
+        logits = logits[rows.sequence]
+        cached.divide()
+    stop_table, stop_sets = _stop_table(requests, vocabulary, device)
     uniforms = Uniforms([request.seed for request in requests], counts, device)
     recorder = _Recorder(sum(counts), device)
     step = 0
     while True:
         if cancelled():
             raise GenerationCancelled
-        tokens, logprobs = choose(logits, rows.temperature, rows.top_p, uniforms.step(step)[rows.ids])
+        tokens, logprobs = cached.choose(logits, uniforms.step(step)[rows.ids])
         recorder.add(rows.ids, tokens, logprobs)
         step += 1
         stopped = stop_table[stop_sets[rows.ids], tokens]
         if stop_watch is not None:
             stopped = stopped | stop_watch(rows.ids, tokens)
-        ended = (stopped | (rows.limits <= step)) & ~rows.done
-        recorder.lengths[rows.ids[ended]] = step
-        recorder.stopped[rows.ids[ended]] = stopped[ended]
+        done = stopped | (rows.limits <= step)
+        recorder.lengths[rows.ids[done]] = step
+        recorder.stopped[rows.ids[done]] = stopped[done]
         if row_listener is not None:
             if row_listener.listening:
-                live = ~rows.done
-                row_listener.step(*(values[live] for values in (rows.ids, tokens, logprobs, ended, stopped)))
+                row_listener.step(rows.ids, tokens, logprobs, done, stopped)
             if (left := row_listener.left()) is not None:
-                rows.done |= left[rows.ids]
-        rows.done |= ended
-        unfinished = int((~rows.done).sum())
-        if unfinished == 0:
+                done = done | left[rows.ids]
+        unfinished = (~done).nonzero()[:, 0]
+        if not len(unfinished):
             return recorder.finished()
-        if unfinished <= COMPACT_BELOW * len(rows.done):
-            chosen = (~rows.done).nonzero()[:, 0]
-            cache.batch_select_indices(chosen)
-            rows.keep(chosen)
-            tokens = tokens[chosen]
+        if len(unfinished) < len(done):
+            rows.keep(unfinished)
+            tokens = tokens[unfinished]
+        following = cached.append(tokens, vocabulary)
         if row_listener is not None:
             row_listener.between(step)
-        rows.mask = torch.cat([rows.mask, rows.mask.new_ones(len(tokens), 1)], dim=1)
-        logits = _forward(model, cache, tokens[:, None], rows.mask, rows.positions[:, None])
-        rows.positions = rows.positions + 1
+        sequences.mask = torch.cat([sequences.mask, sequences.mask.new_ones(len(following), 1)], dim=1)
+        logits = _forward(model, cache, following[:, None], sequences.mask, sequences.positions[:, None])
+        sequences.positions = sequences.positions + 1
 
 
 def _prefill(
     model: Any, cache: Any, requests: Sequence[GenerationRequest], pad_id: int, device: torch.device
-) -> tuple[_Rows, Tensor]:
-    """Read each prompt once, then give each of its completions a copy of what was read."""
+) -> tuple[_Rows, _Sequences, Tensor]:
+    """Read each prompt once; its completions begin as one sequence. The logits are ``[requests, vocabulary]``."""
     lengths = [len(request.prompt) for request in requests]
     width = max(lengths)
     padded = [[pad_id] * (width - len(request.prompt)) + list(request.prompt) for request in requests]
@@ -203,21 +271,18 @@ def _prefill(
     logits = _forward(model, cache, ids, mask, positions)
     counts = torch.tensor([request.n for request in requests], device=device)
     source = torch.arange(len(requests), device=device).repeat_interleave(counts)
-    if len(source) != len(requests):
-        cache.batch_select_indices(source)
-        logits, mask = logits[source], mask[source]
+    sequences = _Sequences(
+        mask=mask,
+        positions=sizes,
+        temperature=torch.tensor([request.temperature for request in requests], dtype=torch.float32, device=device),
+        top_p=torch.tensor([request.top_p for request in requests], dtype=torch.float32, device=device),
+    )
     rows = _Rows(
         ids=torch.arange(len(source), device=device),
-        mask=mask,
-        positions=sizes[source],
-        temperature=torch.tensor([request.temperature for request in requests], dtype=torch.float32, device=device)[
-            source
-        ],
-        top_p=torch.tensor([request.top_p for request in requests], dtype=torch.float32, device=device)[source],
         limits=torch.tensor([request.max_tokens for request in requests], device=device)[source],
-        done=torch.zeros(len(source), dtype=torch.bool, device=device),
+        sequence=source,
     )
-    return rows, logits
+    return rows, sequences, logits
 
 
 def _forward(model: Any, cache: Any, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One token for each row of logits: the inverse cumulative distribution at a uniform number drawn by the row's request.
+"""Tokens sampled from rows of logits: the inverse cumulative distribution at a uniform number of the sample's request.
 
 The numbers decide the token whatever else is in the batch, so a seeded request repeats itself.
 """
@@ -17,8 +17,10 @@ UNIFORMS_AT_ONCE = 64
 """Decode steps for which uniform numbers are drawn together. Part of what a seed means: changing it changes samples."""
 
 
-def choose(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the chosen token and its logprob for each row.
+def choose(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor, source: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the chosen token and its logprob for each sample.
 
     The logprob is ``log_softmax(logits / temperature)`` before truncation by top-p. At temperature 0 the likeliest
     token is chosen, and its logprob is of the untempered distribution.
@@ -27,37 +29,50 @@ def choose(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor)
         logits: ``[rows, vocabulary]``, any floating dtype.
         temperature: ``[rows]`` float32, at least 0.
         top_p: ``[rows]`` float32 in (0, 1].
-        uniforms: ``[rows]`` float64 in [0, 1).
+        uniforms: ``[samples]`` float64 in [0, 1).
+        source: ``[samples]`` int64, the row that each sample is taken from; None: one sample a row, in order.
 
     Returns:
-        Token ids int64 ``[rows]`` and logprobs float32 ``[rows]``.
+        Token ids int64 ``[samples]`` and logprobs float32 ``[samples]``.
     """
-    rows = max(1, MAX_ELEMENTS // logits.shape[-1])
-    if logits.shape[0] <= rows:
-        return _choose(logits, temperature, top_p, uniforms)
-    parts = [
-        _choose(*(values[start : start + rows] for values in (logits, temperature, top_p, uniforms)))
-        for start in range(0, logits.shape[0], rows)
-    ]
+    most = max(1, MAX_ELEMENTS // logits.shape[-1])
+    if len(uniforms) <= most:
+        return _choose(logits, temperature, top_p, uniforms, source)
+    parts = []
+    for start in range(0, len(uniforms), most):
+        chunk = slice(start, start + most)
+        if source is None:
+            parts.append(_choose(logits[chunk], temperature[chunk], top_p[chunk], uniforms[chunk], None))
+        else:
+            rows, own = torch.unique(source[chunk], return_inverse=True)
+            parts.append(_choose(logits[rows], temperature[rows], top_p[rows], uniforms[chunk], own))
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
-def _choose(logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def _choose(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, uniforms: Tensor, source: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    def of_samples(values: Tensor) -> Tensor:
+        return values if source is None else values[source]
+
     logprobs = tempered_logprobs(logits, temperature)
     greedy = temperature == 0
     if bool(greedy.all()):
-        tokens = logprobs.argmax(-1)
+        tokens = of_samples(logprobs.argmax(-1))
     else:
         probabilities = logprobs.exp()
         if bool((top_p < 1).any()):
             probabilities = _nucleus(probabilities, top_p)
-        cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+        cumulative = of_samples(probabilities.cumsum(-1, dtype=torch.float64))
         total = cumulative[:, -1]
         # strictly below the total, so that rounding never points behind the last token
         target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-        tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+        if bool(greedy.any()):
+            tokens = torch.where(of_samples(greedy), of_samples(logprobs.argmax(-1)), tokens)
+    if source is None:
+        return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+    return tokens, logprobs[source, tokens]
 
 
 def tempered_logprobs(logits: Tensor, temperature: Tensor) -> Tensor:
