@@ -1,14 +1,16 @@
 """What the gate of the weight sync costs beside the transfer: its phases, from a run of processes and a real broker.
 
-    python benchmarks/bench_gate.py [CONFIG] [STEPS] [--check]
+    python benchmarks/bench_gate.py [CONFIG] [STEPS] [--engines 1 2 4 8] [--check]
 
 *gate* is what only the protocol costs: waiting for members, pausing, resuming. *apply* is putting the new weights in
 place and answering the canary, which is work on tensors. Both are medians over syncs, and stand beside the transfer of
-the same syncs and beside a period of the run. ``--check`` exits with 1 if the gate takes 20 ms or more.
+the same syncs and beside a period of the run. ``--engines`` says how they grow with the number of engines, a run for
+each number. ``--check`` exits with 1 if the gate takes 20 ms or more with the fewest engines.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import statistics
@@ -24,10 +26,15 @@ WARM_UP = 5
 GATE = ("wait", "pause", "resume")
 
 
-async def phases_of(config: Path, steps: int) -> tuple[dict[str, list[float]], float]:
+async def phases_of(config: Path, steps: int, engines: int) -> tuple[dict[str, list[float]], float]:
     """Return the milliseconds of each phase, sync by sync, and those of the median period."""
     with tempfile.TemporaryDirectory(prefix="tmq-") as folder:
-        settings = (f"buffer.total_steps={steps}", "explorer.eval_interval=100000", "trainer.save_interval=100")
+        settings = (
+            f"buffer.total_steps={steps}",
+            "explorer.eval_interval=100000",
+            "trainer.save_interval=100",
+            f"explorer.rollout_model.engine_num={engines}",
+        )
         async with LocalRun(config, Path(folder) / "run", settings) as run:
             code, output = await run.ended(1200.0)
         if code != 0:
@@ -42,19 +49,30 @@ async def phases_of(config: Path, steps: int) -> tuple[dict[str, list[float]], f
 
 def main() -> int:
     """Run and print."""
-    words = [word for word in sys.argv[1:] if word != "--check"]
-    config = Path(words[0]) if words else Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
-    steps = int(words[1]) if len(words) > 1 else 60
-    phases, period = asyncio.run(phases_of(config, steps))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    example = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
+    parser.add_argument("config", type=Path, nargs="?", default=example)
+    parser.add_argument("steps", type=int, nargs="?", default=60)
+    parser.add_argument("--engines", type=int, nargs="+", default=[1], help="numbers of engines")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 if the gate takes {LIMIT:g} ms or more")
+    options = parser.parse_args()
+    gates = {engines: measure(options.config, options.steps, engines) for engines in options.engines}
+    return int(options.check and gates[min(gates)] >= LIMIT)
+
+
+def measure(config: Path, steps: int, engines: int) -> float:
+    """Print the phases with a number of engines; return the milliseconds of the gate."""
+    phases, period = asyncio.run(phases_of(config, steps, engines))
     medians = {name: statistics.median(values) for name, values in phases.items()}
     gate, transfer = sum(medians[name] for name in GATE), medians["transfer"]
     parts = ", ".join(f"{name} {medians[name]:.1f}" for name in PHASES)
     sys.stdout.write(
-        f"{config.name}, medians of {len(phases['transfer'])} syncs, ms: {parts}\n"
+        f"{config.name}, {engines} engine(s), medians of {len(phases['transfer'])} syncs, ms: {parts}\n"
         f"gate {gate:.1f}, with apply {gate + medians['apply']:.1f}; "
         f"x {gate / transfer:.2f} of the transfer, x {gate / period:.3f} of a period of {period:.0f}\n"
     )
-    return int("--check" in sys.argv and gate >= LIMIT)
+    sys.stdout.flush()
+    return gate
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ NEW_PATIENCE = 5.0
 """Seconds on a usable bus within which a queue without slices must confirm a mark; else it is replaced."""
 TRY = 2.5
 """Seconds after which another mark is sent: a publish during a change of the leader may never be confirmed."""
+STOP_PATIENCE = 2.0
+"""Seconds for which a stop waits until the declaration of a spare queue is through."""
 PATIENCE = 20.0
 """The same for a queue whose slices were published: most of its nodes may be restarting, with its content."""
 
@@ -112,8 +114,17 @@ class BatchQueues:
     async def _declare_spare(self) -> None:
         name = uuid.uuid4().hex
         self._declared[name] = self._breaks
+        declaring = asyncio.create_task(self._bus.declare(self._unbound(name)))
         try:
-            await self._bus.declare(self._unbound(name))
+            await asyncio.shield(declaring)
+        except asyncio.CancelledError:
+            # a call that is cut off costs its channel, and its queue might be made after it was deleted
+            await asyncio.wait([declaring], timeout=STOP_PATIENCE)
+            declaring.cancel()
+            await asyncio.wait([declaring])
+            if not declaring.cancelled() and (failure := declaring.exception()) is not None:
+                log.info("no_spare_queue", reason=str(failure))
+            raise
         except BusError as error:  # the next ticket declares its own, or says why it cannot
             self._declared.pop(name)
             log.info("no_spare_queue", reason=str(error))
