@@ -99,6 +99,30 @@ async def test_crash_and_restart_lose_nothing_confirmed(base: Path, topology: To
             await reader.close()
 
 
+async def test_it_looks_for_modules_where_most_of_them_are(base: Path) -> None:
+    async with PrivateNode(base) as node:
+        path = await node.ctl("eval", '[io:format("~s~n", [Folder]) || Folder <- code:get_path()].')
+        folders = [Path(line) for line in path.splitlines() if line.startswith("/")]
+        assert [folder.parent.name.partition("-")[0] for folder in folders[:4]] == [
+            "rabbit",
+            "kernel",
+            "stdlib",
+            "rabbit",
+        ]
+        assert folders[0].is_relative_to(base / "plugins")
+        assert len(list((base / "plugins").iterdir())) == 1
+        assert "rabbit_common" in await node.ctl("eval", "code:which(rabbit_misc).")
+    (base / "plugins" / "rabbit-0.0.1").symlink_to("/no/such/folder")  # as an earlier release would have left it
+    async with PrivateNode(base):
+        assert not (base / "plugins" / "rabbit-0.0.1").is_symlink()
+
+
+async def test_plugins_are_found_where_one_is_wanted(base: Path) -> None:
+    async with PrivateNode(base, plugins=("rabbitmq_shovel",)) as node:
+        assert "rabbitmq_shovel" in await node.ctl("eval", "rabbit_plugins:active().")
+        assert not (base / "plugins").exists()
+
+
 async def test_a_folder_in_use_is_refused_and_its_files_are_private(base: Path) -> None:
     node, other = PrivateNode(base), PrivateNode(base)
     await node.start()

@@ -17,10 +17,13 @@ from typing import Unpack
 
 from trinity_mq.local_broker.base import LocalNode, NodeOptions
 from trinity_mq.local_broker.node_files import (
+    BEFORE_BOOT,
     PLUGIN_LISTENERS,
+    PLUGINS_VARIABLE,
     POLL_SECONDS,
     NodeError,
     NodeState,
+    before_boot,
     failure_excerpt,
     server_config,
     server_environment,
@@ -191,10 +194,19 @@ class PrivateNode(LocalNode):
             "enabled_plugins": f"[{','.join(self.plugins)}].\n",
             "console.log": "",
             "env.conf": "",  # else /etc/rabbitmq/rabbitmq-env.conf is read
+            BEFORE_BOOT: before_boot(rabbit_only=not self.plugins),
         }
         for name, text in files.items():
             write_atomic(self.base / name, text.encode(), mode=0o600)
-        return server_environment(self.base, self._node, state)
+        environment = server_environment(self.base, self._node, state) | {
+            "ERL_AFLAGS": f"-eval file:eval({BEFORE_BOOT})."
+        }
+        if not self.plugins:
+            own = self.base / "plugins"
+            shutil.rmtree(own, ignore_errors=True)  # the link of an earlier start may be to another release
+            own.mkdir()
+            environment[PLUGINS_VARIABLE] = str(own)
+        return environment
 
     async def _wait_for_epmd(self) -> None:
         """Wait until epmd answers: otherwise the server starts one of its own, which nobody stops."""

@@ -31,6 +31,15 @@ PLUGIN_LISTENERS: Mapping[str, Sequence[str]] = {
 
 CONSUMER_TIMEOUT = f"consumer_timeout = {7 * 24 * 3600 * 1000}"
 """Line of ``rabbitmq.conf``: a week, in milliseconds. The agents end what takes too long themselves."""
+PLUGINS_VARIABLE = "RABBITMQ_PLUGINS_DIR"
+BEFORE_BOOT = "before_boot"
+"""File in the server's working folder, named as an Erlang atom: quotes would not outlive the shells on its way."""
+SEARCHED_FIRST = (
+    *("kernel", "stdlib", "rabbit", "ssl", "rabbit_common", "inets", "compiler", "ra", "xmerl", "mnesia", "cuttlefish"),
+    *("rabbitmq_prelaunch", "sasl", "ranch", "tools", "osiris", "khepri", "observer_cli", "public_key", "syslog"),
+    *("syntax_tools", "jsx", "os_mon"),
+)
+"""Erlang applications that RabbitMQ always loads, those with the most modules first."""
 HELPERS_END_SECONDS = 5.0
 POLL_SECONDS = 0.05
 LOG_PREFIX = re.compile(r"^\S+ \S+ \[\w+\] <[\d.]+> ?")
@@ -188,6 +197,32 @@ def server_user(state: NodeState) -> str:
     values = {"default_user": state.user, "default_pass": state.password}
     terms = [f"{{{name},<<{','.join(map(str, value.encode()))}>>}}" for name, value in values.items()]
     return f"[{{rabbit,[{','.join(terms)}]}}].\n"
+
+
+def before_boot(*, rabbit_only: bool) -> str:
+    """Return Erlang expressions that the server evaluates before RabbitMQ boots: they halve the processor time of that.
+
+    Erlang looks for each of a thousand modules in one folder after the other, about a hundred of them, most of plugins
+    that nobody enables. So the folders of what is always loaded come first, and from Erlang 26 on it remembers what is
+    in them. RabbitMQ puts its plugins' folders before them again: with ``rabbit_only`` its folder of plugins holds a
+    link to RabbitMQ itself, whose settings are described there, and nothing else.
+    """
+    lines = [
+        f"Applications = [{', '.join(SEARCHED_FIRST)}].",
+        "Found = [filename:join(Folder, ebin) || A <- Applications, Folder <- [code:lib_dir(A)], is_list(Folder)].",
+        "code:add_pathsa(lists:reverse(Found)).",
+        "catch code:set_path(code:get_path(), cache).",
+    ]
+    if rabbit_only:
+        variable = f'"{PLUGINS_VARIABLE}"'
+        lines += [
+            f"Plugins = os:getenv({variable}).",
+            "Rabbit = code:lib_dir(rabbit).",
+            "Linked = is_list(Rabbit) andalso ok =:= file:make_symlink(",
+            "    Rabbit, filename:join(Plugins, filename:basename(Rabbit))).",
+            f"Linked orelse os:unsetenv({variable}).",
+        ]
+    return "\n".join([*lines, ""])
 
 
 def server_environment(base: Path, node: str, state: NodeState) -> dict[str, str]:

@@ -13,6 +13,7 @@ from trinity_mq.local_broker.node_files import (
     FolderLock,
     NodeError,
     NodeState,
+    before_boot,
     failure_excerpt,
     server_config,
     server_environment,
@@ -116,6 +117,14 @@ def test_environment_leaves_no_path_of_a_system_wide_broker(tmp_path: Path) -> N
     assert len(paths) > 10
     assert all(Path(value).is_relative_to(tmp_path) for value in paths.values())
     assert "p" not in environment.values()
+
+
+def test_before_the_boot_a_folder_of_plugins_is_replaced_only_where_none_is_wanted() -> None:
+    assert "make_symlink" in before_boot(rabbit_only=True)
+    assert "RABBITMQ_PLUGINS_DIR" not in before_boot(rabbit_only=False)
+    for text in (before_boot(rabbit_only=True), before_boot(rabbit_only=False)):
+        assert "Applications = [kernel, stdlib, rabbit, " in text
+        assert text.endswith(".\n"), "Erlang evaluates nothing of a file whose last expression has no end"
 
 
 class TestExcerpt:
