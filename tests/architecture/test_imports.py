@@ -19,6 +19,7 @@ SLIM += (
     "trinity_mq.runtime.processes.supervisor",
     "trinity_mq.runtime.serve",
     "trinity_mq.cli.run.command",
+    "trinity_mq.cli.run.configured_run",
 )
 SLIM += ("trinity_mq.cli.commands.submit", "trinity_mq.cli.run.status", "trinity_mq.data")
 HEAVY = ("torch", "transformers", "vllm", "tensorboard", "openai")

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from trinity_mq.runtime.processes.fork_server import ForkRequest
+from trinity_mq.runtime.processes.fork_server_process import ForkServer
 from trinity_mq.runtime.processes.forking import (
     ForkedProcess,
-    ForkServer,
     NotForkedError,
     fork,
     orphans_of,
@@ -168,6 +168,62 @@ async def test_a_module_that_is_missing_is_left_to_who_needs_it(folder: Path) ->
         assert "no_such_module" in (folder / "out").read_text()
 
 
+SLOW = """
+import os, pathlib, time
+while not pathlib.Path(os.environ["GATE"]).exists():
+    time.sleep(0.01)
+"""
+
+
+async def test_who_needs_no_more_is_forked_while_the_rest_is_imported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "slow.py").write_text(SLOW)
+    (folder / "next.py").write_text(SLOW.replace("GATE", "SECOND_GATE"))
+    for name in ("GATE", "SECOND_GATE"):
+        monkeypatch.setenv(name, str(folder / name))
+    with ForkServer.start(["heavy=early", "slow", "next"]) as server:
+        late = asyncio.create_task(started(server, folder / "late", "program", "late"))
+        early = asyncio.create_task(started(server, folder / "early", "program", "early"))
+        await asyncio.sleep(0.5)
+        (folder / "GATE").touch()
+        assert await (await early).wait() == 7
+        assert not late.done()
+        (folder / "SECOND_GATE").touch()
+        assert await (await late).wait() == 7
+    seen = [json.loads((folder / name).read_text().splitlines()[0]) for name in ("early", "late")]
+    assert seen[0]["imported_by"] == seen[1]["imported_by"] == server.pid
+    assert [one["argv"] for one in seen] == [["early"], ["late"]]
+
+
+ENDS = """
+import atexit, sys, threading, time
+class Held:
+    def __del__(self):
+        print("visited by the interpreter", flush=True)
+held = Held()
+atexit.register(print, "at exit")
+def work():
+    time.sleep(0.2)
+    print("thread done")
+threading.Thread(target=work).start()
+sys.exit({"none": None, "number": 5, "text": "a reason"}[sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("none", 0), ("number", 5), ("text", 1)])
+async def test_it_ends_as_a_program_does(server: ForkServer, folder: Path, how: str, code: int) -> None:
+    (folder / "ends.py").write_text(ENDS)
+    process = await started(server, folder / "out", "ends", how)
+    assert await process.wait() == code
+    lines = (folder / "out").read_text().splitlines()
+    assert {"thread done", "at exit"} <= set(lines)
+    assert lines.index("thread done") < lines.index("at exit")
+    assert ("a reason" in lines) == (how == "text")
+    if how != "text":
+        assert "visited by the interpreter" not in lines, "that would copy every page that is shared with the server"
+
+
 async def test_rubbish_costs_one_connection(server: ForkServer, folder: Path) -> None:
     for packet in (b"", b"rubbish", b"{}", b'{"module": 1}', b"[" * 1000):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -257,7 +313,7 @@ async def test_one_that_is_not_adopted_has_descriptors_and_leaves_no_zombie(serv
 def test_the_server_ends_with_who_started_it_and_leaves_no_folder(folder: Path) -> None:
     program = """
         import os, sys
-        from trinity_mq.runtime.processes.forking import ForkServer
+        from trinity_mq.runtime.processes.fork_server_process import ForkServer
         server = ForkServer.start([])
         print(server.pid, server.path, flush=True)
         sys.stdin.read()

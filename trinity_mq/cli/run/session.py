@@ -23,7 +23,8 @@ from trinity_mq.config import Config
 from trinity_mq.config.threads import cpu_threads
 from trinity_mq.messages import ControlEvent
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, ForkServer, start_command, start_forked
+from trinity_mq.runtime.processes.fork_server_process import ForkServer
+from trinity_mq.runtime.processes.forking import ADDRESS_VARIABLE, start_command, start_forked
 from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor
 from trinity_mq.telemetry import get_logger
 

@@ -1,0 +1,142 @@
+"""A configuration from its check to the report of its run.
+
+Imported by ``trinity-mq run`` once the fork server has been started: what is imported here takes half a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from trinity_mq.bus.addresses import Addresses
+from trinity_mq.cli.commands.timeline import write_timeline
+from trinity_mq.cli.commands.validate import check_all, imports_torch
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.main import expected_error
+from trinity_mq.cli.run.display import PlainDisplay, open_display
+from trinity_mq.cli.run.earlier_start import HOW_TO_GO_ON, extension, go_back, start_anew
+from trinity_mq.cli.run.exit_codes import closing_line, exit_code
+from trinity_mq.cli.run.report import make_report, save_failures, train_steps
+from trinity_mq.cli.run.session import Session
+from trinity_mq.cli.run_folder import RunFolder
+from trinity_mq.cli.target import configuration
+from trinity_mq.config import Config, ConfigError
+from trinity_mq.runtime.errors import EXIT_FATAL
+from trinity_mq.runtime.process import disk_full
+from trinity_mq.runtime.processes.fork_server_process import ForkServer
+from trinity_mq.runtime.processes.supervisor import ProcessEvent
+from trinity_mq.telemetry import mask_passwords, setup_logging
+
+OUTPUT_LINES = 3
+"""Lines of a failed agent's output that are printed."""
+
+
+def run_configured(arguments: argparse.Namespace, server: ForkServer | None) -> int:
+    """Check the configuration, run it, report; return the exit code.
+
+    Args:
+        arguments: Those of ``trinity-mq run``.
+        server: Forks the agents; closed where the configuration wants none. None: each is started by itself.
+    """
+    config = configuration(arguments)
+    if server is not None and not config.supervisor.fork:
+        server.close()
+        server = None
+    folder = RunFolder(config)
+    if arguments.fresh and arguments.start:
+        raise CommandError("--fresh begins with the first model and --from with a checkpoint: give one of them")
+    if arguments.fresh:
+        _check(config, arguments)  # before anything is moved
+        for line in start_anew(config, folder):
+            print(line)
+    with folder.locked():
+        if arguments.start:
+            _check(config, arguments)  # before anything is chosen
+            folder.changes()
+            for line in go_back(config, arguments.start):
+                print(line)
+        elif folder.finished:
+            extended = extension(config, folder.changes())
+            if extended is None:
+                print(make_report(config.name, folder.path))
+                print(f"this run has finished: {HOW_TO_GO_ON}")
+                return exit_code(finished=True, steps=train_steps(folder.path))
+            print(extended)
+        if not (arguments.fresh or arguments.start):
+            _check(config, arguments)
+        for change in folder.adopt():
+            print(f"warning: changed since the last start: {change}", file=sys.stderr)
+        folder.unmark_finished()
+        broker = Addresses.of(config.broker)
+        if broker is not None:
+            broker.read()  # what is wrong with it is better said now
+        url = None if broker is None else broker.text()
+        setup_logging("supervisor", "supervisor", folder.path, config.monitor.log_level)
+        return _run(config, folder, url, arguments, server)
+
+
+def _check(config: Config, arguments: argparse.Namespace) -> None:
+    """Check what can be known before the start, as ``trinity-mq validate`` does; where torch is needed, in a process
+    that ends.
+
+    Raises:
+        ConfigError: Something is wrong.
+    """
+    if not imports_torch(config):
+        check_all(config)
+        return
+    words = ["validate", arguments.target, *arguments.overrides]
+    done = subprocess.run(
+        [sys.executable, "-m", "trinity_mq.cli.main", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(done.stderr.strip().removeprefix("trinity-mq validate: "))
+
+
+def _run(
+    config: Config, folder: RunFolder, url: str | None, arguments: argparse.Namespace, server: ForkServer | None
+) -> int:
+    display = PlainDisplay(sys.stdout) if arguments.plain else open_display()
+    session = Session(config, folder, display, url, server)
+    try:
+        asyncio.run(session.run())
+    except Exception as error:
+        if not session.started or (problem := expected_error(error)) is None:
+            raise
+        print(mask_passwords(f"the run has ended: {problem}"), file=sys.stderr)
+    finally:
+        display.close()
+    for failure in session.failures:
+        print(_failure_report(failure, folder.logs), file=sys.stderr)
+    try:
+        if session.finished:
+            folder.mark_finished()
+        save_failures(folder.path, session.run_view.failures)
+        with contextlib.suppress(CommandError):  # nothing was done that took time
+            write_timeline(folder.path)
+    except OSError as error:  # such as a full disk: what the run did is reported all the same
+        print(f"warning: {disk_full(error) or error}", file=sys.stderr)
+    print(make_report(config.name, folder.path))
+    again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
+    code = 128 + session.signal if session.signal else exit_code(finished=session.finished, steps=session.steps)
+    curable = all(failure.code != EXIT_FATAL for failure in session.failures)
+    if (line := closing_line(code, again, finished=session.finished, curable=curable)) is not None:
+        print(line)
+    return code
+
+
+def _failure_report(failure: ProcessEvent, logs: Path) -> str:
+    output = logs / f"{failure.name}.out"
+    lines = output.read_text(errors="replace").strip().splitlines() if output.exists() else []
+    words = "".join(f"\n  {line}" for line in lines[-OUTPUT_LINES:])
+    code = failure.code
+    return f"{failure.name} failed for good (exit code {code}): {failure.reason}; see {logs / failure.name}.*{words}"
