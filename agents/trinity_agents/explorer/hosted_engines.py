@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trinity_mq.config import SyncConfig
-from trinity_mq.messages import GateStatus, Heartbeat, MemberStatus, SyncEvent, Version
+from trinity_mq.messages import GateStatus, Heartbeat, MemberStatus, SyncEvent, TrainerStatus, Version
 from trinity_mq.models.engine_selection import known_model
 from trinity_mq.models.inference import ModelRole
 from trinity_mq.runtime.agent import HEARTBEAT_LEASE, Agent
@@ -113,6 +113,7 @@ class HostedEngines:
             *(host.keep() for host in self._all()),
             self._watch(),
             self._compare_tokenizers(),
+            self._join_where_unknown(),
         ]
 
     async def close(self, *, stop: bool) -> None:
@@ -196,6 +197,22 @@ class HostedEngines:
                         f"than the trainer ({trained}), so that it would be given no weights: start the hosts of "
                         "engines and the trainer with the same model.model_path and the same files in it"
                     )
+            await self._agent.peers.changed.wait()
+
+    async def _join_where_unknown(self) -> None:
+        """Join again after each heartbeat of a trainer that does not list an engine, until cancelled: a join that was
+        sent before the trainer listened is lost.
+        """
+        answered: set[tuple[str, int]] = set()
+        while True:
+            beats = {(beat.incarnation, beat.seq): beat.detail for beat in self._agent.peers.alive("trainer")}
+            for key in beats.keys() - answered:
+                detail = beats[key]
+                listed = detail.sync.members if isinstance(detail, TrainerStatus) and detail.sync else None
+                for engine, member in self._pairs():
+                    if listed is not None and engine.snapshot.id not in listed:
+                        member.join_again()
+            answered = set(beats)
             await self._agent.peers.changed.wait()
 
     def _refresh(self) -> None:

@@ -90,6 +90,7 @@ class Trainer(Agent):
             await self.ranks.start()
             await self.with_background(loop.restore(), self.ranks.watch())
             async with await self.bus.consume(queue) as feed:
+                self.heartbeat_now()  # engines that it does not list join now
                 await self.with_background(
                     loop.run(),
                     self.ranks.watch(),

@@ -85,6 +85,11 @@ class MemberDriver:
         self.machine.version, self.fingerprint, self.engine_ready = version, fingerprint, True
         self._join_now.set()
 
+    def join_again(self) -> None:
+        """Say again what the engine holds: the coordinator does not know of it."""
+        if self.engine_ready:
+            self._join_now.set()
+
     def engine_down(self) -> None:
         self.engine_ready = False
         self._enqueue(self.machine.lost_engine())

@@ -66,6 +66,28 @@ def test_all_engines_of_all_hosts_get_every_version(tmp_path: Path) -> None:
     }
 
 
+def test_engines_that_joined_before_the_trainer_listened_get_weights_when_it_does(tmp_path: Path) -> None:
+    """A join is repeated at a third of the lease only, and the first step would wait as long."""
+    sim = Engines(tmp_path, batches=2)
+    begins, served = 1.5, []
+
+    async def later() -> None:
+        await asyncio.sleep(begins)
+        await sim.make_trainer().run()
+
+    async def watch() -> None:
+        await until(lambda: all(engine.served for engine in sim.all))
+        served.append(asyncio.get_running_loop().time())
+
+    async def beside() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sim.make_host().run())
+            group.create_task(watch())
+
+    run_virtually(sim.run(trainer=later, beside=beside), limit=1000)
+    assert begins < served[0] < begins + 1.0
+
+
 def test_an_evaluation_is_not_waited_for_by_the_engines_that_answer_it(tmp_path: Path) -> None:
     sim = Engines(tmp_path, batches=4, runner_seconds=lambda task_slice: 20.0 if task_slice.lane == "eval" else 0.1)
     still: list[int] = []
