@@ -83,18 +83,20 @@ def _fill(
     work = start = 0
     rows = longest = prefix = 0
     seen: set[int] = set()
-    number, own = prefixes.number.tolist(), prefixes.lengths.tolist()
-    pairs, rest = units.tolist(), rests.max(1).tolist()
+    there = units >= 0
+    own = np.where(there, prefixes.lengths[units], 0).max(1).tolist()
+    numbers = np.where(there, prefixes.number[units], prefixes.number[units[:, :1]]).tolist()
+    sizes, rest = there.sum(1).tolist(), rests.max(1).tolist()
     for place, unit in enumerate(order.tolist()):
-        members = [one for one in pairs[unit] if one >= 0]
-        numbers = {number[one] for one in members}
-        wide, tall = max(longest, rest[unit]), max(prefix, *(own[one] for one in members))
-        height, known = rows + len(members), seen | numbers
-        if rows and height * wide + (len(known) + KEPT * height) * tall > max_tokens:
+        one, other = numbers[unit]
+        known = len(seen) + (one not in seen) + (other != one and other not in seen)
+        wide, tall, height = max(longest, rest[unit]), max(prefix, own[unit]), rows + sizes[unit]
+        if rows and height * wide + (known + KEPT * height) * tall > max_tokens:
             parts.append(order[start:place])
             work += rows * longest + len(seen) * prefix
-            start, known, height = place, numbers, len(members)
-            wide, tall = rest[unit], max(own[one] for one in members)
-        rows, longest, prefix, seen = height, wide, tall, known
+            start, seen, height = place, set(), sizes[unit]
+            wide, tall = rest[unit], own[unit]
+        rows, longest, prefix = height, wide, tall
+        seen.update((one, other))
     parts.append(order[start:])
     return parts, work + rows * longest + len(seen) * prefix
