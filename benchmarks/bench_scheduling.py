@@ -1,6 +1,6 @@
 """Tasks a second through a Scheduler, a real RabbitMQ and runner processes, against a bare aio-pika loop.
 
-    python benchmarks/bench_scheduling.py [--tasks N] [--tokens 64 1024] [--runners 1 2] [--profile FOLDER]
+    python benchmarks/bench_scheduling.py [--tasks N] [--tokens 64 1024] [--runners 1 2] [--profile DIR] [--trace DIR]
 
 A task is 8 experiences from a workflow that asks no model (trinity_mq.testing.noop), delivered to the caller of
 ``get_results``. In the same run, on the same broker:
@@ -9,7 +9,9 @@ A task is 8 experiences from a workflow that asks no model (trinity_mq.testing.n
   nothing with them;
 - *plain loop*: one process without a broker runs the same workflow, encodes and decodes what it returns.
 
-The latency is that of a batch of one task. ``--profile`` writes what cProfile saw in scheduler and runners.
+The latency is that of a batch of one task. ``--profile`` writes what cProfile saw in scheduler and runners. ``--trace``
+keeps a trace of the last setting, which tracing makes a little slower: ``trinity-mq timeline DIR --batch 2000-2019``
+shows batches of TRACED tasks in it.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.serve import collect_seldom
 from trinity_mq.scheduling import Scheduler, WorkflowRunner
+from trinity_mq.telemetry import start_trace
 from trinity_mq.testing.noop import NoopWorkflow
 from trinity_mq.workflows import Task
 
@@ -56,6 +59,8 @@ WARM_UP = 200
 ALONE = 50
 """Tasks whose latency is taken, one after the other."""
 IDLE_SECONDS = 5.0
+TRACED, TRACED_BATCHES = 32, range(2000, 2020)
+"""Tasks of a traced batch, and the numbers of these batches."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +204,8 @@ async def through_the_queue(
         await finished(scheduler, setting, 1, WARM_UP)
         alone = sorted([await finished(scheduler, setting, 2 + number, 1) for number in range(ALONE)])
         await asyncio.sleep(2.0)  # what that left behind is cleared away
+        for number in TRACED_BATCHES if config.monitor.trace else ():
+            await finished(scheduler, setting, number, TRACED)
         rest = seconds_of(pids)
         await asyncio.sleep(IDLE_SECONDS)
         idle = [(after - before) / IDLE_SECONDS for before, after in zip(rest, seconds_of(pids), strict=True)]
@@ -217,18 +224,24 @@ async def through_the_queue(
         return Throughput(setting.tasks / seconds, statistics.median(alone))
 
 
-def configuration(folder: Path) -> tuple[Config, Path]:
-    """Write a configuration into a new folder, and return it and its file."""
+def configuration(folder: Path, trace: Path | None = None) -> tuple[Config, Path]:
+    """Write a configuration into a new folder, and return it and its file; ``trace``: run folder of a traced run."""
     folder.mkdir()
-    path = folder / "bench.yaml"
+    run_folder = trace or folder / "run"
+    run_folder.mkdir(parents=True, exist_ok=True)
+    path = run_folder / "config.yaml"
     smoke = (HERE.parent / "examples" / "smoke.yaml").read_text(encoding="utf-8")
-    path.write_text(smoke.replace("name: smoke", "name: bench") + f"\nrunner:\n  concurrency: {CONCURRENCY}\n")
-    return load_config(path, [f"run_dir={folder}/run"]), path
+    more = f"run_dir: {run_folder}\n" + ("monitor:\n  trace: true\n" if trace else "")
+    path.write_text(smoke.replace("name: smoke", "name: bench") + f"\nrunner:\n  concurrency: {CONCURRENCY}\n{more}")
+    config = load_config(path)
+    if trace is not None:
+        start_trace("scheduler", "scheduler", trace, on=True)
+    return config, path
 
 
-async def measure(folder: Path, setting: Setting, profiles: Path | None) -> None:
+async def measure(folder: Path, setting: Setting, profiles: Path | None, trace: Path | None = None) -> None:
     """Measure one setting and print the shares."""
-    config, path = configuration(folder)
+    config, path = configuration(folder, trace)
     print(f"\n{setting.tasks} tasks of {RUNS} runs, {setting.tokens} tokens each, {setting.runners} runner(s)")
     plain, part = await plain_loop(config, setting)
     node = PrivateNode(folder / "broker")
@@ -256,6 +269,7 @@ async def main() -> None:
     parser.add_argument(
         "--profile", type=Path, help="folder for profiles of scheduler and runners, of the last setting"
     )
+    parser.add_argument("--trace", type=Path, help="run folder for a trace of the last setting")
     options = parser.parse_args()
     torch.set_num_threads(1)
     collect_seldom()  # as agents do
@@ -269,7 +283,8 @@ async def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         for number, setting in enumerate(settings):
-            await measure(Path(folder) / str(number), setting, options.profile)
+            is_last = setting is settings[-1]
+            await measure(Path(folder) / str(number), setting, options.profile, options.trace if is_last else None)
     if options.profile:
         for file in sorted(options.profile.glob("*.prof")):
             print(f"\n{file.name}")
