@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +153,10 @@ def at_each_bucket() -> None:
     """Pass a point after each bucket of a broadcast."""
     broadcast = collective.Group.broadcast
 
-    def pointed(self: collective.Group, flat: torch.Tensor) -> None:
-        broadcast(self, flat)
-        POINT.passed("broadcast")
+    def pointed(self: collective.Group, flats: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for flat in broadcast(self, flats):
+            POINT.passed("broadcast")
+            yield flat
 
     collective.Group.broadcast = pointed  # type: ignore[method-assign]
 

@@ -51,6 +51,19 @@ def test_logprobs_stay_right_when_finished_rows_are_dropped(
         assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("runs", [2, 3, 8])
+def test_logprobs_stay_right_in_whatever_order_completions_end_and_differ(
+    shared_generator: TextGenerator, plain_logprobs: Reference, runs: int
+) -> None:
+    """One that ends may leave others behind whose sequences are not in their order."""
+    for seed in range(60):
+        asked = request(shared_generator, "+372=", n=runs, max_tokens=4, seed=seed, temperature=0.5)
+        [completions] = shared_generator.generate([asked])
+        for completion in completions:
+            wanted = plain_logprobs(shared_generator, list(asked.prompt), completion.token_ids, 0.5)
+            assert torch.allclose(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0), seed
+
+
 def test_greedy_is_the_argmax_of_each_step(shared_generator: TextGenerator) -> None:
     asked = request(shared_generator, "+372=", temperature=0.0, n=2)
     [[first, second]] = shared_generator.generate([asked])

@@ -170,12 +170,13 @@ class _Cached:
         parents, place = rows.sequence, torch.arange(len(tokens), device=tokens.device)
         following, more = tokens, False
         if not self._divided:
-            keys, place = torch.unique(rows.sequence * vocabulary + tokens, return_inverse=True)
+            keys, places = torch.unique(rows.sequence * vocabulary + tokens, return_inverse=True)
             if len(keys) == len(tokens):
-                self._divided, place = True, torch.arange(len(tokens), device=tokens.device)
+                # from now on the sequences are in the order of the completions
+                self._divided, more = True, True
             else:
-                parents, following = keys // vocabulary, keys % vocabulary
-            more = len(keys) > len(torch.unique(rows.sequence))
+                parents, following, place = keys // vocabulary, keys % vocabulary, places
+                more = len(keys) > len(torch.unique(rows.sequence))
         if more or len(parents) <= COMPACT_BELOW * present:
             self._select(parents)
             rows.sequence = place
