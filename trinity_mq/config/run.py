@@ -24,6 +24,7 @@ from trinity_mq.config.algorithm.translate import with_critic
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
+from trinity_mq.config.mode import AGENTS, Mode
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.sync import SyncConfig
 
@@ -51,6 +52,8 @@ class Config(Section):
     """Name of the run, part of every name on the broker, which many runs may share."""
     run_dir: str = ""
     """Folder of checkpoints, logs, metrics and state. Empty: ``runs/<name>``."""
+    mode: Mode = "both"
+    """What the run does. ``both``: rolls out and trains."""
     seed: int = Field(default=0, ge=0)
     """Seed of the task order, of sampling and of a tiny model's weights."""
     plugin_dirs: tuple[str, ...] = ()
@@ -71,12 +74,15 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _translated(cls, data: Any) -> Any:
-        """Drop ``mode: both``, the one mode that configurations of Trinity-RFT may name, and bring the settings of its
-        critic to their place.
-        """
-        if not isinstance(data, dict):
-            return data
-        return with_critic({key: value for key, value in data.items() if (key, value) != ("mode", "both")})
+        """Bring the settings of Trinity-RFT's critic to their place."""
+        return with_critic(data) if isinstance(data, dict) else data
+
+    @field_validator("mode")
+    @classmethod
+    def _is_there(cls, value: Mode) -> Mode:
+        if value not in AGENTS:
+            raise ValueError(f"mode {value} is not there yet; wanted one of {', '.join(AGENTS)}")
+        return value
 
     @field_validator("run_dir")
     @classmethod

@@ -20,6 +20,7 @@ from trinity_mq.cli.run.follow import MetricsTail, depths, follow, listen
 from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
+from trinity_mq.config.mode import AGENTS
 from trinity_mq.config.threads import cpu_threads
 from trinity_mq.messages import ControlEvent
 from trinity_mq.runtime.notify import Notifier
@@ -30,12 +31,11 @@ from trinity_mq.telemetry import get_logger
 
 log = get_logger(__name__)
 
-EXPLORER = "explorer-0"
 QUEUES = ("closed", "tasks.train", "tasks.eval", "dead")
 REFRESH_SECONDS = 0.5
 DEPTH_SECONDS = 2.0
 FINAL_HEARTBEAT_SECONDS = 2.0
-"""How long the explorer's last heartbeat may take to arrive after its process has ended."""
+"""How long the last heartbeat of the agent that ends the run may take to arrive after its process has ended."""
 ENDED = ("finished", "stopped", "failed")
 
 
@@ -55,6 +55,8 @@ class Session:
     ) -> None:
         self._config, self._folder, self._display, self._url = config, folder, display, url
         self._fork_server = fork_server
+        self._leader = f"{AGENTS[config.mode].ends}-0"
+        """The agent whose end is the end of the run."""
         given = Addresses.of(config.broker)
         self._in_file = url is not None and given is not None and given.from_file
         """The URL is read from a file at each connect, so the agents get the file and not its content."""
@@ -64,7 +66,7 @@ class Session:
         self.failures: list[ProcessEvent] = []
         """Processes that will not be restarted any more."""
         self.finished = False
-        """The explorer reported that the run is over, and no process failed."""
+        """The agent that ends the run reported that it is over, and no process failed."""
         self._metrics = MetricsTail(folder.path)
         for message in self._metrics.read():
             self.run_view.receive(message, 0.0)
@@ -84,7 +86,7 @@ class Session:
         return self.run_view.train_steps
 
     async def run(self) -> None:
-        """Run until the explorer has finished, something failed for good, or a signal."""
+        """Run until the agent that ends the run has finished, something failed for good, or a signal."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number, task)
@@ -137,12 +139,12 @@ class Session:
                 task.cancel()
 
     async def _end_run(self, supervisor: Supervisor) -> None:
-        await self._changed.until(lambda: self.signal is not None or supervisor.phases[EXPLORER] in ENDED)
+        await self._changed.until(lambda: self.signal is not None or supervisor.phases[self._leader] in ENDED)
         if self.signal is not None:
             # all at once: the explorer begins nothing new, and keeps the engine up until the runners have finished
             await supervisor.drain()
-        elif supervisor.phases[EXPLORER] == "finished":
-            self.finished = await self._explorer_finished()
+        elif supervisor.phases[self._leader] == "finished":
+            self.finished = await self._leader_finished()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.supervisor.grace):
                     await self._changed.until(
@@ -150,12 +152,12 @@ class Session:
                     )
             await supervisor.drain()
 
-    async def _explorer_finished(self) -> bool:
+    async def _leader_finished(self) -> bool:
         """Return whether its last heartbeat says that the run is over, and not that it was drained."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FINAL_HEARTBEAT_SECONDS):
-                await self._changed.until(lambda: self.run_view.final_state(EXPLORER) is not None)
-        return self.run_view.final_state(EXPLORER) != "gone"
+                await self._changed.until(lambda: self.run_view.final_state(self._leader) is not None)
+        return self.run_view.final_state(self._leader) != "gone"
 
     async def _follow(self, bus: Bus, topology: Topology) -> None:
         async for attempt in retrying(BusUnavailable):
@@ -230,9 +232,8 @@ def agents(
     threads = {role: cpu_threads(config, number) for role, number in wanted.items()}
     # here and not only in the runner itself, for what is read when its libraries are loaded
     own = dict(config.runner.env)
-    names = [("explorer", EXPLORER), ("trainer", "trainer-0")]
-    names += [("operator", f"operator-{n}") for n in range(config.operator.num_operators)]
-    names += [("runner", f"runner-{n}") for n in range(config.runner.num_runners)]
+    counts = {"operator": config.operator.num_operators, "runner": config.runner.num_runners}
+    names = [(role, f"{role}-{n}") for role in AGENTS[config.mode].roles for n in range(counts.get(role, 1))]
     return [
         ProcessSpec(
             name=name,
