@@ -78,7 +78,7 @@ EXIT_RESTART = 75
 EXIT_INTERRUPTED = 130
 
 EXPECTED = (
-    "trinity_mq.config.load.ConfigError",
+    "trinity_mq.config.loading.load.ConfigError",
     "trinity_mq.bus.base.BusError",
     "trinity_mq.data.errors.TasksetError",
     "trinity_mq.runtime.errors.FatalError",

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.config import Config
-from trinity_mq.config.load import sections_of
+from trinity_mq.config.loading.load import sections_of
 
 PAGE = Path("docs/settings.md")
 UNITS = ("seconds", "bytes", "tokens", "batches", "steps", "runs", "processes")

@@ -9,7 +9,7 @@ from pathlib import Path
 from trinity_mq.bus.topology import RUN_NAME
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.run_folder import CONFIG_FILE
-from trinity_mq.config import BrokerConfig, Config, load_config
+from trinity_mq.config import BrokerConfig, Config, Stage, load_config, load_stages
 
 RUNS = Path("runs")
 """The folder of the runs whose configuration names no other."""
@@ -29,6 +29,15 @@ def configuration(arguments: argparse.Namespace) -> Config:
             f"give a YAML file such as examples/arithmetic.yaml{known_runs()}"
         )
     return config
+
+
+def staged(arguments: argparse.Namespace) -> list[Stage]:
+    """Return the stages of TARGET where that is a file which describes several runs; none otherwise.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+    return load_stages(arguments.target, arguments.overrides) if Path(arguments.target).is_file() else []
 
 
 def find_configuration(target: str, overrides: Sequence[str]) -> Config | None:

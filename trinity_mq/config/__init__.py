@@ -15,7 +15,8 @@ from trinity_mq.config.algorithm import AlgorithmConfig, OperatorConfig, Optimiz
 from trinity_mq.config.buffer import BufferConfig, FormatConfig, TasksetConfig
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.config.engines import AuxiliaryModelConfig
-from trinity_mq.config.load import ConfigError, literal, load_config
+from trinity_mq.config.loading.load import ConfigError, literal, load_config
+from trinity_mq.config.loading.stages import Stage, load_stages
 from trinity_mq.config.model import ModelConfig, TinyModelConfig
 from trinity_mq.config.run import Config
 from trinity_mq.config.sync import SyncConfig
@@ -38,6 +39,7 @@ __all__ = [
     "OverRolloutConfig",
     "RolloutModelConfig",
     "RunnerConfig",
+    "Stage",
     "SupervisorConfig",
     "SyncConfig",
     "TasksetConfig",
@@ -45,4 +47,5 @@ __all__ = [
     "TrainerConfig",
     "literal",
     "load_config",
+    "load_stages",
 ]

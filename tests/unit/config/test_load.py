@@ -142,7 +142,7 @@ def test_it_survives_its_own_dump() -> None:
 
 def test_a_mode_that_is_not_there_is_refused_with_those_that_are() -> None:
     assert load_config({**TINY, "mode": "both"}) == load_config(TINY)
-    with pytest.raises(ConfigError, match="mode: .*'both'"):
+    with pytest.raises(ConfigError, match=r"mode: .*'both'"):
         load_config({**TINY, "mode": "serve"})
 
 

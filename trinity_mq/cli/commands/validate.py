@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import uuid
+from collections.abc import Sequence
+from pathlib import Path
 
 from trinity_mq.cli.arguments import add_target
-from trinity_mq.cli.target import configuration
-from trinity_mq.config import Config, ConfigError, TasksetConfig
+from trinity_mq.cli.target import configuration, staged
+from trinity_mq.config import Config, ConfigError, Stage, TasksetConfig
+from trinity_mq.config.loading.stages import find_stage
 from trinity_mq.data import open_taskset
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.messages import DecodeError
@@ -27,19 +30,39 @@ GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "tool_call_workflow
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq validate``."""
     add_target(parser)
+    parser.add_argument("--stage", metavar="NAME", help="check this stage alone, of a file that describes several")
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Check a configuration and print a line on each part."""
-    config = configuration(arguments)
-    for line in check_all(config):
-        print(line)
-    print(f"{arguments.target}: run {config.name!r} is valid; it would use {config.path}")
+    """Check a configuration, or every stage of it, and print a line on each part."""
+    stages = staged(arguments)
+    if arguments.stage is not None and not stages:
+        raise ConfigError(f"--stage {arguments.stage}: {arguments.target} holds no stages; leave it out")
+    for stage in [find_stage(stages, arguments.stage)] if arguments.stage else stages:
+        lines = check_all(stage.config, needs_model=stage.begins_with is None or _is_trained(stage))
+        _print_valid(f"{arguments.target}: stage {stage.name}:", stage.config, lines)
+    if not stages:
+        config = configuration(arguments)
+        _print_valid(f"{arguments.target}:", config, check_all(config))
     return 0
 
 
-def check_all(config: Config) -> list[str]:
+def _is_trained(stage: Stage) -> bool:
+    return stage.config.model.model_path is not None and Path(stage.config.model.model_path).is_dir()
+
+
+def _print_valid(where: str, config: Config, lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line)
+    print(f"{where} run {config.name!r} is valid; it would use {config.path}")
+
+
+def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
     """Check all that can be known before a run starts on this machine; return lines about its parts.
+
+    Args:
+        config: The configuration.
+        needs_model: Whether the policy's model must be there; not where an earlier stage is to train it.
 
     Raises:
         ConfigError: All that is wrong, one line each.
@@ -56,6 +79,8 @@ def check_all(config: Config) -> list[str]:
         check_lora,
         check_blob_store,
     ):
+        if check is check_models and not needs_model:
+            continue
         try:
             lines += check(config)
         except (ConfigError, TasksetError, FatalError) as error:

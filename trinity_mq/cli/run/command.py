@@ -62,8 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a configuration to its end; return one of :mod:`trinity_mq.cli.run.exit_codes`, 130 or 143."""
     with _fork_server() as server:
         from trinity_mq.cli.run.configured_run import run_configured
+        from trinity_mq.cli.target import configuration, staged
 
-        return run_configured(arguments, server)
+        stages = staged(arguments)
+        if not stages:
+            return run_configured(configuration(arguments), arguments, server)
+    from trinity_mq.cli.run.stages import run_stages
+
+    return run_stages(stages, arguments, _fork_server)
 
 
 def _fork_server() -> contextlib.AbstractContextManager[ForkServer | None]:

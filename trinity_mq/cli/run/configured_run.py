@@ -24,7 +24,6 @@ from trinity_mq.cli.run.exit_codes import closing_line, exit_code
 from trinity_mq.cli.run.report import make_report, save_failures, train_steps
 from trinity_mq.cli.run.session import Session
 from trinity_mq.cli.run_folder import RunFolder
-from trinity_mq.cli.target import configuration
 from trinity_mq.config import Config, ConfigError
 from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.process import disk_full
@@ -36,14 +35,17 @@ OUTPUT_LINES = 3
 """Lines of a failed agent's output that are printed."""
 
 
-def run_configured(arguments: argparse.Namespace, server: ForkServer | None) -> int:
+def run_configured(
+    config: Config, arguments: argparse.Namespace, server: ForkServer | None, stage: str | None = None
+) -> int:
     """Check the configuration, run it, report; return the exit code.
 
     Args:
+        config: What to run.
         arguments: Those of ``trinity-mq run``.
         server: Forks the agents; closed where the configuration wants none. None: each is started by itself.
+        stage: Its name, where the file of ``arguments`` describes several.
     """
-    config = configuration(arguments)
     if server is not None and not config.supervisor.fork:
         server.close()
         server = None
@@ -51,12 +53,12 @@ def run_configured(arguments: argparse.Namespace, server: ForkServer | None) -> 
     if arguments.fresh and arguments.start:
         raise CommandError("--fresh begins with the first model and --from with a checkpoint: give one of them")
     if arguments.fresh:
-        _check(config, arguments)  # before anything is moved
+        check(config, arguments, stage)  # before anything is moved
         for line in start_anew(config, folder):
             print(line)
     with folder.locked():
         if arguments.start:
-            _check(config, arguments)  # before anything is chosen
+            check(config, arguments, stage)  # before anything is chosen
             folder.changes()
             for line in go_back(config, arguments.start):
                 print(line)
@@ -68,7 +70,7 @@ def run_configured(arguments: argparse.Namespace, server: ForkServer | None) -> 
                 return exit_code(finished=True, steps=train_steps(folder.path))
             print(extended)
         if not (arguments.fresh or arguments.start):
-            _check(config, arguments)
+            check(config, arguments, stage)
         for change in folder.adopt():
             print(f"warning: changed since the last start: {change}", file=sys.stderr)
         folder.unmark_finished()
@@ -80,7 +82,7 @@ def run_configured(arguments: argparse.Namespace, server: ForkServer | None) -> 
         return _run(config, folder, url, arguments, server)
 
 
-def _check(config: Config, arguments: argparse.Namespace) -> None:
+def check(config: Config, arguments: argparse.Namespace, stage: str | None = None) -> None:
     """Check what can be known before the start, as ``trinity-mq validate`` does; where torch is needed, in a process
     that ends.
 
@@ -90,7 +92,7 @@ def _check(config: Config, arguments: argparse.Namespace) -> None:
     if not imports_torch(config):
         check_all(config)
         return
-    words = ["validate", arguments.target, *arguments.overrides]
+    words = ["validate", *(["--stage", stage] if stage else []), arguments.target, *arguments.overrides]
     done = subprocess.run(
         [sys.executable, "-m", "trinity_mq.cli.main", *words],
         stdout=subprocess.DEVNULL,

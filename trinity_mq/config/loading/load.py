@@ -21,6 +21,10 @@ _NOT_SET = re.compile(r"Environment variable '(.*)' not found")
 _INTERPOLATION = re.compile(r"(?<!\\)(\\*)\$\{")
 
 
+STAGES = "stages"
+"""Key of a file that describes several runs, one after another."""
+
+
 class ConfigError(ValueError):
     """An invalid configuration; the message names the place and the reason of each error, one a line."""
 
@@ -35,7 +39,26 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     Raises:
         ConfigError: The file cannot be read, a key is unknown, a value is not allowed, or a variable is not set.
     """
-    where = "configuration" if isinstance(path, Mapping) else str(path)
+    data, where = read_settings(path, overrides), title(path)
+    if STAGES in data:
+        raise ConfigError(
+            f"{where}: holds {STAGES}, each a run of its own: give the folder or the name of one, as `trinity-mq list` "
+            "shows it (`trinity-mq run` and `trinity-mq validate` take the whole file)"
+        )
+    return validated(data, where)
+
+
+def title(path: str | Path | Mapping[str, Any]) -> str:
+    """Return how errors name a configuration."""
+    return "configuration" if isinstance(path, Mapping) else str(path)
+
+
+def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings of :func:`load_config` before they are checked, nothing left to interpolate.
+
+    Raises:
+        ConfigError: The file cannot be read, an override has no place, or a variable is not set.
+    """
     if not OmegaConf.has_resolver("env"):
         OmegaConf.register_resolver("env", _environment)
     try:
@@ -44,9 +67,20 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
         )
         for word in overrides:
             _override(data, word)
-        return Config.model_validate(OmegaConf.to_container(data, resolve=True))
+        found: dict[str, Any] = OmegaConf.to_container(data, resolve=True)  # type: ignore[assignment]  # of a mapping
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {_explain_interpolation(error)}") from None
+        raise ConfigError(f"{title(path)}: {_explain_interpolation(error)}") from None
+    return found
+
+
+def validated(settings: Mapping[str, Any], where: str) -> Config:
+    """Return the configuration that ``settings`` make.
+
+    Raises:
+        ConfigError: A key is unknown or a value not allowed; the lines begin with ``where``.
+    """
+    try:
+        return Config.model_validate(settings)
     except ValidationError as error:
         lines = [_explain(Config, finding) for finding in error.errors()]
         raise ConfigError("\n".join(f"{where}: {line}" for line in lines)) from None

@@ -1,0 +1,1 @@
+"""Loading of a configuration: one run, or the stages of several."""

@@ -1,0 +1,156 @@
+"""Stages: one file that describes several runs, each of which begins with the model of the one before.
+
+.. code-block:: yaml
+
+    name: digits              # the runs are called digits-sft and digits-rl
+    model: {tiny: {}}         # settings beside ``stages`` hold for every stage
+    stages:
+      - stage_name: sft
+        mode: train
+        algorithm: {algorithm_type: sft}
+      - stage_name: rl
+        algorithm: {algorithm_type: grpo}
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trinity_mq.config.loading.load import STAGES, ConfigError, read_settings, title, validated
+from trinity_mq.config.run import Config
+
+STAGE_NAME = "stage_name"
+ALTERNATIVES = (("model_path", "tiny"), ("total_steps", "total_epochs"), ("taskset", "tasksets"))
+"""Settings of which a section holds one: a stage that gives one takes the others of the file back."""
+TRAINING_MODES = frozenset({"both", "train"})
+"""Modes that leave a model behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One run of several."""
+
+    name: str
+    """Its ``stage_name``."""
+    config: Config
+    """Its whole configuration."""
+    begins_with: str | None
+    """Name of the earlier stage whose model it begins with; None: the configuration's own."""
+
+
+def load_stages(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> list[Stage]:
+    """Return the stages of a file in their order; none where it describes one run.
+
+    A stage's sections are merged into those of the file, key by key; lists are replaced, and so is ``algorithm`` where
+    the stage names an ``algorithm_type``, since the pieces of one algorithm mean little for another. A setting of the
+    command line is one of the file; ``stages.0.buffer.total_steps=10`` is one of the first stage.
+
+    Raises:
+        ConfigError: As :func:`trinity_mq.config.load_config`; a stage has no name or one that is taken; or a setting of
+            the command line has no effect, because each stage has its own.
+    """
+    settings, where = read_settings(path, overrides), title(path)
+    given = settings.pop(STAGES, None)
+    if given is None:
+        return []
+    named = list(_named(given, where))
+    _check_overrides(overrides, [stage for _, stage in named])
+    found: list[Stage] = []
+    for name, stage in named:
+        earlier = next((one for one in reversed(found) if one.config.mode in TRAINING_MODES), None)
+        found.append(_stage(name, merged(settings, stage), earlier, where))
+    return found
+
+
+def merged(settings: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` with those of a stage over them."""
+    result = dict(settings)
+    for key, value in stage.items():
+        for others in ALTERNATIVES:
+            if key in others and value is not None:
+                for other in others:
+                    result.pop(other, None)
+        before = result.get(key)
+        is_replaced = key == "algorithm" and isinstance(value, Mapping) and "algorithm_type" in value
+        if isinstance(value, Mapping) and isinstance(before, Mapping) and not is_replaced:
+            result[key] = merged(before, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _named(given: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ConfigError(f"{where}: {STAGES}: wanted a list of stages, got {given!r}")
+    names: list[str] = []
+    for number, one in enumerate(given):
+        place = f"{where}: {STAGES}.{number}"
+        if not isinstance(one, Mapping) or not isinstance(one.get(STAGE_NAME), str) or not one[STAGE_NAME]:
+            raise ConfigError(f"{place}: wanted settings with a {STAGE_NAME}, such as sft, got {one!r}")
+        name = one[STAGE_NAME]
+        if name in names:
+            raise ConfigError(f"{place}: {STAGE_NAME} {name!r} is that of an earlier stage; give each its own")
+        names.append(name)
+        stage = {key: value for key, value in one.items() if key != STAGE_NAME}
+        for key, why in {"name": f"follows from {STAGE_NAME}", "run_dir": "follows from run_dir of the file"}.items():
+            if key in stage:
+                raise ConfigError(f"{place}.{key}: a stage has none of its own, it {why}; remove it")
+        yield name, stage
+
+
+def _stage(name: str, settings: dict[str, Any], earlier: Stage | None, where: str) -> Stage:
+    settings["name"] = f"{settings.get('name', 'run')}-{name}"
+    if settings.get("run_dir"):
+        settings["run_dir"] = f"{str(settings['run_dir']).rstrip('/')}-{name}"
+    if earlier is not None:
+        model = {key: value for key, value in settings.get("model", {}).items() if key not in {"tiny", "model_path"}}
+        settings["model"] = {**model, "model_path": str(final_model(earlier.config))}
+    return Stage(name, validated(settings, f"{where}: stage {name}"), None if earlier is None else earlier.name)
+
+
+def final_model(config: Config) -> Path:
+    """Return the folder in which a run leaves its trained model."""
+    return (config.path / "final").absolute()
+
+
+def _check_overrides(overrides: Sequence[str], stages: Sequence[Mapping[str, Any]]) -> None:
+    for word in overrides:
+        key = word.partition("=")[0]
+        parts = key.split(".")
+        if parts[0] == STAGES or not all(_sets(stage, parts) for stage in stages):
+            continue
+        raise ConfigError(
+            f"override {key}: every stage has its own, so that this one would have no effect; say for which: "
+            f"{STAGES}.0.{word}"
+        )
+
+
+def _sets(stage: Mapping[str, Any], parts: Sequence[str]) -> bool:
+    """Return whether a stage has a value of its own at a key."""
+    here: Any = stage
+    for part in parts:
+        if not isinstance(here, Mapping):
+            return True
+        if part not in here:
+            return False
+        here = here[part]
+    return True
+
+
+def find_stage(stages: Sequence[Stage], name: str) -> Stage:
+    """Return the stage of this name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    for stage in stages:
+        if stage.name == name:
+            return stage
+    names = [stage.name for stage in stages]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+    raise ConfigError(f"no stage is called {name!r}; {hint}")
