@@ -20,7 +20,7 @@ import structlog
 
 from trinity_mq.config import Config
 from trinity_mq.config.threads import cpu_threads
-from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, refuse
+from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, kept_descriptor, refuse
 from trinity_mq.models.engines.server.admin_api import Receiver
 from trinity_mq.models.engines.server.server import EngineServer, ServerSettings
 from trinity_mq.models.engines.torch.generator import TextGenerator
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
     parser.add_argument("--config", type=Path, required=True, help="the run's configuration as JSON")
     parser.add_argument("--id", required=True, help="the engine's id")
     parser.add_argument("--ready-file", type=Path, required=True, help="written once requests are taken")
-    parser.add_argument("--ready-fd", type=int, help="closed after that")
+    parser.add_argument("--ready-fd", type=kept_descriptor, help="closed after that")
     options = parser.parse_args(arguments)
     try:
         config = Config.model_validate(json.loads(options.config.read_bytes()))

@@ -21,7 +21,7 @@ import structlog
 
 from trinity_mq.config import AuxiliaryModelConfig, Config
 from trinity_mq.config.threads import cpu_threads
-from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, refuse
+from trinity_mq.models.engines.host.ready_file import TOKEN_VARIABLE, announce, engine_digest, kept_descriptor, refuse
 from trinity_mq.models.errors import ModelError
 from trinity_mq.runtime.errors import EXIT_FATAL, FatalError
 from trinity_mq.runtime.event_loop import run_on_fast_loop
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--id", required=True, help="the engine's id")
     parser.add_argument("--auxiliary", required=True, help="the name of the model")
     parser.add_argument("--ready-file", type=Path, required=True, help="written once requests are taken")
-    parser.add_argument("--ready-fd", type=int, help="closed after that")
+    parser.add_argument("--ready-fd", type=kept_descriptor, help="closed after that")
     options = parser.parse_args(arguments)
     try:
         config = Config.model_validate(json.loads(options.config.read_bytes()))

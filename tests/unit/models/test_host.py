@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from tests.unit.sync.weights import manifest_of
 from trinity_mq.config import Config
 from trinity_mq.models import EngineFailed, EngineHost, EngineLost, ModelError, ModelWrapper
 from trinity_mq.models.engines.host.process import EngineProcess
-from trinity_mq.models.engines.host.ready_file import ReadyFile
+from trinity_mq.models.engines.host.ready_file import ReadyFile, kept_descriptor
 from trinity_mq.models.engines.torch.generator import TextGenerator
 from trinity_mq.models.engines.torch.weights import named_weights
+from trinity_mq.runtime.event_loop import run_on_fast_loop
 
 HostOf = Callable[..., EngineHost]
 
@@ -263,6 +265,27 @@ def test_a_ready_file_of_another_process_does_not_live(tmp_path: Path) -> None:
     (tmp_path / "ready").write_text("{}")
     assert ReadyFile.read(tmp_path / "ready") is None
     assert ReadyFile.read(tmp_path / "none") is None
+
+
+def test_the_end_of_the_pipe_is_seen_although_the_engine_has_started_a_process() -> None:
+    """vLLM is one; uvloop starts processes with all that may be inherited."""
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)  # as the host passes it
+
+    async def start_and_announce() -> bool:
+        child = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
+        os.close(writer)
+        is_seen = bool(select.select([reader], [], [], 0.0)[0])
+        assert child.stdin is not None
+        child.stdin.close()
+        await child.wait()
+        return is_seen
+
+    assert kept_descriptor(str(writer)) == writer
+    try:
+        assert run_on_fast_loop(start_and_announce())
+    finally:
+        os.close(reader)
 
 
 def test_importing_models_and_the_host_costs_no_torch() -> None:

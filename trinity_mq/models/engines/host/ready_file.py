@@ -60,6 +60,15 @@ class ReadyFile:
             return False
 
 
+def kept_descriptor(word: str) -> int:
+    """Return the file descriptor that ``--ready-fd`` names, which no process that the engine starts inherits: whoever
+    holds it too, as vLLM would, keeps the host waiting after the engine has closed it.
+    """
+    fd = int(word)
+    os.set_inheritable(fd, False)
+    return fd
+
+
 def announce(path: Path, fd: int | None, **said: str) -> None:
     """Write the ready-file of this process, with what it says beside pid and start, and close ``fd``, at which its host
     waits.
