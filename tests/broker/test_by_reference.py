@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.agents.world import a_slice, experience
 from trinity_agents.operator.agent import Operator
-from trinity_agents.trainer.source import StreamSource
+from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Topology, create_bus
 from trinity_mq.config import load_config
 from trinity_mq.experience import Experience

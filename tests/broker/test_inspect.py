@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.agents.world import a_slice, experience
 from trinity_agents.operator.agent import Operator
-from trinity_agents.trainer.source import StreamSource
+from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, load_config

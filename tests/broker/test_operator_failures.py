@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.unit.agents.world import a_slice, experience
-from trinity_agents.trainer.source import StreamSource
+from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus import Bus, Topology, create_bus
 from trinity_mq.cli.main import main as command
 from trinity_mq.config import SupervisorConfig, load_config

@@ -1,11 +1,11 @@
-"""Reads the records of a taskset and checks them one by one."""
+"""Reads the records of tasksets and of the trainer's data, and checks them one by one."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 
@@ -17,22 +17,63 @@ from trinity_mq.data.synthetic import problems
 Record = Mapping[str, Any]
 
 
-def read_records(config: TasksetConfig, max_bytes: int | None = None) -> tuple[list[Record], str]:
-    """Return the records that ``config`` names, at most ``config.limit`` of them, and a hash over them.
+class RecordsConfig(Protocol):
+    """Where records are: a taskset, or data of the trainer."""
 
-    Raises:
-        TasksetError: The source is not there, cannot be read, or a record is not what a task can be made from, or is
-            larger than ``max_bytes`` in a message.
-    """
+    @property
+    def name(self) -> str:
+        """Name in errors."""
+
+    @property
+    def storage_type(self) -> str:
+        """``file``, ``huggingface`` or ``synthetic``."""
+
+    @property
+    def path(self) -> str:
+        """File, dataset or generator."""
+
+    @property
+    def subset_name(self) -> str | None:
+        """Configuration of a dataset."""
+
+    @property
+    def split(self) -> str:
+        """Part of a dataset or generator."""
+
+    @property
+    def limit(self) -> int | None:
+        """Most records."""
+
+
+def read_tasks(config: TasksetConfig, max_bytes: int | None = None) -> tuple[list[Record], str]:
+    """Return the records of a taskset, as :func:`read_records` does."""
     if config.storage_type == "queue":
         raise TasksetError(f"taskset {config.name!r} is fed by submitted tasks: it holds no records to read")
+    keys = {"prompt_key": config.format.prompt_key, "response_key": config.format.response_key}
+    return read_records(config, keys, max_bytes)
+
+
+def read_records(
+    config: RecordsConfig, keys: Mapping[str, str], max_bytes: int | None = None
+) -> tuple[list[Record], str]:
+    """Return the records that ``config`` names, at most ``config.limit`` of them, and a hash over them.
+
+    Args:
+        config: Where they are.
+        keys: What every record must have, by the name of the setting that gives the key; an empty key is no demand.
+        max_bytes: Upper bound of a record in a message; None: unbounded.
+
+    Raises:
+        TasksetError: The source is not there, cannot be read, or a record lacks a key, cannot travel in a message or
+            is larger than ``max_bytes`` there.
+    """
     sources = {"file": _file, "huggingface": _hugging_face, "synthetic": _synthetic}
     digest = hashlib.sha256()
     rows: list[Record] = []
     for where, row in sources[config.storage_type](config):
         if config.limit is not None and len(rows) == config.limit:
             break
-        packed = _packed(config, where, row)
+        packed = _packed(config, keys, where, row)
         if max_bytes is not None and len(packed) > max_bytes:
             raise TasksetError(
                 f"taskset {config.name!r}: {where}: the record takes {len(packed)} bytes in a message, and "
@@ -46,19 +87,19 @@ def read_records(config: TasksetConfig, max_bytes: int | None = None) -> tuple[l
     return rows, f"{len(rows)}-{digest.hexdigest()[:16]}"
 
 
-def _synthetic(config: TasksetConfig) -> Iterator[tuple[str, Any]]:
+def _synthetic(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
     for number, row in enumerate(problems(config.path, config.split)):
         yield f"{config.path}[{number}]", row
 
 
-def _file(config: TasksetConfig) -> Iterator[tuple[str, Any]]:
+def _file(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
     try:
         yield from read_file(Path(config.path).expanduser())
     except TasksetError as error:
         raise TasksetError(f"taskset {config.name!r}: {error}") from error
 
 
-def _hugging_face(config: TasksetConfig) -> Iterator[tuple[str, Any]]:
+def _hugging_face(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError as error:
@@ -82,11 +123,11 @@ def _hugging_face(config: TasksetConfig) -> Iterator[tuple[str, Any]]:
         yield f"{config.path}[{number}]", row
 
 
-def _packed(config: TasksetConfig, where: str, row: Any) -> bytes:
+def _packed(config: RecordsConfig, keys: Mapping[str, str], where: str, row: Any) -> bytes:
     """Return the record as it will travel, after checking that a task can be made from it."""
     if not isinstance(row, Mapping):
         raise TasksetError(f"taskset {config.name!r}: {where}: holds a {type(row).__name__}, wanted a record with keys")
-    for setting, key in (("prompt_key", config.format.prompt_key), ("response_key", config.format.response_key)):
+    for setting, key in keys.items():
         if key and row.get(key) is None:
             raise TasksetError(
                 f"taskset {config.name!r}: {where}: has nothing at {key!r} (its keys: {', '.join(map(str, row))}); "

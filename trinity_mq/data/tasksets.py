@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_mq.config import TasksetConfig
+from trinity_mq.data.epochs import EpochOrder
 from trinity_mq.data.errors import TasksetError
-from trinity_mq.data.records import Record, read_records
+from trinity_mq.data.records import Record, read_tasks
 from trinity_mq.messages import TaskBody
 
 
@@ -32,15 +32,21 @@ class Taskset:
         self.config = config
         self.identity = identity
         """Changes with the records, their number or their order."""
-        self.epoch = 0
-        """Number of the current epoch, from 0."""
-        self.cursor = 0
-        """Number of records of the epoch that were returned."""
         self._rows = rows
         self._repeat_times = repeat_times
         self._seed = seed
         self._is_eval = is_eval
-        self._order = self._order_of(0)
+        self._order = EpochOrder(len(rows), config.selector, seed)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch, from 0."""
+        return self._order.epoch
+
+    @property
+    def cursor(self) -> int:
+        """Number of records of the epoch that were returned."""
+        return self._order.cursor
 
     def __len__(self) -> int:
         """Records in one epoch."""
@@ -48,14 +54,7 @@ class Taskset:
 
     def next_batch(self, size: int) -> list[TaskBody]:
         """Return the next ``size`` tasks; where an epoch ends the next one begins, within the batch too."""
-        batch = []
-        for _ in range(size):
-            if self.cursor == len(self._rows):
-                self.epoch, self.cursor = self.epoch + 1, 0
-                self._order = self._order_of(self.epoch)
-            batch.append(self._body(self._order[self.cursor]))
-            self.cursor += 1
-        return batch
+        return [self._body(position) for position in self._order.take(size)]
 
     def all_tasks(self) -> list[TaskBody]:
         """Return every task once, in the order of the records; the position stays where it is."""
@@ -84,20 +83,10 @@ class Taskset:
                     f"has {now!r}; put the old data and settings back, or train anew with `trinity-mq run CONFIG "
                     "--fresh`"
                 )
-        epoch, cursor = state.get("epoch"), state.get("cursor")
-        if not (isinstance(epoch, int) and isinstance(cursor, int) and epoch >= 0 and 0 <= cursor <= len(self._rows)):
-            raise TasksetError(
-                f"taskset {self.config.name!r}: the saved position is epoch {epoch!r}, cursor {cursor!r}; wanted an "
-                f"epoch from 0 and a cursor from 0 to {len(self._rows)}"
-            )
-        self.epoch, self.cursor = epoch, cursor
-        self._order = self._order_of(epoch)
-
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._rows)))
-        if self.config.selector == "shuffle":
-            random.Random(self._seed + epoch).shuffle(order)
-        return order
+        try:
+            self._order.move_to(state.get("epoch"), state.get("cursor"))
+        except ValueError as error:
+            raise TasksetError(f"taskset {self.config.name!r}: {error}") from error
 
     def _body(self, position: int) -> TaskBody:
         return TaskBody(
@@ -134,7 +123,7 @@ def open_taskset(
     Raises:
         TasksetError: The records cannot be read, or none of them is there; one line that says where and why.
     """
-    rows, identity = read_records(config, max_bytes)
+    rows, identity = read_tasks(config, max_bytes)
     return Taskset(
         config,
         rows,

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from trinity_agents.trainer.decisions import MAX_STARTS, MAX_STARTS_REPAIRED, repaired_key
-from trinity_agents.trainer.source import TrainBatch
+from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_mq.bus import Envelope, HeaderValue, Topology
 from trinity_mq.experience import EncodeError, Experience, ExperienceBatch
 from trinity_mq.experience.rules import Versions

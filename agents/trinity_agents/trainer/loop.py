@@ -13,7 +13,8 @@ import structlog
 from trinity_agents.trainer.batch_result import BatchResult, keep_for_a_look, skipped_batch_dead_letter, train_on
 from trinity_agents.trainer.history import History, StreamPlace, last_generation, last_progress, last_saved
 from trinity_agents.trainer.saving import CheckpointSaver
-from trinity_agents.trainer.source import StreamSource, TrainBatch
+from trinity_agents.trainer.sources.base import TrainBatch
+from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent

@@ -15,7 +15,8 @@ from tests.unit.agents.world import World, a_slice, an_outcome, experience, kill
 from trinity_agents.operator.agent import Operator
 from trinity_agents.runner.agent import Runner
 from trinity_agents.simulation import Simulation, until
-from trinity_agents.trainer.source import StreamSource, TrainBatch
+from trinity_agents.trainer.sources.base import TrainBatch
+from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.bus.topology import Queue
 from trinity_mq.experience import Experience
 from trinity_mq.messages import BatchClosed, BatchReady, ExperienceReference, TaskResult, TaskSlice, decode

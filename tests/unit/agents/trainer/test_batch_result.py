@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trinity_agents.trainer.batch_result import MAX_STARTS, BatchResult, train_on
-from trinity_agents.trainer.source import TrainBatch
+from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.training.checkpoints.checkpoint import StepAttempts
 

@@ -12,7 +12,7 @@ from tests.unit.agents.explorer.test_explorer import check_history
 from tests.unit.agents.watched import WatchedSimulation
 from trinity_agents.simulation import killed, until
 from trinity_agents.trainer.history import lineage
-from trinity_agents.trainer.source import StreamSource
+from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.messages import BatchReady, Progress, SyncEvent, TrainerStatus
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import RestartMe

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trinity_agents.trainer.source import MARK_TIMEOUT, StreamSource
+from trinity_agents.trainer.sources.stream import MARK_TIMEOUT, StreamSource
 from trinity_mq.bus import Envelope, StreamCut, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config.bus import BrokerConfig

@@ -1,4 +1,4 @@
-"""The buffer section: tasksets, batch size and length of the run."""
+"""Tasksets: sources of tasks, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -62,29 +62,4 @@ class TasksetConfig(Section):
     def _path(self) -> TasksetConfig:
         if self.storage_type != "queue" and not self.path:
             raise ValueError(f"taskset {self.name!r} of storage_type {self.storage_type!r} needs a path")
-        return self
-
-
-class BufferConfig(Section):
-    """Batches and epochs."""
-
-    batch_size: int = Field(default=32, ge=1)
-    """Tasks in a batch."""
-    total_steps: int | None = Field(default=None, ge=1)
-    """Batches of the run. None: ``total_epochs`` over the taskset."""
-    total_epochs: int = Field(default=1, ge=1)
-    """Passes over the taskset, unless ``total_steps`` is given."""
-    taskset: TasksetConfig = Field(default_factory=lambda: TasksetConfig(storage_type="queue"))
-    """Source of the training tasks."""
-    eval_tasksets: tuple[TasksetConfig, ...] = ()
-    """Sources of the evaluation tasks, each reported by its name."""
-
-    @model_validator(mode="after")
-    def _names(self) -> BufferConfig:
-        names = [taskset.name for taskset in self.eval_tasksets]
-        if len(set(names)) != len(names):
-            raise ValueError(f"eval_tasksets need different names, got {names}")
-        for taskset in self.eval_tasksets:
-            if taskset.storage_type == "queue":
-                raise ValueError(f"eval taskset {taskset.name!r} cannot be a queue: an evaluation needs a known set")
         return self

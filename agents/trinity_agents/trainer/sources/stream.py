@@ -7,17 +7,16 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
 from trinity_agents.trainer.decisions import Chunk, Decider, Decision
+from trinity_agents.trainer.sources.base import TrainBatch
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
 from trinity_mq.bus.streams import next_or_quiet, read_at
 from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.messages import BatchReady, Mark, RunEnd
-from trinity_mq.messages.batches import BatchState
 from trinity_mq.runtime.deliveries import (
     EXPERIENCES,
     REFERENCE,
@@ -35,33 +34,6 @@ log = structlog.get_logger(__name__)
 
 MARK_TIMEOUT = 60.0
 """Seconds on a usable bus without anything new until a missing own mark means: not the stream the checkpoint knows."""
-
-
-@dataclass(slots=True)
-class TrainBatch:
-    """One unit of progress, however many experiences are left in it; with those co-batched, a train step's worth."""
-
-    batch: int
-    ticket: str
-    op: str
-    state: BatchState
-    """ready, empty, failed, gone."""
-    experiences: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
-    metrics: dict[str, float] = field(default_factory=dict)
-    reason: str | None = None
-    filtered_groups: int = 0
-    """Groups of which the operators kept nothing."""
-    offsets: list[int] = field(default_factory=list)
-    """Offsets of its chunks on the stream."""
-    offset: int = 0
-    """Offset of its BatchReady."""
-    announced: int = 0
-    """Experiences that the BatchReady says there are."""
-    co_batched: list[TrainBatch] = field(default_factory=list)
-    """The other batches of its train step, in order (``trainer.batches_per_step``)."""
-    repaired: list[TrainBatch] = field(default_factory=list)
-    """Earlier batches that were progress as failed, and that operators could process since: to be trained on with this
-    one, so that a step more does not make other batches older."""
 
 
 class StreamSource:

@@ -1,0 +1,14 @@
+"""The buffer section: where tasks and training data come from, and how much of them makes a run."""
+
+from trinity_mq.config.buffer.section import BufferConfig
+from trinity_mq.config.buffer.taskset import FormatConfig, TasksetConfig
+from trinity_mq.config.buffer.trainer_input import ExperienceBufferConfig, RecordFormatConfig, TrainerInputConfig
+
+__all__ = [
+    "BufferConfig",
+    "ExperienceBufferConfig",
+    "FormatConfig",
+    "RecordFormatConfig",
+    "TasksetConfig",
+    "TrainerInputConfig",
+]

@@ -1,0 +1,90 @@
+"""What the trainer trains on: the stream of processed rollouts, or records that are there."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from trinity_mq.config.base import Section
+
+Schema = Literal["experience", "sft", "dpo", "cpt"]
+
+
+class RecordFormatConfig(Section):
+    """Keys of the parts of a record, by their names in Trinity-RFT."""
+
+    prompt_type: Literal["plaintext", "messages"] = "plaintext"
+    """``plaintext``: prompt and answers are texts. ``messages``: they are lists of chat messages."""
+    prompt_key: str = "question"
+    """plaintext: key of the prompt; with ``cpt`` that of the whole text."""
+    response_key: str = "answer"
+    """plaintext, ``sft``: key of the answer to imitate."""
+    system_prompt: str | None = None
+    """plaintext: system prompt of all records. None: none."""
+    system_prompt_key: str | None = None
+    """plaintext: key of a record's own system prompt, which takes the place of ``system_prompt``."""
+    messages_key: str = "messages"
+    """messages: key of the conversation, with ``dpo`` of the prompt."""
+    tools_key: str = "tools"
+    """messages: key of the tools offered in the conversation, a list or JSON text; records without it offer none."""
+    enable_concatenated_multi_turn: bool = False
+    """messages, ``sft``: imitate every assistant turn of the conversation, not only the last message."""
+    chosen_key: str = "chosen"
+    """``dpo``: key of the preferred answer, a text or a list of messages."""
+    rejected_key: str = "rejected"
+    """``dpo``: key of the other answer."""
+
+
+class ExperienceBufferConfig(Section):
+    """Data of the trainer.
+
+    ``stream``: rollouts, as operators process them. The others read records: ``file`` at ``path`` (JSON lines, a JSON
+    list, CSV, Parquet; with schema ``experience`` a ``.tmqx`` file or a folder of them), ``huggingface`` a dataset
+    folder or hub id, ``synthetic`` the generator named ``path``, such as ``ops3``.
+    """
+
+    name: str = "train"
+    """Name in metrics and errors."""
+    storage_type: Literal["stream", "file", "huggingface", "synthetic"] = "stream"
+    """Kind of the source."""
+    schema_type: Schema = "experience"
+    """What a record is. ``sft``: a prompt and an answer to imitate. ``dpo``: a prompt, a chosen and a rejected answer.
+    ``cpt``: a text. ``experience``: a rollout recorded earlier, with its advantages."""
+    path: str = ""
+    """File, folder, dataset or generator, by ``storage_type``."""
+    subset_name: str | None = None
+    """huggingface: name of the dataset's configuration. None: its default."""
+    split: str = "train"
+    """huggingface, synthetic: split of the dataset."""
+    limit: int | None = Field(default=None, ge=1)
+    """Most records read. None: all."""
+    selector: Literal["sequential", "shuffle"] = "shuffle"
+    """Order of the records: as stored, or shuffled anew in each epoch by ``seed``."""
+    format: RecordFormatConfig = Field(default_factory=RecordFormatConfig)
+    """Keys of the parts of a record."""
+    too_long: Literal["skip", "cut"] = "skip"
+    """Records of more tokens than ``model.max_model_len``: leave them out, or cut their answers. Metric
+    ``data/too_long`` counts both."""
+
+    @model_validator(mode="after")
+    def _path(self) -> ExperienceBufferConfig:
+        if self.storage_type != "stream" and not self.path:
+            raise ValueError(f"{self.name!r} of storage_type {self.storage_type!r} needs a path")
+        if self.storage_type == "stream" and self.schema_type != "experience":
+            raise ValueError(
+                f"schema_type is {self.schema_type} and storage_type stream, which holds rollouts: set storage_type to "
+                "file, huggingface or synthetic, and path"
+            )
+        if self.schema_type == "experience" and self.storage_type not in {"stream", "file"}:
+            raise ValueError(
+                f"schema_type experience reads .tmqx files, and storage_type is {self.storage_type}: set it to file"
+            )
+        return self
+
+
+class TrainerInputConfig(Section):
+    """Input of the trainer."""
+
+    experience_buffer: ExperienceBufferConfig = Field(default_factory=ExperienceBufferConfig)
+    """The data of each train step."""
