@@ -12,7 +12,14 @@ from trinity_mq.config.agents import (
     TrainerConfig,
 )
 from trinity_mq.config.algorithm import AlgorithmConfig, OperatorConfig, OptimizerConfig
-from trinity_mq.config.buffer import BufferConfig, FormatConfig, TasksetConfig
+from trinity_mq.config.buffer import (
+    BufferConfig,
+    ExperienceBufferConfig,
+    FormatConfig,
+    RecordFormatConfig,
+    TasksetConfig,
+    TrainerInputConfig,
+)
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.config.engines import AuxiliaryModelConfig
 from trinity_mq.config.loading.load import ConfigError, literal, load_config
@@ -29,6 +36,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DynamicTimeoutConfig",
+    "ExperienceBufferConfig",
     "ExplorerConfig",
     "FormatConfig",
     "ModelConfig",
@@ -37,6 +45,7 @@ __all__ = [
     "OperatorsConfig",
     "OptimizerConfig",
     "OverRolloutConfig",
+    "RecordFormatConfig",
     "RolloutModelConfig",
     "RunnerConfig",
     "Stage",
@@ -45,6 +54,7 @@ __all__ = [
     "TasksetConfig",
     "TinyModelConfig",
     "TrainerConfig",
+    "TrainerInputConfig",
     "literal",
     "load_config",
     "load_stages",

@@ -21,6 +21,7 @@ class Agents(NamedTuple):
 AGENTS: Mapping[Mode, Agents] = MappingProxyType(
     {
         "both": Agents(("explorer", "trainer", "operator", "runner"), ends="explorer"),
+        "train": Agents(("trainer",), ends="trainer"),
     }
 )
 """Agents by mode; a mode without an entry is refused by the configuration."""

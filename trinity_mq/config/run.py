@@ -19,6 +19,7 @@ from trinity_mq.config.agents import (
 )
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.checks import contradictions
+from trinity_mq.config.algorithm.needs import components
 from trinity_mq.config.algorithm.pieces import Reduction
 from trinity_mq.config.algorithm.translate import with_critic
 from trinity_mq.config.base import Section
@@ -30,6 +31,11 @@ from trinity_mq.config.sync import SyncConfig
 
 STOP_SECONDS = 10.0
 """Upper bound of the seconds that ending a workflow takes whose time is over."""
+
+SCHEMAS = {"sft": {"ce"}, "cpt": {"ce"}, "dpo": {"pair"}, "experience": {"rl", "ref_kl", "ce"}}
+"""Components of a loss of which one must have a weight, by what the records are."""
+FITTING = {"sft": ("sft", "sft_is", "sft_phi"), "cpt": ("cpt",), "dpo": ("dpo", "ipo_pref"), "experience": ("grpo",)}
+"""Presets by what the records are."""
 
 MANIFEST_RESERVE_BYTES = 16 * 1024
 """Bytes of a manifest for its metrics and names."""
@@ -53,7 +59,8 @@ class Config(Section):
     run_dir: str = ""
     """Folder of checkpoints, logs, metrics and state. Empty: ``runs/<name>``."""
     mode: Mode = "both"
-    """What the run does. ``both``: rolls out and trains."""
+    """What the run does. ``both``: rolls out and trains. ``train``: trains on the records of
+    ``buffer.trainer_input.experience_buffer``, without explorer, runners and engines."""
     seed: int = Field(default=0, ge=0)
     """Seed of the task order, of sampling and of a tiny model's weights."""
     plugin_dirs: tuple[str, ...] = ()
@@ -134,6 +141,36 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _trainer_input(self) -> Config:
+        data = self.buffer.trainer_input.experience_buffer
+        where = "buffer.trainer_input.experience_buffer"
+        if self.mode == "train" and data.storage_type == "stream":
+            raise ValueError(
+                f"mode is train and {where}.storage_type stream, which nobody would write to: set it to file, "
+                "huggingface or synthetic, with a path; or mode to both"
+            )
+        if self.mode != "train" and data.storage_type != "stream":
+            raise ValueError(
+                f"{where}.storage_type is {data.storage_type} and mode {self.mode}, in which the trainer trains on "
+                "rollouts: set mode to train, or leave the section out"
+            )
+        if self.mode == "train" and self.trainer.batches_per_step != 1:
+            raise ValueError(
+                f"trainer.batches_per_step is {self.trainer.batches_per_step} in mode train, where a batch is as large "
+                "as buffer.batch_size says: raise that instead"
+            )
+        if (
+            self.mode == "train"
+            and (lacks := SCHEMAS[data.schema_type] - components(self.algorithm)) == SCHEMAS[data.schema_type]
+        ):
+            raise ValueError(
+                f"{where}.schema_type is {data.schema_type}, and algorithm_type {self.algorithm.algorithm_type} has no "
+                f"loss for it: it gives no weight to {' or '.join(sorted(lacks))}. Fitting presets: "
+                f"{', '.join(FITTING[data.schema_type])}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _whole_steps(self) -> Config:
         together, sync = self.trainer.batches_per_step, self.synchronizer
         if sync.sync_style == "fixed" and sync.sync_interval % together:
@@ -201,6 +238,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sampling(self) -> Config:
+        if self.mode == "train":
+            return self
         used = sorted(TRUNCATING & set(self.buffer.taskset.rollout_args))
         if self.explorer.rollout_model.top_p < 1:
             used.append("explorer.rollout_model.top_p")

@@ -81,19 +81,39 @@ KINDS: Mapping[str, Callable[[], list[Problem]]] = {
 model: sums 2304, word_problems 1276."""
 
 
+def _other_digit(question: str, answer: str) -> str:
+    """Return a wrong answer that is near: the first other digit of the question, else the next one."""
+    return next((one for one in question if one.isdigit() and one != answer), str((int(answer) + 1) % 10))
+
+
+PREFERENCES: Mapping[str, tuple[str, Callable[[str, str], str]]] = {
+    "ops3_pairs": ("ops3", _other_digit),
+    "max3_pairs": ("max3", _other_digit),
+}
+"""Preferences by name: the problem set whose answers are chosen, and what gives the rejected ones."""
+
+
 def problems(kind: str, split: str) -> list[dict[str, str]]:
-    """Return the problems of one set as records ``{"question": "+372=", "answer": "7"}``, in a fixed order.
+    """Return the problems of one set as records ``{"question": "+372=", "answer": "7"}``, in a fixed order; preferences
+    as ``{"question": "+372=", "chosen": "7", "rejected": "3"}``.
 
     Args:
-        kind: A key of :data:`KINDS`.
+        kind: A key of :data:`KINDS` or :data:`PREFERENCES`.
         split: ``test`` is held out (256, at most a fifth of all), ``train`` is the rest: they share no question.
 
     Raises:
         TasksetError: Unknown set or split.
     """
+    if kind in PREFERENCES:
+        of, reject = PREFERENCES[kind]
+        return [
+            {"question": one["question"], "chosen": one["answer"], "rejected": reject(one["question"], one["answer"])}
+            for one in problems(of, split)
+        ]
     if kind not in KINDS:
-        near = difflib.get_close_matches(kind, KINDS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(KINDS)}"
+        known = [*KINDS, *PREFERENCES]
+        near = difflib.get_close_matches(kind, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
         raise TasksetError(f"no synthetic problems called {kind!r}; {hint}")
     if split not in {"train", "test"}:
         raise TasksetError(f"synthetic problems have no split {split!r}, wanted 'train' or 'test'")

@@ -1,18 +1,22 @@
 """The trainer agent.
 
-Input: processed batches of the ``ready`` stream. One closed batch is one unit of progress, whatever is left in it.
+Input: processed batches of the ``ready`` stream, or records in mode ``train``. One batch is one unit of progress,
+whatever is left in it.
 Output: train steps, checkpoints, progress, and weights for the engines: it leads the weight sync.
 Waits for: the next batch, an engine to give weights to, and at the end the explorer's last evaluation.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
 
 from trinity_agents.trainer.loop import TrainLoop
+from trinity_agents.trainer.sources.base import Source
+from trinity_agents.trainer.sources.records import open_records
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import ExplorerStatus, TrainerStatus
@@ -21,7 +25,7 @@ from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import EXIT_RESTART
 from trinity_mq.runtime.plugins import add_plugins
-from trinity_mq.runtime.process import keep_freed_memory
+from trinity_mq.runtime.process import keep_freed_memory, mark_run_over
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.factory import open_channel
@@ -52,11 +56,18 @@ class Trainer(Agent):
         fingerprint: str | None = None,
         ranks: RankProcesses | None = None,
         canary: Sequence[int] = FIRST_IDS,
+        source: Source | None = None,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self.ranks = ranks or RankProcesses(Ranks())
         self.loop = TrainLoop(
-            self, learner, channel, folder=folder or config.path, fingerprint=fingerprint, canary=canary
+            self,
+            learner,
+            channel,
+            folder=folder or config.path,
+            fingerprint=fingerprint,
+            canary=canary,
+            source=source,
         )
 
     def detail(self) -> TrainerStatus:
@@ -101,6 +112,8 @@ class Trainer(Agent):
                     loop.excuse_step(),
                     self.restart_without_lock(),
                 )
+            if self.config.mode == "train" and loop.finished:
+                await asyncio.to_thread(mark_run_over, loop.folder)  # a start after this has nothing to do
         finally:
             await loop.close()
             await self.ranks.end()
@@ -120,17 +133,19 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
         model = ensure_model_folder(config.model, config.path / "model", config.seed)
         ranks = Ranks(0, world, config.trainer.rank_timeout)
         codec = TextCodec.load(model, trust_remote_code=config.model.trust_remote_code)
+        source = open_records(config, codec) if config.mode == "train" else None
         return Trainer(
             config,
             bus=bus,
             topology=topology,
             agent_id=agent_id,
-            learner=TorchLearner(config, model, config.train_steps, ranks),
+            learner=TorchLearner(config, model, config.train_steps if source is None else source.ended, ranks),
             channel=open_channel(config),
             metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
             fingerprint=codec.fingerprint(),
             canary=canary_tokens(codec),
             ranks=RankProcesses(ranks),
+            source=source,
         )
 
     return run_daemon(config, agent_id, "trainer", build)
@@ -143,7 +158,10 @@ def follow(config: Config, agent_id: str, world: int) -> int:
     setup_logging("trainer", f"{agent_id}-rank-{rank}", config.path, config.monitor.log_level)
     add_plugins(config.plugin_dirs)
     model = ensure_model_folder(config.model, config.path / "model", config.seed)
-    learner = TorchLearner(config, model, config.train_steps, Ranks(rank, world, config.trainer.rank_timeout))
+    total = config.train_steps
+    if config.mode == "train":
+        total = open_records(config, TextCodec.load(model, trust_remote_code=config.model.trust_remote_code)).ended
+    learner = TorchLearner(config, model, total, Ranks(rank, world, config.trainer.rank_timeout))
     try:
         learner.follow()
     except RankError as error:

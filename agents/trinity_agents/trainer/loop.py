@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ import structlog
 from trinity_agents.trainer.batch_result import BatchResult, keep_for_a_look, skipped_batch_dead_letter, train_on
 from trinity_agents.trainer.history import History, StreamPlace, last_generation, last_progress, last_saved
 from trinity_agents.trainer.saving import CheckpointSaver
-from trinity_agents.trainer.sources.base import TrainBatch
+from trinity_agents.trainer.sources.base import Source, TrainBatch
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
@@ -55,6 +57,7 @@ class TrainLoop:
         folder: The run's folder.
         fingerprint: Of the model's structure, which engines must share.
         canary: Token ids of the canary prompt; more of them show smaller changes.
+        source: Of train batches; None: the stream of rollouts.
     """
 
     store: CheckpointStore
@@ -72,14 +75,18 @@ class TrainLoop:
         folder: Path,
         fingerprint: str | None = None,
         canary: Sequence[int] = FIRST_IDS,
+        source: Source | None = None,
     ) -> None:
         self.agent, self.config, self.folder, self.learner = agent, agent.config, folder, learner
         self.generation = self.step = self.progress = 0
         self.finished = False
         config = agent.config
         blobs = open_store(config.broker, agent.topology.run)
+        self._is_alone = config.mode == "train"
+        """There is no explorer, and no engine to give weights to."""
+        self._max_staleness = sys.maxsize if self._is_alone else config.synchronizer.effective_max_staleness
         self._in_batch_order = config.synchronizer.sync_style == "fixed"
-        self.source = StreamSource(
+        self.source: Source = source or StreamSource(
             agent.bus,
             agent.topology,
             agent.id,
@@ -159,6 +166,8 @@ class TrainLoop:
             if self.agent.bus.run_id:
                 self.check_run(self.agent.bus.run_id)
             self.agent.bus.run_id = self._saved_run
+        if self._is_alone and self.agent.bus.run_id is None:
+            self.agent.bus.run_id = uuid.uuid4().hex
         resumed: tuple[int, int] | None = None
         if checkpoint:
             state = checkpoint.state
@@ -284,15 +293,17 @@ class TrainLoop:
         batches that do not come.
         """
         now = asyncio.get_running_loop().time()
-        if self.progress >= self._reached:
+        if self._is_alone or self.progress >= self._reached:
             return 0.0
         ends = self._replay_ends if self.source.available() else min(self._replay_ends, self._quiet_ends)
         return max(0.0, ends - now)
 
     @property
     def is_run_over(self) -> bool:
-        """The explorer has done the last evaluation."""
-        return any(explorer.finished for explorer in self.agent.peers.statuses("explorer", ExplorerStatus))
+        """The explorer has done the last evaluation; without one, the final model is written."""
+        return (self._is_alone and self.finished) or any(
+            explorer.finished for explorer in self.agent.peers.statuses("explorer", ExplorerStatus)
+        )
 
     @property
     def _is_at_end(self) -> bool:
@@ -306,6 +317,8 @@ class TrainLoop:
         return self.agent.peers.explorer.wants
 
     def _sync_is_due(self) -> bool:
+        if self._is_alone:
+            return False
         machine = self.gate.machine
         boundary = Boundary(
             progress=self.progress,
@@ -369,7 +382,7 @@ class TrainLoop:
                 self.step,
                 learner=self.learner,
                 attempts=self._attempts,
-                max_staleness=self.config.synchronizer.effective_max_staleness,
+                max_staleness=self._max_staleness,
             )
         except TrainingStopped as error:
             tokenizer = self.folder / "model" if self.config.model.tiny else Path(str(self.config.model.model_path))
@@ -394,9 +407,9 @@ class TrainLoop:
             self._record(one, event, repaired=True)
             log.info("repaired_batch", batch=one.batch, outcome=event.outcome, reason=event.reason)
         record("write history", began, time.monotonic(), version=self.version, batch=batch.batch)
-        for _, _, event in ended:
+        for _, _, event in [] if self._is_alone else ended:
             await agent.publish("results", "progress", event, message_id=f"progress-{self.generation}-{event.progress}")
-        metrics = result.counts | result.metrics
+        metrics = result.counts | result.metrics | (batch.metrics if self._is_alone else {})
         metrics["time/batch"] = loop.time() - started
         metrics |= self._waits()
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
@@ -444,7 +457,7 @@ class TrainLoop:
             uids=batch.experiences.ids("uid") if event.outcome == "trained" else [],
             repaired=repaired,
             dropped=event.dropped,
-            stream=StreamPlace(batch.offset, batch.offsets, batch.announced),
+            stream=None if self._is_alone else StreamPlace(batch.offset, batch.offsets, batch.announced),
         )
 
     def _progress_of(self, progress: int, batch: TrainBatch, result: BatchResult) -> Progress:
@@ -491,7 +504,7 @@ class TrainLoop:
         self._saved_progress, self._saved_run = state.progress, state.run_id
         self.source.bytes_since_save -= self._bytes_saved
         self._bytes_saved = 0
-        await self._blobs.saved(state.source["consumed"])
+        await self._blobs.saved(state.source.get("consumed", ()))
         self.agent.report(state.progress, {"time/write_checkpoint": seconds})
 
     async def _finish(self) -> None:
@@ -506,7 +519,7 @@ class TrainLoop:
             log.warning("final_model_not_written", reason="no train step changed the weights")
         else:
             await publish_final(self.learner.export, self.folder / "final")
-        await self._blobs.saved(checkpoint.state.source["consumed"], last=True)
+        await self._blobs.saved(checkpoint.state.source.get("consumed", ()), last=True)
         self.finished = True
         self.agent.heartbeat_now()
 

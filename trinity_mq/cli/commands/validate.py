@@ -10,10 +10,11 @@ from pathlib import Path
 
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.cli.target import configuration, staged
-from trinity_mq.config import Config, ConfigError, Stage, TasksetConfig
+from trinity_mq.config import Config, ConfigError, ExperienceBufferConfig, Stage, TasksetConfig
 from trinity_mq.config.loading.stages import find_stage
 from trinity_mq.data import open_taskset
 from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.records import read_records
 from trinity_mq.messages import DecodeError
 from trinity_mq.models.model_folder import has_chat_template, known_folder
 from trinity_mq.rewards import RewardError, UnknownNameError, create_reward
@@ -98,7 +99,7 @@ def imports_torch(config: Config) -> bool:
 
 
 def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
-    return (config.buffer.taskset, *config.buffer.eval_tasksets)
+    return () if config.mode == "train" else (config.buffer.taskset, *config.buffer.eval_tasksets)
 
 
 def _is_plain(taskset: TasksetConfig) -> bool:
@@ -123,6 +124,8 @@ def check_tasksets(config: Config) -> list[str]:
         FatalError: A folder of ``plugin_dirs`` cannot be used.
     """
     add_plugins(config.plugin_dirs)
+    if config.mode == "train":
+        return [_check_records(config.buffer.trainer_input.experience_buffer)]
     found = []
     for taskset in _tasksets(config):
         try:
@@ -136,6 +139,16 @@ def check_tasksets(config: Config) -> list[str]:
             tasks = open_taskset(taskset, max_bytes=config.broker.max_task_bytes)
             found.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}")
     return found
+
+
+def _check_records(data: ExperienceBufferConfig) -> str:
+    if data.schema_type == "experience":
+        path = Path(data.path).expanduser()
+        if not path.exists():
+            raise TasksetError(f"training data {data.name!r}: there is no {path}")
+        return f"training data {data.name!r}: experiences recorded in {path}"
+    rows, _ = read_records(data, data.required_keys)
+    return f"training data {data.name!r}: {len(rows)} records from {data.path}"
 
 
 def check_greedy_runs(config: Config) -> list[str]:

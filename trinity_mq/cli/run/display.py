@@ -90,6 +90,10 @@ class PlainDisplay:
             self._left = True  # nobody reads any more: no reason to end a run
 
 
+INSTEAD_OF_REWARD = (("reward", REWARD), ("preference margin", "actor/pair_margin"), ("loss", "actor/ce_loss"))
+"""Names and metrics of what a run learns by; the first that is known is shown."""
+
+
 def plain_line(view: RunView, now: float) -> str:
     """Return the state in one line."""
     agents = view.agents(now)
@@ -191,8 +195,9 @@ def _gauges_hold(view: RunView, now: float) -> bool:
 def _figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
     tokens = next((view.metrics[name] for name in TOKENS_PER_SECOND if name in view.metrics), None)
     left = view.seconds_left(now)
+    learnt = next((one for one in INSTEAD_OF_REWARD if one[1] in view.metrics), ("reward", REWARD))
     figures = [
-        ("reward", _number(view.metrics.get(REWARD), ".3f")),
+        (learnt[0], _number(view.metrics.get(learnt[1]), ".3f")),
         *((f"{taskset} accuracy", f"{value:.3f} (step {step})") for taskset, (step, value) in view.results.items()),
         ("tokens/s", _number(tokens, ",.0f")),
         ("policy", view.version or "-"),

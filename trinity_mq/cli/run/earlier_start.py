@@ -96,6 +96,11 @@ def start_anew(config: Config, folder: RunFolder) -> list[str]:
 
 def _lengths(config: Config) -> tuple[int, int | None]:
     """Return the number of batches that the run has opened, and that of the whole run, None where that is unknown."""
+    if config.mode == "train":
+        from trinity_agents.trainer.history import last_progress
+
+        return last_progress(config.path / "history"), config.buffer.total_steps
+
     from trinity_agents.explorer.state import StateFile
     from trinity_agents.explorer.task_source import open_tasksets, run_length
 

@@ -24,6 +24,8 @@ LOST: Mapping[str, str] = {
     "rollout/partial_groups": "groups too small",
     "sample/dropped_stale_groups": "groups too old",
     "sample/skipped_step": "steps skipped",
+    "data/unfit_records": "records that could not be used",
+    "data/too_long": "records too long",
     "actor/skipped_nonfinite_loss": "optimizer steps without a finite loss",
     "actor/skipped_nonfinite_norm": "optimizer steps without a finite gradient",
     "actor/skipped_norm_spike": "optimizer steps with too large a gradient",
@@ -36,6 +38,8 @@ FAILURES_FILE = "failures.json"
 """File in a run's folder with the failures that its supervisor was told of."""
 
 OTHERS = (
+    "actor/ce_loss",
+    "actor/pair_margin",
     "rollout/accuracy/mean",
     "advantage/kl/mean",
     "actor/pg_loss",

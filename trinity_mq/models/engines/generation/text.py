@@ -41,6 +41,8 @@ class TextCodec:
             self._fast.no_padding()
         self.stop_ids = stop_ids
         """Token ids that end a response."""
+        self.end_id: int = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(stop_ids)
+        """The token with which a response to imitate ends."""
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(stop_ids, default=0)
 
     @classmethod
@@ -57,6 +59,11 @@ class TextCodec:
         except Exception as error:  # of many kinds, by tokenizer
             raise ModelError(f"{folder}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
         return cls(tokenizer, _stop_ids(tokenizer, folder))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the token ids of ``text``; ``special`` adds what the tokenizer puts around a bare prompt.

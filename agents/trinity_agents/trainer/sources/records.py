@@ -1,0 +1,247 @@
+"""Train batches from records that are there: supervised data, or rollouts recorded earlier."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from trinity_agents.trainer.sources.base import TrainBatch
+from trinity_mq.config import Config, ExperienceBufferConfig
+from trinity_mq.data.epochs import EpochOrder
+from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.formatters import FORMATTERS, FormatError, Reader, fitted
+from trinity_mq.data.records import Record, read_records
+from trinity_mq.experience import DecodeError, Experience, ExperienceBatch
+from trinity_mq.experience.eid import EID
+from trinity_mq.models.engines.generation.text import TextCodec, TextError
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.notify import Notifier
+
+log = structlog.get_logger(__name__)
+
+TRIED = 64
+"""Records that are tried before the training begins: where none of them can be used, the settings are wrong."""
+NAMED = 20
+"""Records that cannot be used of which the log names each."""
+BODY_SUFFIX = ".tmqx"
+"""End of the names of files with recorded experiences."""
+
+Rows = Callable[[Sequence[int]], tuple[list[Experience], dict[str, float]]]
+"""Makes the experiences of the records with these indexes, and returns metrics: how many could not be used."""
+
+
+class RecordSource:
+    """Batches of records, epoch after epoch. Its state is the position: killed at any point, a trainer goes on with the
+    records that would have come, each once an epoch.
+
+    Args:
+        config: The run's configuration, of mode ``train``.
+        count: Number of records, at least 1.
+        identity: Changes with the records.
+        rows: Makes experiences; called on a thread.
+    """
+
+    def __init__(self, config: Config, count: int, identity: str, rows: Rows) -> None:
+        data, self._size = config.buffer.trainer_input.experience_buffer, config.buffer.batch_size
+        self._name, self._rows = data.name, rows
+        self._settings = {"identity": identity, "seed": config.seed, "selector": data.selector}
+        self._order = EpochOrder(count, data.selector, config.seed)
+        steps, self._most = config.buffer.total_steps, config.buffer.total_epochs * count
+        self._total = steps if steps is not None else math.ceil(self._most / self._size)
+        self._has_epochs = steps is None
+        self._batch = 0
+        """Batches that are consumed."""
+        self._next: tuple[TrainBatch, tuple[int, int]] | None = None
+        """The batch that was made last, and the position behind it."""
+        self.changed = Notifier()
+        self.bytes_since_save = 0
+
+    @property
+    def ended(self) -> int:
+        """Batches of the run."""
+        return self._total
+
+    @property
+    def waiting(self) -> list[str]:
+        """Nothing: records do not wait for each other."""
+        return []
+
+    @property
+    def unused(self) -> list[int]:
+        """Nothing: no batch is repaired."""
+        return []
+
+    def available(self) -> bool:
+        """Return whether a batch is left."""
+        return self._batch < self._total
+
+    async def next(self) -> TrainBatch:
+        """Return the next batch; the last one of the last epoch has the records that are left."""
+        if self._next is None:
+            size = min(self._size, self._most - self._order.given) if self._has_epochs else self._size
+            before = (self._order.epoch, self._order.cursor)
+            indexes = self._order.take(size)
+            behind = (self._order.epoch, self._order.cursor)
+            self._order.move_to(*before)
+            experiences, metrics = await asyncio.to_thread(self._rows, indexes)
+            number = self._batch + 1
+            for place, one in enumerate(experiences):
+                one.eid = EID(number, place if one.index is None else one.index, run=place, suffix="record")
+            batch = TrainBatch(
+                number,
+                f"records-{number}",
+                "records",
+                "ready" if experiences else "empty",
+                ExperienceBatch.of(experiences),
+                metrics=metrics,
+                announced=len(experiences),
+            )
+            self._next = batch, behind
+        return self._next[0]
+
+    def consumed(self) -> None:
+        """Move on behind the batch that :meth:`next` returned last."""
+        assert self._next is not None
+        self._order.move_to(*self._next[1])
+        self._batch, self._next = self._batch + 1, None
+
+    def state(self) -> dict[str, Any]:
+        """Return the position, and what it is a position in."""
+        return {**self._settings, "batch": self._batch, "epoch": self._order.epoch, "cursor": self._order.cursor}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a position.
+
+        Raises:
+            FatalError: It belongs to other records, or to another order.
+        """
+        for key, now in self._settings.items():
+            if state.get(key) != now:
+                raise FatalError(
+                    f"training data {self._name!r}: the checkpoint's position belongs to {key} {state.get(key)!r}, and "
+                    f"here is {now!r}; put the old data and settings back, or train anew with --fresh"
+                )
+        try:
+            self._order.move_to(state.get("epoch"), state.get("cursor"))
+        except ValueError as error:
+            raise FatalError(f"training data {self._name!r}: {error}") from error
+        self._batch, self._next = int(state["batch"]), None
+
+    def run_begins(self, offset: int) -> None:
+        """Do nothing: there is no stream."""
+
+    async def run(self) -> None:
+        """Do nothing until cancelled."""
+        await asyncio.get_running_loop().create_future()
+
+
+def open_records(config: Config, codec: TextCodec) -> RecordSource:
+    """Return the source of a run of mode ``train``, at its beginning.
+
+    Raises:
+        TasksetError: The data cannot be read, or nothing in them can be used.
+    """
+    data = config.buffer.trainer_input.experience_buffer
+    if data.schema_type == "experience":
+        batch, identity = recorded(data)
+        return RecordSource(config, len(batch), identity, lambda indexes: (batch.select(indexes).into_list(), {}))
+    rows, identity = read_records(data, data.required_keys)
+    make = _Formatted(data, rows, codec, config.model.max_model_len)
+    make.try_first()
+    return RecordSource(config, len(rows), identity, make)
+
+
+def recorded(data: ExperienceBufferConfig) -> tuple[ExperienceBatch, str]:
+    """Return the experiences of a ``.tmqx`` file, or of all in a folder in the order of their names, and a hash over
+    them.
+
+    Raises:
+        TasksetError: There are none, or a file cannot be read.
+    """
+    path = Path(data.path).expanduser()
+    files = sorted(path.rglob(f"*{BODY_SUFFIX}")) if path.is_dir() else [path]
+    if not files:
+        raise TasksetError(f"training data {data.name!r}: the folder {path} holds no {BODY_SUFFIX} file")
+    digest, batches = hashlib.sha256(), []
+    for file in files:
+        try:
+            body = file.read_bytes()
+            batches.append(ExperienceBatch.decode(body))
+        except OSError as error:
+            raise TasksetError(
+                f"training data {data.name!r}: {file} cannot be read: {error.strerror or error}"
+            ) from error
+        except DecodeError as error:
+            raise TasksetError(
+                f"training data {data.name!r}: {file} holds no experiences: {error}. Files of Trinity-RFT are turned "
+                "into such files by `trinity-mq convert-experiences`"
+            ) from error
+        digest.update(body)
+    whole = ExperienceBatch.concat(batches)
+    if data.limit is not None:
+        whole = whole.select(range(min(data.limit, len(whole))))
+    if not len(whole):
+        raise TasksetError(f"training data {data.name!r}: {path} holds no experiences")
+    return whole, f"{len(whole)}-{digest.hexdigest()[:16]}"
+
+
+class _Formatted:
+    """Makes experiences of records; those that cannot be used are left out, counted, and named in the log."""
+
+    def __init__(self, data: ExperienceBufferConfig, rows: Sequence[Record], codec: TextCodec, max_tokens: int) -> None:
+        self._data, self._records, self._max_tokens = data, rows, max_tokens
+        self._format, self._reader = FORMATTERS[data.schema_type], Reader(data.format, codec)
+        self._left_out = 0
+
+    def __call__(self, indexes: Sequence[int]) -> tuple[list[Experience], dict[str, float]]:
+        found: list[Experience] = []
+        unfit = too_long = 0
+        for index in indexes:
+            try:
+                whole = self._format(self._reader, self._records[index])
+            except (FormatError, TextError) as error:
+                unfit += 1
+                self._name(index, str(error))
+                continue
+            one = fitted(whole, self._max_tokens, self._data.too_long)
+            too_long += one is not whole
+            if one is not None:
+                one.taskset, one.index = self._data.name, index
+                found.append(one)
+        return found, {"data/unfit_records": float(unfit), "data/too_long": float(too_long)}
+
+    def try_first(self) -> None:
+        """Make the first records.
+
+        Raises:
+            TasksetError: None of them can be used.
+        """
+        reasons: dict[str, int] = {}
+        for index, record in enumerate(self._records[:TRIED]):
+            try:
+                whole = self._format(self._reader, record)
+            except (FormatError, TextError) as error:
+                reasons.setdefault(f"record {index} {error}", index)
+                continue
+            if fitted(whole, self._max_tokens, self._data.too_long) is not None:
+                return
+            reasons.setdefault(
+                f"record {index} does not fit into model.max_model_len {self._max_tokens}: raise that, or set too_long "
+                "to cut",
+                index,
+            )
+        raise TasksetError(
+            f"training data {self._data.name!r}: none of the first {min(TRIED, len(self._records))} records of "
+            f"{self._data.path} can be used; {next(iter(reasons))}"
+        )
+
+    def _name(self, index: int, reason: str) -> None:
+        self._left_out += 1
+        if self._left_out <= NAMED:
+            log.warning("record_left_out", data=self._data.name, record=index, reason=reason)

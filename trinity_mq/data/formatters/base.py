@@ -1,0 +1,184 @@
+"""What formatters share: reading the parts of a record, the end of an answer, and records that are too long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from trinity_mq.config import RecordFormatConfig
+from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import DPO
+from trinity_mq.models.engines.generation.text import TextCodec
+
+Message = dict[str, Any]
+
+
+class FormatError(ValueError):
+    """A record that no experience can be made from; the message says what was seen and what was wanted."""
+
+
+class Reader:
+    """Reads the parts of records, and turns them into tokens as an engine would have read and sampled them.
+
+    Args:
+        keys: Where the parts are.
+        codec: The model's tokenizer and chat template.
+    """
+
+    def __init__(self, keys: RecordFormatConfig, codec: TextCodec) -> None:
+        self.keys, self.codec = keys, codec
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether prompts are lists of messages."""
+        return self.keys.prompt_type == "messages"
+
+    def text(self, record: Mapping[str, Any], key: str) -> str:
+        """Return the text at ``key``.
+
+        Raises:
+            FormatError: There is something else.
+        """
+        value = record.get(key)
+        if not isinstance(value, str) or not value:
+            raise FormatError(f"holds {_shown(value)} at {key!r}, wanted a text")
+        return value
+
+    def messages(self, record: Mapping[str, Any], key: str) -> list[Message]:
+        """Return the messages at ``key``, which may be JSON text.
+
+        Raises:
+            FormatError: There is something else.
+        """
+        value = _parsed(record.get(key), key)
+        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+            raise FormatError(f"holds {_shown(value)} at {key!r}, wanted a list of messages")
+        for number, one in enumerate(value):
+            if not isinstance(one, Mapping) or not isinstance(one.get("role"), str) or "content" not in one:
+                raise FormatError(f"holds {_shown(one)} at {key}[{number}], wanted a message with role and content")
+        # Hugging Face datasets give every message all keys that one of them has
+        return [{name: part for name, part in one.items() if part is not None or name == "content"} for one in value]
+
+    def tools(self, record: Mapping[str, Any]) -> list[Message] | None:
+        """Return the tools that are offered, None where there are none.
+
+        Raises:
+            FormatError: They are no list.
+        """
+        value = _parsed(record.get(self.keys.tools_key), self.keys.tools_key)
+        if not value:
+            return None
+        if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+            raise FormatError(f"holds {_shown(value)} at {self.keys.tools_key!r}, wanted a list of tools")
+        return [dict(one) for one in value]
+
+    def prompt_messages(self, record: Mapping[str, Any]) -> list[Message]:
+        """Return the prompt of a plain-text record as messages."""
+        own = self.keys.system_prompt_key
+        system = record.get(own) if own is not None and record.get(own) else self.keys.system_prompt
+        user: Message = {"role": "user", "content": self.text(record, self.keys.prompt_key)}
+        return [user] if system is None else [{"role": "system", "content": str(system)}, user]
+
+    def prompt_tokens(self, prompt: Sequence[Message], tools: list[Message] | None) -> list[int]:
+        """Return the tokens of a prompt, as an engine gets it: through the chat template, and without one as it is.
+
+        Raises:
+            TextError: The template refuses it, or the vocabulary does not cover it.
+            FormatError: There is no template, and it is more than a text.
+        """
+        if self.codec.has_template:
+            return self.codec.encode(self.codec.render(prompt, tools))
+        if len(prompt) > 1 or tools:
+            raise FormatError(
+                "the model has no chat template, and the prompt is more than one text: leave system prompts, further "
+                "messages and tools out, or put a chat_template.jinja into the model's folder"
+            )
+        return self.codec.encode(str(prompt[0]["content"]), special=True)
+
+    def answer_tokens(
+        self, prompt: Sequence[Message], answer: Sequence[Message], tools: list[Message] | None
+    ) -> list[int]:
+        """Return the tokens of an answer, as an engine would have sampled them after the prompt, its end included.
+
+        Raises:
+            TextError: The template refuses it, or the vocabulary does not cover it.
+            FormatError: The template writes the prompt differently once the answer follows.
+        """
+        if not self.codec.has_template:
+            return self.ended(self.codec.encode("".join(str(one["content"]) for one in answer)))
+        before = self.codec.render(prompt, tools)
+        whole = self.codec.render([*prompt, *answer], tools, add_generation_prompt=False)
+        if not whole.startswith(before):
+            raise FormatError(
+                "the chat template writes the prompt differently once an answer follows, so that the model would be "
+                f"trained on another prompt than it is asked: {before[-60:]!r} against "
+                f"{whole[max(0, len(before) - 60) : len(before)]!r}"
+            )
+        return self.ended(self.codec.encode(whole[len(before) :]))
+
+    def ended(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens up to their last end of sequence, where an engine stops, or with one added."""
+        ends = [place for place, token in enumerate(tokens) if token in self.codec.stop_ids]
+        return [*tokens[: ends[-1] + 1]] if ends else [*tokens, self.codec.end_id]
+
+
+Formatter = Callable[[Reader, Mapping[str, Any]], Experience]
+"""Makes the experience of a record.
+
+Raises:
+    FormatError: It cannot; the record is at fault.
+    TextError: The chat template or the vocabulary refuses it.
+"""
+
+
+def fitted(experience: Experience, max_tokens: int, too_long: Literal["skip", "cut"]) -> Experience | None:
+    """Return the experience if it has at most ``max_tokens``, with its answers cut where that is allowed; None where it
+    does not fit.
+
+    Args:
+        experience: Of a record.
+        max_tokens: Of a prompt and an answer together.
+        too_long: What becomes of longer ones. A prompt that leaves no token for the answer never fits.
+    """
+    room = max_tokens - experience.prompt_length
+    longest = experience.response_length
+    if experience.experience_type == DPO:
+        assert experience.chosen is not None
+        assert experience.rejected is not None
+        longest = max(len(experience.chosen), len(experience.rejected))
+    if longest <= room:
+        return experience
+    if too_long == "skip" or room < 1:
+        return None
+    if experience.experience_type == DPO:
+        assert experience.chosen is not None
+        assert experience.rejected is not None
+        return Experience(
+            tokens=experience.tokens, chosen=experience.chosen[:room], rejected=experience.rejected[:room]
+        )
+    assert experience.action_mask is not None
+    mask = experience.action_mask[:room]
+    if not mask.any():
+        return None
+    return Experience(
+        tokens=experience.tokens[:max_tokens],
+        prompt_length=experience.prompt_length,
+        action_mask=mask,
+        truncate_status="response_truncated",
+        experience_type=experience.experience_type,
+    )
+
+
+def _parsed(value: Any, key: str) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        return value or None
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise FormatError(f"holds {_shown(value)} at {key!r}, which is not JSON: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,17 @@
+"""Plain texts for continued pre-training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_mq.data.formatters.base import FormatError, Reader
+from trinity_mq.experience import Experience
+
+
+def text_of(reader: Reader, record: Mapping[str, Any]) -> Experience:
+    """Return the experience of a text: each token but the first is trained on, the end of sequence included."""
+    tokens = reader.ended(reader.codec.encode(reader.text(record, reader.keys.prompt_key), special=True))
+    if len(tokens) < 2:
+        raise FormatError("its text is a single token, which leaves nothing to predict")
+    return Experience(tokens=tokens, prompt_length=1)
