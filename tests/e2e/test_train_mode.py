@@ -1,0 +1,51 @@
+"""Mode train as a stranger runs it: the examples, as real processes on a real broker."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.metric_names import undocumented
+from trinity_mq.testing.runs import LocalRun
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MARGIN = "actor/pair_margin"
+ACCURACY = "eval/ops3_held_out/accuracy/mean@1"
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+async def test_preferences_are_learned_and_a_stopped_run_goes_on(tmp_path: Path) -> None:
+    async with LocalRun(EXAMPLES / "dpo.yaml", tmp_path / "run", "trainer.save_interval=5") as run:
+        await run.until(lambda: len(run.values(MARGIN)) > 10)
+        assert run.process is not None
+        run.process.send_signal(signal.SIGINT)
+        code, output = await run.ended(60.0)
+    assert code == 130, output
+    done = len(run.values(MARGIN))
+    async with LocalRun(EXAMPLES / "dpo.yaml", tmp_path / "run", "trainer.save_interval=5") as run:
+        code, output = await run.ended(200.0)
+    assert code == 0, output
+    margins = dict(run.values(MARGIN))
+    assert sorted(margins) == list(range(1, 121)), "every step was made"
+    assert done < 120
+    assert margins[1] == pytest.approx(0.0, abs=1e-6)
+    assert margins[120] > 0.5
+    assert margins[60] < margins[120]
+    assert dict(run.values("actor/pair_accuracy"))[120] > 0.9
+    assert undocumented({name for line in run.metrics() for name in line}) == set()
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+    assert "preference margin" in output
+
+
+@pytest.mark.extended
+async def test_reinforcement_goes_on_from_what_was_imitated(tmp_path: Path) -> None:
+    async with LocalRun(EXAMPLES / "sft-then-rl.yaml", tmp_path / "run") as run:
+        code, output = await run.ended(380.0)
+    assert code == 0, output
+    second = LocalRun(EXAMPLES / "sft-then-rl.yaml", tmp_path / "run-rl")
+    accuracy = dict(second.values(ACCURACY))
+    assert accuracy[0] > 0.5, "what 200 solved problems teach; a fresh model answers none"
+    assert accuracy[200] > accuracy[0] + 0.1
