@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.config import load_config
+from trinity_mq.config import load_config, load_stages
 
 ROOT = Path(__file__).parents[2]
 MOST_MODULES = 12
@@ -109,8 +109,9 @@ def test_pins_name_every_dependency() -> None:
 def test_examples_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in EXAMPLES.items():
         monkeypatch.setenv(name, value)
-    config = load_config(path)
-    assert config.name == path.stem
+    stages = load_stages(path)
+    names = [stage.config.name.removesuffix(f"-{stage.name}") for stage in stages] or [load_config(path).name]
+    assert set(names) == {path.stem}
 
 
 def test_nothing_is_raised_out_of_except_star() -> None:

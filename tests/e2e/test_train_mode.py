@@ -35,7 +35,7 @@ async def test_preferences_are_learned_and_a_stopped_run_goes_on(tmp_path: Path)
     assert margins[1] == pytest.approx(0.0, abs=1e-6)
     assert margins[60] > 0.2
     assert margins[30] < margins[60]
-    assert dict(run.values("actor/pair_accuracy"))[60] > 0.9
+    assert dict(run.values("actor/pair_accuracy"))[60] > 0.8
     assert undocumented({name for line in run.metrics() for name in line}) == set()
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
     assert "preference margin" in output
