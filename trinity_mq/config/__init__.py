@@ -15,6 +15,7 @@ from trinity_mq.config.algorithm import AlgorithmConfig, OperatorConfig, Optimiz
 from trinity_mq.config.buffer import (
     BufferConfig,
     ExperienceBufferConfig,
+    ExplorerOutputConfig,
     FormatConfig,
     RecordFormatConfig,
     TasksetConfig,
@@ -38,6 +39,7 @@ __all__ = [
     "DynamicTimeoutConfig",
     "ExperienceBufferConfig",
     "ExplorerConfig",
+    "ExplorerOutputConfig",
     "FormatConfig",
     "ModelConfig",
     "MonitorConfig",

@@ -21,7 +21,12 @@ class Agents(NamedTuple):
 AGENTS: Mapping[Mode, Agents] = MappingProxyType(
     {
         "both": Agents(("explorer", "trainer", "operator", "runner"), ends="explorer"),
+        # the trainer writes what it would train on, and gives engines the weights
+        "explore": Agents(("explorer", "trainer", "operator", "runner"), ends="explorer"),
         "train": Agents(("trainer",), ends="trainer"),
     }
 )
 """Agents by mode; a mode without an entry is refused by the configuration."""
+
+TRAINING_MODES = frozenset[Mode]({"both", "train"})
+"""Modes that leave a trained model behind."""

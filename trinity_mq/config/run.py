@@ -60,7 +60,8 @@ class Config(Section):
     """Folder of checkpoints, logs, metrics and state. Empty: ``runs/<name>``."""
     mode: Mode = "both"
     """What the run does. ``both``: rolls out and trains. ``train``: trains on the records of
-    ``buffer.trainer_input.experience_buffer``, without explorer, runners and engines."""
+    ``buffer.trainer_input.experience_buffer``, without explorer, runners and engines. ``explore``: rolls out,
+    and writes the experiences to ``buffer.explorer_output``; the model stays as it is."""
     seed: int = Field(default=0, ge=0)
     """Seed of the task order, of sampling and of a tiny model's weights."""
     plugin_dirs: tuple[str, ...] = ()
@@ -159,13 +160,15 @@ class Config(Section):
                 f"trainer.batches_per_step is {self.trainer.batches_per_step} in mode train, where a batch is as large "
                 "as buffer.batch_size says: raise that instead"
             )
-        if (
-            self.mode == "train"
-            and (lacks := SCHEMAS[data.schema_type] - components(self.algorithm)) == SCHEMAS[data.schema_type]
-        ):
+        if self.mode == "explore" and self.trainer.nproc > 1:
+            raise ValueError(
+                f"trainer.nproc is {self.trainer.nproc} in mode explore, which trains nothing: leave it at 1"
+            )
+        wanted = SCHEMAS[data.schema_type]
+        if self.mode == "train" and not wanted & components(self.algorithm):
             raise ValueError(
                 f"{where}.schema_type is {data.schema_type}, and algorithm_type {self.algorithm.algorithm_type} has no "
-                f"loss for it: it gives no weight to {' or '.join(sorted(lacks))}. Fitting presets: "
+                f"loss for it: it gives no weight to {' or '.join(sorted(wanted))}. Fitting presets: "
                 f"{', '.join(FITTING[data.schema_type])}"
             )
         return self

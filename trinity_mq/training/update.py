@@ -389,6 +389,9 @@ def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     return dict(zip(scalars, values, strict=True))
 
 
+WRITTEN = "output/experiences"
+"""Metric of a step in which experiences were written and not trained on."""
+
 SKIPPED = "actor/skipped_"
 """Metrics that count optimizer steps which were not made, by reason."""
 FIRST = (DIFFERENCE, "mismatch/")

@@ -15,10 +15,12 @@ from pathlib import Path
 import structlog
 
 from trinity_agents.trainer.loop import TrainLoop
+from trinity_agents.trainer.recorder import RecordingLearner
 from trinity_agents.trainer.sources.base import Source
 from trinity_agents.trainer.sources.records import open_records
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
+from trinity_mq.data.sinks import open_sink
 from trinity_mq.messages import ExplorerStatus, TrainerStatus
 from trinity_mq.models import ensure_model_folder
 from trinity_mq.models.engines.generation.text import TextCodec
@@ -133,13 +135,17 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
         model = ensure_model_folder(config.model, config.path / "model", config.seed)
         ranks = Ranks(0, world, config.trainer.rank_timeout)
         codec = TextCodec.load(model, trust_remote_code=config.model.trust_remote_code)
+        learner: Learner
         source = open_records(config, codec) if config.mode == "train" else None
+        learner = TorchLearner(config, model, config.train_steps if source is None else source.ended, ranks)
+        if config.mode == "explore":
+            learner = RecordingLearner(learner, open_sink(config.buffer.explorer_output, config.path))
         return Trainer(
             config,
             bus=bus,
             topology=topology,
             agent_id=agent_id,
-            learner=TorchLearner(config, model, config.train_steps if source is None else source.ended, ranks),
+            learner=learner,
             channel=open_channel(config),
             metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
             fingerprint=codec.fingerprint(),

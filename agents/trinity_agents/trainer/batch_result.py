@@ -23,7 +23,7 @@ from trinity_mq.runtime.deliveries import OFFSETS_HEADER, envelope
 from trinity_mq.telemetry.trace import span
 from trinity_mq.training.checkpoints.checkpoint import StepAttempts
 from trinity_mq.training.learner import Learner
-from trinity_mq.training.update import SKIPPED
+from trinity_mq.training.update import SKIPPED, WRITTEN
 
 log = structlog.get_logger(__name__)
 
@@ -168,7 +168,7 @@ async def train_on(
         }
         if not parts[number].experiences:
             ends[number] = BatchResult("dropped", "every group was too old", **too_old)
-        elif stepped or metrics.get("critic/optimizer_steps", 0.0) > 0:
+        elif stepped or metrics.get("critic/optimizer_steps", 0.0) > 0 or metrics.get(WRITTEN, 0.0) > 0:
             ends[number] = BatchResult("trained", moved=stepped, **too_old)
         else:
             ends[number] = BatchResult(*_why_no_step(metrics), **too_old)

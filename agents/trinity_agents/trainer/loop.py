@@ -515,7 +515,9 @@ class TrainLoop:
         checkpoint = self.store.latest()
         if checkpoint is None:
             raise FatalError("the final checkpoint cannot be found again")
-        if self.step == 0:
+        if self.config.mode == "explore":
+            log.info("model_unchanged", reason="mode explore trains nothing")
+        elif self.step == 0:
             log.warning("final_model_not_written", reason="no train step changed the weights")
         else:
             await publish_final(self.learner.export, self.folder / "final")

@@ -25,6 +25,7 @@ from trinity_mq.cli.run.report import make_report, save_failures, train_steps
 from trinity_mq.cli.run.session import Session
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config, ConfigError
+from trinity_mq.config.mode import TRAINING_MODES
 from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.process import disk_full
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
@@ -67,7 +68,7 @@ def run_configured(
             if extended is None:
                 print(make_report(config.name, folder.path))
                 print(f"this run has finished: {HOW_TO_GO_ON}")
-                return exit_code(finished=True, steps=train_steps(folder.path))
+                return exit_code(finished=True, steps=train_steps(folder.path), trains=_trains(config))
             print(extended)
         if not (arguments.fresh or arguments.start):
             check(config, arguments, stage)
@@ -129,11 +130,19 @@ def _run(
         print(f"warning: {disk_full(error) or error}", file=sys.stderr)
     print(make_report(config.name, folder.path))
     again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
-    code = 128 + session.signal if session.signal else exit_code(finished=session.finished, steps=session.steps)
+    code = (
+        128 + session.signal
+        if session.signal
+        else exit_code(finished=session.finished, steps=session.steps, trains=_trains(config))
+    )
     curable = all(failure.code != EXIT_FATAL for failure in session.failures)
     if (line := closing_line(code, again, finished=session.finished, curable=curable)) is not None:
         print(line)
     return code
+
+
+def _trains(config: Config) -> bool:
+    return config.mode in TRAINING_MODES
 
 
 def _failure_report(failure: ProcessEvent, logs: Path) -> str:

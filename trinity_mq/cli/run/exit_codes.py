@@ -6,19 +6,20 @@ TRAINED = 0
 ENDED_EARLY = 3
 TRAINED_NOTHING = 4
 EPILOG = (
-    "exit codes: 0 trained as asked; 3 ended early, after at least one train step; 4 trained nothing; 2 not started, "
+    "exit codes: 0 done as asked; 3 ended early, after at least one train step; 4 trained nothing; 2 not started, "
     "and the line on stderr says what to change; 130, 143 interrupted by Ctrl-C or SIGTERM"
 )
 
 
-def exit_code(*, finished: bool, steps: int | None) -> int:
+def exit_code(*, finished: bool, steps: int | None, trains: bool = True) -> int:
     """Return the exit code of a run that nobody interrupted.
 
     Args:
+        trains: Its mode is one that trains; where none is wanted, no train step is no failure.
         finished: It came to its end without a process that failed for good.
         steps: Train steps that changed the weights, over all starts of the run; None: the trainer reported none.
     """
-    if finished and steps != 0:
+    if finished and (steps != 0 or not trains):
         return TRAINED
     return ENDED_EARLY if steps else TRAINED_NOTHING
 

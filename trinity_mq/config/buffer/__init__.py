@@ -1,5 +1,6 @@
 """The buffer section: where tasks and training data come from, and how much of them makes a run."""
 
+from trinity_mq.config.buffer.explorer_output import ExplorerOutputConfig
 from trinity_mq.config.buffer.section import BufferConfig
 from trinity_mq.config.buffer.taskset import FormatConfig, TasksetConfig
 from trinity_mq.config.buffer.trainer_input import ExperienceBufferConfig, RecordFormatConfig, TrainerInputConfig
@@ -7,6 +8,7 @@ from trinity_mq.config.buffer.trainer_input import ExperienceBufferConfig, Recor
 __all__ = [
     "BufferConfig",
     "ExperienceBufferConfig",
+    "ExplorerOutputConfig",
     "FormatConfig",
     "RecordFormatConfig",
     "TasksetConfig",

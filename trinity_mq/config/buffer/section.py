@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from trinity_mq.config.base import Section
+from trinity_mq.config.buffer.explorer_output import ExplorerOutputConfig
 from trinity_mq.config.buffer.taskset import TasksetConfig
 from trinity_mq.config.buffer.trainer_input import TrainerInputConfig
 
@@ -22,6 +23,8 @@ class BufferConfig(Section):
     """Source of the training tasks."""
     trainer_input: TrainerInputConfig = Field(default_factory=TrainerInputConfig)
     """What the trainer trains on: rollouts, or data that are there."""
+    explorer_output: ExplorerOutputConfig = Field(default_factory=ExplorerOutputConfig)
+    """Where mode ``explore`` writes experiences."""
     eval_tasksets: tuple[TasksetConfig, ...] = ()
     """Sources of the evaluation tasks, each reported by its name."""
 

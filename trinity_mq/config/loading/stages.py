@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.config.loading.load import STAGES, ConfigError, read_settings, title, validated
+from trinity_mq.config.mode import TRAINING_MODES
 from trinity_mq.config.run import Config
 
 STAGE_NAME = "stage_name"
 ALTERNATIVES = (("model_path", "tiny"), ("total_steps", "total_epochs"), ("taskset", "tasksets"))
 """Settings of which a section holds one: a stage that gives one takes the others of the file back."""
-TRAINING_MODES = frozenset({"both", "train"})
-"""Modes that leave a model behind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,35 @@
+"""Where mode ``explore`` writes the experiences that the operators have processed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from trinity_mq.config.base import Section
+
+
+class ExplorerOutputConfig(Section):
+    """Output of mode ``explore``: a file for each batch in a folder, or rows of a table.
+
+    ``body``: ``.tmqx`` files, which hold experiences exactly: mode ``train`` reads the folder, ``trinity-mq inspect``
+    a file. ``jsonl`` and ``parquet`` (extra ``parquet``): a row an experience, with ids, texts, tokens, logprobs,
+    rewards and advantages as plain columns. ``sql`` (extra ``sql``): the same in a table.
+    """
+
+    storage_type: Literal["body", "jsonl", "parquet", "sql"] = "body"
+    """Kind of the output."""
+    path: str = ""
+    """Folder, made if missing, or URL of a database, such as ``sqlite:///experiences.db``. Empty: ``experiences`` in
+    the run's folder; ``sql`` needs one."""
+    table: str = Field(default="experiences", pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,62}$")
+    """sql: table, made if missing."""
+
+    @model_validator(mode="after")
+    def _url(self) -> ExplorerOutputConfig:
+        if self.storage_type == "sql" and "://" not in self.path:
+            raise ValueError(
+                f"path is {self.path!r} with storage_type sql, wanted the URL of a database, such as "
+                "sqlite:///experiences.db or postgresql+psycopg://user@host/name"
+            )
+        return self

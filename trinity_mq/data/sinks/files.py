@@ -1,0 +1,79 @@
+"""A folder with a file for each batch."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trinity_mq.data.sinks.base import SinkError
+from trinity_mq.experience import EncodeError, Experience, ExperienceBatch
+from trinity_mq.experience.hf import ENCODED, to_record
+from trinity_mq.runtime.process import write_atomic
+
+Encode = Callable[[Sequence[Experience]], bytes]
+
+
+class FileSink:
+    """Writes ``batch-<number><suffix>``, each by an atomic rename.
+
+    Args:
+        folder: Made if missing.
+        suffix: End of the files' names.
+        encode: Makes the content of a file.
+    """
+
+    def __init__(self, folder: Path, suffix: str, encode: Encode) -> None:
+        self._folder, self._suffix, self._encode = folder.absolute(), suffix, encode
+        self.title = str(self._folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SinkError(f"the folder {self._folder} cannot be made: {error.strerror or error}") from error
+
+    def write(self, batch: int, experiences: Sequence[Experience]) -> None:
+        """Write a batch's file, in place of an earlier one.
+
+        Raises:
+            SinkError: It cannot be written.
+        """
+        path = self._folder / f"batch-{batch:06d}{self._suffix}"
+        try:
+            write_atomic(path, self._encode(experiences))
+        except (OSError, EncodeError) as error:
+            raise SinkError(f"{path} cannot be written: {error}; check space and permissions") from error
+
+    def close(self) -> None:
+        """Do nothing: every file is closed."""
+
+
+def encode_bodies(experiences: Sequence[Experience]) -> bytes:
+    """Return an experience body, which holds them exactly."""
+    return ExperienceBatch.of(experiences).encode()
+
+
+def encode_json_lines(experiences: Sequence[Experience]) -> bytes:
+    """Return a line of JSON for each, with the plain columns of a dataset's row."""
+    rows = ({name: value for name, value in to_record(one).items() if name != ENCODED} for one in experiences)
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+def encode_parquet(experiences: Sequence[Experience]) -> bytes:
+    """Return a Parquet file with the rows of :func:`trinity_mq.experience.to_hf_datasets`, which also reads them.
+
+    Raises:
+        SinkError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise SinkError(
+            "storage_type parquet needs the package pyarrow: pip install 'trinity-mq[parquet]', or set it to body"
+        ) from error
+    rows = [to_record(one) for one in experiences]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue()

@@ -1,0 +1,85 @@
+"""A table of a database with a row for each experience."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trinity_mq.data.sinks.base import SinkError
+from trinity_mq.experience import EncodeError, Experience
+from trinity_mq.experience.hf import ENCODED, to_record
+from trinity_mq.telemetry import mask_passwords
+
+try:
+    import sqlalchemy
+    from sqlalchemy import JSON, Column, Float, Integer, LargeBinary, MetaData, String, Table
+    from sqlalchemy.exc import SQLAlchemyError
+except ImportError as missing:
+    raise SinkError(
+        "storage_type sql needs the package SQLAlchemy: pip install 'trinity-mq[sql]', and a driver for databases "
+        "other than SQLite, such as psycopg"
+    ) from missing
+
+BATCH = "batch_number"
+"""Column with the number of the batch, by which a batch that is written again replaces itself."""
+_KINDS = {
+    "uid": String,
+    "batch": String,
+    "task": String,
+    "run": Integer,
+    "step": Integer,
+    "experience_type": String,
+    "prompt_length": Integer,
+    "reward": Float,
+    "temperature": Float,
+    "truncate_status": String,
+    "prompt_text": String,
+    "response_text": String,
+    "taskset": String,
+    "index": Integer,
+    ENCODED: LargeBinary,
+}
+"""Types of the columns that are no token lists, which are JSON."""
+
+
+class SqlSink:
+    """Writes the rows of :func:`trinity_mq.experience.to_hf_datasets` into a table, a batch in a transaction.
+
+    Args:
+        url: Of the database, as SQLAlchemy takes it.
+        table: Made if missing.
+    """
+
+    def __init__(self, url: str, table: str) -> None:
+        self.title = f"table {table} of {mask_passwords(url)}"
+        names = ["uid", *to_record(Experience(tokens=[0, 0], prompt_length=1))]
+        columns = [Column(name, _KINDS.get(name, JSON)()) for name in names]
+        self._table = Table(
+            table, MetaData(), Column("id", Integer, primary_key=True), Column(BATCH, Integer, index=True), *columns
+        )
+        try:
+            self._engine = sqlalchemy.create_engine(url)
+            self._table.metadata.create_all(self._engine)
+        except (SQLAlchemyError, ImportError) as error:
+            raise SinkError(f"{self.title} cannot be used: {_said(error)}") from error
+
+    def write(self, batch: int, experiences: Sequence[Experience]) -> None:
+        """Write a batch's rows, in place of those that are there for it.
+
+        Raises:
+            SinkError: They cannot be written; nothing has changed then.
+        """
+        try:
+            rows = [{BATCH: batch, "uid": one.eid.uid, **to_record(one)} for one in experiences]
+            with self._engine.begin() as transaction:
+                transaction.execute(self._table.delete().where(self._table.c[BATCH] == batch))
+                transaction.execute(self._table.insert(), rows)
+        except (SQLAlchemyError, EncodeError) as error:
+            raise SinkError(f"batch {batch} cannot be written to {self.title}: {_said(error)}") from error
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._engine.dispose()
+
+
+def _said(error: Exception) -> str:
+    return mask_passwords(" ".join(str(error).split())[:300])
