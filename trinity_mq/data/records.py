@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ from trinity_mq.config import TasksetConfig
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.files import read_file
 from trinity_mq.data.synthetic import problems
+from trinity_mq.telemetry import mask_passwords
 
 Record = Mapping[str, Any]
 
@@ -26,11 +29,15 @@ class RecordsConfig(Protocol):
 
     @property
     def storage_type(self) -> str:
-        """``file``, ``huggingface`` or ``synthetic``."""
+        """``file``, ``huggingface``, ``sql`` or ``synthetic``."""
 
     @property
     def path(self) -> str:
         """File, dataset or generator."""
+
+    @property
+    def query(self) -> str:
+        """Table or SELECT statement of a database."""
 
     @property
     def subset_name(self) -> str | None:
@@ -67,7 +74,7 @@ def read_records(
         TasksetError: The source is not there, cannot be read, or a record lacks a key, cannot travel in a message or
             is larger than ``max_bytes`` there.
     """
-    sources = {"file": _file, "huggingface": _hugging_face, "synthetic": _synthetic}
+    sources = {"file": _file, "huggingface": _hugging_face, "sql": _sql, "synthetic": _synthetic}
     digest = hashlib.sha256()
     rows: list[Record] = []
     for where, row in sources[config.storage_type](config):
@@ -121,6 +128,44 @@ def _hugging_face(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
         ) from error
     for number, row in enumerate(rows):
         yield f"{config.path}[{number}]", row
+
+
+def _sql(config: RecordsConfig) -> Iterator[tuple[str, Any]]:
+    try:
+        import sqlalchemy
+        from sqlalchemy.exc import SQLAlchemyError
+    except ImportError as error:
+        raise TasksetError(
+            f"taskset {config.name!r}: storage_type sql needs the package SQLAlchemy: pip install 'trinity-mq[sql]', "
+            "and a driver for databases other than SQLite, such as psycopg"
+        ) from error
+    engine = None
+    try:
+        engine = sqlalchemy.create_engine(config.path)
+        with engine.connect() as connection:
+            if " " in config.query.strip():
+                rows = connection.execute(sqlalchemy.text(config.query))
+            else:
+                table = sqlalchemy.Table(config.query.strip(), sqlalchemy.MetaData(), autoload_with=engine)
+                keys = list(table.primary_key.columns) or list(table.columns)
+                rows = connection.execute(sqlalchemy.select(table).order_by(*keys))
+            for number, row in enumerate(rows.mappings()):
+                yield f"{config.query}[{number}]", {name: _plain(value) for name, value in row.items()}
+    except (SQLAlchemyError, ImportError) as error:
+        said = mask_passwords(" ".join(str(error).split())[:300])
+        raise TasksetError(
+            f"taskset {config.name!r}: {config.query!r} of {mask_passwords(config.path)} cannot be read: {said}"
+        ) from error
+    finally:
+        if engine is not None:
+            engine.dispose()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a database as JSON would have it: decimals as numbers, dates as text."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else value
 
 
 def _packed(config: RecordsConfig, keys: Mapping[str, str], where: str, row: Any) -> bytes:

@@ -1,4 +1,5 @@
 import json
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -275,3 +276,40 @@ def test_a_record_larger_than_a_message_is_refused_with_its_place_and_size(tmp_p
     assert len(open_taskset(config, max_bytes=1100)) == 2
     with pytest.raises(TasksetError, match=rf"{path}:2: the record takes 10\d\d bytes .* leaves 900 .* paths or URLs"):
         open_taskset(config, max_bytes=900)
+
+
+def test_rows_of_a_database_are_tasks_in_the_order_of_their_key(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'tasks.db'}"
+    with sqlite3.connect(tmp_path / "tasks.db") as database:
+        database.execute("CREATE TABLE tasks (id INTEGER PRIMARY KEY, question TEXT, answer TEXT, level NUMERIC)")
+        rows = [(3, "c", "3", 1.5), (1, "a", "1", 2), (2, "b", "2", None)]
+        database.executemany("INSERT INTO tasks VALUES (?, ?, ?, ?)", rows)
+    database.close()
+    whole = open_taskset(TasksetConfig(storage_type="sql", path=url, query="tasks", selector="sequential"))
+    assert [task.raw_task["question"] for task in whole.all_tasks()] == ["a", "b", "c"]
+    assert whole.all_tasks()[2].raw_task == {"id": 3, "question": "c", "answer": "3", "level": 1.5}
+    chosen = TasksetConfig(
+        storage_type="sql", path=url, query="SELECT question, answer FROM tasks WHERE id > 1 ORDER BY id DESC"
+    )
+    assert [task.raw_task["question"] for task in open_taskset(chosen).all_tasks()] == ["c", "b"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"query": "nothing"}, "'nothing' of sqlite:.* cannot be read: .*nothing"),
+        ({"query": "SELECT FROM"}, "cannot be read: .*syntax error"),
+        ({"query": "tasks", "path": "mysterious://me:secret@host/x"}, r"mysterious://me:\*\*\*@host/x cannot be read"),
+    ],
+)
+def test_a_database_that_cannot_be_read_says_why(tmp_path: Path, given: dict[str, str], said: str) -> None:
+    config = TasksetConfig(**{"storage_type": "sql", "path": f"sqlite:///{tmp_path / 'x.db'}", **given})
+    with pytest.raises(TasksetError, match=said):
+        open_taskset(config)
+
+
+def test_a_query_belongs_to_a_database() -> None:
+    with pytest.raises(ValueError, match="needs a query"):
+        TasksetConfig(storage_type="sql", path="sqlite:///x.db")
+    with pytest.raises(ValueError, match="reads no database: set that to sql"):
+        TasksetConfig(storage_type="file", path="x.jsonl", query="x")

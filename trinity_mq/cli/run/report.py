@@ -141,6 +141,7 @@ def _places(run_dir: Path) -> list[tuple[str, str]]:
         ("model", f"{final}  (Hugging Face folder)" if final.is_dir() else "none yet"),
         ("checkpoint", str(newest_checkpoint(run_dir) or "none yet")),
         ("metrics", f"{run_dir / METRICS_FILE}, and `{tensorboard}`"),
+        *([("experiences", f"{written}  (a file a batch)")] if (written := run_dir / "experiences").is_dir() else []),
         *([("timeline", str(timeline))] if timeline.is_file() else []),
         ("logs", str(run_dir / "logs")),
     ]

@@ -9,6 +9,20 @@ from pydantic import Field, model_validator
 from trinity_mq.config.base import Section
 
 
+def check_query(name: str, storage_type: str, query: str) -> None:
+    """Check that a source in a database says which rows, and no other source does.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if (storage_type == "sql") != bool(query):
+        raise ValueError(
+            f"{name!r} of storage_type sql needs a query: a table's name, or a SELECT statement with an ORDER BY"
+            if not query
+            else f"{name!r} has a query and storage_type {storage_type}, which reads no database: set that to sql"
+        )
+
+
 class FormatConfig(Section):
     """Keys of the parts of a record."""
 
@@ -26,15 +40,18 @@ class TasksetConfig(Section):
     ``file``: the file at ``path``, JSON lines (``.jsonl``, ``.ndjson``), a JSON list (``.json``), CSV with names in its
     first line (``.csv``, ``.tsv``) or Parquet (``.parquet``, extra ``parquet``). ``huggingface``: a dataset folder or
     hub id at ``path`` (extra ``datasets``). ``synthetic``: problems of the generator named ``path``, such as ``ops3``,
-    without any file. ``queue``: tasks submitted from outside.
+    without any file. ``sql``: the rows of ``query`` in the database at the URL ``path`` (extra ``sql``), such as
+    ``sqlite:///tasks.db``. ``queue``: tasks submitted from outside.
     """
 
     name: str = "train"
     """Name in metrics and messages."""
-    storage_type: Literal["file", "huggingface", "synthetic", "queue"] = "file"
+    storage_type: Literal["file", "huggingface", "sql", "synthetic", "queue"] = "file"
     """Kind of the source."""
     path: str = ""
-    """File, dataset or generator, by ``storage_type``."""
+    """File, dataset, database or generator, by ``storage_type``."""
+    query: str = ""
+    """sql: a table's name, or a SELECT statement with an ORDER BY, since positions are places in its rows."""
     subset_name: str | None = None
     """huggingface: name of the dataset's configuration. None: its default."""
     split: str = "train"
@@ -62,4 +79,5 @@ class TasksetConfig(Section):
     def _path(self) -> TasksetConfig:
         if self.storage_type != "queue" and not self.path:
             raise ValueError(f"taskset {self.name!r} of storage_type {self.storage_type!r} needs a path")
+        check_query(self.name, self.storage_type, self.query)
         return self

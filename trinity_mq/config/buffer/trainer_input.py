@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from trinity_mq.config.base import Section
+from trinity_mq.config.buffer.taskset import check_query
 
 Schema = Literal["experience", "sft", "dpo", "cpt"]
 
@@ -41,18 +42,21 @@ class ExperienceBufferConfig(Section):
 
     ``stream``: rollouts, as operators process them. The others read records: ``file`` at ``path`` (JSON lines, a JSON
     list, CSV, Parquet; with schema ``experience`` a ``.tmqx`` file or a folder of them), ``huggingface`` a dataset
-    folder or hub id, ``synthetic`` the generator named ``path``, such as ``ops3``.
+    folder or hub id, ``sql`` the rows of ``query`` in the database at the URL ``path`` (extra ``sql``), ``synthetic``
+    the generator named ``path``, such as ``ops3``.
     """
 
     name: str = "train"
     """Name in metrics and errors."""
-    storage_type: Literal["stream", "file", "huggingface", "synthetic"] = "stream"
+    storage_type: Literal["stream", "file", "huggingface", "sql", "synthetic"] = "stream"
     """Kind of the source."""
     schema_type: Schema = "experience"
     """What a record is. ``sft``: a prompt and an answer to imitate. ``dpo``: a prompt, a chosen and a rejected answer.
     ``cpt``: a text. ``experience``: a rollout recorded earlier, with its advantages."""
     path: str = ""
-    """File, folder, dataset or generator, by ``storage_type``."""
+    """File, folder, dataset, database or generator, by ``storage_type``."""
+    query: str = ""
+    """sql: a table's name, or a SELECT statement with an ORDER BY, since positions are places in its rows."""
     subset_name: str | None = None
     """huggingface: name of the dataset's configuration. None: its default."""
     split: str = "train"
@@ -71,10 +75,11 @@ class ExperienceBufferConfig(Section):
     def _path(self) -> ExperienceBufferConfig:
         if self.storage_type != "stream" and not self.path:
             raise ValueError(f"{self.name!r} of storage_type {self.storage_type!r} needs a path")
+        check_query(self.name, self.storage_type, self.query)
         if self.storage_type == "stream" and self.schema_type != "experience":
             raise ValueError(
                 f"schema_type is {self.schema_type} and storage_type stream, which holds rollouts: set storage_type to "
-                "file, huggingface or synthetic, and path"
+                "file, huggingface, sql or synthetic, and path"
             )
         if self.schema_type == "experience" and self.storage_type not in {"stream", "file"}:
             raise ValueError(
