@@ -11,6 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trinity_agents.explorer import Explorer as Explorer
+    from trinity_mq.api import MetricsLine as MetricsLine
+    from trinity_mq.api import RunError as RunError
+    from trinity_mq.api import RunHandle as RunHandle
+    from trinity_mq.api import RunResult as RunResult
+    from trinity_mq.api import run as run
     from trinity_mq.config import Config as Config
     from trinity_mq.config import load_config as load_config
     from trinity_mq.experience import EID as EID
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES: Mapping[str, str] = {
+    "api": "MetricsLine RunError RunHandle RunResult run",
     "config": "Config load_config",
     "experience": (
         "EID CustomField Experience ExperienceBatch from_hf_datasets gather_action_masks gather_attention_masks "

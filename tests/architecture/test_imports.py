@@ -25,6 +25,7 @@ SLIM += ("trinity_mq.cli.commands.submit", "trinity_mq.cli.run.status", "trinity
 HEAVY = ("torch", "transformers", "vllm", "tensorboard", "openai")
 
 PUBLIC = {
+    "trinity_mq.api": "MetricsLine RunError RunHandle RunResult run",
     "trinity_mq.experience": (
         "EID CustomField Experience ExperienceBatch split_dpo_experience_to_single_turn gather_token_ids "
         "gather_action_masks gather_attention_masks gather_response_attrs gather_multi_modal_inputs group_by "

@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT",
         help="go on from this checkpoint, such as step-120 or progress-120, and train on what came after it again",
     )
+    parser.add_argument("--attached", action="store_true", help="drain when the standard input is closed")
     parser.epilog = EPILOG
 
 

@@ -109,7 +109,7 @@ def _run(
     config: Config, folder: RunFolder, url: str | None, arguments: argparse.Namespace, server: ForkServer | None
 ) -> int:
     display = PlainDisplay(sys.stdout) if arguments.plain else open_display()
-    session = Session(config, folder, display, url, server)
+    session = Session(config, folder, display, url, server, attached=arguments.attached)
     try:
         asyncio.run(session.run())
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import uuid
@@ -48,11 +49,20 @@ class Session:
         display: Shows progress.
         url: A broker that runs elsewhere; None: one of our own in the run's folder.
         fork_server: Agents are forked by it; None: each is started by itself.
+        attached: The end of the standard input is a signal to stop: who started the run has ended.
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, display: Display, url: str | None, fork_server: ForkServer | None
+        self,
+        config: Config,
+        folder: RunFolder,
+        display: Display,
+        url: str | None,
+        fork_server: ForkServer | None,
+        *,
+        attached: bool = False,
     ) -> None:
+        self._attached = attached
         self._config, self._folder, self._display, self._url = config, folder, display, url
         self._fork_server = fork_server
         self._leader = f"{AGENTS[config.mode].ends}-0"
@@ -90,6 +100,8 @@ class Session:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number, task)
+        if self._attached:
+            loop.add_reader(sys.stdin.fileno(), self._on_input, loop, task)
         where = "a private RabbitMQ" if self._url is None else "the given broker"
         self.run_view.add_news(f"run {self._config.name!r} in {self._folder.path}, on {where}")
         self._draw()
@@ -110,6 +122,8 @@ class Session:
             self._draw()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+            if self._attached:
+                loop.remove_reader(sys.stdin.fileno())
 
     def _broker(self) -> contextlib.AbstractAsyncContextManager[str]:
         if self._url is not None:
@@ -207,6 +221,11 @@ class Session:
             self.failures.append(event)
         self.run_view.add_event(event)
         self._changed.notify()
+
+    def _on_input(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[int] | None) -> None:
+        if os.read(sys.stdin.fileno(), 4096) == b"":
+            loop.remove_reader(sys.stdin.fileno())
+            self._on_signal(signal.SIGTERM, main)
 
     def _on_signal(self, number: signal.Signals, main: asyncio.Task[int] | None) -> None:
         if self.signal is not None:
