@@ -83,6 +83,10 @@ def page() -> str:
     return "\n".join(parts)
 
 
+NAMING = {"kind", "selector_type"}
+"""Fields that tell the members of a union of sections apart."""
+
+
 def all_settings() -> list[Setting]:
     """Return every setting of a configuration, section by section."""
     return [one for _, _, found in _tables(Config, "", {}) for one in found]
@@ -100,13 +104,14 @@ def _tables(
     """
     meanings, own, inner = _docstrings(model), [], []
     for name, field in model.model_fields.items():
-        if name == "kind" and len(get_args(field.annotation)) == 1:
+        if name in NAMING and len(get_args(field.annotation)) == 1:
             continue  # nothing to choose
         section, key = _section(field.annotation), f"{prefix}{name}"
         if kinds := _kinds(field.annotation):
             many = " each" if get_origin(field.annotation) is tuple else ""
             meaning = _plain(meanings.get(name, ""))
-            own.append(Setting(key, f"section{many}, by its `kind`", _default(field), "", meaning))
+            by = _naming(kinds[0])
+            own.append(Setting(key, f"section{many}, by its `{by}`", _default(field), "", meaning))
             own += [_kind_setting(key, one) for one in kinds]
             continue
         if section is None:
@@ -126,11 +131,12 @@ def _tables(
 
 def _kind_setting(key: str, model: type[BaseModel]) -> Setting:
     """Return the line of one kind of a section that comes in several."""
-    fields = {name: field for name, field in model.model_fields.items() if name != "kind"}
-    kind = model.model_fields["kind"]
+    by = _naming(model)
+    fields = {name: field for name, field in model.model_fields.items() if name != by}
+    kind = model.model_fields[by]
     name = "a dotted path" if kind.is_required() else kind.default
     shown = [f"`{name}` {_setting(name, field, '').type} (default {_default(field)})" for name, field in fields.items()]
-    return Setting(f"{key}.kind={name}", "; ".join(shown) or "no fields", "", "", _plain(inspect.getdoc(model) or ""))
+    return Setting(f"{key}.{by}={name}", "; ".join(shown) or "no fields", "", "", _plain(inspect.getdoc(model) or ""))
 
 
 def _setting(key: str, field: FieldInfo, meaning: str, section: str = "") -> Setting:
@@ -185,9 +191,13 @@ def _bounds(metadata: Iterable[Any]) -> list[str]:
     return [f"{sign} {limit:,}".replace(",", " ") for sign, limit in found if limit is not None]
 
 
+def _naming(model: type[BaseModel]) -> str:
+    return next(name for name in model.model_fields if name in NAMING)
+
+
 def _kinds(annotation: Any) -> list[type[BaseModel]]:
-    """Return the members of a union of sections that a ``kind`` tells apart."""
-    found = [model for model in sections_of(annotation) if "kind" in model.model_fields]
+    """Return the members of a union of sections that a field of ``NAMING`` tells apart."""
+    found = [model for model in sections_of(annotation) if NAMING & model.model_fields.keys()]
     return found if len(found) > 1 else []
 
 

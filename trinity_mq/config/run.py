@@ -243,7 +243,7 @@ class Config(Section):
     def _sampling(self) -> Config:
         if self.mode == "train":
             return self
-        used = sorted(TRUNCATING & set(self.buffer.taskset.rollout_args))
+        used = sorted({name for one in self.buffer.training_tasksets for name in TRUNCATING & set(one.rollout_args)})
         if self.explorer.rollout_model.top_p < 1:
             used.append("explorer.rollout_model.top_p")
         if used and not self.algorithm.allow_truncated_sampling:
@@ -264,7 +264,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _asked_models(self) -> Config:
         names = [model.name for model in self.explorer.auxiliary_models]
-        if "model" in self.buffer.taskset.rollout_args:
+        if any("model" in taskset.rollout_args for taskset in self.buffer.training_tasksets):
             raise ValueError(
                 "buffer.taskset.rollout_args.model: training tasks are answered by the policy that is trained; "
                 "remove it. Only evaluation tasksets may name an auxiliary model"

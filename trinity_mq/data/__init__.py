@@ -1,6 +1,8 @@
 """Tasksets: files, Hugging Face datasets, synthetic problems. Imports no torch."""
 
 from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.mixture import TasksetMixture
+from trinity_mq.data.selectors import Selector, TaskStats
 from trinity_mq.data.tasksets import Taskset, open_taskset
 
-__all__ = ["Taskset", "TasksetError", "open_taskset"]
+__all__ = ["Selector", "TaskStats", "Taskset", "TasksetError", "TasksetMixture", "open_taskset"]

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trinity_mq.config import TasksetConfig
-from trinity_mq.data.epochs import EpochOrder
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.records import Record, read_tasks
+from trinity_mq.data.selectors import TaskStats, create_selector
 from trinity_mq.messages import TaskBody
 
 
 class Taskset:
     """Records with a position that continues over epochs.
 
-    With the selector ``shuffle`` each epoch has its own order, which follows from the seed and the epoch alone: the
-    position is two numbers, and going on from it gives the tasks that would have come.
+    Its selector says which record comes next. That follows from the seed, the position and what was observed, so that
+    a restored taskset gives the tasks that would have come.
     """
 
     def __init__(
@@ -36,17 +36,23 @@ class Taskset:
         self._repeat_times = repeat_times
         self._seed = seed
         self._is_eval = is_eval
-        self._order = EpochOrder(len(rows), config.selector, seed)
+        self._given = 0
+        self._selector = create_selector(config.effective_selector, rows, seed, config.name)
 
     @property
     def epoch(self) -> int:
-        """Number of the current epoch, from 0."""
-        return self._order.epoch
+        """Number of times that as many tasks were returned as there are records."""
+        return self._given // len(self._rows)
 
     @property
     def cursor(self) -> int:
-        """Number of records of the epoch that were returned."""
-        return self._order.cursor
+        """Number of tasks that were returned since."""
+        return self._given % len(self._rows)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the selector is to be told the rewards of finished tasks."""
+        return self.config.learns
 
     def __len__(self) -> int:
         """Records in one epoch."""
@@ -54,7 +60,22 @@ class Taskset:
 
     def next_batch(self, size: int) -> list[TaskBody]:
         """Return the next ``size`` tasks; where an epoch ends the next one begins, within the batch too."""
-        return [self._body(position) for position in self._order.take(size)]
+        chosen = self._selector.next(size)
+        if len(chosen) != size or not all(type(one) is int and 0 <= one < len(self._rows) for one in chosen):
+            raise TasksetError(
+                f"taskset {self.config.name!r}: its selector chose {chosen!r:.200}, wanted {size} indexes from 0 to "
+                f"{len(self._rows) - 1}; mend {self.config.effective_selector.selector_type}"
+            )
+        self._given += size
+        return [self._body(position) for position in chosen]
+
+    def observe(self, stats: Mapping[str, Sequence[TaskStats]]) -> None:
+        """Tell the selector what came of tasks, by the name of their taskset; others are passed over."""
+        self._selector.observe([one for one in stats.get(self.config.name, ()) if 0 <= one.task < len(self._rows)])
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``selector/<taskset>/*``."""
+        return {f"selector/{self.config.name}/{name}": value for name, value in self._selector.metrics().items()}
 
     def all_tasks(self) -> list[TaskBody]:
         """Return every task once, in the order of the records; the position stays where it is."""
@@ -62,13 +83,18 @@ class Taskset:
 
     def state(self) -> dict[str, Any]:
         """Return the position, for :meth:`restore` of a taskset opened alike."""
-        return {
+        found: dict[str, Any] = {
             "identity": self.identity,
             "seed": self._seed,
             "selector": self.config.selector,
             "epoch": self.epoch,
             "cursor": self.cursor,
         }
+        if self.config.data_selector is not None:
+            found["selector"] = self.config.data_selector.model_dump(mode="json")
+        if (position := dict(self._selector.state())) != {"given": self._given}:
+            found["position"] = position
+        return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position.
@@ -77,14 +103,16 @@ class Taskset:
             TasksetError: It was saved with other records, another seed or another selector, which give another order.
         """
         for key, now in self.state().items():
-            if key not in {"epoch", "cursor"} and state.get(key) != now:
+            if key not in {"epoch", "cursor", "position"} and state.get(key) != now:
                 raise TasksetError(
                     f"taskset {self.config.name!r}: the saved position belongs to {key} {state.get(key)!r}, this one "
                     f"has {now!r}; put the old data and settings back, or train anew with `trinity-mq run CONFIG "
                     "--fresh`"
                 )
         try:
-            self._order.move_to(state.get("epoch"), state.get("cursor"))
+            given = _given(state.get("epoch"), state.get("cursor"), len(self._rows))
+            self._selector.restore(state.get("position", {"given": given}))
+            self._given = given
         except ValueError as error:
             raise TasksetError(f"taskset {self.config.name!r}: {error}") from error
 
@@ -103,6 +131,15 @@ class Taskset:
         )
 
 
+def _given(epoch: object, cursor: object, count: int) -> int:
+    if not (isinstance(epoch, int) and isinstance(cursor, int) and epoch >= 0 and 0 <= cursor <= count):
+        raise ValueError(
+            f"the saved position is epoch {epoch!r}, cursor {cursor!r}; wanted an epoch from 0 and a cursor from 0 "
+            f"to {count}"
+        )
+    return epoch * count + cursor
+
+
 def open_taskset(
     config: TasksetConfig,
     *,
@@ -116,7 +153,7 @@ def open_taskset(
     Args:
         config: Where the records are, and what their tasks run.
         repeat_times: Runs of each task: ``algorithm.repeat_times`` in training. None: ``config.repeat_times``.
-        seed: Of the order, with the selector ``shuffle``.
+        seed: Of the selector, where it has none of its own.
         is_eval: Marks the tasks as evaluation.
         max_bytes: Upper bound of a record in a message; None: unbounded.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
@@ -32,6 +33,21 @@ def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
     metrics["rollout/slices/late"] = float(late)
     metrics["rollout/slices/given_back"] = float(sum(result.returned for result in results))
     return metrics | _counts(counted, "rollout")
+
+
+def taskset_metrics(ticket: Ticket) -> dict[str, float]:
+    """Return ``rollout/taskset/<taskset>/*`` of a training ticket: its tasks by taskset, and their mean reward."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    counts = Counter(task.index["taskset"] for task in ticket.tasks if isinstance(task.index.get("taskset"), str))
+    for task_id, task in enumerate(ticket.tasks):
+        name = str(task.index.get("taskset"))
+        if name not in counts or (ticket.whole_tasks_only and ticket.was_cut_off(task_id)):
+            continue
+        runs = [run for result in ticket.results_of(task_id) for run in result.metrics]
+        if math.isfinite(reward := aggregate_runs(runs).get("reward", math.nan)):
+            rewards[name].append(reward)
+    found = {f"rollout/taskset/{name}/tasks": float(count) for name, count in counts.items()}
+    return found | {f"rollout/taskset/{name}/reward": math.fsum(own) / len(own) for name, own in rewards.items()}
 
 
 def eval_metrics(ticket: Ticket, name: str, *, detailed: bool = False) -> dict[str, float]:

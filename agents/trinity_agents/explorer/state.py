@@ -17,8 +17,17 @@ import msgpack
 from pydantic import BaseModel, Field, ValidationError
 
 from trinity_agents.explorer.in_flight import InFlightBatch, InFlightBatches, PendingTask, SubmittedTask
+from trinity_mq.data import TaskStats
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.runtime.errors import FatalError, RestartMe
+
+
+class Observation(BaseModel):
+    """What came of the tasks of a ticket, for the selectors."""
+
+    ticket: str
+    stats: dict[str, list[TaskStats]]
+    """By taskset."""
 
 
 class ExplorerState(BaseModel):
@@ -55,6 +64,8 @@ class ExplorerState(BaseModel):
     """Submissions accepted."""
     accepted: list[str] = Field(default_factory=list)
     """Ids of submissions accepted since the last save; the file keeps those of the whole run."""
+    observations: list[Observation] = Field(default_factory=list)
+    """What selectors were told since the last save; as loaded, all of the run. The file keeps it."""
     due: list[int] = Field(default_factory=list)
     """Evaluations to do, by the number of closed batches at which each was due."""
     evaluated: list[str] = Field(default_factory=list)
@@ -69,8 +80,9 @@ class ExplorerState(BaseModel):
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS part (name TEXT PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS submission (id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS observation (number INTEGER PRIMARY KEY, ticket TEXT UNIQUE NOT NULL, body BLOB NOT NULL);
 """
-IN_ROWS_OF_THEIR_OWN = {"tickets", "following", "pending", "accepted"}
+IN_ROWS_OF_THEIR_OWN = {"tickets", "following", "pending", "accepted", "observations"}
 """Fields of the state that are not in the row ``core``."""
 TICKET_ROWS = {"tasks", "slices", "submissions", "manifest"}
 FOLLOWING_ROWS = {"manifest", "promises", "tasks"}
@@ -85,6 +97,7 @@ class _Changes(NamedTuple):
     gone: list[str]
     """What has no rows any more."""
     accepted: list[str]
+    observations: list[Observation]
 
 
 class StateFile:
@@ -128,8 +141,9 @@ class StateFile:
         try:
             with self._database() as database:
                 found: dict[str, bytes] = dict(database.execute("SELECT name, body FROM part"))
+                observed = _observations(database)
             self._known = found.pop("writer")
-            return self._assembled(found)
+            return self._assembled(found, observed)
         except (
             OSError,
             sqlite3.Error,
@@ -144,7 +158,7 @@ class StateFile:
                 "the file, or train anew with `trinity-mq run CONFIG --fresh`"
             ) from error
 
-    def _assembled(self, found: dict[str, bytes]) -> ExplorerState:
+    def _assembled(self, found: dict[str, bytes], observed: list[dict[str, Any]]) -> ExplorerState:
         fields = _unpack(found.pop("core"))
         rows: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         for name, body in found.items():
@@ -155,6 +169,7 @@ class StateFile:
         numbers = fields["pending"]
         pending = [rows[f"pending/{number}"]["task"] for number in numbers]
         fields |= {"tickets": tickets, "following": {"tickets": following}, "pending": pending}
+        fields["observations"] = observed
         state = ExplorerState.model_validate(fields)
         self._rows = {owner: len(parts) for owner, parts in rows.items() if not owner.startswith("pending/")}
         self._numbers = {id(one): (number, one) for number, one in zip(numbers, state.pending, strict=True)}
@@ -230,7 +245,8 @@ class StateFile:
         parts += [(f"pending/{n}/task", one) for key, (n, one) in self._numbers.items() if key not in known]
         gone = [f"pending/{n}" for key, (n, _) in known.items() if key not in self._numbers]
         accepted, state.accepted = state.accepted, []
-        return _Changes(core, parts, [*before, *gone], accepted)
+        observations, state.observations = state.observations, []
+        return _Changes(core, parts, [*before, *gone], accepted, observations)
 
     def _write(self, changes: _Changes) -> None:
         rows = [("core", msgpack.packb(changes.core)), *((name, _pack(content)) for name, content in changes.parts)]
@@ -247,6 +263,8 @@ class StateFile:
             database.executemany("INSERT OR REPLACE INTO part VALUES (?, ?)", [*rows, ("writer", mark)])
             accepted = [(name,) for name in changes.accepted]
             database.executemany("INSERT OR IGNORE INTO submission VALUES (?)", accepted)
+            observed = [(one.ticket, msgpack.packb(one.stats)) for one in changes.observations]
+            database.executemany("INSERT OR IGNORE INTO observation (ticket, body) VALUES (?, ?)", observed)
             database.execute("COMMIT")
         self._known = mark
 
@@ -272,6 +290,14 @@ class StateFile:
         except sqlite3.OperationalError as error:
             code = errno.ENOSPC if "full" in str(error) else errno.EIO
             raise OSError(code, f"the explorer's state cannot be used: {error}", str(self._path)) from error
+
+
+def _observations(database: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Return what selectors were told, in order; files of earlier releases have no such table."""
+    if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'observation'").fetchone() is None:
+        return []
+    rows = database.execute("SELECT ticket, body FROM observation ORDER BY number")
+    return [{"ticket": ticket, "stats": _unpack(body)} for ticket, body in rows]
 
 
 def _taken_over(path: Path) -> RestartMe:

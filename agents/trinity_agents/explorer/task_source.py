@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import structlog
 
 from trinity_agents.explorer.in_flight import PendingTask
-from trinity_agents.explorer.state import ExplorerState
+from trinity_agents.explorer.state import ExplorerState, Observation
 from trinity_mq.config import Config
-from trinity_mq.data import Taskset, open_taskset
+from trinity_mq.data import Taskset, TasksetMixture, TaskStats, open_taskset
 from trinity_mq.dispatch.pacing import Counters, last_with_room
-from trinity_mq.dispatch.tickets import SubmissionRef
+from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
 from trinity_mq.messages import TaskBody
 
 log = structlog.get_logger(__name__)
@@ -37,11 +37,33 @@ class TaskReader(Protocol):
         """Set the position."""
 
 
+@runtime_checkable
+class LearningReader(TaskReader, Protocol):
+    """A taskset whose selectors may be told the rewards of finished tasks."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether one of them is."""
+
+    def observe(self, stats: Mapping[str, Sequence[TaskStats]]) -> None:
+        """Tell what came of tasks, by taskset."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return ``selector/*``."""
+
+
 class TaskSource:
     """Takes tasks from the state's pending ones and from the taskset (None: submitted tasks only)."""
 
     def __init__(self, config: Config, state: ExplorerState, taskset: TaskReader | None) -> None:
         self._config, self._state, self._taskset = config, state, taskset
+        self._learning = taskset if isinstance(taskset, LearningReader) and taskset.learns else None
+        self._observed = {one.ticket for one in state.observations}
+        """Tickets whose tasks were observed."""
+        if self._learning is not None:
+            for one in state.observations:
+                self._learning.observe(one.stats)
+        state.observations = []  # the file has them
         if taskset is not None and state.taskset:
             taskset.restore(state.taskset)
 
@@ -93,6 +115,20 @@ class TaskSource:
         most = self._config.max_refill * min(under_way, self._config.explorer.max_open_batches)
         self._state.refill_debt = min(self._state.refill_debt + groups, most)
 
+    def observe(self, ticket: Ticket) -> dict[str, float]:
+        """Tell the selectors what came of the tasks of a complete ticket, once; return their metrics.
+
+        The caller saves it with the ticket's manifest, so that it is told once over restarts too. Operators and
+        trainer have no part in it: what they drop is learnt from as well.
+        """
+        if self._learning is None:
+            return {}
+        if ticket.ticket not in self._observed and (stats := task_stats(ticket)):
+            self._observed.add(ticket.ticket)
+            self._learning.observe(stats)
+            self._state.observations.append(Observation(ticket=ticket.ticket, stats=stats))
+        return dict(self._learning.metrics())
+
     def give_back(self, tasks: Sequence[PendingTask], *, first: bool = False) -> None:
         """Put tasks that were given back into the next batch; after the last one they are only counted."""
         if not self._state.ended:
@@ -118,7 +154,7 @@ class TaskSource:
 
     def completed(self, task: TaskBody) -> TaskBody:
         """Return a submitted task, its missing fields filled in from the taskset's section."""
-        defaults = self._config.buffer.taskset
+        defaults = self._config.buffer.training_tasksets[0]
         grouped = task.is_eval or task.repeat_times > 1
         return task.model_copy(
             update={
@@ -156,12 +192,36 @@ def run_length(config: Config, state: ExplorerState, tasks: int | None) -> int |
     return state.opened + math.ceil(tasks_left(config, state, tasks) / config.buffer.batch_size)
 
 
-def open_tasksets(config: Config) -> tuple[Taskset | None, dict[str, list[TaskBody]]]:
+def task_stats(ticket: Ticket) -> dict[str, list[TaskStats]]:
+    """Return what came of the tasks of a ticket, by taskset. Submitted tasks belong to none; a task whose runs do not
+    count, or have no finite reward, says nothing.
+    """
+    found: dict[str, list[TaskStats]] = {}
+    submitted = {submission.task_id for submission in ticket.submissions}
+    for task_id, task in enumerate(ticket.tasks):
+        name, index = task.index.get("taskset"), task.index.get("index")
+        if task_id in submitted or not (isinstance(name, str) and isinstance(index, int)):
+            continue
+        if ticket.whole_tasks_only and ticket.was_cut_off(task_id):
+            continue
+        runs = [run.get("reward", math.nan) for result in ticket.results_of(task_id) for run in result.metrics]
+        rewards = [reward for reward in runs if math.isfinite(reward)]
+        if rewards:
+            found.setdefault(name, []).append(TaskStats(index, math.fsum(rewards) / len(rewards), len(rewards)))
+    return found
+
+
+def open_tasksets(config: Config) -> tuple[Taskset | TasksetMixture | None, dict[str, list[TaskBody]]]:
     """Return the training taskset, at its beginning, and the evaluation tasks by set."""
-    training, limit = config.buffer.taskset, config.broker.max_task_bytes
-    taskset = None
-    if training.storage_type != "queue":
-        taskset = open_taskset(training, repeat_times=config.algorithm.repeat_times, seed=config.seed, max_bytes=limit)
+    training, limit = config.buffer.training_tasksets, config.broker.max_task_bytes
+    opened = [
+        open_taskset(one, repeat_times=config.algorithm.repeat_times, seed=config.seed, max_bytes=limit)
+        for one in training
+        if one.storage_type != "queue"
+    ]
+    taskset: Taskset | TasksetMixture | None = opened[0] if opened else None
+    if config.buffer.tasksets:
+        taskset = TasksetMixture(opened, config.seed)
     sets = {
         one.name: open_taskset(
             one, repeat_times=one.repeat_times, seed=config.seed, is_eval=True, max_bytes=limit

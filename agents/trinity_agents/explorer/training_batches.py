@@ -13,7 +13,7 @@ from trinity_agents.explorer.in_flight import PendingTask, SubmittedTask
 from trinity_agents.explorer.state import ExplorerState
 from trinity_agents.explorer.task_source import TaskSource
 from trinity_mq.config import Config
-from trinity_mq.dispatch.batch_metrics import rollout_metrics, submission_outcome
+from trinity_mq.dispatch.batch_metrics import rollout_metrics, submission_outcome, taskset_metrics
 from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.pacing import Counters, last_with_room, may_open, must_ask, required_answer, required_progress
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
@@ -247,6 +247,10 @@ class TrainingBatches:
         if is_batch and self._config.max_refill:
             metrics["rollout/refilled_groups"] = float(self._state.refilled.get(ticket.ticket, 0))
             metrics["rollout/refill_debt"] = float(self._state.refill_debt)
+        if is_batch:
+            metrics |= self._source.observe(ticket)
+            if len(self._config.buffer.tasksets) > 1:
+                metrics |= taskset_metrics(ticket)
         manifest = ticket.manifest or ticket.make_manifest().model_copy(update={"metrics": metrics})
         if is_batch and fresh:
             self._late = self._dispatcher.late_results

@@ -240,7 +240,6 @@ def test_each_rule_of_the_bandit_is_tried() -> None:
 
 UNTESTED = {
     "replay/linear_decay": "belongs to replay, which there is none of",
-    "selector/difficulty_based": "belongs to selectors, which there are none of",
 }
 """Vectors without a test, and why."""
 

@@ -99,7 +99,7 @@ def imports_torch(config: Config) -> bool:
 
 
 def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
-    return () if config.mode == "train" else (config.buffer.taskset, *config.buffer.eval_tasksets)
+    return () if config.mode == "train" else (*config.buffer.training_tasksets, *config.buffer.eval_tasksets)
 
 
 def _is_plain(taskset: TasksetConfig) -> bool:
@@ -137,7 +137,9 @@ def check_tasksets(config: Config) -> list[str]:
             found.append(f"taskset {taskset.name!r}: tasks submitted from outside")
         else:
             tasks = open_taskset(taskset, max_bytes=config.broker.max_task_bytes)
-            found.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}")
+            kind = taskset.effective_selector.selector_type
+            selector = "" if kind == taskset.selector else f", chosen by {kind}"
+            found.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}")
     return found
 
 
@@ -157,7 +159,13 @@ def check_greedy_runs(config: Config) -> list[str]:
     Raises:
         ConfigError: They do not, or nothing would look at it.
     """
-    taskset, estimator = config.buffer.taskset, config.algorithm.estimator
+    for taskset in config.buffer.training_tasksets:
+        _check_greedy(config, taskset)
+    return []
+
+
+def _check_greedy(config: Config, taskset: TasksetConfig) -> None:
+    estimator = config.algorithm.estimator
     is_made = bool(taskset.workflow_args.get("greedy_baseline"))
     is_wanted = getattr(estimator, "baseline", None) == "greedy"
     if is_wanted and not is_made and taskset.workflow.removeprefix("async_") in GREEDY_WORKFLOWS:
@@ -171,7 +179,6 @@ def check_greedy_runs(config: Config) -> list[str]:
             f"{config.algorithm.algorithm_type} has no use for a greedy run, which is not trained on; remove it, or "
             "set algorithm.estimator.baseline: greedy"
         )
-    return []
 
 
 def check_workflows(config: Config) -> list[str]:

@@ -30,7 +30,9 @@ def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, Task
             "--task '{\"raw_task\": {...}}', or --taskset with the name of an evaluation taskset"
         )
     records = open_taskset(
-        section.model_copy(update={"selector": "sequential"}), repeat_times=1, is_eval=taskset is not None
+        section.model_copy(update={"selector": "sequential", "data_selector": None}),
+        repeat_times=1,
+        is_eval=taskset is not None,
     )
     number = int(task)
     if not 0 <= number < len(records):
@@ -41,8 +43,8 @@ def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, Task
 
 def _section(config: Config, taskset: str | None) -> TasksetConfig:
     if taskset is None:
-        return config.buffer.taskset
-    found = {one.name: one for one in config.buffer.eval_tasksets}
+        return config.buffer.training_tasksets[0]
+    found = {one.name: one for one in (*config.buffer.tasksets, *config.buffer.eval_tasksets)}
     if taskset not in found:
         raise CommandError(
             f"--taskset {taskset!r} is no evaluation taskset; there "

@@ -21,12 +21,44 @@ class BufferConfig(Section):
     """Passes over the taskset, in mode ``train`` over the data, unless ``total_steps`` is given."""
     taskset: TasksetConfig = Field(default_factory=lambda: TasksetConfig(storage_type="queue"))
     """Source of the training tasks."""
+    tasksets: tuple[TasksetConfig, ...] = ()
+    """Several sources of training tasks, in place of ``taskset``: interleaved by ``ratio``, or in proportion to size.
+    """
     trainer_input: TrainerInputConfig = Field(default_factory=TrainerInputConfig)
     """What the trainer trains on: rollouts, or data that are there."""
     explorer_output: ExplorerOutputConfig = Field(default_factory=ExplorerOutputConfig)
     """Where mode ``explore`` writes experiences."""
     eval_tasksets: tuple[TasksetConfig, ...] = ()
     """Sources of the evaluation tasks, each reported by its name."""
+
+    @property
+    def training_tasksets(self) -> tuple[TasksetConfig, ...]:
+        """The sources of training tasks; the first one also completes submitted tasks."""
+        return self.tasksets or (self.taskset,)
+
+    @model_validator(mode="after")
+    def _training(self) -> BufferConfig:
+        names = [taskset.name for taskset in self.tasksets]
+        if names and "taskset" in self.model_fields_set:
+            raise ValueError("buffer.taskset and buffer.tasksets are both given; remove one of them")
+        if len(set(names)) != len(names):
+            raise ValueError(f"buffer.tasksets need different names, got {names}")
+        if queues := [taskset.name for taskset in self.tasksets if taskset.storage_type == "queue"]:
+            raise ValueError(
+                f"buffer.tasksets: {', '.join(queues)} of storage_type queue hold no tasks to interleave; remove them. "
+                "Submitted tasks come into the next batches anyway"
+            )
+        given = [taskset.ratio is not None for taskset in self.tasksets]
+        if any(given) and not all(given):
+            raise ValueError("buffer.tasksets: some have a ratio and some none; give one to each, or to none")
+        if self.taskset.ratio is not None:
+            raise ValueError("buffer.taskset.ratio has no meaning with a single taskset; remove it")
+        for taskset in self.eval_tasksets:
+            if taskset.data_selector is not None or taskset.ratio is not None:
+                raise ValueError(
+                    f"eval taskset {taskset.name!r}: every task is run once, in order; remove data_selector and ratio"
+                )
+        return self
 
     @model_validator(mode="after")
     def _names(self) -> BufferConfig:

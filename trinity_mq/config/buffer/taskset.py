@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from trinity_mq.config.base import Section
+from trinity_mq.config.buffer.selectors import LEARNING, SIMPLE, SelectorConfig, SelectorPlugin
 
 
 def check_query(name: str, storage_type: str, query: str) -> None:
@@ -58,8 +59,12 @@ class TasksetConfig(Section):
     """huggingface: split of the dataset."""
     limit: int | None = Field(default=None, ge=1)
     """Most records read. None: all."""
-    selector: Literal["sequential", "shuffle"] = "shuffle"
-    """Order of the records: as stored, or shuffled anew in each epoch by ``seed``."""
+    selector: Literal["sequential", "shuffle", "random"] = "shuffle"
+    """Order of the records: as stored, shuffled anew in each epoch by ``seed``, or random draws."""
+    data_selector: SelectorConfig | None = None
+    """A selector with settings, in place of ``selector``; of training tasksets only. None: ``selector`` says all."""
+    ratio: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """Share of the tasks that come from this one of ``buffer.tasksets``, relative to the others. None: by its size."""
     format: FormatConfig = Field(default_factory=FormatConfig)
     """Keys of the parts of a record."""
     workflow: str = "async_simple_workflow"
@@ -74,6 +79,30 @@ class TasksetConfig(Section):
     """Sampling parameters that override those of ``explorer.rollout_model``."""
     repeat_times: int = Field(default=1, ge=1)
     """Runs of each task, of evaluation tasksets only; training uses ``algorithm.repeat_times``."""
+
+    @model_validator(mode="after")
+    def _one_selector(self) -> TasksetConfig:
+        if self.data_selector is None:
+            return self
+        kinds = self.selector, self.data_selector.selector_type
+        if self.selector not in {"shuffle", kinds[1]}:  # a dumped section has the default too
+            raise ValueError(
+                f"taskset {self.name!r} has selector {kinds[0]!r} and data_selector {kinds[1]!r}; remove one of them"
+            )
+        if self.storage_type == "queue":
+            raise ValueError(f"taskset {self.name!r} is fed by submitted tasks: remove data_selector")
+        return self
+
+    @property
+    def effective_selector(self) -> SelectorConfig:
+        """The selector with its settings."""
+        return self.data_selector or SIMPLE[self.selector]()
+
+    @property
+    def learns(self) -> bool:
+        """Whether the selector is told the rewards of finished tasks."""
+        chosen = self.effective_selector
+        return isinstance(chosen, SelectorPlugin) or chosen.selector_type in LEARNING
 
     @model_validator(mode="after")
     def _path(self) -> TasksetConfig:

@@ -1,0 +1,303 @@
+"""Every selector: its order, what it learns, and that it goes on where it was killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tests.unit.algorithms.vectors import VECTORS
+from trinity_mq.config import TasksetConfig
+from trinity_mq.config.buffer.selectors import DifficultyBasedSelector
+from trinity_mq.data import Taskset, TasksetError, TaskStats, open_taskset
+from trinity_mq.data.selectors.difficulty_based import DifficultyBased, PassRates, probabilities
+
+POOLS = [{"threshold": 0.0, "weight": 0.5}, {"threshold": 0.25, "weight": 3.0}, {"threshold": 0.75, "weight": 0.0}]
+SELECTORS: dict[str, dict[str, Any]] = {
+    "sequential": {},
+    "shuffle": {},
+    "random": {},
+    "offline_easy2hard": {"feature_keys": ["weak"]},
+    "difficulty_based": {"feature_keys": ["weak", "strong"]},
+    "thompson": {"selector_type": "difficulty_based", "feature_keys": ["weak", "strong"], "do_sample": True},
+    "closest": {"selector_type": "difficulty_based", "feature_keys": ["weak", "strong"], "tau": 0.0},
+    "difficulty_pools": {"pools": POOLS},
+}
+BY_EPOCH = ["sequential", "shuffle", "offline_easy2hard"]
+COUNT = 12
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    rows = [{"question": f"q{i}", "answer": "", "weak": i % 5 / 10, "strong": 0.5 + i % 4 / 10} for i in range(COUNT)]
+    found = tmp_path / "tasks.jsonl"
+    found.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return found
+
+
+def opened(path: Path, name: str, *, seed: int = 7, **more: Any) -> Taskset:
+    selector = {"selector_type": name, **SELECTORS.get(name, {}), **more}
+    return open_taskset(TasksetConfig.model_validate({"path": str(path), "data_selector": selector}), seed=seed)
+
+
+def taken(taskset: Taskset, size: int) -> list[int]:
+    return [body.index["index"] for body in taskset.next_batch(size)]
+
+
+def outcome(index: int, step: int) -> TaskStats:
+    return TaskStats(index, random.Random(100 * step + index).random(), 4)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("sizes", [(5, 5, 5, 5, 5, 5), (12, 1, 30, 7)])
+def test_killed_at_any_batch_it_goes_on_as_if_it_had_not_been(path: Path, name: str, sizes: tuple[int, ...]) -> None:
+    whole, log, states, batches = opened(path, name), list[Any](), list[Any](), list[list[int]]()
+    for step, size in enumerate(sizes):
+        states.append((json.loads(json.dumps(whole.state())), list(log)))
+        batches.append(taken(whole, size))
+        log.append({"train": [outcome(index, step) for index in batches[-1]]})
+        whole.observe(log[-1])
+    for begun, (state, observed) in enumerate(states):
+        again = opened(path, name)
+        for stats in observed:
+            again.observe(stats)
+        again.restore(state)
+        for step in range(begun, len(sizes)):
+            assert taken(again, sizes[step]) == batches[step]
+            again.observe(log[step])
+        assert again.state() == whole.state()
+        assert again.metrics() == whole.metrics()
+
+
+@pytest.mark.parametrize("name", BY_EPOCH)
+@pytest.mark.parametrize("size", [1, 5, 12, 17])
+def test_by_epoch_no_task_is_lost_and_none_comes_twice(path: Path, name: str, size: int) -> None:
+    found, state = list[int](), None
+    while len(found) < 5 * COUNT:  # a new process for each batch
+        taskset = opened(path, name)
+        if state is not None:
+            taskset.restore(state)
+        found += taken(taskset, size)
+        state = taskset.state()
+    for begin in range(0, 5 * COUNT, COUNT):
+        assert sorted(found[begin : begin + COUNT]) == list(range(COUNT))
+
+
+def test_a_selector_by_its_name_alone_is_the_same(path: Path) -> None:
+    for name in ("sequential", "shuffle", "random"):
+        short = open_taskset(TasksetConfig.model_validate({"path": str(path), "selector": name}), seed=7)
+        assert taken(short, 30) == taken(opened(path, name), 30)
+
+
+def test_a_position_of_an_earlier_release_is_taken_up(path: Path) -> None:
+    taskset = open_taskset(TasksetConfig(path=str(path)), seed=3)
+    first = taken(taskset, 30)
+    saved = {"identity": taskset.identity, "seed": 3, "selector": "shuffle", "epoch": 1, "cursor": COUNT}
+    again = open_taskset(TasksetConfig(path=str(path)), seed=3)
+    again.restore(saved)
+    assert taken(again, 6) == first[24:]
+    order = list(range(COUNT))
+    random.Random(3).shuffle(order)
+    assert first[:COUNT] == order
+
+
+def test_random_gives_no_task_twice_in_a_batch_and_other_batches_by_seed(path: Path) -> None:
+    taskset = opened(path, "random")
+    batches = [taken(taskset, 10) for _ in range(20)]
+    assert all(len(set(batch)) == 10 for batch in batches)
+    assert len({tuple(batch) for batch in batches}) == 20
+    assert taken(opened(path, "random"), 10) == batches[0]
+    assert taken(opened(path, "random", seed=8), 10) != batches[0]
+    assert Counter(taken(opened(path, "random"), 24)) == dict.fromkeys(range(COUNT), 2)
+
+
+def test_easy_to_hard_sorts_by_the_features_and_then_by_place(path: Path) -> None:
+    order = taken(opened(path, "offline_easy2hard"), COUNT)
+    assert order == [4, 9, 3, 8, 2, 7, 1, 6, 11, 0, 5, 10]
+    order = taken(opened(path, "offline_easy2hard", feature_keys=["weak", "strong"]), COUNT)
+    assert order == sorted(range(COUNT), key=lambda i: (-(i % 5), -(i % 4), i))
+
+
+def test_the_posteriors_are_those_of_the_vector() -> None:
+    case = VECTORS["selector/difficulty_based"]
+    args, inputs, wanted = case["args"], case["inputs"], case["expected"]
+    rates = PassRates(np.array(inputs["features"]), args["m"], args["lamb"], args["rho"])
+    rates.update(inputs["indices"], inputs["pass_rates"])
+    assert rates.capability == pytest.approx(wanted["capability"], rel=1e-12)
+    assert rates.alphas == pytest.approx(wanted["alphas"], rel=1e-12)
+    assert rates.betas == pytest.approx(wanted["betas"], rel=1e-12)
+    assert rates.predicted() == pytest.approx(wanted["predicted"], rel=1e-12)
+    found = probabilities(rates.predicted(), args["target_reward"], args["tau"])
+    assert found == pytest.approx(wanted["probabilities"], rel=1e-12)
+
+
+def test_the_draws_have_these_probabilities() -> None:
+    config = DifficultyBasedSelector(feature_keys=("a", "b"))
+    selector = DifficultyBased(np.array([[0.2, 0.8], [0.5, 0.9], [0.1, 0.4]]), config, seed=0)
+    selector.observe([TaskStats(0, 0.5, 16), TaskStats(1, 0.75, 16)])
+    first = Counter(selector.next(1)[0] for _ in range(4000))
+    wanted = probabilities(selector.rates.predicted(), 0.5, 0.1)
+    assert [first[index] / 4000 for index in range(3)] == pytest.approx(wanted, abs=0.03)
+
+
+def test_a_task_that_is_always_solved_or_never_is_passed_over_for_one_in_between(path: Path) -> None:
+    solves = {index: 0.5 if index in {2, 5, 11} else float(index % 2) for index in range(COUNT)}
+    for name in ("difficulty_based", "thompson", "closest"):
+        taskset = opened(path, name)
+        for _ in range(20):
+            batch = taken(taskset, COUNT)
+            taskset.observe({"train": [TaskStats(index, solves[index], 16) for index in batch]})
+        counts = Counter(index for _ in range(20) for index in taken(taskset, 3))
+        assert sum(counts[index] for index in (2, 5, 11)) > 50, name
+        assert taskset.metrics()["selector/train/observed_tasks"] == COUNT
+
+
+def test_pools_are_drawn_from_by_their_weights(path: Path) -> None:
+    taskset = opened(path, "difficulty_pools")
+    rewards = dict(enumerate([-1.0, 0.0, 0.2, 0.25, 0.5, 0.74, 0.75, 1.0]))
+    taskset.observe({"train": [TaskStats(index, reward, 4) for index, reward in rewards.items()]})
+    metrics = {name.removeprefix("selector/train/"): value for name, value in taskset.metrics().items()}
+    assert metrics == {"pool/0": 3, "pool/0.25": 3, "pool/0.75": 2, "observed_tasks": 8}
+    counts = Counter(taken(taskset, 14_500))
+    weights = [0.5] * 3 + [3.0] * 3 + [0.0] * 2 + [1.0] * 4
+    assert [counts[index] / 1000 for index in range(COUNT)] == pytest.approx(weights, abs=0.2)
+    assert not counts[6] | counts[7]
+    taskset.observe({"train": [TaskStats(7, 0.3, 4)]})  # the latest mean alone counts
+    assert Counter(taken(taskset, 1000))[7] > 100
+    taskset.observe({"train": [TaskStats(index, 1.0, 4) for index in range(COUNT)]})
+    assert set(taken(taskset, 500)) == set(range(COUNT))  # all pools are off
+
+
+def test_results_of_other_tasksets_and_unknown_tasks_say_nothing(path: Path) -> None:
+    taskset = opened(path, "difficulty_pools")
+    taskset.observe({"other": [TaskStats(1, 1.0, 4)], "train": [TaskStats(COUNT, 1.0, 4), TaskStats(-1, 1.0, 4)]})
+    assert taskset.metrics()["selector/train/observed_tasks"] == 0
+
+
+class EveryOther:
+    """A selector of a user's."""
+
+    def __init__(self, rows: Any, seed: int, step: int = 2) -> None:
+        self.count, self.step, self.at, self.sum = len(rows), step, seed, 0.0
+
+    def next(self, count: int) -> list[int]:
+        found = [(self.at + self.step * place) % self.count for place in range(count)]
+        self.at += self.step * count
+        return found
+
+    def observe(self, stats: Any) -> None:
+        self.sum += sum(one.reward for one in stats)
+
+    def state(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def restore(self, state: Any) -> None:
+        self.at = state["at"]
+
+    def metrics(self) -> dict[str, float]:
+        return {"sum": self.sum}
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("my_selectors")
+    module.EveryOther = EveryOther  # type: ignore[attr-defined]
+    module.Wrong = dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_selectors", module)
+    return module
+
+
+def test_a_selector_by_dotted_path(path: Path, mine: ModuleType) -> None:
+    taskset = opened(path, "my_selectors.EveryOther", seed=1, kwargs={"step": 3})
+    assert taken(taskset, 3) == [1, 4, 7]
+    taskset.observe({"train": [TaskStats(1, 0.5, 4)]})
+    assert taskset.metrics() == {"selector/train/sum": 0.5}
+    again = opened(path, "my_selectors.EveryOther", seed=1, kwargs={"step": 3})
+    again.restore(json.loads(json.dumps(taskset.state())))
+    assert taken(again, 3) == taken(taskset, 3)
+    with pytest.raises(TasksetError, match=r"belongs to selector .*'step': 3.*this one has .*'step': 2"):
+        opened(path, "my_selectors.EveryOther", seed=1, kwargs={"step": 2}).restore(taskset.state())
+
+
+def test_a_bad_selector_of_ones_own_is_named(path: Path, mine: ModuleType) -> None:
+    with pytest.raises(TasksetError, match=r"EveryOther' cannot be made .*unexpected keyword argument 'stop'"):
+        opened(path, "my_selectors.EveryOther", kwargs={"stop": 3})
+    with pytest.raises(ValueError, match=r"selector 'my_selectors.None'|no attribute"):
+        opened(path, "my_selectors.None")
+    EveryOther.next, kept = lambda self, count: [COUNT] * count, EveryOther.next  # type: ignore[method-assign,assignment]
+    try:
+        with pytest.raises(TasksetError, match=r"wanted 2 indexes from 0 to 11; mend my_selectors\.EveryOther"):
+            opened(path, "my_selectors.EveryOther").next_batch(2)
+    finally:
+        EveryOther.next = kept  # type: ignore[method-assign]
+
+
+def test_the_references_form_is_understood(path: Path) -> None:
+    config = TasksetConfig.model_validate(
+        {
+            "path": str(path),
+            "data_selector": {
+                "selector_type": "difficulty_based",
+                "feature_keys": ["weak", "strong"],
+                "kwargs": {"m": 8, "tau": 0, "adaptive_rho": False},
+                "seed": 42,
+            },
+        }
+    )
+    assert config.data_selector == DifficultyBasedSelector(feature_keys=("weak", "strong"), m=8, tau=0, seed=42)
+    assert TasksetConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("selector", "said"),
+    [
+        ({"selector_type": "hardest"}, "hardest"),
+        ({"selector_type": "offline_easy2hard"}, "feature_keys"),
+        ({"selector_type": "difficulty_based", "feature_keys": ["weak"]}, "feature_keys"),
+        ({"selector_type": "difficulty_based", "feature_keys": ["weak", "strong"], "kwargs": {"rho": 2}}, "rho"),
+        (
+            {"selector_type": "difficulty_based", "feature_keys": ["a", "b"], "rho": 0.1, "kwargs": {"rho": 0.2}},
+            "twice",
+        ),
+        ({"selector_type": "difficulty_based", "feature_keys": ["a", "b"], "adaptive_rho": True}, "does not adapt"),
+        ({"selector_type": "difficulty_pools", "pools": []}, "pools"),
+        ({"selector_type": "difficulty_pools", "pools": [POOLS[0]] * 2}, "each once"),
+        ({"selector_type": "difficulty_pools", "pools": POOLS, "unseen_weight": 0}, "be the first"),
+        ({"selector_type": "shuffle", "kwargs": [1]}, "wanted names with values"),
+    ],
+)
+def test_bad_settings_are_refused(selector: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        TasksetConfig.model_validate({"path": "x", "data_selector": selector})
+
+
+def test_selector_and_data_selector_must_agree() -> None:
+    with pytest.raises(ValidationError, match="remove one of them"):
+        TasksetConfig.model_validate({"path": "x", "selector": "random", "data_selector": {"selector_type": "shuffle"}})
+
+
+@pytest.mark.parametrize(("row", "value"), [({"weak": 0.1}, "None"), ({"weak": 0.1, "strong": 1.5}, "1.5")])
+def test_a_record_without_a_feature_is_named(tmp_path: Path, row: dict[str, float], value: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": "a", **row}))
+    with pytest.raises(TasksetError, match=f"record 0 has {value} at 'strong', wanted a number from 0 to 1"):
+        opened(path, "difficulty_based")
+
+
+def test_the_selector_of_the_page_works(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tasksets.md").read_text(encoding="utf-8")
+    module = ModuleType("hardest")
+    exec(page.partition("```python\n")[2].partition("```")[0], module.__dict__)
+    monkeypatch.setitem(sys.modules, "hardest", module)
+    taskset = opened(path, "hardest.Hardest", kwargs={"start": 0.5})
+    taskset.observe({"train": [TaskStats(7, 0.25, 2), TaskStats(3, 0.0, 2)]})
+    assert taken(taskset, 3) == [3, 7, 0]
+    assert taskset.metrics() == {"selector/train/lowest": 0.0}

@@ -1,0 +1,119 @@
+"""Several tasksets as one: interleaved by ratio, or in proportion to size."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trinity_mq.data.errors import TasksetError
+from trinity_mq.data.selectors import TaskStats
+from trinity_mq.data.tasksets import Taskset
+from trinity_mq.messages import TaskBody
+
+
+class TasksetMixture:
+    """Tasksets whose tasks come in turns that are shuffled anew in each epoch.
+
+    An epoch has as many tasks as there are records in all. Each taskset has a share of these turns, by its
+    ``ratio`` or by its size, and goes through its own records with its own selector; with ratios a small one begins
+    anew before a large one has ended.
+
+    Args:
+        tasksets: At least one; all with a ratio, or none.
+        seed: Of the turns.
+    """
+
+    def __init__(self, tasksets: Sequence[Taskset], seed: int) -> None:
+        self._tasksets, self._seed = tasksets, seed
+        ratios = [len(one) if one.config.ratio is None else one.config.ratio for one in tasksets]
+        self._turns = shares(ratios, len(self))
+        if empty := [one.config.name for one, turns in zip(tasksets, self._turns, strict=True) if not turns]:
+            raise TasksetError(
+                f"taskset {empty[0]!r}: a ratio of {tasksets[self._turns.index(0)].config.ratio:g} gives it no task "
+                f"among the {len(self)} of an epoch; raise it, or remove the taskset"
+            )
+        self._given = 0
+        self._epoch, self._order = 0, self._order_of(0)
+
+    def __len__(self) -> int:
+        """Tasks in one epoch."""
+        return sum(map(len, self._tasksets))
+
+    @property
+    def learns(self) -> bool:
+        """Whether a selector is to be told the rewards of finished tasks."""
+        return any(one.learns for one in self._tasksets)
+
+    def next_batch(self, size: int) -> list[TaskBody]:
+        """Return the next ``size`` tasks, each taskset's chosen together."""
+        turns = [self._turn(place) for place in range(self._given, self._given + size)]
+        self._given += size
+        chosen = [iter(one.next_batch(turns.count(number))) for number, one in enumerate(self._tasksets)]
+        return [next(chosen[number]) for number in turns]
+
+    def observe(self, stats: Mapping[str, Sequence[TaskStats]]) -> None:
+        """Tell the selectors what came of tasks, by the name of their taskset."""
+        for one in self._tasksets:
+            if one.config.name in stats:
+                one.observe(stats)
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``selector/<taskset>/*`` of each taskset."""
+        return {name: value for one in self._tasksets for name, value in one.metrics().items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return the position, for :meth:`restore` of tasksets opened alike."""
+        epoch, cursor = divmod(self._given, len(self))
+        return {
+            "turns": {one.config.name: turns for one, turns in zip(self._tasksets, self._turns, strict=True)},
+            "seed": self._seed,
+            "epoch": epoch,
+            "cursor": cursor,
+            "tasksets": {one.config.name: one.state() for one in self._tasksets},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved position.
+
+        Raises:
+            TasksetError: It was saved with other tasksets, ratios, records, selectors or another seed.
+        """
+        now = self.state()
+        for key in ("turns", "seed"):
+            if state.get(key) != now[key]:
+                raise TasksetError(
+                    f"buffer.tasksets: the saved position belongs to {key} {state.get(key)!r}, these have "
+                    f"{now[key]!r}; put the old data and settings back, or train anew with `trinity-mq run CONFIG "
+                    "--fresh`"
+                )
+        for one in self._tasksets:
+            one.restore(state["tasksets"][one.config.name])
+        self._given = state["epoch"] * len(self) + state["cursor"]
+
+    def _turn(self, place: int) -> int:
+        """Return the number of the taskset whose turn is ``place``."""
+        epoch, cursor = divmod(place, len(self))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._order_of(epoch)
+        return self._order[cursor]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = [number for number, turns in enumerate(self._turns) for _ in range(turns)]
+        random.Random(self._seed + epoch).shuffle(order)
+        return order
+
+
+def shares(ratios: Sequence[float], total: int) -> list[int]:
+    """Divide ``total`` by ratios into whole numbers: rounded down, the rest to the largest remainders.
+
+    >>> shares([1, 1, 2], 7)
+    [2, 2, 3]
+    """
+    exact = [ratio / sum(ratios) * total for ratio in ratios]
+    found = [math.floor(one) for one in exact]
+    by_remainder = sorted(range(len(ratios)), key=lambda place: found[place] - exact[place])
+    for place in by_remainder[: total - sum(found)]:
+        found[place] += 1
+    return found

@@ -1,0 +1,118 @@
+"""The selector that looks for tasks of a wanted pass rate, by a Beta posterior for each task.
+
+Numbers as in Trinity-RFT 0.6 (``InterpolationBetaPREstimator``): the vector ``selector/difficulty_based`` of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trinity_mq.config.buffer.selectors import DifficultyBasedSelector
+from trinity_mq.data.selectors.base import Draws, TaskStats
+
+Floats = NDArray[np.float64]
+
+CAPABILITY_KEPT = 0.9
+"""Part of the sums behind the capability that an update keeps."""
+LEAST_GAP = 1e-6
+"""Added to the gap between the strong and the weak model for each task, so that it is not 0."""
+
+
+class PassRates:
+    """Posteriors of the pass rates of all tasks.
+
+    Args:
+        features: ``[tasks, 2]``, pass rates of a weak and of a strong model.
+        m: Runs that an observed pass rate counts as.
+        lamb: Part of the posterior that an update forgets.
+        rho: Weight of the interpolated pass rates, as a part of ``m``.
+    """
+
+    def __init__(self, features: Floats, m: float, lamb: float, rho: float) -> None:
+        self._weak, self._strong = features.T
+        self._m, self._lamb, self._rho = m, lamb, rho
+        self.alphas, self.betas = np.ones(len(features)), np.ones(len(features))
+        self.capability = 0.0
+        """Where the policy is between the weak model (0) and the strong one (1)."""
+        self._gained = self._gap = 0.0
+
+    def update(self, indexes: Sequence[int], pass_rates: Sequence[float]) -> None:
+        """Learn the pass rates, from 0 to 1, of tasks that were run; an index that comes twice counts by its mean."""
+        seen, places = np.unique(np.asarray(indexes, dtype=np.int64), return_inverse=True)
+        rates = np.bincount(places, weights=np.asarray(pass_rates, dtype=np.float64)) / np.bincount(places)
+        weak, strong = self._weak[seen], self._strong[seen]
+        self._gained = CAPABILITY_KEPT * self._gained + float(np.sum(rates - weak))
+        self._gap = CAPABILITY_KEPT * self._gap + float(np.sum(strong - weak + LEAST_GAP))
+        if self._gap > 0:
+            self.capability = min(1.0, max(0.0, self._gained / self._gap))
+        implied = np.clip(self._weak + self.capability * (self._strong - self._weak), 0.0, 1.0)
+        runs = np.full(len(implied), self._rho * self._m)
+        implied[seen], runs[seen] = rates, self._m
+        self.alphas = (1 - self._lamb) * self.alphas + self._lamb + runs * implied
+        self.betas = (1 - self._lamb) * self.betas + self._lamb + runs * (1 - implied)
+
+    def predicted(self) -> Floats:
+        """Return the mean of each task's posterior."""
+        mean: Floats = self.alphas / (self.alphas + self.betas)
+        return mean
+
+
+def probabilities(rates: Floats, target: float, tau: float) -> Floats:
+    """Return how likely each task is the first one chosen: softmax of ``-|target - rate| / tau``."""
+    scores = -np.abs(target - rates) / tau
+    weights: Floats = np.exp(scores - scores.max())
+    total: Floats = weights / weights.sum()
+    return total
+
+
+class DifficultyBased(Draws):
+    """Tasks by the closeness of their estimated pass rate to the target, without replacement within a batch.
+
+    Args:
+        features: ``[tasks, 2]``, pass rates of a weak and of a strong model.
+        config: The settings.
+        seed: Of the draws.
+    """
+
+    def __init__(self, features: Floats, config: DifficultyBasedSelector, seed: int) -> None:
+        super().__init__(seed)
+        self._config = config
+        self._observed = np.zeros(len(features), dtype=bool)
+        self.rates = PassRates(features, config.m, config.lamb, config.rho)
+
+    def next(self, count: int) -> list[int]:
+        """Return the next indexes; with more than there are, each comes once before one comes again."""
+        found: list[int] = []
+        while len(found) < count:
+            part = self._ranked()[: count - len(found)].tolist()
+            self.given += len(part)
+            found += part
+        return found
+
+    def _ranked(self) -> NDArray[np.intp]:
+        random = self.generator()
+        rates = random.beta(self.rates.alphas, self.rates.betas) if self._config.do_sample else self.rates.predicted()
+        if self._config.tau:
+            # Gumbel noise on the log weights ranks as draws without replacement do (arXiv 1903.06059)
+            scores = -np.abs(self._config.target_reward - rates) / self._config.tau + random.gumbel(size=len(rates))
+        else:
+            scores = -np.abs(self._config.target_reward - rates)
+        return np.argsort(-scores, kind="stable")
+
+    def observe(self, stats: Sequence[TaskStats]) -> None:
+        """Learn mean rewards as pass rates; outside of 0 to 1 they count as the nearer of the two."""
+        if stats:
+            indexes = [one.task for one in stats]
+            self._observed[indexes] = True
+            self.rates.update(indexes, [min(1.0, max(0.0, one.reward)) for one in stats])
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return capability, mean estimated pass rate and number of tasks that were run."""
+        return {
+            "capability": self.rates.capability,
+            "predicted": float(self.rates.predicted().mean()),
+            "observed_tasks": float(self._observed.sum()),
+        }
