@@ -109,3 +109,9 @@ B: dict[str, Any] = {"name": "b", "path": "b.jsonl"}
 def test_bad_settings_are_refused(buffer: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         BufferConfig.model_validate(buffer)
+
+
+def test_a_dumped_section_is_loaded_again() -> None:
+    buffer = BufferConfig.model_validate({"tasksets": [A, B | {"data_selector": {"selector_type": "random"}}]})
+    assert BufferConfig.model_validate(buffer.model_dump()) == buffer
+    assert buffer.training_tasksets == buffer.tasksets

@@ -39,7 +39,7 @@ class BufferConfig(Section):
     @model_validator(mode="after")
     def _training(self) -> BufferConfig:
         names = [taskset.name for taskset in self.tasksets]
-        if names and "taskset" in self.model_fields_set:
+        if names and self.taskset != type(self).model_fields["taskset"].get_default(call_default_factory=True):
             raise ValueError("buffer.taskset and buffer.tasksets are both given; remove one of them")
         if len(set(names)) != len(names):
             raise ValueError(f"buffer.tasksets need different names, got {names}")
