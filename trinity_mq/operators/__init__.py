@@ -3,9 +3,10 @@
 from trinity_mq.operators.advantage import AdvantageOperator
 from trinity_mq.operators.base import ColumnOperator, ExperienceOperator, ExperienceOperatorV1, ThreadedOperator
 from trinity_mq.operators.chain import OperatorError, run_chain
-from trinity_mq.operators.registry import OPERATORS, OperatorConfigError, create_operators
+from trinity_mq.operators.registry import EXPERIENCE_OPERATORS, OPERATORS, OperatorConfigError, create_operators
 
 __all__ = [
+    "EXPERIENCE_OPERATORS",
     "OPERATORS",
     "AdvantageOperator",
     "ColumnOperator",

@@ -10,21 +10,27 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from trinity_mq.config import OperatorConfig
 from trinity_mq.operators.base import AuxiliaryModels, ExperienceOperator, ExperienceOperatorV1, WrappedOperator
-from trinity_mq.rewards.lookup import lookup
+from trinity_mq.rewards.lookup import Registry, lookup
 from trinity_mq.runtime.errors import FatalError
 
-OPERATORS: Mapping[str, str] = {
-    "dapo_dynamic_sampling": "trinity_mq.operators.sampling:DapoDynamicSampling",
-    "deduplication": "trinity_mq.operators.sampling:Deduplication",
-    "invalid_reward_filter": "trinity_mq.operators.filters:InvalidRewardFilter",
-    "length_penalty": "trinity_mq.operators.rewards:LengthPenalty",
-    "mask_response_truncated": "trinity_mq.operators.masks:MaskResponseTruncated",
-    "pass_rate_calculator": "trinity_mq.operators.pass_rate:PassRateCalculator",
-    "reward_filter": "trinity_mq.operators.filters:RewardFilter",
-    "reward_shaping_mapper": "trinity_mq.operators.rewards:RewardShaping",
-    "reward_std_filter": "trinity_mq.operators.filters:RewardStdFilter",
-}
-"""Built-in operators."""
+OPERATORS = Registry(
+    {
+        "dapo_dynamic_sampling": "trinity_mq.operators.sampling:DapoDynamicSampling",
+        "deduplication": "trinity_mq.operators.sampling:Deduplication",
+        "invalid_reward_filter": "trinity_mq.operators.filters:InvalidRewardFilter",
+        "length_penalty": "trinity_mq.operators.rewards:LengthPenalty",
+        "mask_response_truncated": "trinity_mq.operators.masks:MaskResponseTruncated",
+        "pass_rate_calculator": "trinity_mq.operators.pass_rate:PassRateCalculator",
+        "reward_filter": "trinity_mq.operators.filters:RewardFilter",
+        "reward_shaping_mapper": "trinity_mq.operators.rewards:RewardShaping",
+        "reward_std_filter": "trinity_mq.operators.filters:RewardStdFilter",
+    },
+    "EXPERIENCE_OPERATORS",
+    "OPERATORS",
+)
+"""Built-in operators, and those that ``@EXPERIENCE_OPERATORS.register_module`` adds."""
+EXPERIENCE_OPERATORS = OPERATORS
+"""By its name in Trinity-RFT."""
 
 ENTRY_GROUP = "trinity_mq.operators"
 

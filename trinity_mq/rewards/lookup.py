@@ -5,11 +5,79 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
-from trinity_mq.runtime.plugins import UnknownNameError, import_named
+from trinity_mq.runtime.plugins import UnknownNameError, import_named, registered_plugins
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, str]):
+    """Built-in names, as a mapping to ``module:attribute``, and those that a decorator adds::
+
+        @WORKFLOWS.register_module("my_workflow")
+        class MyWorkflow(Workflow): ...
+
+    In a folder of ``plugin_dirs`` that is enough: the configuration may say ``my_workflow`` in every agent, since such
+    files are searched for the decorator before they are imported. Elsewhere the module must have been imported.
+
+    Args:
+        builtin: The built-in names.
+        names: What the registry is called where it is used, by which plug-ins are found.
+    """
+
+    def __init__(self, builtin: Mapping[str, str], *names: str) -> None:
+        self._builtin, self.names = dict(builtin), names
+        self._added: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> str:
+        return self._builtin[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._builtin)
+
+    def __len__(self) -> int:
+        return len(self._builtin)
+
+    def register_module(self, name: str) -> Callable[[T], T]:
+        """Return the decorator that registers a class or function under ``name``.
+
+        Raises:
+            ValueError: The name is built in, or of another class.
+        """
+
+        def register(found: T) -> T:
+            known = self._added.get(name)
+            if name in self._builtin or (known is not None and _path_of(known) != _path_of(found)):
+                owner = self._builtin.get(name) or _path_of(known)
+                raise ValueError(f"{self.names[0]}: {name!r} is {owner} already; register {_path_of(found)} as another")
+            self._added[name] = found
+            return found
+
+        return register
+
+    def find(self, kind: str, name: str) -> Any | None:
+        """Return what was registered under ``name``, in this process or in a plug-in folder; None: nothing was.
+
+        Raises:
+            UnknownNameError: Several plug-ins register it, or the one that does cannot be imported.
+        """
+        if name in self._added:
+            return self._added[name]
+        places = registered_plugins(self.names).get(name, [])
+        if len(places) > 1:
+            raise UnknownNameError(f"{kind} {name!r} is registered by {' and by '.join(places)}: rename one of them")
+        return import_named(kind, places[0]) if places else None
+
+    def added(self) -> list[str]:
+        """Return the names that decorators add."""
+        return sorted({*self._added, *registered_plugins(self.names)})
+
+
+def _path_of(found: Any) -> str:
+    return f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', repr(found))}"
 
 
 def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | None = None) -> Any:
@@ -38,7 +106,10 @@ def lookup(kind: str, name: str, table: Mapping[str, str], entry_group: str | No
                 f"{kind} {name!r} of an installed package ({added[name].value}) cannot be loaded: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    known = sorted({*table, *added})
+    registry = table if isinstance(table, Registry) else None
+    if registry is not None and (found := registry.find(kind, name)) is not None:
+        return found
+    known = sorted({*table, *added, *(registry.added() if registry is not None else ())})
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(known)}."
     raise UnknownNameError(f"unknown {kind} {name!r}; {hint} Your own is named by its dotted path, package.module.Name")

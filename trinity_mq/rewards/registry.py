@@ -9,24 +9,30 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from trinity_mq.rewards.lookup import lookup
+from trinity_mq.rewards.lookup import Registry, lookup
 from trinity_mq.rewards.truth import truth_text
 
-REWARDS: Mapping[str, str] = {
-    "accuracy_reward": "trinity_mq.rewards.math.rewards:accuracy_reward",
-    "char_match": "trinity_mq.rewards.text:char_match",
-    "countdown_reward": "trinity_mq.rewards.countdown:countdown_reward",
-    "exact_match": "trinity_mq.rewards.text:exact_match",
-    "format_reward": "trinity_mq.rewards.text:format_reward",
-    "gsm8k": "trinity_mq.rewards.math.math_answer:math_answer",
-    "math_answer": "trinity_mq.rewards.math.math_answer:math_answer",
-    "math_boxed": "trinity_mq.rewards.math.rewards:math_boxed",
-    "math_boxed_reward": "trinity_mq.rewards.math.rewards:math_boxed",
-    "math_dapo_reward": "trinity_mq.rewards.math.rewards:MathDapoReward",
-    "math_reward": "trinity_mq.rewards.math.rewards:math_reward",
-    "tool_call": "trinity_mq.rewards.tool_call:tool_call",
-}
-"""Built-in reward functions."""
+REWARDS = Registry(
+    {
+        "accuracy_reward": "trinity_mq.rewards.math.rewards:accuracy_reward",
+        "char_match": "trinity_mq.rewards.text:char_match",
+        "countdown_reward": "trinity_mq.rewards.countdown:countdown_reward",
+        "exact_match": "trinity_mq.rewards.text:exact_match",
+        "format_reward": "trinity_mq.rewards.text:format_reward",
+        "gsm8k": "trinity_mq.rewards.math.math_answer:math_answer",
+        "math_answer": "trinity_mq.rewards.math.math_answer:math_answer",
+        "math_boxed": "trinity_mq.rewards.math.rewards:math_boxed",
+        "math_boxed_reward": "trinity_mq.rewards.math.rewards:math_boxed",
+        "math_dapo_reward": "trinity_mq.rewards.math.rewards:MathDapoReward",
+        "math_reward": "trinity_mq.rewards.math.rewards:math_reward",
+        "tool_call": "trinity_mq.rewards.tool_call:tool_call",
+    },
+    "REWARD_FUNCTIONS",
+    "REWARDS",
+)
+"""Built-in reward functions, and those that ``@REWARD_FUNCTIONS.register_module`` adds."""
+REWARD_FUNCTIONS = REWARDS
+"""By its name in Trinity-RFT."""
 
 ENTRY_GROUP = "trinity_mq.rewards"
 """Entry points under which installed packages add theirs."""
@@ -46,7 +52,9 @@ class RewardFn(Protocol):
             truth: What the dataset gives as the right answer.
             finished: The response ended by itself, and was not cut at a limit.
 
-        A function with a parameter ``tokens`` also gets the number of response tokens there, where it is known.
+        A function with a parameter ``tokens`` also gets the number of response tokens there, where it is known. One
+        that takes them by name, as those of Trinity-RFT do (``response``, ``prompt``, ``truth``, or ``**kwargs``), is
+        called so; the prompt is not known here, and None.
         """
         ...
 
@@ -71,39 +79,54 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
         raise RewardError(f"reward function {label!r} is a {type(found).__name__}, wanted a function or a class")
     try:
         if inspect.isfunction(found) and not args:  # each slice asks for the same few
-            return _Reward(found, _takes_tokens(found))
+            return _Reward(found, *_form(found))
         fn: Any = found(**args) if inspect.isclass(found) else functools.partial(found, **args)
-        takes_tokens = _takes_tokens.__wrapped__(fn)
+        takes_tokens, names = _form.__wrapped__(fn)
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"reward function {label!r} cannot be called as reward(response, truth, *, finished) with "
             f"reward_fn_args {dict(args)!r}: {error}"
         ) from error
-    return _Reward(fn, takes_tokens and "tokens" not in args)
+    return _Reward(fn, takes_tokens and "tokens" not in args, names)
 
 
 @functools.lru_cache(maxsize=256)
-def _takes_tokens(fn: Any) -> bool:
-    """Return whether a reward function has a parameter ``tokens``.
+def _form(fn: Any) -> tuple[bool, tuple[str, ...]]:
+    """Return whether a reward function has a parameter ``tokens``, and the names by which it wants its arguments, none
+    for one that is called as :class:`RewardFn`.
 
     Raises:
         TypeError: It cannot be called as one.
         ValueError: It has no signature.
     """
     signature = inspect.signature(fn)
-    signature.bind("response", "truth", finished=True)
-    return "tokens" in signature.parameters
+    has_tokens = "tokens" in signature.parameters
+    try:
+        signature.bind("response", "truth", finished=True)
+    except TypeError:
+        known = dict.fromkeys(("response", "prompt", "truth", "finished"))
+        if all(one.kind is not one.VAR_KEYWORD for one in signature.parameters.values()):
+            known = {name: None for name in known if name in signature.parameters}
+            if "prompt" not in known:
+                raise
+        signature.bind(**known)
+        return has_tokens, tuple(known)
+    return has_tokens, ("response", "prompt", "truth") if "prompt" in signature.parameters else ()
 
 
 class _Reward:
-    """A reward function called with the number of tokens only if it takes that."""
+    """A reward function called with what it takes, in the form in which it takes it."""
 
-    def __init__(self, fn: Any, counts: bool) -> None:
-        self.function, self.counts_tokens = fn, counts
+    def __init__(self, fn: Any, counts: bool, names: tuple[str, ...] = ()) -> None:
+        self.function, self.counts_tokens, self._names = fn, counts, names
 
     def __call__(self, response: str, truth: Any, *, finished: bool, tokens: int | None = None) -> Mapping[str, float]:
         parts: Mapping[str, float]
-        if self.counts_tokens:
+        if self._names:
+            given = {"response": response, "prompt": None, "truth": truth_text(truth), "finished": finished}
+            more = {"tokens": tokens} if self.counts_tokens else {}
+            parts = self.function(**{name: given[name] for name in self._names}, **more)
+        elif self.counts_tokens:
             parts = self.function(response, truth_text(truth), finished=finished, tokens=tokens)
         else:
             parts = self.function(response, truth_text(truth), finished=finished)

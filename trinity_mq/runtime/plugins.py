@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -64,6 +65,43 @@ def plugin_names() -> list[str]:
         for node in _statements(file)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
+
+
+def registered_plugins(registries: Sequence[str]) -> dict[str, list[str]]:
+    """Return what modules in the added folders register by decorator: dotted paths by registered name.
+
+    The files are read, not executed: ``@WORKFLOWS.register_module("mine")`` above a class ``Mine`` of ``my_file.py``
+    gives ``{"mine": ["my_file.Mine"]}``.
+
+    Args:
+        registries: Names of the object with ``register_module``, such as ``WORKFLOWS``.
+    """
+    files = [file for folder in _added for file in _modules(folder)]
+    found: dict[str, list[str]] = {}
+    for file in files:
+        for registry, name, owner in _registrations(file, file.stat().st_mtime_ns):
+            if registry in registries:
+                found.setdefault(name, []).append(f"{file.stem}.{owner}")
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _registrations(file: Path, _changed: int) -> list[tuple[str, str, str]]:
+    """Return registry, registered name and decorated name of what a file registers."""
+    found = []
+    for node in _statements(file):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for call in node.decorator_list:
+            match call:
+                case ast.Call(
+                    func=ast.Attribute(
+                        attr="register_module", value=ast.Name(id=registry) | ast.Attribute(attr=registry)
+                    ),
+                    args=[ast.Constant(value=str(name)), *_],
+                ):
+                    found.append((registry, name, node.name))
+    return found
 
 
 def import_named(kind: str, name: str) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from typing import Any
 
-from trinity_mq.rewards.lookup import lookup
+from trinity_mq.rewards.lookup import Registry, lookup
 from trinity_mq.runtime.plugins import UnknownNameError, plugin_names
 
 _SYNCHRONOUS = {
@@ -24,12 +23,12 @@ _SYNCHRONOUS = {
     "tool_agent_workflow": "trinity_mq.workflows.builtin.tool_agent:ToolAgentWorkflow",
     "tool_call_workflow": "trinity_mq.workflows.builtin.tool_call:ToolCallWorkflow",
 }
-WORKFLOWS: Mapping[str, str] = _SYNCHRONOUS | {
-    f"async_{name}": path.replace(":", ":Async") for name, path in _SYNCHRONOUS.items()
-}
+WORKFLOWS = Registry(
+    _SYNCHRONOUS | {f"async_{name}": path.replace(":", ":Async") for name, path in _SYNCHRONOUS.items()}, "WORKFLOWS"
+)
 """Built-in workflows, each in two forms. Installed packages add theirs under the entry-point group
 ``trinity_mq.workflows``; your own are named by dotted path, from anywhere on ``PYTHONPATH`` or from a folder in
-``plugin_dirs`` of the configuration."""
+``plugin_dirs`` of the configuration, or by the name that ``@WORKFLOWS.register_module`` gives them there."""
 
 ENTRY_GROUP = "trinity_mq.workflows"
 
