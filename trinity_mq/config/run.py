@@ -160,6 +160,18 @@ class Config(Section):
                 f"trainer.batches_per_step is {self.trainer.batches_per_step} in mode train, where a batch is as large "
                 "as buffer.batch_size says: raise that instead"
             )
+        experts = self.buffer.trainer_input.auxiliary_buffers
+        if experts and self.mode != "both":
+            raise ValueError(
+                f"buffer.trainer_input.auxiliary_buffers has {', '.join(experts)} in mode {self.mode}, and experts go "
+                "beside rollouts that are trained on: set mode to both, or leave them out"
+            )
+        if experts and "ce" not in components(self.algorithm):
+            raise ValueError(
+                f"buffer.trainer_input.auxiliary_buffers has {', '.join(experts)}, and algorithm_type "
+                f"{self.algorithm.algorithm_type} imitates nothing: take mix or mix_chord, or give "
+                "algorithm.weights.ce a weight"
+            )
         if self.mode == "explore" and self.trainer.nproc > 1:
             raise ValueError(
                 f"trainer.nproc is {self.trainer.nproc} in mode explore, which trains nothing: leave it at 1"

@@ -17,7 +17,8 @@ import structlog
 from trinity_agents.trainer.loop import TrainLoop
 from trinity_agents.trainer.recorder import RecordingLearner
 from trinity_agents.trainer.sources.base import Source
-from trinity_agents.trainer.sources.records import open_records
+from trinity_agents.trainer.sources.mix import open_experts
+from trinity_agents.trainer.sources.records import RecordSource, open_records
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.data.sinks import open_sink
@@ -59,6 +60,7 @@ class Trainer(Agent):
         ranks: RankProcesses | None = None,
         canary: Sequence[int] = FIRST_IDS,
         source: Source | None = None,
+        experts: RecordSource | None = None,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self.ranks = ranks or RankProcesses(Ranks())
@@ -70,6 +72,7 @@ class Trainer(Agent):
             fingerprint=fingerprint,
             canary=canary,
             source=source,
+            experts=experts,
         )
 
     def detail(self) -> TrainerStatus:
@@ -152,6 +155,7 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
             canary=canary_tokens(codec),
             ranks=RankProcesses(ranks),
             source=source,
+            experts=open_experts(config, codec),
         )
 
     return run_daemon(config, agent_id, "trainer", build)

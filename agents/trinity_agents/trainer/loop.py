@@ -16,6 +16,8 @@ from trinity_agents.trainer.batch_result import BatchResult, keep_for_a_look, sk
 from trinity_agents.trainer.history import History, StreamPlace, last_generation, last_progress, last_saved
 from trinity_agents.trainer.saving import CheckpointSaver
 from trinity_agents.trainer.sources.base import Source, TrainBatch
+from trinity_agents.trainer.sources.mix import MixSource
+from trinity_agents.trainer.sources.records import RecordSource
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
@@ -43,6 +45,8 @@ from trinity_mq.transport.blobs import open_store
 
 log = structlog.get_logger(__name__)
 
+OF_RECORDS = ("data/unfit_records", "data/too_long")
+"""Metrics of records that the trainer reports."""
 QUIET_SECONDS = 10.0
 """How long a restarted trainer waits for the next batch that it has trained on before; the stream holds them all."""
 
@@ -58,6 +62,7 @@ class TrainLoop:
         fingerprint: Of the model's structure, which engines must share.
         canary: Token ids of the canary prompt; more of them show smaller changes.
         source: Of train batches; None: the stream of rollouts.
+        experts: Answers to imitate beside the rollouts.
     """
 
     store: CheckpointStore
@@ -76,6 +81,7 @@ class TrainLoop:
         fingerprint: str | None = None,
         canary: Sequence[int] = FIRST_IDS,
         source: Source | None = None,
+        experts: RecordSource | None = None,
     ) -> None:
         self.agent, self.config, self.folder, self.learner = agent, agent.config, folder, learner
         self.generation = self.step = self.progress = 0
@@ -95,6 +101,8 @@ class TrainLoop:
             batches_per_step=config.trainer.batches_per_step,
             starts=self._starts,
         )
+        if experts is not None:
+            self.source = MixSource(self.source, experts)
         self.source.changed = agent.woken
         self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
         self._saved_progress = self._first_step = 0
@@ -409,7 +417,7 @@ class TrainLoop:
         record("write history", began, time.monotonic(), version=self.version, batch=batch.batch)
         for _, _, event in [] if self._is_alone else ended:
             await agent.publish("results", "progress", event, message_id=f"progress-{self.generation}-{event.progress}")
-        metrics = result.counts | result.metrics | (batch.metrics if self._is_alone else {})
+        metrics = result.counts | result.metrics | _of_records(batch)
         metrics["time/batch"] = loop.time() - started
         metrics |= self._waits()
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
@@ -527,3 +535,10 @@ class TrainLoop:
 
     async def _publish_sync(self, event: SyncEvent) -> None:
         await self.agent.publish("sync", f"weights.{event.verb}", event)
+
+
+def _of_records(batch: TrainBatch) -> dict[str, float]:
+    """Return what the records in a batch say of themselves; operators report the metrics of rollouts."""
+    return {
+        name: value for one in (batch, *batch.co_batched) for name, value in one.metrics.items() if name in OF_RECORDS
+    }

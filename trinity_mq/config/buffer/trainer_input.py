@@ -105,3 +105,25 @@ class TrainerInputConfig(Section):
 
     experience_buffer: ExperienceBufferConfig = Field(default_factory=ExperienceBufferConfig)
     """The data of each train step."""
+    auxiliary_buffers: dict[str, ExperienceBufferConfig] = Field(default_factory=dict)
+    """Mode ``both``: expert answers beside rollouts, by name, at most one; of ``schema_type`` ``sft``. The algorithm
+    imitates them: ``mix``, ``mix_chord``, or any with a weight for ``ce``."""
+    expert_data_ratio: float = Field(default=0.2, gt=0, lt=1)
+    """Share of expert answers in a train step with all of its rollouts. Their number is the same in every step, and
+    comes on top of the rollouts."""
+
+    @model_validator(mode="after")
+    def _experts(self) -> TrainerInputConfig:
+        for name, data in self.auxiliary_buffers.items():
+            if data.schema_type != "sft" or data.storage_type == "stream":
+                raise ValueError(
+                    f"auxiliary buffer {name!r} has schema_type {data.schema_type} and storage_type "
+                    f"{data.storage_type}; wanted answers to imitate: schema_type sft from file, huggingface, sql or "
+                    "synthetic"
+                )
+        if len(self.auxiliary_buffers) > 1:
+            raise ValueError(
+                f"auxiliary_buffers are {', '.join(self.auxiliary_buffers)}, and one is the most: put their records "
+                "into one source"
+            )
+        return self

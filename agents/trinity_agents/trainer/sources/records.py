@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +37,47 @@ Rows = Callable[[Sequence[int]], tuple[list[Experience], dict[str, float]]]
 """Makes the experiences of the records with these indexes, and returns metrics: how many could not be used."""
 
 
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Records that are there."""
+
+    count: int
+    """Their number, at least 1."""
+    identity: str
+    """Changes with them."""
+    rows: Rows
+    """Makes experiences of them; called on a thread."""
+
+
 class RecordSource:
     """Batches of records, epoch after epoch. Its state is the position: killed at any point, a trainer goes on with the
     records that would have come, each once an epoch.
 
     Args:
-        config: The run's configuration, of mode ``train``.
-        count: Number of records, at least 1.
-        identity: Changes with the records.
-        rows: Makes experiences; called on a thread.
+        data: What the records are, and their order.
+        records: Their number, a hash over them, and what makes experiences of them.
+        seed: Of the order.
+        size: Records in a batch.
+        batches: Number of batches; None: ``epochs``.
+        epochs: Passes over the records; the last batch has those that are left.
     """
 
-    def __init__(self, config: Config, count: int, identity: str, rows: Rows) -> None:
-        data, self._size = config.buffer.trainer_input.experience_buffer, config.buffer.batch_size
-        self._name, self._rows = data.name, rows
-        self._settings = {"identity": identity, "seed": config.seed, "selector": data.selector}
-        self._order = EpochOrder(count, data.selector, config.seed)
-        steps, self._most = config.buffer.total_steps, config.buffer.total_epochs * count
-        self._total = steps if steps is not None else math.ceil(self._most / self._size)
-        self._has_epochs = steps is None
+    def __init__(
+        self,
+        data: ExperienceBufferConfig,
+        records: Records,
+        *,
+        seed: int,
+        size: int,
+        batches: int | None,
+        epochs: int = 1,
+    ) -> None:
+        self._name, self._rows, self._size = data.name, records.rows, size
+        self._settings = {"identity": records.identity, "seed": seed, "selector": data.selector}
+        self._order = EpochOrder(records.count, data.selector, seed)
+        self._most = epochs * records.count
+        self._total = batches if batches is not None else math.ceil(self._most / self._size)
+        self._has_epochs = batches is None
         self._batch = 0
         """Batches that are consumed."""
         self._next: tuple[TrainBatch, tuple[int, int]] | None = None
@@ -147,14 +170,35 @@ def open_records(config: Config, codec: TextCodec) -> RecordSource:
     Raises:
         TasksetError: The data cannot be read, or nothing in them can be used.
     """
-    data = config.buffer.trainer_input.experience_buffer
+    data, buffer = config.buffer.trainer_input.experience_buffer, config.buffer
+    return RecordSource(
+        data,
+        read(data, codec, config.model.max_model_len),
+        seed=config.seed,
+        size=buffer.batch_size,
+        batches=buffer.total_steps,
+        epochs=buffer.total_epochs,
+    )
+
+
+def read(data: ExperienceBufferConfig, codec: TextCodec, max_tokens: int) -> Records:
+    """Return the records that ``data`` describes.
+
+    Args:
+        data: Where they are.
+        codec: The model's tokenizer and chat template.
+        max_tokens: Of a prompt and an answer together.
+
+    Raises:
+        TasksetError: They cannot be read, or nothing in them can be used.
+    """
     if data.schema_type == "experience":
         batch, identity = recorded(data)
-        return RecordSource(config, len(batch), identity, lambda indexes: (batch.select(indexes).into_list(), {}))
+        return Records(len(batch), identity, lambda indexes: (batch.select(indexes).into_list(), {}))
     rows, identity = read_records(data, data.required_keys)
-    make = _Formatted(data, rows, codec, config.model.max_model_len)
+    make = _Formatted(data, rows, codec, max_tokens)
     make.try_first()
-    return RecordSource(config, len(rows), identity, make)
+    return Records(len(rows), identity, make)
 
 
 def recorded(data: ExperienceBufferConfig) -> tuple[ExperienceBatch, str]:

@@ -14,7 +14,7 @@ import pytest
 from trinity_agents.simulation import killed
 from trinity_agents.trainer.agent import Trainer
 from trinity_agents.trainer.history import lineage
-from trinity_agents.trainer.sources.records import RecordSource, open_records
+from trinity_agents.trainer.sources.records import Records, RecordSource, open_records
 from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import Config, load_config
@@ -50,7 +50,15 @@ def numbered(config: Config, count: int) -> RecordSource:
     def rows(indexes: Any) -> tuple[list[Experience], dict[str, float]]:
         return [Experience(tokens=[0, index], prompt_length=1) for index in indexes], {}
 
-    return RecordSource(config, count, "numbers", rows)
+    buffer = config.buffer
+    return RecordSource(
+        buffer.trainer_input.experience_buffer,
+        Records(count, "numbers", rows),
+        seed=config.seed,
+        size=buffer.batch_size,
+        batches=buffer.total_steps,
+        epochs=buffer.total_epochs,
+    )
 
 
 def seen(batch: Any) -> list[int]:

@@ -1,0 +1,127 @@
+"""Expert answers beside rollouts: a fixed number a step, each once an epoch wherever the trainer is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_agents.simulation import Simulation, killed
+from trinity_agents.trainer.history import lineage
+from trinity_agents.trainer.loop import TrainLoop
+from trinity_agents.trainer.sources.mix import MixSource, experts_in_a_step
+from trinity_agents.trainer.sources.records import Records, RecordSource
+from trinity_mq.config import ConfigError, ExperienceBufferConfig, load_config
+from trinity_mq.experience import Experience
+from trinity_mq.testing.fakes import FakeLearner
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
+
+EXPERTS = {"solved": {"storage_type": "synthetic", "path": "max3", "schema_type": "sft"}}
+MIX = (
+    "algorithm={algorithm_type: mix, repeat_times: 2}",
+    f"buffer.trainer_input.auxiliary_buffers={json.dumps(EXPERTS)}",
+    "trainer.save_interval=3",
+)
+COUNT = 7
+
+
+def experts(size: int) -> RecordSource:
+    def rows(indexes: Sequence[int]) -> tuple[list[Experience], dict[str, float]]:
+        return [Experience(tokens=[0, index], prompt_length=1, index=index) for index in indexes], {}
+
+    data = ExperienceBufferConfig(storage_type="file", path="x", schema_type="sft", selector="sequential")
+    return RecordSource(data, Records(COUNT, "numbers", rows), seed=0, size=size, batches=1 << 40)
+
+
+class Remembering(FakeLearner):
+    """Notes the experts of each step."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.experts: dict[int, list[int]] = {}
+        self.rollouts: dict[int, int] = {}
+
+    async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
+        marked = [one for one in experiences if one.info.get("is_expert")]
+        self.experts[step_number] = [one.index or 0 for one in marked]
+        self.rollouts[step_number] = len(experiences) - len(marked)
+        return await super().step(experiences, step_number)
+
+
+def mixed(folder: Path, lives: Sequence[float], **options: Any) -> tuple[Simulation, Remembering]:
+    """Run with a trainer that is killed after each of ``lives`` seconds."""
+    sim, learner = Simulation(folder, MIX, batches=9, **options), Remembering()
+
+    def trainer() -> Any:
+        made = sim.make_trainer(learner=learner)
+        source = made.loop.source
+        made.loop.source = MixSource(source, experts(experts_in_a_step(sim.config)))
+        return made
+
+    async def run() -> None:
+        for seconds in lives:
+            life = asyncio.create_task(trainer().run())
+            await asyncio.sleep(seconds)
+            assert await killed(life)
+        await trainer().run()
+
+    run_virtually(sim.run(trainer=run), limit=5000)
+    return sim, learner
+
+
+def test_every_step_has_the_same_number_and_the_rollouts_pace(tmp_path: Path) -> None:
+    sim, learner = mixed(tmp_path, [])
+    assert experts_in_a_step(sim.config) == 1, "a fifth of a step with four rollouts"
+    assert learner.rollouts == dict.fromkeys(range(1, 10), 4)
+    assert [learner.experts[step] for step in range(1, 10)] == [[n % COUNT] for n in range(9)]
+    newest = find_checkpoints(tmp_path / "checkpoints")[0][0].state
+    uids = [uid for entry in lineage(tmp_path / "history", newest.generation, 9) for uid in entry["uids"]]
+    assert len(set(uids)) == len(uids) == 9 * 5
+
+
+def test_killed_anywhere_each_expert_comes_once_an_epoch(tmp_path: Path) -> None:
+    for seed in range(5):
+        dice = random.Random(seed)
+        _, learner = mixed(tmp_path / str(seed), [dice.uniform(0.5, 2.6) for _ in range(3)])
+        trained = [learner.experts[step] for step in sorted(learner.experts)]
+        assert trained == [[n % COUNT] for n in range(9)]
+
+
+def test_a_batch_without_rollouts_takes_none(tmp_path: Path) -> None:
+    def spoil(task_slice: Any) -> str | None:
+        return "failed" if task_slice.batch in {2, 5} else None
+
+    _, learner = mixed(tmp_path, [], spoil=spoil)
+    assert Counter(index for step in learner.experts.values() for index in step) == Counter(range(COUNT))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["algorithm.algorithm_type=grpo"], "algorithm_type grpo imitates nothing: take mix or mix_chord"),
+        (["mode=explore"], "in mode explore, and experts go beside rollouts"),
+        (["buffer.trainer_input.auxiliary_buffers.solved.schema_type=dpo"], "'solved' has schema_type dpo"),
+        (
+            ["buffer.trainer_input.auxiliary_buffers.more={storage_type: file, path: x, schema_type: sft}"],
+            "solved, more, and one is the most",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_say_so(changes: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config({"model": {"tiny": {}}}, [*MIX, *changes])
+
+
+def test_the_loop_mixes_where_it_is_given_experts(tmp_path: Path) -> None:
+    sim = Simulation(tmp_path, MIX)
+    trainer = sim.make_trainer()
+    loop = TrainLoop(trainer, FakeLearner(), sim.channel, folder=tmp_path, experts=experts(3))
+    assert isinstance(loop.source, MixSource)
+    assert loop.source.changed is trainer.woken
