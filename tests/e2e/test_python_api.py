@@ -91,7 +91,8 @@ def test_the_run_ends_with_the_interpreter_that_began_it(tmp_path: Path) -> None
         "print(handle.process.pid, flush=True)\n"
         "handle.wait()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as notebook:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # who is killed leaves its temporary files
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=env) as notebook:
         assert notebook.stdout is not None
         started = psutil.Process(int(notebook.stdout.readline()))
         family = [started, *started.children(recursive=True)]
