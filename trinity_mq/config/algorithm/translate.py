@@ -124,11 +124,11 @@ def translated(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
         result |= {key: value for key, value in loss.items() if key != "kl"}
     given = {name: own.pop(name, None) for name in TOP_LEVEL}
     settings = {name: value for name, value in given.items() if value is not None}
-    if settings := settings | (own.pop("advantage_fn_args", None) or {}):
+    if settings := settings | _arguments(own, "advantage_fn_args"):
         base = result.get("estimator", preset.estimator)
         result["estimator"] = {**base, **_estimator_settings(settings, own.get("estimator", base))}
     for section in ("policy_loss_fn_args", "entropy_loss_fn_args"):
-        for name, value in (own.pop(section, None) or {}).items():
+        for name, value in _arguments(own, section).items():
             own.setdefault(name, value)
     surrogate: dict[str, Any] = {}
     for name, targets in SURROGATE_KEYS.items():
@@ -147,13 +147,13 @@ def translated(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
 def _kl_terms(own: dict[str, Any], preset: Preset) -> dict[str, Any]:
     """Take the KL to a reference out of ``own``, and return ``kl`` and ``reward_kl`` as far as it says something."""
     result: dict[str, Any] = {}
-    args = own.pop("kl_loss_fn_args", None) or {}
+    args = _arguments(own, "kl_loss_fn_args")
     if (kind := own.pop("kl_loss_fn", None)) is not None:
         term = {"kind": _known("kl_loss_fn", kind, {"none": "", **KL_KINDS}), "coef": args.get("kl_coef", 0.001)}
         result["kl"] = term if kind != "none" else None
     elif "kl_coef" in args and preset.loss.get("kl"):
         result["kl"] = {**preset.loss["kl"], "coef": args["kl_coef"]}
-    args = own.pop("kl_penalty_fn_args", None) or {}
+    args = _arguments(own, "kl_penalty_fn_args")
     if (kind := own.pop("kl_penalty_fn", None)) is not None:
         result["reward_kl"] = None if kind == "none" else _reward_kl(kind, args)
     return result
@@ -195,6 +195,18 @@ def _estimator_settings(settings: Mapping[str, Any], estimator: Any) -> dict[str
         else:
             result[ESTIMATOR_KEYS[name]] = ESTIMATOR_VALUES.get((name, value), value)
     return result
+
+
+def _arguments(own: dict[str, Any], name: str) -> dict[str, Any]:
+    """Take the arguments called ``name`` out of ``own``.
+
+    Raises:
+        ValueError: They are no settings by name.
+    """
+    value = own.pop(name, None) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {value!r}, wanted settings by name, such as {{epsilon: 1.0e-6}}")
+    return dict(value)
 
 
 def _known(name: str, value: Any, table: Mapping[str, str]) -> str:

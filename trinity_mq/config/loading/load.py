@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
+from trinity_mq.config.loading.from_trinity import counterpart
 from trinity_mq.config.run import Config
 from trinity_mq.telemetry.log import mask_passwords
 
@@ -159,6 +160,8 @@ def _explain(model: type[BaseModel], finding: Any) -> str:
     location, names = _followed(model, tuple(finding["loc"]))
     where = ".".join(map(str, location)) or "(top level)"
     if finding["type"] == "extra_forbidden":
+        if (known := counterpart(location)) is not None:
+            return f"{where}: a key of Trinity-RFT: {known}"
         near = difflib.get_close_matches(str(location[-1]), names, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(names))}"
         return f"{where}: unknown key; {hint}"
