@@ -41,6 +41,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.extended
 async def test_a_run_is_followed_stopped_and_gone_on_with(tmp_path: Path) -> None:
     config = load_config(settings(tmp_path), ["buffer.total_steps=400", "trainer.save_interval=2"])
     with run(config) as handle:
