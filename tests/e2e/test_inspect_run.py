@@ -14,7 +14,7 @@ from trinity_agents.trainer.history import lineage
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
-STEPS = 40
+STEPS = 300
 """So many that the run goes on for several times as long as a look takes."""
 RUNS = 16 * 8
 
