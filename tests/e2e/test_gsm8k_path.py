@@ -5,55 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tests.byte_model import make_model
 from trinity_mq.testing.runs import LocalRun
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data" / "gsm8k"
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(300)]
-
-
-def make_model(folder: Path) -> None:
-    """A random model with a byte-level tokenizer trained on the questions, as a user's model would be: a folder."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((DATA / "train.jsonl").read_text().splitlines()[:300], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=len(fast),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=fast.eos_token_id,
-        pad_token_id=fast.pad_token_id,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the GSM8K files are not beside this checkout")
 async def test_gsm8k_runs_with_a_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model(tmp_path / "model")
+    make_model(tmp_path / "model", (DATA / "train.jsonl").read_text().splitlines()[:300])
     monkeypatch.setenv("TRINITY_MQ_MODEL", str(tmp_path / "model"))
     monkeypatch.setenv("TRINITY_MQ_GSM8K", str(DATA))
     small = (

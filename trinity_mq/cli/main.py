@@ -28,6 +28,11 @@ COMMANDS = (
     ("trainer", "commands.agents:run_agent", "run one trainer by itself: steps the optimizer"),
     ("validate", "commands.validate:validate", "check a configuration and its tasksets, start nothing"),
     (
+        "migrate",
+        "commands.migrate:migrate_file",
+        "rewrite a configuration of Trinity-RFT as one of ours, with a comment on each change",
+    ),
+    (
         "settings",
         "settings:settings",
         "show all settings, or those of a section",

@@ -96,6 +96,7 @@ def test_every_command_leads_to_a_function() -> None:
         "inspect": ["r", "--last"],
         "convert-experiences": ["x", "--out", "y"],
         "schema": ["--check"],
+        "migrate": ["x", "-o", "y"],
     }
     assert set(words) == {name for name, _, _ in cli.COMMANDS}
     for command, rest in words.items():

@@ -29,8 +29,8 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "far to run ahead",
         "explorer.env_vars": "the environment of runners is `runner.env`",
         "explorer.rollout_model.engine_type": "it is `explorer.rollout_model.engine`: transformers or vllm",
-        "explorer.rollout_model.tensor_parallel_size": "give it to vLLM: "
-        "`explorer.rollout_model.vllm.extra_args: [--tensor-parallel-size, N]`",
+        "explorer.rollout_model.tensor_parallel_size": "an engine uses one device; take more engines with "
+        "`explorer.rollout_model.engine_num`",
         "explorer.rollout_model.gpu_memory_utilization": "it is `explorer.rollout_model.vllm.gpu_memory_utilization`",
         "explorer.rollout_model.enforce_eager": "it is `explorer.rollout_model.vllm.enforce_eager`",
         "explorer.rollout_model.enable_openai_api": "every engine serves the OpenAI API",

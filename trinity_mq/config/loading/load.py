@@ -64,7 +64,7 @@ def read_settings(path: str | Path | Mapping[str, Any], overrides: Sequence[str]
         OmegaConf.register_resolver("env", _environment)
     try:
         data = OmegaConf.create(
-            dict(path) if isinstance(path, Mapping) else _read(Path(path)), flags={"allow_objects": True}
+            dict(path) if isinstance(path, Mapping) else read_file(Path(path)), flags={"allow_objects": True}
         )
         for word in overrides:
             _override(data, word)
@@ -113,7 +113,12 @@ def _explain_interpolation(error: OmegaConfBaseException) -> str:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file as they stand there.
+
+    Raises:
+        ConfigError: It cannot be read, or holds no settings.
+    """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,0 +1,7 @@
+"""A configuration of Trinity-RFT rewritten as one of ours."""
+
+from trinity_mq.config.migration.commented import as_yaml, comment_lines
+from trinity_mq.config.migration.migrate import Migration, migrate
+from trinity_mq.config.migration.move import LeftOut
+
+__all__ = ["LeftOut", "Migration", "as_yaml", "comment_lines", "migrate"]

@@ -1,0 +1,161 @@
+"""Turns a configuration of Trinity-RFT into one of ours, and says what it changed and what it left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_mq.config.loading.from_trinity import counterpart
+from trinity_mq.config.loading.load import STAGES, ConfigError
+from trinity_mq.config.loading.stages import STAGE_NAME, merged
+from trinity_mq.config.migration.algorithm import algorithm
+from trinity_mq.config.migration.data import buffer
+from trinity_mq.config.migration.explorer import explorer
+from trinity_mq.config.migration.model import model
+from trinity_mq.config.migration.move import Comments, LeftOut, Move, Path, is_ours
+from trinity_mq.config.migration.trainer import trainer
+from trinity_mq.config.migration.values import known, without_references
+from trinity_mq.config.run import Config
+
+RULES = (algorithm, model, buffer, explorer, trainer)
+MODES = {"both": "both", "colocate": "both", "train": "train", "explore": "explore"}
+"""Modes of Trinity-RFT, and what they are here."""
+UNUSED = {
+    "project": "a run has a name alone",
+    "group": "a run has a name alone",
+    "ray_namespace": "there is no Ray",
+    "continue_from_checkpoint": "a run that was started before goes on; `trinity-mq run --fresh` trains anew",
+    "ignore_validator_suggestions": "`trinity-mq validate` suggests nothing, it finds errors",
+    "log": "logs are in the run's folder",
+}
+"""Settings beside the sections that a run does not need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """A configuration, ready to be written."""
+
+    settings: dict[str, Any]
+    """Settings of ours, by section."""
+    comments: Mapping[Path, Sequence[str]]
+    """What changed, by the place of a setting."""
+    left_out: Sequence[LeftOut]
+    """Settings that have no place here."""
+
+
+def migrate(source: Mapping[str, Any]) -> Migration:
+    """Return the configuration that does here what ``source`` does with Trinity-RFT.
+
+    Interpolations of environment variables stay; defaults of Trinity-RFT that are others here are written out.
+
+    Raises:
+        ConfigError: It is none of Trinity-RFT, or a reference in it leads nowhere.
+    """
+    if not any(isinstance(source.get(section), Mapping) for section in ("model", "buffer", "algorithm")):
+        raise ConfigError(
+            f"is no configuration of Trinity-RFT: it has {', '.join(map(str, source)) or 'nothing'}, wanted sections "
+            "such as algorithm, model and buffer"
+        )
+    given = without_references(source)
+    stages = given.pop(STAGES, None)
+    if not stages:
+        comments = Comments()
+        return Migration(_run(given, comments), comments.at, comments.left_out)
+    return _stages(given, stages)
+
+
+def _run(source: Mapping[str, Any], comments: Comments) -> dict[str, Any]:
+    """Return the settings of one run."""
+    move = Move(source, comments)
+    _names(move)
+    for rule in RULES:
+        rule(move)
+    _mode(move)
+    for name, reason in UNUSED.items():
+        for key in [key for key, _ in move.rest() if key == name or key.startswith(f"{name}.")]:
+            move.leave_out(key, reason, matters=False)
+    for key in [key for key, _ in move.rest() if key.startswith("cluster.")]:
+        move.leave_out(key, "agents find each other at the broker", matters=False)
+    for key, _ in list(move.rest()):
+        if is_ours(key):
+            move.keep(key)
+        else:
+            move.leave_out(key, counterpart(key.split(".")) or "no counterpart here")
+    known_order = [*Config.model_fields]
+    return {
+        key: _ordered(move.settings[key])
+        for key in sorted(move.settings, key=known_order.index)
+        if move.settings[key] != {}
+    }
+
+
+def _ordered(section: Any) -> Any:
+    """Return a section with its plain values before its sections."""
+    if isinstance(section, list):
+        return [_ordered(one) for one in section]
+    if not isinstance(section, Mapping):
+        return section
+    inner = {key: value for key, value in section.items() if _is_section(value)}
+    return {key: value for key, value in section.items() if key not in inner} | {
+        key: _ordered(value) for key, value in inner.items()
+    }
+
+
+def _is_section(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return True
+    return isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
+
+
+def _names(move: Move) -> None:
+    given = move.take("name") or "rft"
+    name = slug(str(known(given) or "run"))
+    move.put("name", name, *([f"was {given}"] if name != given else []))
+    folders = [move.take(key) for key in ("checkpoint_root_dir",)]
+    folders += [move.peek("project"), move.peek("group"), given]
+    exact = move.take("checkpoint_job_dir")
+    if exact or folders[0]:
+        place = exact or "/".join(str(part).rstrip("/") for part in folders if part)
+        move.put("run_dir", place, "where Trinity-RFT has its checkpoints; without it: runs/<name>")
+
+
+def _mode(move: Move) -> None:
+    mode = move.take("mode")
+    chosen = MODES.get(str(known(mode))) if mode is not None else None
+    if chosen is not None:
+        move.put("mode", chosen, *([f"was {mode}: trainer and engines may share a GPU"] if chosen != mode else []))
+    elif mode is not None:
+        move.lost(LeftOut("mode", mode, f"modes are {', '.join(sorted(set(MODES.values())))}", matters=True))
+
+
+def slug(text: str) -> str:
+    """Return a name that a run can have."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or "run"
+
+
+def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
+    """Return several runs one after another.
+
+    A stage of Trinity-RFT replaces whole sections; here it is merged into them. So each stage is rewritten as a whole
+    run, and what all of them have in common is written once.
+    """
+    if not isinstance(stages, list) or not all(isinstance(one, Mapping) and one.get(STAGE_NAME) for one in stages):
+        raise ConfigError(f"{STAGES}: wanted a list of settings with a {STAGE_NAME} each, got {stages!r}")
+    runs, said = [], []
+    for stage in stages:
+        own = {key: value for key, value in stage.items() if key != STAGE_NAME and value is not None}
+        comments = Comments()
+        runs.append(_run({**base, **own}, comments))
+        said.append(comments)
+    shared = {key: value for key, value in runs[0].items() if all(one.get(key) == value for one in runs)}
+    settings: dict[str, Any] = {**shared, STAGES: []}
+    at: dict[Path, Sequence[str]] = {place: words for place, words in said[0].at.items() if place[0] in shared}
+    for number, (stage, run, comments) in enumerate(zip(stages, runs, said, strict=True)):
+        own = {key: value for key, value in run.items() if key not in shared}
+        settings[STAGES].append({STAGE_NAME: slug(str(stage[STAGE_NAME])), **own})
+        at |= {(STAGES, number, *place): words for place, words in comments.at.items() if place[0] not in shared}
+        assert merged(shared, own) == run
+    left = {(one.key, repr(one.value)): one for comments in said for one in comments.left_out}
+    return Migration(settings, at, list(left.values()))

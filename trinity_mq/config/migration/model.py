@@ -1,0 +1,119 @@
+"""The section ``model``: lengths, LoRA, and the sampling parameters that stand with the rollout engine here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_mq.config.migration.move import LeftOut, Move
+from trinity_mq.config.migration.values import number, whole
+
+LENGTHS = ("max_model_len", "max_prompt_tokens", "max_response_tokens")
+"""Limits of lengths: both together, the prompt's, the response's."""
+
+
+def model(move: Move) -> None:
+    """Move the section."""
+    move.keep("model.model_path")
+    lengths(move, "model.")
+    for name in ("temperature", "top_p"):
+        engine = move.take(f"explorer.rollout_model.{name}")
+        value = move.take(f"model.{name}") if engine is None else engine
+        move.leave_out(f"model.{name}", "explorer.rollout_model has its own", matters=False)
+        if value is None:
+            continue
+        why = f"was model.{name}" if engine is None else ""
+        move.put(f"explorer.rollout_model.{name}", value, *([why] if why else []))
+        if name == "top_p" and (number(value) or 1.0) < 1:
+            _truncated(move)
+    for place in ("model.", "explorer.rollout_model."):
+        for name, neutral in (("top_k", -1), ("repetition_penalty", 1.0), ("logprobs", 0), ("min_response_tokens", 0)):
+            if number(move.peek(place + name)) == neutral:
+                move.take(place + name)
+    move.leave_out("model.logprobs", "the logprob of each sampled token is always there", matters=False)
+    move.leave_out(
+        "explorer.rollout_model.logprobs", "the logprob of each sampled token is always there", matters=False
+    )
+    move.leave_out("model.critic_model_path", "the critic begins as the policy")
+    move.leave_out("model.enable_prompt_truncation", "a prompt over max_prompt_tokens fails, it is never cut")
+    if not move.peek("model.tinker.enable"):
+        move.take("model.tinker")
+    if not move.peek("model.external_model.enable"):
+        move.take("model.external_model")
+    _lora(move)
+
+
+def sampling(move: Move) -> dict[str, Any]:
+    """Return sampling parameters of the model that are parameters of each taskset here."""
+    found = {}
+    for name in ("top_k", "repetition_penalty"):
+        engine, of_model = move.take(f"explorer.rollout_model.{name}"), move.take(f"model.{name}")
+        if (value := of_model if engine is None else engine) is not None:
+            found[name] = value
+            _truncated(move)
+    return found
+
+
+def _truncated(move: Move) -> None:
+    if not move.settings.get("algorithm", {}).get("allow_truncated_sampling"):
+        move.put(
+            "algorithm.allow_truncated_sampling", True,
+            "training rollouts are sampled with top_p, top_k or a penalty: their logprobs are not the policy's. "
+            "Trinity-RFT trains on them without a word; better sample without",
+        )  # fmt: skip
+
+
+def lengths(move: Move, there: str, here: str = "model.") -> None:
+    """Move the limits of lengths, and fill in those that Trinity-RFT would fill in."""
+    given = {name: value for name in LENGTHS if (value := move.take(there + name)) is not None}
+    numbers = {name: found for name, value in given.items() if (found := whole(value)) is not None}
+    said: dict[str, str] = {}
+    if len(numbers) == len(given) and given:  # no variable that is not set on this machine
+        filled, said = _filled(numbers)
+        given |= {name: value for name, value in filled.items() if value != numbers.get(name)}
+    for name in LENGTHS:
+        if name in given:
+            move.put(here + name, given[name], *([said[name]] if name in said else []))
+
+
+def _filled(given: Mapping[str, int]) -> tuple[dict[str, int], dict[str, str]]:
+    """Return all three limits from some of them, and what is to be said about those that were not given."""
+    total, prompt, response = (given.get(name) for name in LENGTHS)
+    said = {}
+    if total is None:
+        if prompt is None or response is None:
+            return dict(given), {}
+        total, said["max_model_len"] = prompt + response, "prompt and response together"
+    elif prompt is None and response is None:
+        prompt = total // 2
+        said |= dict.fromkeys(LENGTHS[1:], "half of max_model_len, as Trinity-RFT fills it in")
+    if prompt is None:
+        prompt = total - (response or 0)
+        said.setdefault("max_prompt_tokens", "what max_response_tokens leaves of max_model_len")
+    if response is None:
+        response = total - prompt
+        said["max_response_tokens"] = "what max_prompt_tokens leaves of max_model_len"
+    if prompt + response > total:
+        said["max_prompt_tokens"] = f"was {prompt}, which is over max_model_len with max_response_tokens"
+        prompt = total - response
+    return dict(zip(LENGTHS, (total, prompt, response), strict=True)), said
+
+
+def _lora(move: Move) -> None:
+    given = move.take_mappings("model.lora_configs")
+    if not given:
+        return
+    first, *others = given
+    item = move.item(first, ("model", "lora"), "model.lora_configs.0")
+    move.put("model.lora", item.settings)
+    for old, new, default in (("lora_rank", "r", 32), ("lora_alpha", "alpha", 32)):
+        value = item.take(old)
+        why = f"was model.lora_configs[0].{old}" if value is not None else "Trinity-RFT's default"
+        item.put(new, default if value is None else value, why)
+    item.keep("target_modules")
+    for name in ("name", "base_model_name", "lora_dtype", "is_dummy"):
+        item.leave_out(name, "it follows from the model", matters=False)
+    item.leave_out("path", "a run begins with fresh adapters; merge yours into the model first")
+    item.give_up("no counterpart here")
+    for number_, other in enumerate(others, 1):
+        move.lost(LeftOut(f"model.lora_configs.{number_}", other, "a run trains one adapter", matters=True))

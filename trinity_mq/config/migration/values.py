@@ -1,0 +1,78 @@
+"""Values of a configuration as they stand in its file, which may be interpolations of OmegaConf."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_mq.config.loading.load import ConfigError
+
+_VARIABLE = re.compile(r"\$\{(?:oc\.)?env:([^},:]+)(?:[,:]([^}]*))?\}")
+_OTHER = re.compile(r"\$\{(?!oc\.env:|env:)")
+
+
+def without_references(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``source`` with references to its own settings replaced by their values, since keys move.
+
+    Interpolations of environment variables stay as they are.
+
+    Raises:
+        ConfigError: A reference leads nowhere.
+    """
+    whole = OmegaConf.create(dict(source), flags={"allow_objects": True})
+
+    def replaced(value: Any, place: str) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): replaced(inner, f"{place}.{key}".lstrip(".")) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [replaced(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
+        if not isinstance(value, str) or not _OTHER.search(value):
+            return value
+        try:
+            found = OmegaConf.select(whole, place)
+        except (OmegaConfBaseException, KeyError) as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise ConfigError(f"{place}: {value!r} has no value: {reason}; write the value itself") from None
+        return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+
+    result: dict[str, Any] = replaced(dict(source), "")
+    return result
+
+
+def known(value: Any) -> Any:
+    """Return a value with its environment variables filled in; None where one has neither a value nor a default."""
+    if not isinstance(value, str) or not _VARIABLE.search(value):
+        return value
+    missing = False
+
+    def fill(match: re.Match[str]) -> str:
+        nonlocal missing
+        found = os.environ.get(match[1], match[2])
+        missing = missing or found is None
+        return found or ""
+
+    text = _VARIABLE.sub(fill, value)
+    return None if missing else yaml.safe_load(text)
+
+
+def number(value: Any) -> float | None:
+    """Return a number, also where it is written as text such as ``5e-7``; None where it is none."""
+    found = known(value)
+    if isinstance(found, bool) or not isinstance(found, int | float | str):
+        return None
+    try:
+        return float(found)
+    except ValueError:
+        return None
+
+
+def whole(value: Any) -> int | None:
+    """Return a whole number; None where it is none."""
+    found = number(value)
+    return int(found) if found is not None and found == int(found) else None
