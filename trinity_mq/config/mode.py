@@ -24,6 +24,8 @@ AGENTS: Mapping[Mode, Agents] = MappingProxyType(
         # the trainer writes what it would train on, and gives engines the weights
         "explore": Agents(("explorer", "trainer", "operator", "runner"), ends="explorer"),
         "train": Agents(("trainer",), ends="trainer"),
+        # the trainer gives engines the weights of one checkpoint after another
+        "bench": Agents(("explorer", "trainer", "runner"), ends="explorer"),
     }
 )
 """Agents by mode; a mode without an entry is refused by the configuration."""

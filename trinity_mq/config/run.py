@@ -23,6 +23,7 @@ from trinity_mq.config.algorithm.needs import components
 from trinity_mq.config.algorithm.pieces import Reduction
 from trinity_mq.config.algorithm.translate import with_critic
 from trinity_mq.config.base import Section
+from trinity_mq.config.bench import BenchConfig, beside
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.config.mode import AGENTS, Mode
@@ -61,7 +62,8 @@ class Config(Section):
     mode: Mode = "both"
     """What the run does. ``both``: rolls out and trains. ``train``: trains on the records of
     ``buffer.trainer_input.experience_buffer``, without explorer, runners and engines. ``explore``: rolls out,
-    and writes the experiences to ``buffer.explorer_output``; the model stays as it is."""
+    and writes the experiences to ``buffer.explorer_output``; the model stays as it is. ``bench``: evaluates the
+    checkpoints of a run, as ``bench`` says."""
     seed: int = Field(default=0, ge=0)
     """Seed of the task order, of sampling and of a tiny model's weights."""
     plugin_dirs: tuple[str, ...] = ()
@@ -78,12 +80,13 @@ class Config(Section):
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+    bench: BenchConfig = Field(default_factory=BenchConfig)
 
     @model_validator(mode="before")
     @classmethod
     def _translated(cls, data: Any) -> Any:
-        """Bring the settings of Trinity-RFT's critic to their place."""
-        return with_critic(data) if isinstance(data, dict) else data
+        """Bring the settings of Trinity-RFT's critic to their place, and those of an evaluation to one of its own."""
+        return beside(with_critic(data)) if isinstance(data, dict) else data
 
     @field_validator("mode")
     @classmethod
@@ -143,6 +146,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _trainer_input(self) -> Config:
+        if self.mode == "bench":  # of a run that was trained, in whatever mode
+            return self
         data = self.buffer.trainer_input.experience_buffer
         where = "buffer.trainer_input.experience_buffer"
         if self.mode == "train" and data.storage_type == "stream":
@@ -182,6 +187,18 @@ class Config(Section):
                 f"{where}.schema_type is {data.schema_type}, and algorithm_type {self.algorithm.algorithm_type} has no "
                 f"loss for it: it gives no weight to {' or '.join(sorted(wanted))}. Fitting presets: "
                 f"{', '.join(FITTING[data.schema_type])}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bench(self) -> Config:
+        if self.mode != "bench":
+            return self
+        if not self.buffer.eval_tasksets:
+            raise ValueError("mode is bench and buffer.eval_tasksets is empty: name what to evaluate on")
+        if self.trainer.nproc > 1:
+            raise ValueError(
+                f"trainer.nproc is {self.trainer.nproc} in mode bench, which trains nothing: leave it at 1"
             )
         return self
 
@@ -253,7 +270,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sampling(self) -> Config:
-        if self.mode == "train":
+        if self.mode in {"train", "bench"}:
             return self
         used = sorted({name for one in self.buffer.training_tasksets for name in TRUNCATING & set(one.rollout_args)})
         if self.explorer.rollout_model.top_p < 1:

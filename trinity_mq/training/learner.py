@@ -44,6 +44,7 @@ from trinity_mq.training.checkpoints.state import (
     optimizer_state,
     read_facts,
     read_parts,
+    read_policy,
     write_parts,
 )
 from trinity_mq.training.critic import CRITIC, Critic, CriticTotals
@@ -157,6 +158,14 @@ class TorchLearner:
             FatalError: A plug-in of the loss cannot be used.
         """
         await self._lead("opening", lambda: self._lead_open(checkpoint))
+
+    async def take_weights(self, checkpoint: Path | None) -> None:
+        """Take the policy's weights of another checkpoint, or the first model's, and nothing else, to serve them.
+
+        Raises:
+            DamagedCheckpointError: The checkpoint does not load.
+        """
+        await self._run(lambda: self._take_weights(checkpoint))
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
         """Do one train step: ``epochs x mini_batches`` optimizer steps.
@@ -357,6 +366,14 @@ class TorchLearner:
         if checkpoint is not None:
             self._restore(checkpoint)
         self._guard = Guard(self._config.trainer.guard, self._memory.guard)
+
+    def _take_weights(self, checkpoint: Path | None) -> None:
+        if self._loaded is None or checkpoint is None or is_old(checkpoint):
+            self._open(None)  # what an earlier release saved is a model's folder
+        if checkpoint is not None and is_old(checkpoint):
+            self._open(checkpoint)
+        elif checkpoint is not None:
+            read_policy(checkpoint, self._opened[0].state())
 
     def _restore(self, checkpoint: Path) -> None:
         """Take over a checkpoint.

@@ -25,6 +25,7 @@ from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import mark_run_over, unmark_run_over
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.training.checkpoints.benchmarked import checksums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,7 +122,7 @@ class Explorer(Agent):
         self.bus.run_id = state.run_id
         state.incarnations += 1
         self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always count as later
-        sources = self._taskset, self._eval_sets
+        sources = self._taskset, self._eval_sets, await asyncio.to_thread(checksums, self.config)
         self.exploration = ExplorerLoop(self, self.engines, self.auxiliaries, state, self._file, *sources)
         if state.finished:
             self.set_state("finished")

@@ -39,7 +39,7 @@ class Evaluations:
     ) -> None:
         self._config, self._state, self._dispatcher, self._hosted = config, state, dispatcher, hosted
         self._sets, self._save, self._report, self._woken = sets, save, report, woken
-        self._is_pinned = config.synchronizer.sync_style == "fixed"
+        self._is_pinned = config.synchronizer.sync_style == "fixed" or config.mode == "bench"
 
     @property
     def running(self) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from trinity_agents.explorer.benchmark import Benchmark
 from trinity_agents.explorer.evaluation import Evaluations
 from trinity_agents.explorer.hosted_engines import HostedEngines
 from trinity_agents.explorer.state import ExplorerState, StateFile
@@ -57,6 +58,7 @@ class ExplorerLoop:
         file: StateFile,
         taskset: TaskReader | None,
         eval_sets: Mapping[str, Sequence[TaskBody]],
+        checkpoints: Mapping[int, str] | None = None,
     ) -> None:
         self.agent, self.state, self._file = agent, state, file
         self._trainer_moved = (0, 0, 0)
@@ -83,7 +85,7 @@ class ExplorerLoop:
         self.hosted = HostedEngines(agent, engines, auxiliaries, on_commit=self._on_commit)
         self.source = TaskSource(config, state, taskset)
         total = self.source.total_batches
-        if state.ended and total is not None and total > state.opened:
+        if state.ended and config.mode != "bench" and total is not None and total > state.opened:
             log.info("run_extended", batches=total, before=state.opened)
             state.ended = state.finished = False
         self.evaluations = Evaluations(
@@ -100,6 +102,18 @@ class ExplorerLoop:
             report=agent.report,
             woken=woken,
         )
+        self.benchmark = None
+        """The evaluations of mode ``bench``."""
+        if config.mode == "bench":
+            self.benchmark = Benchmark(
+                agent,
+                state,
+                self.evaluations,
+                checkpoints or {},
+                served=lambda: self.hosted.version,
+                until=self._until,
+                save=self.save,
+            )
 
     async def save(self) -> None:
         """Write the state; only the holder of the run's lock may."""
@@ -119,9 +133,9 @@ class ExplorerLoop:
             opened=self.state.opened,
             closed=self.state.closed,
             following=list(self.state.following.tickets),
-            total_batches=self.source.total_batches,
+            total_batches=self.source.total_batches if self.benchmark is None else self.benchmark.total,
             counters=BatchCounters(progress=counters.progress, committed_progress=counters.committed_progress),
-            wants=self.batches.wants,
+            wants=self.batches.wants if self.benchmark is None else self.benchmark.label,
             evaluating=self.evaluations.running,
             pending=len(self.state.pending),
             ended=self.state.ended,
@@ -150,6 +164,11 @@ class ExplorerLoop:
         agent, state = self.agent, self.state
         await self.dispatcher.caught_up()
         await self.dispatcher.resume()
+        if self.benchmark is not None:
+            await self._reject_pending()
+            if not await self.benchmark.run():
+                await self._let_runners_finish()
+            return
         if self.config.explorer.eval_on_startup and not state.opened:
             self.evaluations.request(0)
             await self._until("the first evaluation", lambda: self.evaluations.is_done(0))

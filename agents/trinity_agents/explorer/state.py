@@ -70,6 +70,8 @@ class ExplorerState(BaseModel):
     """Evaluations to do, by the number of closed batches at which each was due."""
     evaluated: list[str] = Field(default_factory=list)
     """Evaluations done, as batch ids such as ``"50/heldout"``."""
+    benchmarked: dict[str, str] = Field(default_factory=dict)
+    """Mode ``bench``: checksum of the weights that were evaluated last, by the checkpoint's label."""
     consecutive_empty: int = 0
     ended: bool = False
     """No more batches will be opened."""

@@ -214,13 +214,15 @@ def task_stats(ticket: Ticket) -> dict[str, list[TaskStats]]:
 def open_tasksets(config: Config) -> tuple[Taskset | TasksetMixture | None, dict[str, list[TaskBody]]]:
     """Return the training taskset, at its beginning, and the evaluation tasks by set."""
     training, limit = config.buffer.training_tasksets, config.broker.max_task_bytes
+    if config.mode == "bench":
+        training = ()
     opened = [
         open_taskset(one, repeat_times=config.algorithm.repeat_times, seed=config.seed, max_bytes=limit)
         for one in training
         if one.storage_type != "queue"
     ]
     taskset: Taskset | TasksetMixture | None = opened[0] if opened else None
-    if config.buffer.tasksets:
+    if config.buffer.tasksets and opened:
         taskset = TasksetMixture(opened, config.seed)
     sets = {
         one.name: open_taskset(

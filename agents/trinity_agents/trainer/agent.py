@@ -15,6 +15,7 @@ from pathlib import Path
 import structlog
 
 from trinity_agents.trainer.loop import TrainLoop
+from trinity_agents.trainer.presenter import SYNC_VERBS, Presenter, without_training
 from trinity_agents.trainer.recorder import RecordingLearner
 from trinity_agents.trainer.sources.base import Source
 from trinity_agents.trainer.sources.mix import open_experts
@@ -34,6 +35,7 @@ from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.channels.factory import open_channel
 from trinity_mq.sync.gate.canary import FIRST_IDS, canary_tokens
 from trinity_mq.telemetry import MetricsWriter, setup_logging
+from trinity_mq.training.checkpoints.benchmarked import benchmarked
 from trinity_mq.training.learner import Learner, TorchLearner
 from trinity_mq.training.parallel.ranks import RankError, RankProcesses, Ranks, begin_follower, own_rank, world_size
 
@@ -99,8 +101,7 @@ class Trainer(Agent):
         loop = self.loop
         if not await self.take_lock("trainer", "idle", "the other trainer of this run to end", until=self._is_over):
             return
-        verbs = ("join", "leave", "ready", "applied", "failed")
-        queue = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in verbs))
+        queue = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in SYNC_VERBS))
         await self.bus.declare(queue)
         try:
             await self.ranks.start()
@@ -134,10 +135,23 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
     if own_rank():
         return follow(config, agent_id, world)
 
-    def build(bus: Bus, topology: Topology) -> Trainer:
+    def build(bus: Bus, topology: Topology) -> Agent:
         model = ensure_model_folder(config.model, config.path / "model", config.seed)
         ranks = Ranks(0, world, config.trainer.rank_timeout)
         codec = TextCodec.load(model, trust_remote_code=config.model.trust_remote_code)
+        if config.mode == "bench":
+            return Presenter(
+                config,
+                bus=bus,
+                topology=topology,
+                agent_id=agent_id,
+                reader=TorchLearner(without_training(config), model, None),
+                checkpoints=benchmarked(config),
+                channel=open_channel(config),
+                metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
+                fingerprint=codec.fingerprint(),
+                canary=canary_tokens(codec),
+            )
         learner: Learner
         source = open_records(config, codec) if config.mode == "train" else None
         learner = TorchLearner(config, model, config.train_steps if source is None else source.ended, ranks)

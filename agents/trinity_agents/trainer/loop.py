@@ -14,6 +14,7 @@ import structlog
 
 from trinity_agents.trainer.batch_result import BatchResult, keep_for_a_look, skipped_batch_dead_letter, train_on
 from trinity_agents.trainer.history import History, StreamPlace, last_generation, last_progress, last_saved
+from trinity_agents.trainer.pinning import evaluation_ended
 from trinity_agents.trainer.saving import CheckpointSaver
 from trinity_agents.trainer.sources.base import Source, TrainBatch
 from trinity_agents.trainer.sources.mix import MixSource
@@ -21,7 +22,7 @@ from trinity_agents.trainer.sources.records import RecordSource
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
-from trinity_mq.runtime.agent import HEARTBEAT_INTERVAL, Agent
+from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.gate.canary import FIRST_IDS
@@ -357,22 +358,10 @@ class TrainLoop:
         await self.gate.settled()
         self.agent.heartbeat_now()
 
-    @property
-    def _evaluation_is_pinned(self) -> bool:
-        """The explorer evaluates a version that an engine still serves."""
-        evaluating = self.agent.peers.explorer.evaluating is not None
-        serving = any(member.version is not None for member in self.gate.machine.members.values())
-        return self._in_batch_order and evaluating and serving
-
     async def evaluation_ended(self) -> None:
         """Return once no evaluation is pinned to the present version, at the latest after ``explorer.eval_timeout``."""
-        loop = asyncio.get_running_loop()
-        agent, deadline = self.agent, loop.time() + self.config.explorer.eval_timeout
-        state, waits_for = agent.state, agent.waits_for
-        while self._evaluation_is_pinned and (left := deadline - loop.time()) > 0:
-            agent.set_state("holding", "the evaluation of the present version")
-            await agent.woken.wait(min(left, HEARTBEAT_INTERVAL))  # the end of a dead explorer's lease wakes nobody
-        agent.set_state(state, waits_for)
+        if self._in_batch_order:
+            await evaluation_ended(self.agent, self.gate.machine)
 
     async def _consume(self) -> None:
         agent, loop = self.agent, asyncio.get_running_loop()

@@ -117,6 +117,14 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"mode": "colocate"}, {"mode": "both"}),
         ({"mode": "serve"}, {"mode": None}),
+        (
+            {
+                "mode": "bench",
+                "explorer": {"bench_on_latest_checkpoint": True},
+                "buffer": {"explorer_input": {"eval_tasksets": [{"name": "e", "path": "p"}]}},
+            },
+            {"mode": "bench", "bench.checkpoints": "latest"},
+        ),
         ({"name": "${project}-${algorithm.algorithm_type}", "project": "My_Project"}, {"name": "my-project-grpo"}),
         ({"checkpoint_job_dir": "/c/x"}, {"run_dir": "/c/x"}),
         ({"algorithm": {"algorithm_type": None}}, {"algorithm.algorithm_type": "ppo"}),
@@ -226,7 +234,7 @@ def test_each_rule(given: dict[str, Any], wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("mode", "bench"),
+        ("mode", "serve"),
         ("algorithm.enable_router_replay", True),
         ("explorer.rollout_model.tensor_parallel_size", 4),
         ("explorer.rollout_model.engine_type", "sglang"),

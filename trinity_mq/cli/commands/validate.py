@@ -79,6 +79,7 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
         check_optimizer,
         check_lora,
         check_blob_store,
+        check_checkpoints,
     ):
         if check is check_models and not needs_model:
             continue
@@ -99,7 +100,8 @@ def imports_torch(config: Config) -> bool:
 
 
 def _tasksets(config: Config) -> tuple[TasksetConfig, ...]:
-    return () if config.mode == "train" else (*config.buffer.training_tasksets, *config.buffer.eval_tasksets)
+    evaluated = config.buffer.eval_tasksets
+    return {"train": (), "bench": evaluated}.get(config.mode, (*config.buffer.training_tasksets, *evaluated))
 
 
 def _is_plain(taskset: TasksetConfig) -> bool:
@@ -342,3 +344,17 @@ def check_blob_store(config: Config) -> list[str]:
     except (StoreUnavailable, DecodeError) as error:
         raise ConfigError(f"broker.blob_store: {error}") from error
     return [f"blob store {store.url}: can be written and read"]
+
+
+def check_checkpoints(config: Config) -> list[str]:
+    """Look for the checkpoints that mode ``bench`` evaluates; return a line on them.
+
+    Raises:
+        CheckpointError: There are none.
+    """
+    if config.mode != "bench":
+        return []
+    from trinity_mq.training.checkpoints.benchmarked import benchmarked
+
+    labels = ", ".join(str(label) for label in benchmarked(config))
+    return [f"checkpoints of {config.bench.run}, by batches: {labels}"]

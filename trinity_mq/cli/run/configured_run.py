@@ -21,7 +21,7 @@ from trinity_mq.cli.main import expected_error
 from trinity_mq.cli.run.display import PlainDisplay, open_display
 from trinity_mq.cli.run.earlier_start import HOW_TO_GO_ON, extension, go_back, start_anew
 from trinity_mq.cli.run.exit_codes import closing_line, exit_code
-from trinity_mq.cli.run.report import make_report, save_failures, train_steps
+from trinity_mq.cli.run.report import make_report, save_failures, train_steps, write_evaluations
 from trinity_mq.cli.run.session import Session
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config, ConfigError
@@ -66,7 +66,7 @@ def run_configured(
         elif folder.finished:
             extended = extension(config, folder.changes())
             if extended is None:
-                print(make_report(config.name, folder.path))
+                _print_report(config, folder)
                 print(f"this run has finished: {HOW_TO_GO_ON}")
                 return exit_code(finished=True, steps=train_steps(folder.path), trains=_trains(config))
             print(extended)
@@ -128,7 +128,7 @@ def _run(
             write_timeline(folder.path)
     except OSError as error:  # such as a full disk: what the run did is reported all the same
         print(f"warning: {disk_full(error) or error}", file=sys.stderr)
-    print(make_report(config.name, folder.path))
+    _print_report(config, folder)
     again = shlex.join(["trinity-mq", "run", arguments.target, *arguments.overrides])
     code = (
         128 + session.signal
@@ -139,6 +139,13 @@ def _run(
     if (line := closing_line(code, again, finished=session.finished, curable=curable)) is not None:
         print(line)
     return code
+
+
+def _print_report(config: Config, folder: RunFolder) -> None:
+    print(make_report(config.name, folder.path, config.mode))
+    if config.mode == "bench":
+        for line in write_evaluations(folder.path):
+            print(line)
 
 
 def _trains(config: Config) -> bool:

@@ -16,6 +16,7 @@ from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config
 from trinity_mq.dispatch.tickets import sort_batch_id
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.training.checkpoints.benchmarked import checksums
 from trinity_mq.training.checkpoints.checkpoint import CheckpointError, choose, named
 
 HOW_TO_GO_ON = "to train on, ask for more batches (buffer.total_steps=N); to train anew, add --fresh"
@@ -32,6 +33,8 @@ def extension(config: Config, changes: Sequence[str]) -> str | None:
     Raises:
         CommandError: Settings changed that have no effect on a finished run.
     """
+    if config.mode == "bench":
+        return _more_checkpoints(config)
     if not changes:
         return None
     opened, total = _lengths(config)
@@ -42,6 +45,16 @@ def extension(config: Config, changes: Sequence[str]) -> str | None:
         )
     schedule = "; the learning rate decays over the new length" if _decays(config) else ""
     return f"this run had finished after {opened} batches and goes on to batch {total}{schedule}"
+
+
+def _more_checkpoints(config: Config) -> str | None:
+    from trinity_agents.explorer.state import StateFile
+
+    done = StateFile.of(config.path).load().benchmarked
+    left = [label for label, one in checksums(config).items() if done.get(str(label)) != one]
+    if not left:
+        return None
+    return f"checkpoints {', '.join(map(str, left))} are new or have changed since they were evaluated, and are next"
 
 
 def go_back(config: Config, name: str) -> list[str]:

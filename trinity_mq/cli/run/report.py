@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.cli.commands.timeline import TIMELINE_FILE
+from trinity_mq.cli.reports.evaluations import evaluation_table
 from trinity_mq.cli.run.run_view import REWARD, TRAIN_STEPS, duration, evaluations
+from trinity_mq.config.mode import Mode
 from trinity_mq.messages import FailureStatus
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline
@@ -34,6 +36,8 @@ LOST: Mapping[str, str] = {
 }
 """Counters of lost samples, each with its name in reports."""
 
+EVALUATIONS_FILE = "evaluations.csv"
+"""File in the folder of a run of mode ``bench`` with what the checkpoints can do."""
 FAILURES_FILE = "failures.json"
 """File in a run's folder with the failures that its supervisor was told of."""
 
@@ -51,7 +55,7 @@ OTHERS = (
 Point = tuple[int, float]
 
 
-def make_report(run: str, run_dir: Path) -> str:
+def make_report(run: str, run_dir: Path, mode: Mode = "both") -> str:
     """Return the report on what ``run_dir`` holds, several lines of text."""
     every = read_metrics(run_dir / METRICS_FILE)
     if not every:
@@ -72,12 +76,23 @@ def make_report(run: str, run_dir: Path) -> str:
         rows.append((name, _rise(curve(lines, name))))
     rows.append(("lost", ", ".join(f"{count} {words}" for words, count in lost(lines).items()) or "nothing"))
     rows += [("failures", failure.line()) for failure in load_failures(run_dir)]
-    rows += _places(run_dir)
+    rows += [(name, text) for name, text in _places(run_dir) if mode != "bench" or name not in {"model", "checkpoint"}]
     steps = max((line["step"] for line in lines if line["role"] == "trainer"), default=0)
+    unit = "checkpoint" if mode == "bench" else "step"
     times = [line["time"] for line in every if isinstance(line.get("time"), int | float)]
     took = duration(max(times) - min(times)) if times else "an unknown time"
-    head = f"run {run}: {steps} step{'' if steps == 1 else 's'}, {took} from first to last"
+    head = f"run {run}: {steps} {unit}{'' if steps == 1 else 's'}, {took} from first to last"
     return "\n".join([head, *(f"  {name:<11} {text}" for name, text in rows)])
+
+
+def write_evaluations(run_dir: Path) -> list[str]:
+    """Write the table of a run's evaluations as CSV, and return it as lines for a person."""
+    table = evaluation_table(distinct(read_metrics(run_dir / METRICS_FILE)))
+    if not table.rows:
+        return []
+    path = run_dir / EVALUATIONS_FILE
+    write_atomic(path, table.as_csv().encode())
+    return [*table.as_text(), f"the table is in {path}"]
 
 
 def save_failures(run_dir: Path, failures: Sequence[FailureStatus]) -> None:

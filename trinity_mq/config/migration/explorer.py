@@ -23,7 +23,6 @@ UNUSED = {
     "explorer.runner_prepare_concurrency": "runners start at once",
     "explorer.runner_prepare_max_retries": "a runner that ends is started again, `supervisor.max_restarts` times",
     "explorer.runner_state_report_interval": "runners report by heartbeats",
-    "explorer.bench_on_latest_checkpoint": "it belongs to mode bench",
     ENGINE + "enable_openai_api": "every engine serves the OpenAI API",
     ENGINE + "seed": "it follows from the run's `seed`",
     ENGINE + "base_port": "engines take free ports",
@@ -46,6 +45,8 @@ def explorer(move: Move) -> None:
     if known(move.peek("mode")) == "train":
         move.take("explorer")
         return
+    if known(move.take("explorer.bench_on_latest_checkpoint")) and known(move.peek("mode")) == "bench":
+        move.put("bench.checkpoints", "latest", "was explorer.bench_on_latest_checkpoint")
     _runners(move)
     _engine(move)
     _auxiliary(move)

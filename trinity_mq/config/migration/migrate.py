@@ -20,7 +20,7 @@ from trinity_mq.config.migration.values import known, without_references
 from trinity_mq.config.run import Config
 
 RULES = (algorithm, model, buffer, explorer, trainer)
-MODES = {"both": "both", "colocate": "both", "train": "train", "explore": "explore"}
+MODES = {"both": "both", "colocate": "both", "train": "train", "explore": "explore", "bench": "bench"}
 """Modes of Trinity-RFT, and what they are here."""
 UNUSED = {
     "project": "a run has a name alone",

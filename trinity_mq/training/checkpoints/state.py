@@ -190,6 +190,23 @@ def read_parts(folder: Path, states: Mapping[str, dict[str, Tensor]]) -> Parts:
     return parts
 
 
+def read_policy(folder: Path, state: dict[str, Tensor]) -> None:
+    """Read the policy's weights of a checkpoint into the live tensors ``state``, and nothing else.
+
+    Raises:
+        DamagedCheckpointError: They do not load, or are of another model; tensors may have changed then.
+    """
+    path = folder / STATE_FOLDER
+    _quietly_alone()
+    reader = FileSystemReader(path)
+    try:
+        found = [name for name in reader.read_metadata().state_dict_metadata if name.startswith("policy.")]
+        _beyond({"policy": Part(state)}, found, path)
+        load({"policy": state}, storage_reader=reader, no_dist=True)
+    except _UNREADABLE as error:
+        raise DamagedCheckpointError(f"{path} does not load: {_cause(error)}") from error
+
+
 def _beyond(live: Mapping[str, Part], found: Iterable[str], path: Path) -> list[str]:
     """Return the names in ``found`` that belong to none of the parts ``live``.
 

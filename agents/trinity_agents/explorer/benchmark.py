@@ -1,0 +1,93 @@
+"""Mode ``bench``: evaluates one checkpoint after another, as the trainer gives engines their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+import structlog
+
+from trinity_agents.explorer.evaluation import Evaluations
+from trinity_agents.explorer.state import ExplorerState
+from trinity_mq.messages import TrainerStatus, Version
+from trinity_mq.runtime.agent import Agent
+
+log = structlog.get_logger(__name__)
+
+Until = Callable[[str, Callable[[], bool]], Awaitable[bool]]
+"""Waits for a condition, with words for it; False when asked to drain before."""
+
+
+class Benchmark:
+    """The evaluations of a run of mode ``bench``.
+
+    The number of the checkpoint that engines should have is ``opened`` in the explorer's heartbeats, and its label
+    ``wants``. The trainer gives engines its weights as the version with that number as its step.
+
+    Args:
+        agent: The explorer.
+        state: Its state; evaluations that it holds are not done again, unless the checkpoint has changed since.
+        evaluations: Does them.
+        checksums: Of the weights, by the checkpoint's label, in the order of evaluation.
+        served: Returns the version that engines serve.
+        until: Waits.
+        save: Saves the state.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        state: ExplorerState,
+        evaluations: Evaluations,
+        checksums: Mapping[int, str],
+        *,
+        served: Callable[[], Version | None],
+        until: Until,
+        save: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._agent, self._state, self._evaluations = agent, state, evaluations
+        self._checksums, self._served, self._until, self._save = checksums, served, until, save
+        self.label = 0
+        """Label of the checkpoint that engines should have."""
+        state.ended = True  # there are no training batches: submitted tasks of theirs are refused
+        state.opened, state.due = 0, []
+        for label, checksum in checksums.items():
+            if state.benchmarked.get(str(label)) != checksum:
+                state.evaluated = [one for one in state.evaluated if not one.startswith(f"{label}/")]
+        state.finished = state.finished and not self._left()
+
+    @property
+    def total(self) -> int:
+        """Number of checkpoints."""
+        return len(self._checksums)
+
+    def _left(self) -> list[int]:
+        return [label for label in self._checksums if not self._evaluations.is_done(label)]
+
+    async def run(self) -> bool:
+        """Evaluate what is left; False when asked to drain before."""
+        for number, (label, checksum) in enumerate(self._checksums.items(), 1):
+            if self._evaluations.is_done(label):
+                continue
+            self.label, self._state.opened = label, number
+            self._state.benchmarked[str(label)] = checksum
+            await self._save()
+            self._agent.heartbeat_now()
+            if not await self._until(f"engines to take checkpoint {label}", self._is_served):
+                return False
+            self._evaluations.request(label)
+            await self._save()
+            if not await self._until(f"the evaluation of checkpoint {label}", self._is_evaluated):
+                return False
+            log.info("checkpoint_evaluated", label=label, number=number, of=self.total)
+        self._state.finished = True
+        await self._save()
+        self._agent.heartbeat_now()
+        return True
+
+    def _is_evaluated(self) -> bool:
+        return self._evaluations.is_done(self.label)
+
+    def _is_served(self) -> bool:
+        trainer: TrainerStatus = self._agent.peers.trainer
+        wanted = (trainer.generation, self._state.opened)
+        return trainer.step == self._state.opened and trainer.committed == wanted == self._served()

@@ -1,0 +1,188 @@
+"""The trainer of mode ``bench``: it gives engines the weights of the checkpoint that the explorer evaluates next.
+
+Input: the explorer's heartbeats, which say the checkpoint. Output: weight syncs, and the version in its own heartbeats.
+Waits for: the explorer's next checkpoint. It keeps nothing: started again, it serves what the explorer asks for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from trinity_agents.trainer.pinning import evaluation_ended
+from trinity_mq.bus import Bus, Topology
+from trinity_mq.config import AlgorithmConfig, Config
+from trinity_mq.messages import ExplorerStatus, SyncEvent, TrainerStatus
+from trinity_mq.runtime.agent import Agent
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.sync.channels.base import Channel
+from trinity_mq.sync.gate.canary import FIRST_IDS
+from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver, Weights
+from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.training.checkpoints.checkpoint import Checkpoint, CheckpointStore, DamagedCheckpointError, verify
+
+log = structlog.get_logger(__name__)
+
+SYNC_VERBS = ("join", "leave", "ready", "applied", "failed")
+"""Events of engines that the leader of a sync follows."""
+
+
+class WeightReader(Weights, Protocol):
+    """Holds the weights of one checkpoint after another."""
+
+    async def take_weights(self, checkpoint: Path | None) -> None:
+        """Take those of a checkpoint, or of the first model."""
+
+    async def close(self) -> None:
+        """Give everything back."""
+
+
+class Presenter(Agent):
+    """The trainer of a run that evaluates checkpoints.
+
+    Args:
+        config: The run's configuration.
+        bus: Not connected yet.
+        topology: The run's names.
+        agent_id: This agent's id.
+        reader: Reads weights.
+        checkpoints: By label; the first model is None.
+        channel: Carries weights to the engines.
+        folder: The run's folder.
+        metrics: Writes metrics.
+        fingerprint: Of the model's structure, which engines must share.
+        canary: Token ids of the canary prompt.
+    """
+
+    role = "trainer"
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        bus: Bus,
+        topology: Topology,
+        agent_id: str,
+        reader: WeightReader,
+        checkpoints: Mapping[int, Checkpoint | None],
+        channel: Channel,
+        folder: Path | None = None,
+        metrics: MetricsWriter | None = None,
+        fingerprint: str | None = None,
+        canary: Sequence[int] = FIRST_IDS,
+    ) -> None:
+        super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
+        self._reader, self._checkpoints = reader, checkpoints
+        self._folder = folder or config.path
+        self.generation = 0
+        self.number = 0
+        """Number of the checkpoint whose weights are held, from 1."""
+        self.gate = CoordinatorDriver(
+            name=self.id,
+            config=config.synchronizer,
+            dtype=config.model.dtype,
+            weights=reader,
+            channel=channel,
+            canary=canary[: config.model.max_model_len],
+            publish=self._publish_sync,
+            may_begin=lambda: evaluation_ended(self, self.gate.machine),
+            fingerprint=fingerprint,
+        )
+
+    def detail(self) -> TrainerStatus:
+        """Return the version that is held, and what engines have."""
+        if not self.generation and (others := self.peers.statuses("trainer", TrainerStatus, without=self.id)):
+            return others[0]
+        machine = self.gate.machine
+        return TrainerStatus(
+            generation=self.generation,
+            step=self.number,
+            progress=self.number,
+            committed=machine.committed,
+            committed_progress=machine.committed_progress,
+            epoch=machine.epoch,
+            phase=self.gate.phase,
+            members=sorted(machine.members),
+            sync=self.gate.report(),
+        )
+
+    async def serve(self) -> None:
+        """Serve checkpoints until the run is over or drained."""
+        if not await self.take_lock("trainer", "idle", "the other trainer of this run to end", until=self._is_over):
+            return
+        queue = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in SYNC_VERBS))
+        await self.bus.declare(queue)
+        store = CheckpointStore(self._folder / "checkpoints", 1)  # only to count generations: nothing is saved
+        self.generation = await asyncio.to_thread(store.next_generation)
+        try:
+            async with await self.bus.consume(queue) as feed:
+                self.heartbeat_now()  # engines that it does not list join now
+                await self.with_background(
+                    self._present(), self.gate.run(feed, self.each), self._follow_gate(), self.restart_without_lock()
+                )
+        finally:
+            await self._reader.close()
+
+    async def _present(self) -> None:
+        while not self._is_over():
+            explorer = self.peers.explorer
+            if explorer.opened and explorer.opened != self.number:
+                await self._take(explorer.opened, explorer.wants or 0)
+            elif self.number and (self.gate.someone_is_behind or self.gate.machine.committed != self._version):
+                await self._sync()
+            else:
+                self.set_state("idle", "the explorer to ask for a checkpoint")
+                await self.woken.wait()
+
+    @property
+    def _version(self) -> tuple[int, int]:
+        return (self.generation, self.number)
+
+    async def _take(self, number: int, label: int) -> None:
+        self.set_state("working", f"checkpoint {label} to be read")
+        if label not in self._checkpoints:
+            raise FatalError(f"the explorer asks for checkpoint {label}, which is not in {self.config.bench.run}")
+        checkpoint = self._checkpoints[label]
+        try:
+            if checkpoint is not None:
+                await asyncio.to_thread(verify, checkpoint)
+            await self._reader.take_weights(None if checkpoint is None else checkpoint.path)
+        except DamagedCheckpointError as error:
+            raise FatalError(
+                f"checkpoint {label} of {self.config.bench.run} cannot be evaluated: {error}. Leave it out with "
+                "bench.checkpoints, and the results of the others stay"
+            ) from error
+        self.number = number
+        log.info("checkpoint_held", label=label, number=number)
+        self.heartbeat_now()
+
+    async def _sync(self) -> None:
+        self.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
+        began = asyncio.get_running_loop().time()
+        if await self.woken.unless(self._is_over, self.gate.sync(self._version, self.number)):
+            self.report(self.number, {"time/sync": asyncio.get_running_loop().time() - began, **self.gate.metrics()})
+        await self.gate.settled()
+        self.heartbeat_now()
+
+    async def _follow_gate(self) -> None:
+        while True:
+            await self.gate.changed.wait()
+            self.woken.notify()
+            self.heartbeat_soon()
+
+    def _is_over(self) -> bool:
+        explorers = self.peers.statuses("explorer", ExplorerStatus)
+        return self.draining.is_set() or any(explorer.finished for explorer in explorers)
+
+    async def _publish_sync(self, event: SyncEvent) -> None:
+        await self.publish("sync", f"weights.{event.verb}", event)
+
+
+def without_training(config: Config) -> Config:
+    """Return a configuration for reading weights alone: no reference and no critic beside the policy."""
+    plain = AlgorithmConfig.model_validate({"algorithm_type": "rloo"})
+    return config.model_copy(update={"algorithm": plain})

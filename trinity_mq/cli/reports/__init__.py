@@ -1,0 +1,1 @@
+"""Reports of a run: tables of evaluations, curves, one HTML page."""

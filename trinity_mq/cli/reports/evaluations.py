@@ -1,0 +1,59 @@
+"""The evaluations of a run as a table: a row for each step or checkpoint, a column for each figure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_FIGURE = re.compile(r"eval/(?P<taskset>[^/]+)/(?P<figure>(?:accuracy|reward)/mean@\d+|pass@\d+|majority@\d+)")
+_ORDER = ("accuracy", "pass", "majority", "reward")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationTable:
+    """Figures of evaluations."""
+
+    columns: Sequence[tuple[str, str]]
+    """Taskset and figure of each, such as ``("gsm8k", "pass@8")``."""
+    rows: Mapping[int, Sequence[float | None]]
+    """Figures by step, in the order of the columns; None where an evaluation has none."""
+
+    def as_text(self) -> list[str]:
+        """Return aligned lines; nothing where there is no evaluation."""
+        if not self.rows:
+            return []
+        head = ["step", *(f"{taskset} {figure}" for taskset, figure in self.columns)]
+        body = [[str(step), *("-" if one is None else f"{one:.3f}" for one in row)] for step, row in self.rows.items()]
+        widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+        return [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *body)
+        ]
+
+    def as_csv(self) -> str:
+        """Return the table with all digits, for a spreadsheet."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(["step", *(f"{taskset}/{figure}" for taskset, figure in self.columns)])
+        writer.writerows([step, *row] for step, row in self.rows.items())
+        return out.getvalue()
+
+
+def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> EvaluationTable:
+    """Return the table of the evaluations in lines of metrics, of which later ones of a step count."""
+    values: dict[int, dict[tuple[str, str], float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if (match := _FIGURE.fullmatch(name)) and isinstance(value, int | float):
+                values.setdefault(int(line["step"]), {})[match["taskset"], match["figure"]] = float(value)
+    columns = sorted({key for row in values.values() for key in row}, key=_place)
+    return EvaluationTable(columns, {step: [values[step].get(column) for column in columns] for step in sorted(values)})
+
+
+def _place(column: tuple[str, str]) -> tuple[str, int, int]:
+    taskset, figure = column
+    kind, _, size = figure.partition("@")
+    return taskset, next(number for number, start in enumerate(_ORDER) if kind.startswith(start)), int(size)

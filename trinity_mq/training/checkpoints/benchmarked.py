@@ -1,0 +1,66 @@
+"""The checkpoints that mode ``bench`` evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from trinity_mq.config import Config
+from trinity_mq.training.checkpoints.checkpoint import Checkpoint, CheckpointError, Damaged, find_checkpoints
+
+FIRST = 0
+"""Label of the first model, which is in no checkpoint."""
+FIRST_MODEL = "first model"
+"""In place of the checksum of its weights."""
+
+
+def benchmarked(config: Config) -> Mapping[int, Checkpoint | None]:
+    """Return the checkpoints by label, the batches that they were trained on, in that order; the first model is None.
+
+    Raises:
+        CheckpointError: There are none, one that was asked for is not there, or the folder cannot be read.
+    """
+    folder, wanted = Path(config.bench.run) / "checkpoints", config.bench.checkpoints
+    try:
+        whole, damaged = find_checkpoints(folder) if folder.is_dir() else ([], [])
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints in {folder} cannot be read: {error.strerror or error}") from error
+    there: dict[int, Checkpoint | None] = {one.state.progress: one for one in sorted(whole, key=_progress)}
+    if not there:
+        raise CheckpointError(
+            f"bench.run: no checkpoint to evaluate in {folder}{_of(damaged)}: give the folder of a run that saved one"
+        )
+    if wanted == "latest":
+        label = max(there)
+        return {label: there[label]}
+    first: dict[int, Checkpoint | None] = {FIRST: None}
+    if wanted == "all":
+        return (first if config.explorer.eval_on_startup else {}) | there
+    if missing := sorted(set(wanted) - set(there) - {FIRST}):
+        raise CheckpointError(
+            f"bench.checkpoints: {', '.join(map(str, missing))} not among those in {folder}, which are "
+            f"{', '.join(map(str, there))}{_of(damaged)}; older ones were deleted (trainer.max_checkpoints_to_keep, "
+            "trainer.keep_every)"
+        )
+    return {label: (first | there)[label] for label in sorted(set(wanted))}
+
+
+def checksums(config: Config) -> Mapping[int, str]:
+    """Return what changes with the weights of each checkpoint that mode ``bench`` evaluates, by label; in other modes
+    nothing.
+
+    Raises:
+        CheckpointError: As :func:`benchmarked`.
+    """
+    if config.mode != "bench":
+        return {}
+    found = benchmarked(config)
+    return {label: FIRST_MODEL if one is None else one.weights or one.title for label, one in found.items()}
+
+
+def _progress(checkpoint: Checkpoint) -> int:
+    return checkpoint.state.progress
+
+
+def _of(damaged: list[Damaged]) -> str:
+    return f" ({'; '.join(f'{one.path.name} is damaged: {one.reason}' for one in damaged)})" if damaged else ""
