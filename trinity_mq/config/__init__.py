@@ -18,6 +18,7 @@ from trinity_mq.config.buffer import (
     ExplorerOutputConfig,
     FormatConfig,
     RecordFormatConfig,
+    ReplayConfig,
     TasksetConfig,
     TrainerInputConfig,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "OptimizerConfig",
     "OverRolloutConfig",
     "RecordFormatConfig",
+    "ReplayConfig",
     "RolloutModelConfig",
     "RunnerConfig",
     "Stage",

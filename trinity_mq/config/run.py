@@ -20,7 +20,7 @@ from trinity_mq.config.agents import (
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.checks import contradictions
 from trinity_mq.config.algorithm.needs import components
-from trinity_mq.config.algorithm.pieces import Reduction
+from trinity_mq.config.algorithm.pieces import LogLinear, Reduction
 from trinity_mq.config.algorithm.translate import with_critic
 from trinity_mq.config.base import Section
 from trinity_mq.config.bench import BenchConfig, beside
@@ -191,6 +191,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _replay(self) -> Config:
+        replay, loss = self.buffer.trainer_input.replay, self.algorithm
+        if not replay.share:
+            return self
+        where = f"buffer.trainer_input.replay.share is {replay.share:g}"
+        if self.mode != "both":
+            raise ValueError(f"{where} in mode {self.mode}, and only rollouts that are trained on can be replayed")
+        surrogate = loss.surrogate
+        has_no_ratio = isinstance(surrogate, LogLinear) and surrogate.weight != "ratio" and surrogate.keep == "all"
+        if (has_no_ratio or loss.ratio.kind == "self") and not loss.correction:
+            raise ValueError(
+                f"{where}, and algorithm_type {loss.algorithm_type} does not compare the policy with the one that "
+                f"sampled: groups up to {replay.max_age} train steps old would count as fresh. Take an algorithm with "
+                "a ratio, such as grpo, or add algorithm.correction"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _bench(self) -> Config:
         if self.mode != "bench":
             return self
@@ -285,6 +303,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _algorithm(self) -> Config:
         staleness, longest = self.synchronizer.effective_max_staleness, self.model.max_response_tokens
+        replay = self.buffer.trainer_input.replay
+        staleness = max(staleness, replay.max_age) if replay.share else staleness
         found = list(contradictions(self.algorithm, staleness, longest))
         if found:
             raise ValueError("; ".join(found))

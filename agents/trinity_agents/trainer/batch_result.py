@@ -157,9 +157,15 @@ async def train_on(
             )
         stale = dict(zip(usable, found, strict=True))
         noted = [keys[number] for number in usable if parts[number].experiences]
+        if not noted:
+            batch.replayed = ExperienceBatch.of([])
+        elif batch.replayed:
+            kept = await asyncio.to_thread(ExperienceBatch.concat, [kept, batch.replayed])
         if noted:
             with attempts.noted(noted), span("await train step", wait=True):
                 metrics |= await learner.step(kept, step + 1)
+    else:
+        batch.replayed = ExperienceBatch.of([])
     stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
     for number in usable:
         too_old: dict[str, Any] = {
@@ -231,7 +237,7 @@ def keep_for_a_look(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:
     again = f"Batch {batch.batch} is not counted: the next start of the trainer reads it again"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(ExperienceBatch.concat(part.experiences for part in parts).encode())
+        path.write_bytes(ExperienceBatch.concat([*(part.experiences for part in parts), batch.replayed]).encode())
     except (OSError, EncodeError) as error:
         return f"{again}. Its experiences could not be written to {path}: {error}"
     look = shlex.join(["trinity-mq", "inspect", str(path), "--tokenizer", str(tokenizer)])

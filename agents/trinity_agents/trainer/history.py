@@ -80,6 +80,7 @@ class History:
         uids: Sequence[str],
         repaired: bool = False,
         dropped: int = 0,
+        replayed: Sequence[str] = (),
         stream: StreamPlace | None = None,
     ) -> None:
         """Note a decided ticket, before any checkpoint that contains it is saved.
@@ -94,6 +95,7 @@ class History:
             uids: The experiences trained on.
             repaired: It was recorded before, as failed, and went along with the batch of the line before.
             dropped: Experiences of the set that were too old.
+            replayed: Groups of earlier tickets that were trained on again beside it.
             stream: Where its set lies on the ``ready`` stream.
 
         Raises:
@@ -101,6 +103,8 @@ class History:
         """
         entry = {"progress": progress, "step": step, "batch": batch, "ticket": ticket, "op": op, "outcome": outcome}
         more: dict[str, Any] = {} if stream is None else {"stream": asdict(stream), "dropped": dropped}
+        if replayed:
+            more["replayed"] = list(replayed)
         self._append(entry | {"uids": list(uids)} | more | ({"repaired": True} if repaired else {}))
 
     def sync(self) -> None:

@@ -6,9 +6,10 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -19,6 +20,7 @@ from trinity_agents.trainer.saving import CheckpointSaver
 from trinity_agents.trainer.sources.base import Source, TrainBatch
 from trinity_agents.trainer.sources.mix import MixSource
 from trinity_agents.trainer.sources.records import RecordSource
+from trinity_agents.trainer.sources.replay import ReplaySource
 from trinity_agents.trainer.sources.stream import StreamSource
 from trinity_mq.dispatch.pacing import Boundary, sync_due
 from trinity_mq.messages import ExplorerStatus, Progress, SyncEvent, TrainerStatus
@@ -46,8 +48,8 @@ from trinity_mq.transport.blobs import open_store
 
 log = structlog.get_logger(__name__)
 
-OF_RECORDS = ("data/unfit_records", "data/too_long")
-"""Metrics of records that the trainer reports."""
+OF_SOURCES = ("data/unfit_records", "data/too_long", "replay/")
+"""Beginnings of the metrics of sources that the trainer reports; operators report those of rollouts."""
 QUIET_SECONDS = 10.0
 """How long a restarted trainer waits for the next batch that it has trained on before; the stream holds them all."""
 
@@ -93,7 +95,7 @@ class TrainLoop:
         """There is no explorer, and no engine to give weights to."""
         self._max_staleness = sys.maxsize if self._is_alone else config.synchronizer.effective_max_staleness
         self._in_batch_order = config.synchronizer.sync_style == "fixed"
-        self.source: Source = source or StreamSource(
+        stream = StreamSource(
             agent.bus,
             agent.topology,
             agent.id,
@@ -102,6 +104,8 @@ class TrainLoop:
             batches_per_step=config.trainer.batches_per_step,
             starts=self._starts,
         )
+        replays = config.buffer.trainer_input.replay.share > 0
+        self.source: Source = source or (ReplaySource(stream, config) if replays else stream)
         if experts is not None:
             self.source = MixSource(self.source, experts)
         self.source.changed = agent.woken
@@ -406,7 +410,7 @@ class TrainLoop:
         record("write history", began, time.monotonic(), version=self.version, batch=batch.batch)
         for _, _, event in [] if self._is_alone else ended:
             await agent.publish("results", "progress", event, message_id=f"progress-{self.generation}-{event.progress}")
-        metrics = result.counts | result.metrics | _of_records(batch)
+        metrics = result.counts | result.metrics | _of_sources(batch)
         metrics["time/batch"] = loop.time() - started
         metrics |= self._waits()
         counters = {"trainer/generation": float(self.generation), "trainer/step": float(self.step)}
@@ -454,6 +458,7 @@ class TrainLoop:
             uids=batch.experiences.ids("uid") if event.outcome == "trained" else [],
             repaired=repaired,
             dropped=event.dropped,
+            replayed=list(dict.fromkeys(batch.replayed.ids("tid"))),
             stream=None if self._is_alone else StreamPlace(batch.offset, batch.offsets, batch.announced),
         )
 
@@ -501,7 +506,7 @@ class TrainLoop:
         self._saved_progress, self._saved_run = state.progress, state.run_id
         self.source.bytes_since_save -= self._bytes_saved
         self._bytes_saved = 0
-        await self._blobs.saved(state.source.get("consumed", ()))
+        await self._blobs.saved(_done_with(state.source))
         self.agent.report(state.progress, {"time/write_checkpoint": seconds})
 
     async def _finish(self) -> None:
@@ -518,7 +523,7 @@ class TrainLoop:
             log.warning("final_model_not_written", reason="no train step changed the weights")
         else:
             await publish_final(self.learner.export, self.folder / "final")
-        await self._blobs.saved(checkpoint.state.source.get("consumed", ()), last=True)
+        await self._blobs.saved(_done_with(checkpoint.state.source), last=True)
         self.finished = True
         self.agent.heartbeat_now()
 
@@ -526,8 +531,16 @@ class TrainLoop:
         await self.agent.publish("sync", f"weights.{event.verb}", event)
 
 
-def _of_records(batch: TrainBatch) -> dict[str, float]:
-    """Return what the records in a batch say of themselves; operators report the metrics of rollouts."""
+def _of_sources(batch: TrainBatch) -> dict[str, float]:
+    """Return what records and replayed groups in a batch say of themselves."""
     return {
-        name: value for one in (batch, *batch.co_batched) for name, value in one.metrics.items() if name in OF_RECORDS
+        name: value
+        for one in (batch, *batch.co_batched)
+        for name, value in one.metrics.items()
+        if name.startswith(OF_SOURCES)
     }
+
+
+def _done_with(source: Mapping[str, Any]) -> set[str]:
+    """Return the tickets, by a source's state, of which nothing is read again."""
+    return set(source.get("consumed", ())) - set(source.get("replay", {}).get("offsets", ()))

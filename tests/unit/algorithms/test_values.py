@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.algorithms.vectors import FIXTURES, VECTORS, Case, grid, of_kind
+from trinity_agents.trainer.sources.replay_index import linear_decay
 from trinity_mq.algorithms.corrections import correction
 from trinity_mq.algorithms.evaluator import evaluate, policy_terms
 from trinity_mq.algorithms.regularisers import adapted, kl_estimate, sampler_kl
@@ -238,9 +239,13 @@ def test_each_rule_of_the_bandit_is_tried() -> None:
     assert set(BANDIT) == set(VECTORS["proof/bandit_bias"]["expected"]["cosine_to_true_gradient"])
 
 
-UNTESTED = {
-    "replay/linear_decay": "belongs to replay, which there is none of",
-}
+def test_the_priority_of_replayed_groups() -> None:
+    vector = VECTORS["replay/linear_decay"]
+    given = zip(vector["inputs"]["model_version"], vector["inputs"]["use_count"], strict=True)
+    assert [linear_decay(born, uses, vector["args"]["decay"]) for born, uses in given] == vector["expected"]
+
+
+UNTESTED: dict[str, str] = {}
 """Vectors without a test, and why."""
 
 

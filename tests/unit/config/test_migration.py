@@ -190,6 +190,27 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch) -> None:
             {"synchronizer": {"sync_style": "dynamic_by_explorer", "explorer_sync_interval": 4, "sync_interval": 2}},
             {"synchronizer.sync_interval": 4},
         ),
+        (
+            {
+                "buffer": {
+                    "trainer_input": {
+                        "experience_buffer": {
+                            "replay_buffer": {
+                                "enable": True,
+                                "priority_fn": "decay_limit_randomization",
+                                "priority_fn_args": {"decay": 1.5, "use_count_limit": 2, "sigma": 0.1},
+                            }
+                        }
+                    }
+                }
+            },
+            {
+                "buffer.trainer_input.replay.share": 0.5,
+                "buffer.trainer_input.replay.decay": 1.5,
+                "buffer.trainer_input.replay.max_uses": 2,
+                "buffer.trainer_input.replay.sigma": 0.1,
+            },
+        ),
         ({"monitor": {"monitor_type": "wandb"}}, {"monitor.tensorboard": True}),
         ({"log": {"level": "WARNING"}}, {"monitor.log_level": "warning"}),
         (

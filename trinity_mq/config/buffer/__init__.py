@@ -1,6 +1,7 @@
 """The buffer section: where tasks and training data come from, and how much of them makes a run."""
 
 from trinity_mq.config.buffer.explorer_output import ExplorerOutputConfig
+from trinity_mq.config.buffer.replay import ReplayConfig
 from trinity_mq.config.buffer.section import BufferConfig
 from trinity_mq.config.buffer.taskset import FormatConfig, TasksetConfig
 from trinity_mq.config.buffer.trainer_input import ExperienceBufferConfig, RecordFormatConfig, TrainerInputConfig
@@ -11,6 +12,7 @@ __all__ = [
     "ExplorerOutputConfig",
     "FormatConfig",
     "RecordFormatConfig",
+    "ReplayConfig",
     "TasksetConfig",
     "TrainerInputConfig",
 ]

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from trinity_mq.config.base import Section
+from trinity_mq.config.buffer.replay import ReplayConfig
 from trinity_mq.config.buffer.taskset import check_query
 
 Schema = Literal["experience", "sft", "dpo", "cpt"]
@@ -111,6 +112,9 @@ class TrainerInputConfig(Section):
     expert_data_ratio: float = Field(default=0.2, gt=0, lt=1)
     """Share of expert answers in a train step with all of its rollouts. Their number is the same in every step, and
     comes on top of the rollouts."""
+
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    """Mode ``both``: groups that earlier steps had, beside the fresh ones."""
 
     @model_validator(mode="after")
     def _experts(self) -> TrainerInputConfig:

@@ -22,6 +22,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "default_workflow_type is a taskset's `workflow`, default_reward_fn_type its `reward_fn`",
         "buffer.train_batch_size": "a train step has what `buffer.batch_size` tasks with `algorithm.repeat_times` runs "
         "each give; `trainer.batches_per_step` joins batches, `algorithm.mini_batches` divides one",
+        "buffer.trainer_input.experience_buffer.replay_buffer": "groups are replayed by `buffer.trainer_input.replay`",
         "explorer.runner_per_model": "the number of runners is `runner.num_runners`, with `runner.concurrency` slices "
         "each",
         "explorer.concurrent_mode": "it is `runner.concurrent_mode`",

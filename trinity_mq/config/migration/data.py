@@ -184,6 +184,7 @@ def _trainer_input(move: Move) -> None:
             _records(item, SCHEMAS.get(kind, "experience"))
         else:
             _stream(item)
+            _replay(move, item)
     others = move.item(move.take_mapping(there + "auxiliary_buffers"), (), there + "auxiliary_buffers")
     for name in others.names():
         place = ("buffer", "trainer_input", "auxiliary_buffers", name)
@@ -195,12 +196,23 @@ def _trainer_input(move: Move) -> None:
 def _stream(item: Move) -> None:
     for name in ("name", "storage_type", "path", "schema_type", "split", "subset_name"):
         item.leave_out(name, "rollouts reach the trainer through the broker, which keeps them", matters=False)
-    if item.peek("replay_buffer.enable"):
-        item.leave_out("replay_buffer", "groups are trained on once; `algorithm.epochs` passes over a batch again")
-    else:
-        item.take("replay_buffer")
     for name, reason in UNUSED.items():
         item.leave_out(name, reason, matters=False)
+
+
+def _replay(move: Move, item: Move) -> None:
+    """Move a priority queue, which takes what was used before wherever nothing newer is there."""
+    given = item.take_mapping("replay_buffer")
+    if known(given.get("enable")):
+        here, arguments = "buffer.trainer_input.replay.", given.get("priority_fn_args") or {}
+        move.put(
+            here + "share", 0.5,
+            "was replay_buffer.enable: half of a step; Trinity-RFT's depends on how fast rollouts come",
+        )  # fmt: skip
+        for name, new in (("decay", "decay"), ("sigma", "sigma"), ("use_count_limit", "max_uses")):
+            value = arguments.get(name)
+            if value is not None and (new != "max_uses" or (whole(value) or 0) > 0):
+                move.put(here + new, value, f"was replay_buffer.priority_fn_args.{name}")
     item.give_up("rollouts reach the trainer through the broker")
 
 

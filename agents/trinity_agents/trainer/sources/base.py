@@ -10,6 +10,10 @@ from trinity_mq.messages.batches import BatchState
 from trinity_mq.runtime.notify import Notifier
 
 
+class LostError(Exception):
+    """Experiences that were trained on cannot be read again."""
+
+
 @dataclass(slots=True)
 class TrainBatch:
     """One unit of progress, however many experiences are left in it; with those co-batched, a train step's worth."""
@@ -32,6 +36,8 @@ class TrainBatch:
     """Experiences that the BatchReady says there are."""
     co_batched: list[TrainBatch] = field(default_factory=list)
     """The other batches of its train step, in order (``trainer.batches_per_step``)."""
+    replayed: ExperienceBatch = field(default_factory=lambda: ExperienceBatch.of([]))
+    """Groups of earlier batches to be trained on with this one; empty once it turned out that they were not."""
     repaired: list[TrainBatch] = field(default_factory=list)
     """Earlier batches that were progress as failed, and that operators could process since: to be trained on with this
     one, so that a step more does not make other batches older."""

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from trinity_agents.trainer.decisions import Chunk, Decider, Decision
-from trinity_agents.trainer.sources.base import TrainBatch
+from trinity_agents.trainer.sources.base import LostError, TrainBatch
 from trinity_mq.bus import Bus, Delivery, StreamCut, Topology
 from trinity_mq.bus.streams import next_or_quiet, read_at
 from trinity_mq.experience import DecodeError, ExperienceBatch
@@ -140,7 +140,7 @@ class StreamSource:
             is_stored = any(chunk.content_type == REFERENCE for chunk in decision.chunks)
             with span("decode chunks", decision.batch, threads=True):
                 batch.experiences = await (patiently if is_stored else asyncio.to_thread)(
-                    _decode, decision, self._store
+                    _decode, decision.chunks, self._store
                 )
         except DecodeError as error:
             batch.state, batch.reason = "failed", f"a chunk does not decode: {error}"
@@ -174,6 +174,26 @@ class StreamSource:
                     "was lost. Bring that back, or train anew with --fresh"
                 )
             chunk.body = found[chunk.offset].body
+
+    async def read_again(self, offsets: Sequence[int]) -> ExperienceBatch:
+        """Return the experiences of a consumed batch, whose chunks lie at ``offsets``.
+
+        Raises:
+            LostError: They are not there any more.
+            RestartMe: They lie in the blob store, and that does not answer.
+        """
+        try:
+            found = await read_at(self._bus, self._topology.ready, offsets, MARK_TIMEOUT)
+            if missing := set(offsets) - set(found):
+                raise LostError(f"nothing is at offset {min(missing)} of the ready stream")
+            chunks = [Chunk(found[one].body, found[one].content_type, one) for one in offsets]
+            return await patiently(_decode, chunks, self._store)
+        except StreamCut as error:
+            raise LostError(f"the ready stream begins at offset {error.got}, and {error.asked} is needed") from error
+        except DecodeError as error:
+            raise LostError(f"a chunk does not decode: {error}") from error
+        except StoreUnavailable as error:
+            raise RestartMe(f"a batch that is replayed cannot be read now: {error}") from error
 
     def consumed(self) -> None:
         """The batches that :meth:`next` returned last are done with, repaired ones among them."""
@@ -300,6 +320,6 @@ def _cut_off(error: StreamCut) -> FatalError:
     )
 
 
-def _decode(decision: Decision, store: BlobStore | None) -> ExperienceBatch:
-    bodies = (resolve(store, chunk.body, chunk.content_type) for chunk in decision.chunks)
+def _decode(chunks: Sequence[Chunk], store: BlobStore | None) -> ExperienceBatch:
+    bodies = (resolve(store, chunk.body, chunk.content_type) for chunk in chunks)
     return ExperienceBatch.concat(ExperienceBatch.decode(body).settle() for body in bodies)

@@ -1,0 +1,219 @@
+"""Train batches of fresh rollouts with groups of earlier ones beside them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import structlog
+
+from trinity_agents.trainer.sources.base import LostError, Source, TrainBatch
+from trinity_agents.trainer.sources.replay_index import Group, ReplayIndex
+from trinity_mq.config import Config
+from trinity_mq.experience import ExperienceBatch
+
+log = structlog.get_logger(__name__)
+
+
+class Rereadable(Source, Protocol):
+    """A source whose batches can be read again."""
+
+    async def read_again(self, offsets: Sequence[int]) -> ExperienceBatch:
+        """Return the experiences of a batch that was consumed.
+
+        Args:
+            offsets: Those of its chunks.
+
+        Raises:
+            LostError: They are not there any more.
+        """
+
+
+class ReplaySource:
+    """Adds groups of earlier batches to every train step that has fresh ones, which set the pace.
+
+    Its state is the index of groups, so that a trainer that goes on from a checkpoint chooses as the one before did.
+
+    Args:
+        rollouts: Paces, counts progress, and reads batches again.
+        config: The run's.
+    """
+
+    def __init__(self, rollouts: Rereadable, config: Config) -> None:
+        self._rollouts = rollouts
+        settings = config.buffer.trainer_input.replay
+        self._index = ReplayIndex(settings, config.seed)
+        self._count = replayed_in_a_step(config)
+        self._cache = _Cache(settings.cache_bytes // max(1, config.estimated_batch_bytes))
+        self._step = 0
+        """Train steps that had something to train on."""
+        self._next: tuple[TrainBatch, list[Group], dict[str, list[str]]] | None = None
+        """The batch that was made last, its replayed groups, and the fresh groups by ticket."""
+
+    @property
+    def changed(self) -> Any:
+        """Notified when rollouts may be available."""
+        return self._rollouts.changed
+
+    @changed.setter
+    def changed(self, notifier: Any) -> None:
+        self._rollouts.changed = notifier
+
+    @property
+    def bytes_since_save(self) -> int:
+        """Bytes of rollouts read since the last checkpoint was committed."""
+        return self._rollouts.bytes_since_save
+
+    @bytes_since_save.setter
+    def bytes_since_save(self, count: int) -> None:
+        self._rollouts.bytes_since_save = count
+
+    @property
+    def ended(self) -> int | None:
+        """Batches of the run, None as long as that is unknown."""
+        return self._rollouts.ended
+
+    @property
+    def waiting(self) -> list[str]:
+        """Tickets of rollouts that are here and not consumed."""
+        return self._rollouts.waiting
+
+    @property
+    def unused(self) -> list[int]:
+        """Batches of rollouts that were repaired too late."""
+        return self._rollouts.unused
+
+    def available(self) -> bool:
+        """Return whether the rollouts of the next step are there."""
+        return self._rollouts.available()
+
+    async def next(self) -> TrainBatch:
+        """Return the next rollouts, with replayed groups beside them if there are any to train on."""
+        batch = await self._rollouts.next()
+        parts = [one for one in (batch, *batch.co_batched, *batch.repaired) if one.state == "ready"]
+        fresh = {one.ticket: list(dict.fromkeys(one.experiences.ids("tid"))) for one in parts}
+        groups = self._index.choose(self._count, self._step + 1) if any(fresh.values()) else []
+        found, kept, lost = [], list[Group](), 0
+        for ticket in dict.fromkeys(group.ticket for group in groups):
+            tids = {group.tid for group in groups if group.ticket == ticket}
+            try:
+                whole = await self._read(ticket)
+            except LostError as error:
+                lost += self._index.remove(ticket)
+                log.warning("replayed_groups_lost", ticket=ticket, groups=len(tids), reason=str(error))
+                continue
+            found.append(whole.select([n for n, tid in enumerate(whole.ids("tid")) if tid in tids]))
+            kept += [group for group in groups if group.ticket == ticket]
+        batch.replayed = ExperienceBatch.concat(found)
+        batch.metrics |= self._metrics(kept, len(batch.replayed), lost)
+        self._next = batch, kept, fresh
+        return batch
+
+    def _metrics(self, groups: Sequence[Group], experiences: int, lost: int) -> dict[str, float]:
+        found = {
+            "replay/groups": float(len(groups)),
+            "replay/experiences": float(experiences),
+            "replay/known_groups": float(len(self._index)),
+        }
+        if lost:
+            found["replay/lost_groups"] = float(lost)
+        if groups:
+            found["replay/age/mean"] = sum(self._step + 1 - group.born for group in groups) / len(groups)
+            found["replay/age/max"] = float(max(self._step + 1 - group.born for group in groups))
+            found["replay/uses/mean"] = sum(group.uses for group in groups) / len(groups)
+        return found
+
+    async def _read(self, ticket: str) -> ExperienceBatch:
+        if (known := self._cache.get(ticket)) is not None:
+            return known
+        found = await self._rollouts.read_again(self._index.offsets(ticket))
+        self._cache.put(ticket, found)
+        return found
+
+    def consumed(self) -> None:
+        """Move on: what was trained on for the first time may be replayed."""
+        assert self._next is not None
+        batch, groups, fresh = self._next
+        self._rollouts.consumed()
+        parts = [one for one in (batch, *batch.co_batched, *batch.repaired) if one.experiences and one.ticket in fresh]
+        if parts:
+            self._step += 1
+            if batch.replayed:
+                self._index.use(groups, self._step)
+            for part in parts:
+                own = set(fresh[part.ticket])  # experts that were added since are none
+                tids = [tid for tid in _with_advantage(part.experiences) if tid in own]
+                if tids:
+                    self._index.add(tids, part.ticket, part.offsets, self._step)
+                    self._cache.put(part.ticket, part.experiences)
+        self._cache.keep(self._index.tickets)
+        self._next = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the rollouts, with the index in it."""
+        return {**self._rollouts.state(), "replay": {"step": self._step, **self._index.state()}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken; with no group where none was kept then."""
+        self._rollouts.restore(state)
+        self._next = None
+        if "replay" in state:
+            self._step = int(state["replay"]["step"])
+            self._index.restore(state["replay"])
+
+    def run_begins(self, offset: int) -> None:
+        """Pass over what lies before this offset of the ``ready`` stream."""
+        self._rollouts.run_begins(offset)
+
+    async def run(self) -> None:
+        """Read the stream of rollouts until cancelled."""
+        await self._rollouts.run()
+
+
+class _Cache:
+    """The experiences of tickets, of those used last."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._batches: OrderedDict[str, ExperienceBatch] = OrderedDict()
+
+    def get(self, ticket: str) -> ExperienceBatch | None:
+        if (found := self._batches.get(ticket)) is not None:
+            self._batches.move_to_end(ticket)
+        return found
+
+    def put(self, ticket: str, batch: ExperienceBatch) -> None:
+        self._batches[ticket] = batch
+        self._batches.move_to_end(ticket)
+        while len(self._batches) > self._size:
+            self._batches.popitem(last=False)
+
+    def keep(self, tickets: Sequence[str]) -> None:
+        """Forget all but these."""
+        for ticket in self._batches.keys() - set(tickets):
+            del self._batches[ticket]
+
+
+def replayed_in_a_step(config: Config) -> int:
+    """Return how many replayed groups a train step has: so many that they are ``replay.share`` of one with all of its
+    rollouts.
+    """
+    share = config.buffer.trainer_input.replay.share
+    return round(config.buffer.batch_size * config.trainer.batches_per_step * share / (1 - share))
+
+
+def _with_advantage(batch: ExperienceBatch) -> list[str]:
+    """Return the groups in which somebody has an advantage other than 0, and those whose advantages are not known."""
+    lengths = batch.lengths("advantages")
+    known = np.maximum(lengths, 0)
+    moves = lengths < 0
+    if known.any():
+        nonzero = np.concatenate([[0], np.cumsum(batch.dense("advantages").numpy().reshape(-1) != 0)])
+        ends = np.cumsum(known)
+        moves |= nonzero[ends] > nonzero[ends - known]
+    found: dict[str, bool] = {}
+    for tid, has_one in zip(batch.ids("tid"), moves.tolist(), strict=True):
+        found[tid] = found.get(tid, False) or has_one
+    return [tid for tid, has_one in found.items() if has_one]

@@ -1,0 +1,118 @@
+"""The index of groups that may be trained on again. Pure: groups and train steps in, choices out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from trinity_mq.config import ReplayConfig
+
+
+@dataclass(slots=True)
+class Group:
+    """All runs of one task that a train step had."""
+
+    tid: str
+    """Its id, as :meth:`trinity_mq.experience.ExperienceBatch.ids` gives it."""
+    ticket: str
+    """Ticket of its batch."""
+    born: int
+    """Train step at which it was fresh."""
+    used: int
+    """Train step at which it was trained on last."""
+    uses: int = 0
+    """Train steps in which it was replayed."""
+
+
+def linear_decay(born: float, uses: int, decay: float) -> float:
+    """Return the priority ``born - decay x uses`` (Trinity-RFT's ``linear_decay``, in train steps)."""
+    return born - decay * uses
+
+
+class ReplayIndex:
+    """Groups in the order in which they came, and where the batches of each lie on the ``ready`` stream.
+
+    Args:
+        config: Bounds and priorities.
+        seed: Of the random part of priorities.
+    """
+
+    def __init__(self, config: ReplayConfig, seed: int) -> None:
+        self._config, self._seed = config, seed
+        self._groups: dict[str, Group] = {}
+        self._offsets: dict[str, list[int]] = {}
+        """Offsets of the chunks of a ticket, of which a group is still here."""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def tickets(self) -> list[str]:
+        """Tickets whose bodies are still needed."""
+        return list(self._offsets)
+
+    def offsets(self, ticket: str) -> list[int]:
+        """Return the offsets of the chunks of a ticket."""
+        return self._offsets[ticket]
+
+    def choose(self, count: int, step: int) -> list[Group]:
+        """Return at most ``count`` groups for train step ``step``, by priority; of equals the oldest first."""
+        config = self._config
+        fit = [
+            group
+            for group in self._groups.values()
+            if group.uses < config.max_uses
+            and step - group.used >= config.cooldown
+            and step - group.born <= config.max_age
+        ]
+        random = np.random.default_rng([self._seed, step])
+        noise = random.normal(0.0, config.sigma, len(fit)) if config.sigma else np.zeros(len(fit))
+        ranked = sorted(
+            range(len(fit)), key=lambda n: -(linear_decay(fit[n].born, fit[n].uses, config.decay) + noise[n])
+        )
+        return [fit[number] for number in ranked[:count]]
+
+    def use(self, groups: Iterable[Group], step: int) -> None:
+        """Note that groups were replayed in train step ``step``."""
+        for group in groups:
+            group.uses, group.used = group.uses + 1, step
+
+    def add(self, tids: Sequence[str], ticket: str, offsets: Sequence[int], step: int) -> None:
+        """Add the groups of a batch that train step ``step`` had."""
+        for tid in tids:
+            self._groups[tid] = Group(tid, ticket, born=step, used=step)
+        self._offsets[ticket] = list(offsets)
+        self._forget(step)
+
+    def remove(self, ticket: str) -> int:
+        """Forget the groups of a ticket, whose bodies are lost; return their number."""
+        lost = [tid for tid, group in self._groups.items() if group.ticket == ticket]
+        for tid in lost:
+            del self._groups[tid]
+        self._offsets.pop(ticket, None)
+        return len(lost)
+
+    def _forget(self, step: int) -> None:
+        """Forget groups that no later step can take, and those of the lowest priority beyond the capacity."""
+        config = self._config
+        for tid, group in list(self._groups.items()):
+            if group.uses >= config.max_uses or step + 1 - group.born > config.max_age:
+                del self._groups[tid]
+        if (beyond := len(self._groups) - config.capacity) > 0:
+            ranked = sorted(self._groups.values(), key=lambda one: linear_decay(one.born, one.uses, config.decay))
+            for group in ranked[:beyond]:
+                del self._groups[group.tid]
+        needed = {group.ticket for group in self._groups.values()}
+        self._offsets = {ticket: offsets for ticket, offsets in self._offsets.items() if ticket in needed}
+
+    def state(self) -> dict[str, Any]:
+        """Return the index as JSON."""
+        return {"groups": [list(asdict(group).values()) for group in self._groups.values()], "offsets": self._offsets}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        self._groups = {values[0]: Group(*values) for values in state["groups"]}
+        self._offsets = {ticket: list(offsets) for ticket, offsets in state["offsets"].items()}

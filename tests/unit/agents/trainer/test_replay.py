@@ -1,0 +1,195 @@
+"""Groups that are trained on again: which, how often, and the same ones wherever the trainer is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trinity_agents.simulation import Simulation, killed
+from trinity_agents.trainer.history import lineage
+from trinity_agents.trainer.sources.base import LostError
+from trinity_agents.trainer.sources.replay import _with_advantage, replayed_in_a_step
+from trinity_agents.trainer.sources.replay_index import ReplayIndex
+from trinity_mq.config import ConfigError, ReplayConfig, load_config
+from trinity_mq.experience import EID, Experience, ExperienceBatch
+from trinity_mq.testing.fakes import FakeLearner
+from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.training.checkpoints.checkpoint import find_checkpoints
+
+SHARE = "buffer.trainer_input.replay.share=0.34"
+SETTINGS = (SHARE, "trainer.save_interval=3", "trainer.max_checkpoints_to_keep=50")
+
+
+def index(**settings: Any) -> ReplayIndex:
+    return ReplayIndex(ReplayConfig(share=0.5, **settings), seed=0)
+
+
+def names(found: Sequence[Any]) -> list[str]:
+    return [group.tid for group in found]
+
+
+def test_the_newest_and_least_used_come_first_and_of_equals_the_oldest() -> None:
+    known = index(cooldown=1, max_uses=9)
+    for step in (1, 2, 3):
+        known.add([f"{step}/a", f"{step}/b"], f"t{step}", [step], step)
+    assert names(known.choose(3, 4)) == ["3/a", "3/b", "2/a"]
+    known.use(known.choose(3, 4), 4)  # two steps older each
+    assert names(known.choose(9, 5)) == ["2/b", "1/a", "1/b", "3/a", "3/b", "2/a"]
+
+
+def test_uses_cooldown_and_age_are_bounded() -> None:
+    known = index(cooldown=2, max_uses=2, max_age=5)
+    known.add(["a"], "t", [7], 1)
+    taken = []
+    for step in range(2, 12):
+        chosen = known.choose(1, step)
+        known.use(chosen, step)
+        known.add([], "none", [], step)
+        taken += [step] * len(chosen)
+    assert taken == [3, 5]
+    assert (len(known), known.tickets) == (0, [])
+    known = index(max_age=3, max_uses=99)
+    known.add(["a"], "t", [7], 1)
+    assert [bool(known.choose(1, step)) for step in (2, 3, 4, 5)] == [True, True, True, False]
+
+
+def test_the_capacity_keeps_those_of_the_highest_priority() -> None:
+    known = index(capacity=3)
+    for step in (1, 2):
+        known.add([f"{step}/a", f"{step}/b"], f"t{step}", [step], step)
+    assert sorted(names(known.choose(9, 3))) == ["1/b", "2/a", "2/b"]
+    known.add(["3/a", "3/b", "3/c"], "t3", [3], 3)
+    assert known.tickets == ["t3"]
+
+
+def test_chance_follows_from_the_seed_and_the_step() -> None:
+    def chosen(seed: int, step: int) -> list[str]:
+        known = ReplayIndex(ReplayConfig(share=0.5, sigma=3.0, max_age=99), seed)
+        known.add([str(n) for n in range(50)], "t", [1], 1)
+        return names(known.choose(10, step))
+
+    assert chosen(0, 2) == chosen(0, 2)
+    assert len({tuple(chosen(seed, step)) for seed in (0, 1) for step in (2, 3)}) == 4
+
+
+def test_the_state_is_json_and_goes_on_alike() -> None:
+    known, other = index(sigma=1.0), index(sigma=1.0)
+    for step in (1, 2, 3):
+        known.add([f"{step}/a", f"{step}/b"], f"t{step}", [step, step + 1], step)
+        known.use(known.choose(1, step + 1), step + 1)
+    other.restore(json.loads(json.dumps(known.state())))
+    assert other.state() == known.state()
+    assert names(other.choose(4, 5)) == names(known.choose(4, 5))
+    assert other.offsets("t3") == [3, 4]
+
+
+def test_groups_without_any_advantage_teach_nothing_and_are_not_kept() -> None:
+    def one(task: int, run: int, advantage: list[float] | None) -> Experience:
+        given = None if advantage is None else torch.tensor(advantage)
+        return Experience(eid=EID(1, task, run=run), tokens=[1, 2, 3], prompt_length=1, advantages=given)
+
+    batch = ExperienceBatch.of(
+        [one(0, 0, [0.0, 0.0]), one(0, 1, [0.0, 0.0]), one(1, 0, [0.0, 0.0]), one(1, 1, [0.0, -0.5]), one(2, 0, None)]
+    )
+    assert _with_advantage(batch) == ["1/1", "1/2"]
+
+
+class Remembering(FakeLearner):
+    """Notes the groups of each step: those of its batch, and others."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.fresh: dict[int, list[str]] = {}
+        self.replayed: dict[int, list[str]] = {}
+
+    async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:
+        groups = Counter(one.eid.tid for one in experiences)
+        assert set(groups.values()) == {2}, "whole groups"
+        newest = max(one.eid.batch for one in experiences)
+        self.fresh[step_number] = [tid for tid in groups if tid.startswith(f"{newest}/")]
+        self.replayed[step_number] = [tid for tid in groups if not tid.startswith(f"{newest}/")]
+        return await super().step(experiences, step_number)
+
+
+def replayed(
+    folder: Path, lives: Sequence[float] = (), settings: Sequence[str] = SETTINGS, **options: Any
+) -> tuple[Simulation, Remembering]:
+    """Run with a trainer that is killed after each of ``lives`` seconds."""
+    sim, learner = Simulation(folder, tuple(settings), batches=9, **options), Remembering()
+
+    async def run() -> None:
+        for seconds in lives:
+            life = asyncio.create_task(sim.make_trainer(learner=learner).run())
+            await asyncio.sleep(seconds)
+            assert await killed(life)
+        await sim.make_trainer(learner=learner).run()
+
+    run_virtually(sim.run(trainer=run), limit=5000)
+    return sim, learner
+
+
+def test_a_step_has_its_batch_and_groups_of_earlier_ones(tmp_path: Path) -> None:
+    sim, learner = replayed(tmp_path)
+    assert replayed_in_a_step(sim.config) == 1, "a third of a step with two groups"
+    assert [len(learner.fresh[step]) for step in range(1, 10)] == [2] * 9
+    assert [len(learner.replayed[step]) for step in range(1, 10)] == [0] + [1] * 8
+    metrics = [values for _, values in sim.reports if "replay/groups" in values]
+    assert [one["replay/groups"] for one in metrics] == [0] + [1] * 8
+    assert [one["replay/age/mean"] for one in metrics[1:]] == [1.0] * 8
+    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state
+    entries = lineage(tmp_path / "history", state.generation, 9)
+    assert [entry.get("replayed", []) for entry in entries] == [learner.replayed[step] for step in range(1, 10)]
+    uids = [uid for entry in entries for uid in entry["uids"]]
+    assert len(set(uids)) == len(uids) == 9 * 4, "what is fresh is recorded once"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_killed_anywhere_the_same_groups_are_chosen(tmp_path: Path, seed: int) -> None:
+    settings = (*SETTINGS, "buffer.trainer_input.replay.sigma=2.0", "buffer.trainer_input.replay.cache_bytes=0")
+    _, whole = replayed(tmp_path / "whole", settings=settings)
+    dice = random.Random(seed)
+    _, broken = replayed(tmp_path / "broken", [dice.uniform(0.5, 2.6) for _ in range(3)], settings=settings)
+    assert broken.replayed == whole.replayed
+    assert broken.fresh == whole.fresh
+
+
+def test_a_batch_without_rollouts_replays_nothing(tmp_path: Path) -> None:
+    def spoil(task_slice: Any) -> str | None:
+        return "failed" if task_slice.batch in {2, 5} else None
+
+    _, learner = replayed(tmp_path, spoil=spoil)
+    assert [len(learner.replayed[step]) for step in range(1, 8)] == [0] + [1] * 6
+
+
+def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(self: Any, offsets: Sequence[int]) -> ExperienceBatch:
+        raise LostError(f"nothing is at offset {offsets[0]}")
+
+    monkeypatch.setattr("trinity_agents.trainer.sources.stream.StreamSource.read_again", lost)
+    sim, learner = replayed(tmp_path, settings=(*SETTINGS, "buffer.trainer_input.replay.cache_bytes=0"))
+    assert sorted(learner.fresh) == list(range(1, 10))
+    assert not any(learner.replayed.values())
+    assert sum(values.get("replay/lost_groups", 0) for _, values in sim.reports) == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["mode=explore"], "replay.share is 0.34 in mode explore, and only rollouts that are trained on"),
+        (["algorithm.algorithm_type=gpg"], "algorithm_type gpg does not compare the policy with the one that sampled"),
+        (["algorithm.anchor=old"], "data may be 16 train steps old"),
+        (["buffer.trainer_input.replay.share=1"], "buffer.trainer_input.replay.share: "),
+        (["buffer.trainer_input.replay.decay=.inf"], "buffer.trainer_input.replay.decay: "),
+    ],
+)
+def test_settings_that_contradict_each_other_say_so(changes: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config({"model": {"tiny": {}}}, [SHARE, *changes])
