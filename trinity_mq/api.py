@@ -22,9 +22,9 @@ from typing import Any, Self
 
 import yaml
 
+from trinity_mq.cli.reports.figures import evaluations
+from trinity_mq.cli.reports.text import make_report
 from trinity_mq.cli.run.follow import MetricsTail
-from trinity_mq.cli.run.report import make_report
-from trinity_mq.cli.run.run_view import evaluations
 from trinity_mq.config import Config, ConfigError, literal, load_config, load_stages
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics

@@ -13,7 +13,7 @@ import yaml
 
 from tests.containers.compose_stack import AGENTS, CANNOT, ComposeStack, StackError, prepared, say
 from trinity_agents.trainer.history import lineage
-from trinity_mq.cli.run.report import make_report
+from trinity_mq.cli.reports.text import make_report
 from trinity_mq.config import load_config
 
 ROOT = Path(__file__).parents[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MARGIN = "actor/pair_margin"
-SHORT = ["trainer.save_interval=5", "buffer.total_steps=60"]
+SHORT = ["trainer.save_interval=5", "buffer.total_steps=60", "monitor.trackers=[{kind: wandb, offline: true}]"]
 ACCURACY = "eval/ops3_held_out/accuracy/mean@1"
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -39,6 +40,12 @@ async def test_preferences_are_learned_and_a_stopped_run_goes_on(tmp_path: Path)
     assert undocumented({name for line in run.metrics() for name in line}) == set()
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
     assert "preference margin" in output
+    assert "metrics were not all sent" not in output
+    sent = json.loads((tmp_path / "run" / "trackers" / "sent.json").read_text())
+    assert sent["wandb"]["offset"] == (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    files = list((tmp_path / "run" / "trackers" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2, "a file for each start"
+    assert all(MARGIN.encode() in file.read_bytes() for file in files)
 
 
 @pytest.mark.extended

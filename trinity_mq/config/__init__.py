@@ -9,6 +9,7 @@ from trinity_mq.config.agents import (
     RolloutModelConfig,
     RunnerConfig,
     SupervisorConfig,
+    TrackerConfig,
     TrainerConfig,
 )
 from trinity_mq.config.algorithm import AlgorithmConfig, OperatorConfig, OptimizerConfig
@@ -57,6 +58,7 @@ __all__ = [
     "SyncConfig",
     "TasksetConfig",
     "TinyModelConfig",
+    "TrackerConfig",
     "TrainerConfig",
     "TrainerInputConfig",
     "literal",

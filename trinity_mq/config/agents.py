@@ -266,11 +266,29 @@ class TrainerConfig(Section):
     """Optimizer steps that are skipped."""
 
 
+class TrackerConfig(Section):
+    """A service that collects the metrics of runs. Keys and servers are what its own environment variables and
+    configuration say, such as ``WANDB_API_KEY`` and ``MLFLOW_TRACKING_URI``.
+    """
+
+    kind: Literal["wandb", "mlflow", "swanlab"]
+    """``wandb``: Weights & Biases (extra ``wandb``). ``mlflow``: MLflow (extra ``mlflow``). ``swanlab``: SwanLab
+    (extra ``swanlab``)."""
+    project: str = "trinity-mq"
+    """Project, or experiment of MLflow, in which the run appears by its ``name``."""
+    group: str = ""
+    """wandb, swanlab: group of runs that belong together."""
+    offline: bool = False
+    """wandb, swanlab: write into the run's folder, for ``wandb sync`` or ``swanlab sync`` later."""
+
+
 class MonitorConfig(Section):
     """Metrics and logs."""
 
     tensorboard: bool = True
     """Write the metrics for TensorBoard too."""
+    trackers: tuple[TrackerConfig, ...] = ()
+    """Services to which ``trinity-mq run`` sends all metrics; ``trinity-mq track`` sends those of a run later."""
     detailed_stats: bool = False
     """Evaluations: ``/mean``, ``/max``, ``/min`` and ``/std`` over the tasks of a set for every metric, instead of the
     mean alone."""
@@ -279,6 +297,13 @@ class MonitorConfig(Section):
     trace: bool = False
     """Write what every process does for each batch, and when, into ``trace/`` of the run's folder: about 50 kB a
     batch of 32 tasks. ``trinity-mq timeline RUN --batch N`` shows it."""
+
+    @model_validator(mode="after")
+    def _trackers(self) -> MonitorConfig:
+        kinds = [tracker.kind for tracker in self.trackers]
+        if len(set(kinds)) != len(kinds):
+            raise ValueError(f"monitor.trackers are {', '.join(kinds)}, wanted each kind once")
+        return self
 
 
 class SupervisorConfig(Section):

@@ -97,6 +97,8 @@ def test_every_command_leads_to_a_function() -> None:
         "convert-experiences": ["x", "--out", "y"],
         "schema": ["--check"],
         "migrate": ["x", "-o", "y"],
+        "report": ["x", "-o", "y"],
+        "track": ["x", "--to", "mlflow"],
     }
     assert set(words) == {name for name, _, _ in cli.COMMANDS}
     for command, rest in words.items():

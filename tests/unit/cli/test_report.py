@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trinity_mq.cli.run.report import curve, distinct, lost, make_report, newest_checkpoint
+from trinity_mq.cli.reports.text import curve, distinct, lost, make_report, newest_checkpoint
 from trinity_mq.telemetry import MetricsWriter
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from trinity_mq.cli.run.run_view import RunView, duration, evaluations
+from trinity_mq.cli.reports.figures import duration, evaluations
+from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.messages import Heartbeat, Mark, Metrics
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 

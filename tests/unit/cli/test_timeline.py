@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trinity_mq.cli.main import main
-from trinity_mq.cli.run.report import make_report
+from trinity_mq.cli.reports.text import make_report
 
 LINES = [
     {"time": 1002.0 + n, "role": "trainer", "agent": "trainer-0", "step": n, "time/batch": 0.5} for n in range(1, 9)

@@ -211,7 +211,10 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch) -> None:
                 "buffer.trainer_input.replay.sigma": 0.1,
             },
         ),
-        ({"monitor": {"monitor_type": "wandb"}}, {"monitor.tensorboard": True}),
+        (
+            {"monitor": {"monitor_type": "wandb", "monitor_args": {"base_url": "u"}}, "project": "p"},
+            {"monitor.trackers.0.kind": "wandb", "monitor.trackers.0.project": "p"},
+        ),
         ({"log": {"level": "WARNING"}}, {"monitor.log_level": "warning"}),
         (
             {

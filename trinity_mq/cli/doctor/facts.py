@@ -30,7 +30,7 @@ from yarl import URL
 from trinity_mq.bus.base import BusRefused, QueueGone
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, BrokerConnection, amqp_errors, open_connection
 from trinity_mq.bus.topology import Topology
-from trinity_mq.cli.run.report import newest_checkpoint
+from trinity_mq.cli.reports.text import newest_checkpoint
 from trinity_mq.config import Config, load_config
 from trinity_mq.config.bus import TlsConfig
 from trinity_mq.local_broker.node_files import NodeError

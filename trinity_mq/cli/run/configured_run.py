@@ -18,10 +18,10 @@ from trinity_mq.cli.commands.timeline import write_timeline
 from trinity_mq.cli.commands.validate import check_all, imports_torch
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.main import expected_error
+from trinity_mq.cli.reports.text import make_report, save_failures, train_steps, write_evaluations
 from trinity_mq.cli.run.display import PlainDisplay, open_display
 from trinity_mq.cli.run.earlier_start import HOW_TO_GO_ON, extension, go_back, start_anew
 from trinity_mq.cli.run.exit_codes import closing_line, exit_code
-from trinity_mq.cli.run.report import make_report, save_failures, train_steps, write_evaluations
 from trinity_mq.cli.run.session import Session
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config, ConfigError
@@ -146,6 +146,16 @@ def _print_report(config: Config, folder: RunFolder) -> None:
     if config.mode == "bench":
         for line in write_evaluations(folder.path):
             print(line)
+        print(_plot(config))
+
+
+def _plot(config: Config) -> str:
+    from trinity_mq.cli.reports.command import write_report
+
+    try:
+        return f"the plot is in {write_report(config)}"
+    except CommandError as error:
+        return f"there is no plot: {error}"
 
 
 def _trains(config: Config) -> bool:

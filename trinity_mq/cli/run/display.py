@@ -7,15 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from trinity_mq.cli.run.run_view import (
-    REWARD,
-    STALENESS,
-    TOKENS_PER_SECOND,
-    WAIT_SHOWN,
-    RunView,
-    duration,
-    version_text,
-)
+from trinity_mq.cli.reports.figures import REWARD, duration
+from trinity_mq.cli.run.run_view import STALENESS, TOKENS_PER_SECOND, WAIT_SHOWN, RunView, version_text
 from trinity_mq.messages import GateStatus
 
 if TYPE_CHECKING:

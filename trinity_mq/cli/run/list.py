@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_mq.cli.errors import CommandError
-from trinity_mq.cli.run.report import distinct
-from trinity_mq.cli.run.run_view import REWARD, duration, evaluations
+from trinity_mq.cli.reports.figures import REWARD, duration, evaluations
+from trinity_mq.cli.reports.text import distinct
 from trinity_mq.cli.run_folder import CONFIG_FILE, LOCK_FILE, LockedFolder
 from trinity_mq.cli.target import RUNS
 from trinity_mq.config import ConfigError, load_config

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from trinity_mq.cli.reports.figures import TRAIN_STEPS, evaluations
 from trinity_mq.messages import (
     EmptyBatchStatus,
     ExplorerStatus,
@@ -20,9 +19,7 @@ from trinity_mq.messages import (
 )
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 
-REWARD = "rollout/reward/mean"
 STALENESS = "sample/staleness/max"
-TRAIN_STEPS = "trainer/step"
 TOKENS_PER_SECOND = ("rollout/tokens_per_second", "perf/tokens_per_second")
 """The first one that is there: tokens sampled, else tokens trained on."""
 RATE_WINDOW = 50
@@ -32,7 +29,6 @@ WAIT_SHOWN = 10.0
 OVER = ("finished", "gone")
 """States after which no heartbeats are expected."""
 ROLES = ("explorer", "engine", "runner", "operator", "trainer")
-_EVALUATION = re.compile(r"eval/(?P<taskset>.+)/(?P<key>[^/]+)/mean@\d+(?:/mean)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,28 +212,6 @@ def _row(heartbeat: Heartbeat, age: float) -> AgentRow:
     return AgentRow(heartbeat.id, heartbeat.state, heartbeat.waits_for, waits)
 
 
-def evaluations(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the result of each evaluation taskset in one line of metrics, by its name.
-
-    That is its accuracy, or, where a workflow reports none, its reward.
-    """
-    found: dict[str, dict[str, float]] = {"reward": {}, "accuracy": {}}
-    for name, value in values.items():
-        match = _EVALUATION.fullmatch(name)
-        if match and match["key"] in found and isinstance(value, int | float):
-            found[match["key"]][match["taskset"]] = float(value)
-    return {**found["reward"], **found["accuracy"]}
-
-
 def version_text(version: Version | None) -> str:
     """Return a version of the weights for a person, ``-`` for none."""
     return "-" if version is None else f"{version[0]}.{version[1]}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time span for a person, such as ``4 min 05 s``."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -20,6 +20,7 @@ from trinity_mq.cli.run.display import Display
 from trinity_mq.cli.run.follow import MetricsTail, depths, follow, listen
 from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.cli.run_folder import RunFolder
+from trinity_mq.cli.trackers.process import TrackerProcess
 from trinity_mq.config import Config
 from trinity_mq.config.mode import AGENTS
 from trinity_mq.config.threads import cpu_threads
@@ -83,6 +84,7 @@ class Session:
         self.run_view.take_news()  # of an earlier start
         self.run_view.forget_rates()
         self._supervisor: Supervisor | None = None
+        self._trackers = TrackerProcess(config, folder, self.run_view.add_news)
         self._changed = Notifier()
 
     @property
@@ -111,6 +113,7 @@ class Session:
                 broker = self._config.broker
                 if not self._in_file:
                     broker = broker.model_copy(update={"url": url})
+                await self._trackers.start()
                 async with connected(self._config.name, broker, "supervisor", self._tell) as (bus, topology):
                     await self._supervise(bus, topology, url)
         except asyncio.CancelledError:
@@ -119,6 +122,7 @@ class Session:
             task.uncancel()  # it was our own, for a signal that came before there was anything to drain
         finally:
             self._folder.forget_broker()
+            await self._trackers.end()
             self._draw()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)

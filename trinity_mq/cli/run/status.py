@@ -10,8 +10,8 @@ import sys
 
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, connected, find_target
+from trinity_mq.cli.reports.text import make_report
 from trinity_mq.cli.run.follow import depths, follow
-from trinity_mq.cli.run.report import make_report
 from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.cli.run_folder import RunFolder
 

@@ -44,8 +44,10 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "trainer.save_hf_checkpoint": "it is `trainer.export`: every or last",
         "trainer.use_dynamic_bsz": "micro-batches are always filled up to `trainer.max_tokens_per_micro_batch`",
         "trainer.max_token_len_per_gpu": "it is `trainer.max_tokens_per_micro_batch`",
-        "monitor.monitor_type": "metrics go to metrics.jsonl always, and to TensorBoard with `monitor.tensorboard`",
-        "monitor.monitor_args": "there is no other monitor than TensorBoard yet",
+        "monitor.monitor_type": "metrics go to metrics.jsonl always, to TensorBoard with `monitor.tensorboard`, to "
+        "wandb, mlflow and swanlab with `monitor.trackers`",
+        "monitor.monitor_args": "keys and servers of services are their own environment variables; their settings "
+        "are in `monitor.trackers`",
         "synchronizer.sync_method_type": "it is `synchronizer.sync_method`",
         "synchronizer.ray_namespace": "there is no Ray; leave it out",
         "model.custom_chat_template": "put it into the model's folder as chat_template.jinja",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity_mq.config.algorithm.translate import CRITIC_KEYS
-from trinity_mq.config.migration.move import Move
+from trinity_mq.config.migration.move import LeftOut, Move
 from trinity_mq.config.migration.values import known, number, whole
 
 UNUSED = {
@@ -68,10 +68,14 @@ def _checkpoints(move: Move) -> None:
 
 def _monitor(move: Move) -> None:
     kind = move.take("monitor.monitor_type")
-    if known(kind) not in {None, "tensorboard"}:
-        move.comment("monitor.tensorboard", f"was monitor.monitor_type {kind}")
-        move.put("monitor.tensorboard", True)
-    move.leave_out("monitor.monitor_args", "TensorBoard and metrics.jsonl are in the run's folder", matters=False)
+    if known(kind) in {"wandb", "mlflow", "swanlab"}:
+        place = {"kind": kind, "project": move.peek("project"), "group": move.peek("group")}
+        tracker = {key: value for key, value in place.items() if value}
+        move.put("monitor.trackers", [tracker], f"was monitor.monitor_type {kind}: pip install 'trinity-mq[{kind}]'")
+    elif known(kind) not in {None, "tensorboard"}:
+        move.lost(LeftOut("monitor.monitor_type", kind, "services are wandb, mlflow and swanlab", matters=True))
+    for key in [key for key, _ in move.rest() if key.startswith("monitor.monitor_args.")]:
+        move.leave_out(key, "keys and servers are the service's own environment variables", matters=False)
     level = known(move.take("log.level"))
     if level is not None:
         move.put("monitor.log_level", str(level).lower(), "was log.level")

@@ -1,0 +1,40 @@
+"""``trinity-mq report``: a run's curves, evaluations, losses and settings as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trinity_mq.cli.arguments import add_target
+from trinity_mq.cli.reports.page import page
+from trinity_mq.cli.target import configuration
+from trinity_mq.config import Config
+
+REPORT_FILE = "report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq report``."""
+    add_target(parser)
+    parser.add_argument(
+        "-o", "--out", type=Path, metavar="FILE", help=f"the HTML file; default: {REPORT_FILE} in the run's folder"
+    )
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the page and say where it is."""
+    config = configuration(arguments)
+    print(f"the report is in {write_report(config, arguments.out)}")
+    return 0
+
+
+def write_report(config: Config, out: Path | None = None) -> Path:
+    """Write the report of a run; return its file.
+
+    Raises:
+        CommandError: There are no metrics, or a library is not installed.
+    """
+    text = page(config)
+    path = out or config.path / REPORT_FILE
+    path.write_text(text, encoding="utf-8")
+    return path

@@ -1,0 +1,133 @@
+"""The curves of a report: which metrics are drawn together, and their pictures as SVG."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import io
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_mq.cli.errors import CommandError
+
+Point = tuple[int, float]
+
+MOST_POINTS = 300
+"""Points of a curve; a longer one is averaged."""
+MOST_CURVES = 6
+"""Curves in one picture."""
+INK = "#010203"
+"""Stands for the colour of text in a picture, so that the page can set it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Metrics that are drawn together."""
+
+    title: str
+    patterns: Sequence[str]
+    """Names of metrics, with ``*``."""
+    about: str
+    """What a reader can tell from it."""
+
+
+PICTURES = (
+    Picture("Evaluation: accuracy", ["eval/*/accuracy/mean@*"], "on tasks that are not trained on"),
+    Picture("Evaluation: pass@k", ["eval/*/pass@*"], "one of k answers is right"),
+    Picture("Evaluation: reward", ["eval/*/reward/mean@*"], "on tasks that are not trained on"),
+    Picture("Reward", ["rollout/reward/mean", "rollout/accuracy/mean"], "of the rollouts that are trained on"),
+    Picture("Loss", ["actor/pg_loss", "actor/ce_loss", "actor/pair_margin", "critic/vf_loss"], "by component"),
+    Picture("Entropy", ["actor/entropy"], "nats a token; a fall to 0 ends exploration"),
+    Picture("Distance from the reference", ["actor/ref_kl", "advantage/kl/mean"], "nats a token"),
+    Picture("Gradient norm", ["actor/grad_norm"], "before clipping"),
+    Picture("Engine against trainer", ["mismatch/k3", "rollout/rollout_vs_train_logprob_diff/mean"], "near 0 is right"),
+    Picture("Length of answers", ["response_length/mean", "response_length/max"], "tokens"),
+    Picture("Age of data", ["sample/staleness/mean", "sample/staleness/max", "replay/age/mean"], "train steps"),
+    Picture("Seconds a step", ["time/batch", "time/wait_data", "time/sync"], "where the trainer's time goes"),
+)
+"""Pictures of a report, in order; one of which no metric is known is left out."""
+
+
+def drawn(curves: Mapping[str, Sequence[Point]], picture: Picture) -> dict[str, list[Point]]:
+    """Return the curves of a picture by name, averaged to at most :data:`MOST_POINTS` points each."""
+    names = [name for pattern in picture.patterns for name in sorted(fnmatch.filter(curves, pattern))]
+    found = {name: thinned(curves[name]) for name in dict.fromkeys(names)}
+    return dict([(name, points) for name, points in found.items() if points][:MOST_CURVES])
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """Return the finite points in the order of steps, neighbours averaged where there are more than ``most``."""
+    finite = sorted((step, value) for step, value in points if math.isfinite(value))
+    if len(finite) <= most:
+        return finite
+    edges = [part * len(finite) // most for part in range(most + 1)]
+    parts = [finite[start:end] for start, end in itertools.pairwise(edges)]
+    return [(part[-1][0], math.fsum(value for _, value in part) / len(part)) for part in parts]
+
+
+def as_svg(curves: Mapping[str, Sequence[Point]], number: int) -> str:
+    """Return a picture of curves over steps.
+
+    Args:
+        curves: By name; at least one.
+        number: Of the picture in its page, which keeps the names inside apart.
+
+    Raises:
+        CommandError: Matplotlib is not installed.
+    """
+    with _style():
+        return _embedded(_drawn(curves), number)
+
+
+def _drawn(curves: Mapping[str, Sequence[Point]]) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    common = _common([name.split("/") for name in curves])
+    for name, points in curves.items():
+        steps, values = zip(*points, strict=True)
+        axes.plot(steps, values, marker="o" if len(points) < 20 else None, markersize=3, linewidth=1.4, label=name)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.2)
+    if len(curves) > 1:
+        axes.legend(
+            ["/".join(name.split("/")[common:]) for name in curves], fontsize="small", frameon=False, labelcolor=INK
+        )
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return out.getvalue()
+
+
+def _style() -> contextlib.AbstractContextManager[None]:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise CommandError(f"curves need matplotlib ({error}): pip install 'trinity-mq[report]'") from error
+    style: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "trinity-mq",
+        "font.size": 9,
+        **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "text.color"), INK),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    return mpl.rc_context(style)
+
+
+def _common(names: Sequence[Sequence[str]]) -> int:
+    """Return how many parts at their beginning all names have in common."""
+    shortest = min(len(name) for name in names)
+    return next((n for n in range(shortest) if len({name[n] for name in names}) > 1), shortest - 1)
+
+
+def _embedded(svg: str, number: int) -> str:
+    """Return an SVG file as an element of a page."""
+    body = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    names = set(re.findall(r'\bid="([^"]+)"', body))
+    pattern = re.compile(r'(\bid="|href="#|url\(#)([^")]+)')
+    return pattern.sub(lambda found: f"{found[1]}p{number}-{found[2]}" if found[2] in names else found[0], body)

@@ -1,0 +1,33 @@
+"""Figures of a run that reports, lists and displays show, and how a time span is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+REWARD = "rollout/reward/mean"
+TRAIN_STEPS = "trainer/step"
+_EVALUATION = re.compile(r"eval/(?P<taskset>.+)/(?P<key>[^/]+)/mean@\d+(?:/mean)?")
+
+
+def evaluations(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the result of each evaluation taskset in one line of metrics, by its name.
+
+    That is its accuracy, or, where a workflow reports none, its reward.
+    """
+    found: dict[str, dict[str, float]] = {"reward": {}, "accuracy": {}}
+    for name, value in values.items():
+        match = _EVALUATION.fullmatch(name)
+        if match and match["key"] in found and isinstance(value, int | float):
+            found[match["key"]][match["taskset"]] = float(value)
+    return {**found["reward"], **found["accuracy"]}
+
+
+def duration(seconds: float) -> str:
+    """Return a time span for a person, such as ``4 min 05 s``."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -1,0 +1,114 @@
+"""Sends the lines of a run's metrics file to services, and remembers how far it came."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from trinity_mq.cli.trackers.base import Tracker, TrackerError
+from trinity_mq.cli.trackers.services import FOLDER
+from trinity_mq.runtime.process import write_atomic
+from trinity_mq.telemetry.metrics import METRICS_FILE
+
+log = structlog.get_logger(__name__)
+
+STATE_FILE = "sent.json"
+"""File below the run's ``trackers``: by service its run's id, and how many bytes of the metrics it has."""
+
+
+class Forwarder:
+    """Sends what a run's agents write to one service each call, from where the call before ended, be that in another
+    process. What was sent just before a kill is sent again.
+
+    Args:
+        folder: The run's.
+        trackers: The services.
+    """
+
+    def __init__(self, folder: Path, trackers: Sequence[Tracker]) -> None:
+        self._folder, self._trackers = folder, list(trackers)
+        self._state_file = folder / FOLDER / STATE_FILE
+        self._state: dict[str, dict[str, Any]] = self._load()
+        self._begun: set[str] = set()
+        self.problems: dict[str, str] = {}
+        """By service: why it did not take the last of what was to be sent."""
+
+    def send(self) -> None:
+        """Send the whole lines that are new to each service. One that does not take them is asked again with the next
+        call, and keeps nothing from the others.
+        """
+        for tracker in self._trackers:
+            state = self._state.setdefault(tracker.kind, {"id": "", "offset": 0})
+            try:
+                if tracker.kind not in self._begun:
+                    state["id"] = tracker.begin(state["id"])
+                    self._begun.add(tracker.kind)
+                for line, end in self._lines(state["offset"]):
+                    _send(tracker, line)
+                    state["offset"] = end
+                self.problems.pop(tracker.kind, None)
+            except TrackerError as error:
+                self._note(tracker, error)
+            self._save()
+
+    def finish(self) -> list[str]:
+        """Send what is left and end at each service; return where each run can be seen."""
+        self.send()
+        places = []
+        for tracker in self._trackers:
+            if tracker.kind in self._begun:
+                try:
+                    places.append(tracker.finish())
+                except TrackerError as error:
+                    self._note(tracker, error)
+        return places
+
+    def _note(self, tracker: Tracker, error: TrackerError) -> None:
+        if self.problems.get(tracker.kind) != str(error):
+            log.warning("metrics_not_sent", to=tracker.kind, reason=str(error))
+        self.problems[tracker.kind] = str(error)
+
+    def _lines(self, offset: int) -> list[tuple[bytes, int]]:
+        """Return whole lines from an offset on, with the offset behind each."""
+        try:
+            with (self._folder / METRICS_FILE).open("rb") as file:
+                file.seek(offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        found = []
+        for line in (whole + newline).splitlines(keepends=True):
+            offset += len(line)
+            found.append((line, offset))
+        return found
+
+    def _load(self) -> dict[str, dict[str, Any]]:
+        try:
+            found = json.loads(self._state_file.read_text(encoding="utf-8"))
+            return {kind: {"id": str(one["id"]), "offset": int(one["offset"])} for kind, one in found.items()}
+        except FileNotFoundError:
+            return {}
+
+    def _save(self) -> None:
+        self._state_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._state_file, json.dumps(self._state).encode())
+
+
+def _send(tracker: Tracker, line: bytes) -> None:
+    try:
+        fields = json.loads(line)
+        step, seconds = int(fields["step"]), float(fields["time"])
+    except (ValueError, KeyError, TypeError):
+        return  # torn by a writer that was killed
+    values = {
+        name: float(value)
+        for name, value in fields.items()
+        if "/" in name and isinstance(value, int | float) and math.isfinite(value)
+    }
+    if values:
+        tracker.log(step, seconds, values)

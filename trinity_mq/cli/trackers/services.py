@@ -1,0 +1,200 @@
+"""The services. Each is imported when it is used, and its errors say what to do."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trinity_mq.cli.trackers.base import Tracker, TrackerError
+
+STEP = "step"
+"""Metric over which Weights & Biases draws all others: agents report the same step at different times."""
+FOLDER = "trackers"
+"""Folder of a run with what services keep on disk."""
+
+
+def open_tracker(
+    kind: str, name: str, folder: Path, settings: Mapping[str, Any], *, project: str, group: str, offline: bool
+) -> Tracker:
+    """Return the tracker of a run.
+
+    Args:
+        kind: ``wandb``, ``mlflow`` or ``swanlab``.
+        name: The run's.
+        folder: Of the run.
+        settings: The run's configuration, shown beside its metrics; nothing secret.
+        project: In which the run appears.
+        group: Of the run.
+        offline: Write to disk only.
+
+    Raises:
+        TrackerError: It is not installed.
+    """
+    place = folder / FOLDER
+    place.mkdir(parents=True, exist_ok=True)
+    if kind == "mlflow":
+        return MlflowTracker(name, settings, project)
+    service = WandbTracker if kind == "wandb" else SwanlabTracker
+    return service(name, place, settings, project=project, group=group, offline=offline)
+
+
+def _library(kind: str, module: str = "") -> Any:
+    try:
+        return importlib.import_module(module or kind)
+    except ImportError as error:
+        raise TrackerError(f"{kind} is not installed ({error}): pip install 'trinity-mq[{kind}]'") from error
+
+
+@contextmanager
+def _explained(kind: str, advice: str) -> Iterator[None]:
+    """Turn whatever a service's library raises into a TrackerError: they document no errors of theirs."""
+    try:
+        yield
+    except TrackerError:
+        raise
+    except Exception as error:
+        raise TrackerError(f"{kind}: {' '.join(str(error).split()) or type(error).__name__}; {advice}") from error
+
+
+class WandbTracker:
+    """Weights & Biases."""
+
+    kind = "wandb"
+    ADVICE = "set WANDB_API_KEY, or offline: true and `wandb sync` later"
+
+    def __init__(
+        self, name: str, folder: Path, settings: Mapping[str, Any], *, project: str, group: str, offline: bool
+    ) -> None:
+        self._wandb = _library("wandb")
+        self._name, self._folder, self._settings = name, folder, dict(settings)
+        self._project, self._group, self._offline = project, group, offline
+        self._run: Any = None
+
+    def begin(self, run_id: str) -> str:
+        """Begin or resume; offline, what is added later is a folder of the same run."""
+        with _explained(self.kind, self.ADVICE):
+            self._run = self._wandb.init(
+                project=self._project,
+                group=self._group or None,
+                name=self._name,
+                id=run_id or None,
+                resume="allow",
+                dir=str(self._folder),
+                config=self._settings,
+                mode="offline" if self._offline else "online",
+                settings=self._wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+            )
+            self._run.define_metric("*", step_metric=STEP)
+            return str(self._run.id)
+
+    def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
+        """Send values with their step as a metric: its own counter only rises."""
+        with _explained(self.kind, self.ADVICE):
+            self._run.log({STEP: step, **values})
+
+    def finish(self) -> str:
+        """Wait until all is sent."""
+        with _explained(self.kind, self.ADVICE):
+            where = self._run.url or f"{self._folder / 'wandb'}, for `wandb sync`"
+            self._run.finish()
+            return str(where)
+
+
+class SwanlabTracker:
+    """SwanLab."""
+
+    kind = "swanlab"
+    ADVICE = "set SWANLAB_API_KEY, or offline: true and `swanlab sync` later"
+
+    def __init__(
+        self, name: str, folder: Path, settings: Mapping[str, Any], *, project: str, group: str, offline: bool
+    ) -> None:
+        self._swanlab = _library("swanlab")
+        self._name, self._folder, self._settings = name, folder / "swanlab", dict(settings)
+        self._project, self._group, self._offline = project, group, offline
+        self._run: Any = None
+
+    def begin(self, run_id: str) -> str:
+        """Begin or, online, resume."""
+        again = {"id": run_id, "resume": "allow"} if run_id and not self._offline else {}
+        with _explained(self.kind, self.ADVICE):
+            self._run = self._swanlab.init(
+                project=self._project,
+                experiment_name=self._name,
+                group=self._group or None,
+                logdir=str(self._folder),
+                config=self._settings,
+                mode="offline" if self._offline else "cloud",
+                **again,
+            )
+            return str(getattr(self._run, "id", "") or run_id)
+
+    def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
+        """Send values."""
+        with _explained(self.kind, self.ADVICE):
+            self._swanlab.log(dict(values), step=step)
+
+    def finish(self) -> str:
+        """Wait until all is sent."""
+        with _explained(self.kind, self.ADVICE):
+            self._swanlab.finish()
+            return f"{self._folder}, for `swanlab sync`" if self._offline else f"SwanLab, project {self._project}"
+
+
+class MlflowTracker:
+    """MLflow, at the server that ``MLFLOW_TRACKING_URI`` names."""
+
+    kind = "mlflow"
+    ADVICE = "set MLFLOW_TRACKING_URI to a server, such as http://localhost:5000"
+    AT_ONCE = 500
+    """Most metrics and parameters that its interface takes in one call is 1000 and 100."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any], project: str) -> None:
+        self._entities, self._client = _library("mlflow", "mlflow.entities"), _library("mlflow").MlflowClient
+        self._name, self._settings, self._project = name, settings, project
+        self._api: Any = None
+        self._run_id = ""
+
+    def begin(self, run_id: str) -> str:
+        """Begin or go on."""
+        with _explained(self.kind, self.ADVICE):
+            self._api = self._client()
+            if run_id:
+                self._api.update_run(run_id, status="RUNNING")
+            else:
+                found = self._api.get_experiment_by_name(self._project)
+                experiment = found.experiment_id if found else self._api.create_experiment(self._project)
+                run_id = self._api.create_run(experiment, run_name=self._name).info.run_id
+                flat = list(_flat(self._settings))
+                for start in range(0, len(flat), 100):
+                    params = [self._entities.Param(key, value[:500]) for key, value in flat[start : start + 100]]
+                    self._api.log_batch(run_id, params=params)
+            self._run_id = str(run_id)
+            return self._run_id
+
+    def log(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
+        """Send values."""
+        metrics = [
+            self._entities.Metric(key.replace("@", "_at_"), value, round(seconds * 1000), step)
+            for key, value in values.items()  # MLflow knows no @ in names
+        ]
+        with _explained(self.kind, self.ADVICE):
+            for start in range(0, len(metrics), self.AT_ONCE):
+                self._api.log_batch(self._run_id, metrics=metrics[start : start + self.AT_ONCE])
+
+    def finish(self) -> str:
+        """End the run."""
+        with _explained(self.kind, self.ADVICE):
+            self._api.set_terminated(self._run_id)
+            return f"MLflow, experiment {self._project}, run {self._run_id}"
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
