@@ -8,6 +8,7 @@ from trinity_mq.rewards.registry import (
     RewardFn,
     counts_tokens,
     create_reward,
+    judge_conversation,
     parts_of,
 )
 from trinity_mq.runtime.plugins import UnknownNameError
@@ -21,5 +22,6 @@ __all__ = [
     "UnknownNameError",
     "counts_tokens",
     "create_reward",
+    "judge_conversation",
     "parts_of",
 ]

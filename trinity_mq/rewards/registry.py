@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,10 @@ ACCURACY = "accuracy"
 """The part that evaluation reports: 1.0 for a right answer, else 0.0."""
 
 
+MESSAGES = "messages"
+"""Parameter of a reward function that judges the conversation."""
+
+
 class RewardFn(Protocol):
     """Judges one response. Pure: the same arguments give the same parts, whatever ran before."""
 
@@ -54,7 +58,9 @@ class RewardFn(Protocol):
 
         A function with a parameter ``tokens`` also gets the number of response tokens there, where it is known. One
         that takes them by name, as those of Trinity-RFT do (``response``, ``prompt``, ``truth``, or ``**kwargs``), is
-        called so; the prompt is not known here, and None.
+        called so; the prompt is not known here, and None. One with a parameter ``messages`` judges the conversation, as
+        a reward model does, called as ``reward(experience, messages, ground_truth=truth)``: the workflow
+        ``math_rm_workflow`` gives it that.
         """
         ...
 
@@ -101,6 +107,9 @@ def _form(fn: Any) -> tuple[bool, tuple[str, ...]]:
     """
     signature = inspect.signature(fn)
     has_tokens = "tokens" in signature.parameters
+    if MESSAGES in signature.parameters:
+        signature.bind("experience", [], ground_truth="truth")
+        return False, (MESSAGES,)
     try:
         signature.bind("response", "truth", finished=True)
     except TypeError:
@@ -119,9 +128,15 @@ class _Reward:
 
     def __init__(self, fn: Any, counts: bool, names: tuple[str, ...] = ()) -> None:
         self.function, self.counts_tokens, self._names = fn, counts, names
+        self.judges_conversation = names == (MESSAGES,)
 
     def __call__(self, response: str, truth: Any, *, finished: bool, tokens: int | None = None) -> Mapping[str, float]:
         parts: Mapping[str, float]
+        if self.judges_conversation:
+            raise RewardError(
+                f"reward function {_name_and_place(self)} judges the conversation (it has a parameter messages), which "
+                "this workflow does not give it; use math_rm_workflow, or a reward(response, truth, *, finished)"
+            )
         if self._names:
             given = {"response": response, "prompt": None, "truth": truth_text(truth), "finished": finished}
             more = {"tokens": tokens} if self.counts_tokens else {}
@@ -131,6 +146,28 @@ class _Reward:
         else:
             parts = self.function(response, truth_text(truth), finished=finished)
         return parts
+
+
+def judge_conversation(
+    reward_fn: RewardFn, response: Any, messages: Sequence[Mapping[str, Any]], truth: str | None
+) -> dict[str, float]:
+    """Call ``reward_fn``, which :func:`create_reward` made of one that judges conversations, and return its parts.
+
+    Args:
+        reward_fn: The function.
+        response: The experience of the answer.
+        messages: The conversation before it.
+        truth: What the dataset gives as the right answer.
+
+    Raises:
+        RewardError: It judges no conversations, or gave something other than numbers by name.
+    """
+    if not isinstance(reward_fn, _Reward) or not reward_fn.judges_conversation:
+        raise RewardError(
+            f"reward function {_name_and_place(reward_fn)} judges no conversation, wanted one that is called as "
+            "reward(experience, messages, ground_truth=truth), such as a reward model's"
+        )
+    return _checked(reward_fn, reward_fn.function(response, messages, ground_truth=truth))
 
 
 def counts_tokens(reward_fn: RewardFn) -> bool:
@@ -147,7 +184,10 @@ def parts_of(
         RewardError: It gave something other than numbers by name.
     """
     more = {"tokens": tokens} if isinstance(reward_fn, _Reward) else {}
-    parts = reward_fn(response, truth, finished=finished, **more)
+    return _checked(reward_fn, reward_fn(response, truth, finished=finished, **more))
+
+
+def _checked(reward_fn: RewardFn, parts: Any) -> dict[str, float]:
     if type(parts) is dict and set(map(type, parts)) == {str} and set(map(type, parts.values())) == {float}:
         return dict(parts)  # as most give them
     if not isinstance(parts, Mapping) or not parts or not all(isinstance(value, Real) for value in parts.values()):

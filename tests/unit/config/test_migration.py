@@ -183,6 +183,22 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch) -> None:
                 "explorer.auxiliary_models.0.model.max_prompt_tokens": 50,
             },
         ),
+        (
+            {
+                "buffer": {
+                    "explorer_input": {
+                        "default_workflow_type": "rubric_judge_openai_workflow",
+                        "taskset": {"path": "t", "workflow_args": {"judge_model_name": "GPT 5", "rubric": ["right"]}},
+                    }
+                }
+            },
+            {
+                "buffer.taskset.workflow": "rubric_judge_workflow",
+                "buffer.taskset.workflow_args": {"rubric": ["right"], "judge": "gpt-5"},
+                "explorer.auxiliary_models.0.url": "${oc.env:OPENAI_BASE_URL}",
+                "explorer.auxiliary_models.0.served_name": "GPT 5",
+            },
+        ),
         ({"trainer": {"save_hf_checkpoint": "always"}}, {"trainer.export": "every"}),
         ({"trainer": {"critic_warmup": 5}}, {"trainer.critic_warmup": 5}),
         ({"trainer": {"optimizer_offload": True}}, {"algorithm.optimizer.offload": True}),
@@ -250,7 +266,8 @@ def test_dpo(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_each_rule(given: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_each_rule(given: dict[str, Any], wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
     found, _ = checked(merged(LEAST, given))
     assert {key: at(found.settings, key) for key in wanted} == wanted
 

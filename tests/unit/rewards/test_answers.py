@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trinity_mq.rewards import create_reward, parts_of
@@ -184,6 +184,7 @@ def test_no_text_makes_it_fail(response: str, truth: str) -> None:
     assert correct(response, truth, finished=True) in {True, False}
 
 
+@example(truth="*\x1f")  # white space, if a rare one
 @given(truth=st.text(min_size=1, max_size=40).filter(lambda text: text.strip() and not set("{}\\<#") & set(text)))
 @settings(deadline=None)
 def test_the_right_answer_is_right(truth: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from trinity_mq.config.agents import ExplorerConfig
@@ -18,6 +20,8 @@ SWITCHES = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "enab
 """Switches of vLLM's server that have no setting here, with their defaults."""
 OPTIONS = ("tool_call_parser", "reasoning_parser")
 """Options of vLLM's server that have no setting here."""
+API_JUDGE = "rubric_judge_openai_workflow"
+"""Workflow whose judge is a service; here that is an auxiliary model like any."""
 UNUSED = {
     "explorer.name": "agents name themselves",
     "explorer.runner_prepare_concurrency": "runners start at once",
@@ -139,5 +143,28 @@ def _auxiliary(move: Move) -> None:
         for key in ("engine_type", "tensor_parallel_size", "gpu_memory_utilization", "enforce_eager"):
             item.leave_out(key, "auxiliary models are not served by vLLM here", matters=False)
         item.give_up("no counterpart here")
+    found += _api_judges(move)
     if found:
         move.put("explorer.auxiliary_models", found)
+
+
+def _api_judges(move: Move) -> Iterator[dict[str, Any]]:
+    """Yield the judges that tasksets ask at a service, and have their workflows ask these."""
+    buffer, names = move.settings.get("buffer", {}), set[str]()
+    for taskset in (buffer.get("taskset") or {}, *buffer.get("tasksets", ()), *buffer.get("eval_tasksets", ())):
+        if taskset.get("workflow") != API_JUDGE:
+            continue
+        given = dict(taskset.get("workflow_args") or {})
+        served = str(given.pop("judge_model_name", "judge"))
+        url, key = given.pop("judge_api_base_url_env", "OPENAI_BASE_URL"), given.pop("judge_api_key_env", "")
+        name = re.sub(r"[^a-z0-9]+", "-", served.lower()).strip("-")[:40] or "judge"
+        taskset |= {"workflow": "rubric_judge_workflow", "workflow_args": {**given, "judge": name}}
+        if name not in names:
+            names.add(name)
+            yield {
+                "name": name,
+                "engine": "external",
+                "url": f"${{oc.env:{url}}}",
+                "api_key_env": key or "OPENAI_API_KEY",
+                "served_name": served,
+            }

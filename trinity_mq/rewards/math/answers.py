@@ -62,6 +62,7 @@ _NOT = re.compile(r"\bnot\b", re.IGNORECASE)
 _CHOICE = re.compile(r"\b(?:between|either|from)\b", re.IGNORECASE)
 _LIST_MARKER = re.compile(r"^\s*\d+[.)]\s+(?=\S)")
 _HEADING = re.compile(r"^\s{0,3}#{1,6}(?=[\s#])")
+_AROUND = re.compile(r"^[\s.:*$]+|[\s.:*$]+$")
 _MARKUP = re.compile(r"\\(?:boxed|fbox)\s?\{?|</?\w+>|#{4,}")
 
 
@@ -113,7 +114,7 @@ def read(text: str, *, latex: bool) -> Answer:
     found = quantities(shown, latex=latex)
     if len(found) == 1 and not _NOT.search(shown[: found[0].start]):
         return _answer(shown, found[0])
-    return Answer(shown.strip(" \n\t.:*$") or text.strip())
+    return Answer(_AROUND.sub("", shown) or text.strip())
 
 
 def equal(right: Answer, seen: Answer) -> bool:

@@ -2,7 +2,10 @@ r"""Math problems whose answer is a number, stated in ``\boxed{}``."""
 
 from __future__ import annotations
 
-from trinity_mq.workflows.builtin.simple import SimpleWorkflow
+from trinity_mq.experience import Experience
+from trinity_mq.rewards import judge_conversation
+from trinity_mq.workflows.builtin.simple import SimpleWorkflow, truth_of
+from trinity_mq.workflows.workflow import Task, TaskError
 
 SYSTEM_PROMPT = (
     "Solve the problem step by step. Then give the final answer, a number without units, in \\boxed{} "
@@ -19,5 +22,34 @@ class MathWorkflow(SimpleWorkflow):
 
 class AsyncMathWorkflow(MathWorkflow):
     """:class:`MathWorkflow` on the event loop."""
+
+    is_async = True
+
+
+class MathRmWorkflow(MathWorkflow):
+    """:class:`MathWorkflow` with a reward called as ``reward(experience, messages, ground_truth=truth)``, which may ask
+    a reward model of yours.
+    """
+
+    def reset(self, task: Task) -> None:
+        if not task.reward_fn:
+            raise TaskError(
+                "math_rm_workflow needs buffer.taskset.reward_fn: the dotted path of a function or class that is "
+                "called as reward(experience, messages, ground_truth=truth) and returns the reward's parts by name"
+            )
+        super().reset(task)
+
+    def rewarded(self, responses: list[Experience]) -> list[Experience]:
+        """Return ``responses`` with reward, its parts as metrics, and the run that each one is."""
+        messages, truth = self.format_messages(), truth_of(self.task)
+        for response in responses:
+            parts = judge_conversation(self.reward_fn, response, messages, truth)
+            response.reward = sum(parts.values())
+            response.metrics.update(parts)
+        return self.numbered(responses)
+
+
+class AsyncMathRmWorkflow(MathRmWorkflow):
+    """:class:`MathRmWorkflow` on the event loop; the reward runs in a thread."""
 
     is_async = True

@@ -1,0 +1,111 @@
+"""RULER whose judge is the policy itself, and learns to judge wherever the right answer is known.
+
+Of some tasks the right answer counts: the answers get the rule's reward, and the policy is asked for as many verdicts
+on them, each rewarded by how near it is to the rule. Of all others the right answer is taken as unknown: the answers
+get the scores of one verdict. Self-rewarding models (arXiv 2401.10020) with a judge that is kept honest.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from trinity_mq.experience import Experience
+from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.builtin.judging import BadVerdictError, judgeable, key_of, read_scores
+from trinity_mq.workflows.builtin.math import MathWorkflow
+from trinity_mq.workflows.builtin.ruler import RulerArguments, ruler_messages
+from trinity_mq.workflows.dual import call, compute
+from trinity_mq.workflows.workflow import Task
+
+JUDGE_GROUP = "judge"
+"""End of the group of a task's verdicts, which are compared with each other and not with the answers."""
+
+
+class TrainableRulerArguments(Arguments):
+    """Arguments of RULER with the policy as judge, in ``workflow_args``."""
+
+    truth_share: float = Field(default=0.2, ge=0, le=1)
+    """Share of the tasks whose right answer counts; which they are follows from the task."""
+    lowest: float = -0.1
+    """Reward of the rule that means 0 for the judge."""
+    highest: float = 1.1
+    """Reward of the rule that means 1 for the judge."""
+    criteria: str = ""
+    """Further instructions for the judge."""
+    max_answer_characters: int = Field(default=8000, ge=100)
+    """Upper bound of the characters of an answer that the judge sees."""
+
+
+class MathTrainableRulerWorkflow(MathWorkflow):
+    """:class:`MathWorkflow` whose answers the policy itself compares, for all runs of a task at once."""
+
+    arguments_kind = TrainableRulerArguments
+    arguments: TrainableRulerArguments
+
+    def reset(self, task: Task) -> None:
+        super().reset(task)
+        self.arguments = arguments_of(task, TrainableRulerArguments)
+
+    @property
+    def knows_truth(self) -> bool:
+        """Whether the right answer of this task counts; in an evaluation it always does."""
+        share = self.arguments.truth_share
+        return self.task.is_eval or random.Random(f"truth {self.question()}").random() < share
+
+    async def body(self) -> list[Experience]:
+        """Ask for answers, then for verdicts on them; return answers, and verdicts where the judge is trained."""
+        answers = await self.responses()
+        await compute(self.is_async, lambda: self.rewarded(answers), "reward")
+        gold = [answer.reward or 0.0 for answer in answers]
+        for answer, reward in zip(answers, gold, strict=True):
+            answer.metrics["gold_reward"] = reward
+        if self.task.is_eval:
+            return answers
+        verdicts = await self._verdicts(answers, self.repeat_times if self.knows_truth else 1)
+        scores = [_scores(verdict, len(answers)) for verdict in verdicts]
+        success = sum(one is not None for one in scores) / len(scores)
+        for answer in answers:
+            answer.metrics["judge_success"] = success
+        if not self.knows_truth:
+            (found,) = scores
+            for place, answer in enumerate(answers):
+                answer.reward = found[place] if found is not None and judgeable(answer) else 0.0
+            return answers
+        for place, (verdict, found) in enumerate(zip(verdicts, scores, strict=True)):
+            verdict.reward = 0.0 if found is None else 1.0 - self._error(found, gold)
+            verdict.metrics = {"judge_reward": verdict.reward, "judge_success": success}
+            verdict.eid.task = f"{self.task.task_id}-{JUDGE_GROUP}"
+            verdict.eid.run = self.run_id_base + place
+        return [*answers, *verdicts]
+
+    def _error(self, scores: Sequence[float], gold: Sequence[float]) -> float:
+        """Return the mean distance of scores from the rule's rewards, both from 0 to 1."""
+        low, high = self.arguments.lowest, self.arguments.highest
+        scaled = [min(max((reward - low) / (high - low), 0.0), 1.0) for reward in gold]
+        return sum(abs(one - other) for one, other in zip(scores, scaled, strict=True)) / len(gold)
+
+    async def _verdicts(self, answers: Sequence[Experience], count: int) -> list[Experience]:
+        texts = [answer.response_text or "" if judgeable(answer) else "" for answer in answers]
+        arguments = RulerArguments(
+            criteria=self.arguments.criteria, max_answer_characters=self.arguments.max_answer_characters
+        )
+        question = ruler_messages(self.question(), texts, key_of(self.question(), *texts), arguments)
+        sampling = {**self.task.rollout_args, "n": count}
+        found: list[Experience] = await call(self.is_async, self.model, "chat", question, **sampling)
+        return found
+
+
+def _scores(verdict: Experience, count: int) -> tuple[float, ...] | None:
+    try:
+        return read_scores(verdict.response_text or "", count)
+    except BadVerdictError:
+        return None
+
+
+class AsyncMathTrainableRulerWorkflow(MathTrainableRulerWorkflow):
+    """:class:`MathTrainableRulerWorkflow` on the event loop."""
+
+    is_async = True
