@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from trinity_mq.cli.main import main
+from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.trackers.base import TrackerError
 from trinity_mq.cli.trackers.command import shown
 from trinity_mq.cli.trackers.forward import Forwarder
+from trinity_mq.cli.trackers.process import TrackerProcess
 from trinity_mq.config import ConfigError, load_config
 from trinity_mq.telemetry import METRICS_FILE
 
@@ -183,3 +185,29 @@ def test_each_kind_at_most_once() -> None:
 def test_nothing_about_the_broker_is_shown() -> None:
     config = load_config({**SETTINGS, "broker": {"url": "amqp://me:secret@h/"}})
     assert "secret" not in json.dumps(shown(config))
+
+
+async def test_a_run_whose_service_is_away_ends_and_says_how_to_send_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    said: list[str] = []
+    folder = folder_of_a_run(tmp_path, trackers=[{"kind": "mlflow"}])
+    config = load_config(folder / "config.yaml", [f"run_dir={folder}"])
+    process = TrackerProcess(config, RunFolder(config), said.append)
+    await process.start()
+    await process.end()
+    (line,) = said
+    assert line.startswith("metrics were not all sent to mlflow: the process ended with 2, see ")
+    assert line.endswith(f"`trinity-mq track {folder}` sends the rest")
+    assert "set MLFLOW_TRACKING_URI to a server" in (folder / "logs" / "track.out").read_text()
+
+
+async def test_without_services_nothing_is_started(tmp_path: Path) -> None:
+    config = load_config({**SETTINGS, "run_dir": str(tmp_path / "run")})
+    process = TrackerProcess(config, RunFolder(config), pytest.fail)
+    await process.start()
+    await process.end()
+    process.kill()
+    assert not (tmp_path / "run" / "logs").exists()

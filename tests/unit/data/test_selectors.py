@@ -240,6 +240,18 @@ def test_a_bad_selector_of_ones_own_is_named(path: Path, mine: ModuleType) -> No
         EveryOther.next = kept  # type: ignore[method-assign]
 
 
+def test_rho_is_halved_where_the_two_models_say_little() -> None:
+    features = np.array([[0.0, 1.0]] * 4)
+    fixed, adaptive = (PassRates(features, 16, 0.2, 0.2, adaptive=adapts) for adapts in (False, True))
+    for rates in (fixed, adaptive):
+        rates.update([0, 1], [0.5, 0.5])  # as interpolated
+    assert adaptive.rho == fixed.rho == 0.2
+    for rates in (fixed, adaptive):
+        rates.update([0, 1], [0.0, 1.0])  # half of the way in the mean, and wrong by a half for each
+    assert (fixed.rho, adaptive.rho) == (0.2, 0.1)
+    assert abs(adaptive.alphas[2] - 1) < abs(fixed.alphas[2] - 1), "what was not run has changed less"
+
+
 def test_the_references_form_is_understood(path: Path) -> None:
     config = TasksetConfig.model_validate(
         {
@@ -247,12 +259,14 @@ def test_the_references_form_is_understood(path: Path) -> None:
             "data_selector": {
                 "selector_type": "difficulty_based",
                 "feature_keys": ["weak", "strong"],
-                "kwargs": {"m": 8, "tau": 0, "adaptive_rho": False},
+                "kwargs": {"m": 8, "tau": 0, "adaptive_rho": True},
                 "seed": 42,
             },
         }
     )
-    assert config.data_selector == DifficultyBasedSelector(feature_keys=("weak", "strong"), m=8, tau=0, seed=42)
+    assert config.data_selector == DifficultyBasedSelector(
+        feature_keys=("weak", "strong"), m=8, tau=0, seed=42, adaptive_rho=True
+    )
     assert TasksetConfig.model_validate(config.model_dump()) == config
 
 
@@ -267,7 +281,6 @@ def test_the_references_form_is_understood(path: Path) -> None:
             {"selector_type": "difficulty_based", "feature_keys": ["a", "b"], "rho": 0.1, "kwargs": {"rho": 0.2}},
             "twice",
         ),
-        ({"selector_type": "difficulty_based", "feature_keys": ["a", "b"], "adaptive_rho": True}, "does not adapt"),
         ({"selector_type": "difficulty_pools", "pools": []}, "pools"),
         ({"selector_type": "difficulty_pools", "pools": [POOLS[0]] * 2}, "each once"),
         ({"selector_type": "difficulty_pools", "pools": POOLS, "unseen_weight": 0}, "be the first"),

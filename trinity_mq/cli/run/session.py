@@ -234,6 +234,7 @@ class Session:
     def _on_signal(self, number: signal.Signals, main: asyncio.Task[int] | None) -> None:
         if self.signal is not None:
             self.run_view.add_news("killed at once")
+            self._trackers.kill()
             if self._supervisor is not None:
                 self._supervisor.kill()
             return

@@ -42,16 +42,16 @@ class TrackerProcess:
         """Have it send what is left, and end it; say where its output is if that did not work."""
         if (process := self._process) is None:
             return
-        self._process = None
         if process.stdin is not None:
             process.stdin.close()
         try:
             async with asyncio.timeout(FINISH_SECONDS):
                 code = await process.wait()
         except TimeoutError:
-            process.kill()
+            self.kill()
             await process.wait()
             code = None
+        self._process = None
         if code != 0:
             what = f"did not end within {FINISH_SECONDS:g} s" if code is None else f"ended with {code}"
             output = self._folder.logs / "track.out"
@@ -59,3 +59,8 @@ class TrackerProcess:
                 f"metrics were not all sent to {self._kinds}: the process {what}, see {output}; "
                 f"`trinity-mq track {self._folder.path}` sends the rest"
             )
+
+    def kill(self) -> None:
+        """End it at once; what it has not sent is sent by ``trinity-mq track``."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()

@@ -89,20 +89,9 @@ class DifficultyBasedSelector(SelectorBase):
     """Temperature of the choice by closeness to the target. 0: the closest tasks."""
     do_sample: bool = False
     """Judge each task by a draw from its posterior (Thompson sampling), not by its mean."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _adaptive(cls, given: Any) -> Any:
-        if isinstance(given, Mapping):
-            kwargs = given.get("kwargs")
-            for where in (given, kwargs if isinstance(kwargs, Mapping) else {}):
-                if where.get("adaptive_rho"):
-                    raise ValueError("data_selector.adaptive_rho is true, and rho does not adapt here; give rho itself")
-            drop = {"adaptive_rho"}
-            given = {key: value for key, value in given.items() if key not in drop}
-            if isinstance(kwargs, Mapping):
-                given["kwargs"] = {key: value for key, value in kwargs.items() if key not in drop}
-        return given
+    adaptive_rho: bool = False
+    """Halve ``rho`` after each batch whose interpolated pass rates were a quarter and more off on average: the two
+    models then say little about the policy."""
 
 
 class DifficultyPool(Section):

@@ -17,6 +17,8 @@ Floats = NDArray[np.float64]
 
 CAPABILITY_KEPT = 0.9
 """Part of the sums behind the capability that an update keeps."""
+WRONG = 0.25
+"""Mean distance of interpolated pass rates from those seen at which they count for less."""
 LEAST_GAP = 1e-6
 """Added to the gap between the strong and the weak model for each task, so that it is not 0."""
 
@@ -29,11 +31,12 @@ class PassRates:
         m: Runs that an observed pass rate counts as.
         lamb: Part of the posterior that an update forgets.
         rho: Weight of the interpolated pass rates, as a part of ``m``.
+        adaptive: Halve ``rho`` after each update that they were wrong about.
     """
 
-    def __init__(self, features: Floats, m: float, lamb: float, rho: float) -> None:
+    def __init__(self, features: Floats, m: float, lamb: float, rho: float, *, adaptive: bool = False) -> None:
         self._weak, self._strong = features.T
-        self._m, self._lamb, self._rho = m, lamb, rho
+        self._m, self._lamb, self.rho, self._adapts = m, lamb, rho, adaptive
         self.alphas, self.betas = np.ones(len(features)), np.ones(len(features))
         self.capability = 0.0
         """Where the policy is between the weak model (0) and the strong one (1)."""
@@ -49,7 +52,9 @@ class PassRates:
         if self._gap > 0:
             self.capability = min(1.0, max(0.0, self._gained / self._gap))
         implied = np.clip(self._weak + self.capability * (self._strong - self._weak), 0.0, 1.0)
-        runs = np.full(len(implied), self._rho * self._m)
+        if self._adapts and float(np.mean(np.abs(implied[seen] - rates))) >= WRONG:
+            self.rho /= 2
+        runs = np.full(len(implied), self.rho * self._m)
         implied[seen], runs[seen] = rates, self._m
         self.alphas = (1 - self._lamb) * self.alphas + self._lamb + runs * implied
         self.betas = (1 - self._lamb) * self.betas + self._lamb + runs * (1 - implied)
@@ -81,7 +86,7 @@ class DifficultyBased(Draws):
         super().__init__(seed)
         self._config = config
         self._observed = np.zeros(len(features), dtype=bool)
-        self.rates = PassRates(features, config.m, config.lamb, config.rho)
+        self.rates = PassRates(features, config.m, config.lamb, config.rho, adaptive=config.adaptive_rho)
 
     def next(self, count: int) -> list[int]:
         """Return the next indexes; with more than there are, each comes once before one comes again."""

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from trinity_agents.trainer.sources.base import Source, TrainBatch
+from trinity_agents.trainer.sources.beside import BesideRollouts
 from trinity_agents.trainer.sources.records import RecordSource, read
 from trinity_mq.config import Config
 from trinity_mq.experience import Experience, ExperienceBatch
@@ -15,7 +16,7 @@ from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.training.packing import EXPERT
 
 
-class MixSource:
+class MixSource(BesideRollouts):
     """Adds the same number of expert answers to every train step that has rollouts. The rollouts set the pace: experts
     are always there, and a batch without rollouts takes none of them.
 
@@ -25,45 +26,9 @@ class MixSource:
     """
 
     def __init__(self, rollouts: Source, experts: RecordSource) -> None:
-        self._rollouts, self._experts = rollouts, experts
+        super().__init__(rollouts)
+        self._experts = experts
         self._uses_experts = False
-
-    @property
-    def changed(self) -> Any:
-        """Notified when rollouts may be available."""
-        return self._rollouts.changed
-
-    @changed.setter
-    def changed(self, notifier: Any) -> None:
-        self._rollouts.changed = notifier
-
-    @property
-    def bytes_since_save(self) -> int:
-        """Bytes of rollouts read since the last checkpoint was committed."""
-        return self._rollouts.bytes_since_save
-
-    @bytes_since_save.setter
-    def bytes_since_save(self, count: int) -> None:
-        self._rollouts.bytes_since_save = count
-
-    @property
-    def ended(self) -> int | None:
-        """Batches of the run, None as long as that is unknown."""
-        return self._rollouts.ended
-
-    @property
-    def waiting(self) -> list[str]:
-        """Tickets of rollouts that are here and not consumed."""
-        return self._rollouts.waiting
-
-    @property
-    def unused(self) -> list[int]:
-        """Batches of rollouts that were repaired too late."""
-        return self._rollouts.unused
-
-    def available(self) -> bool:
-        """Return whether the rollouts of the next step are there."""
-        return self._rollouts.available()
 
     async def next(self) -> TrainBatch:
         """Return the next rollouts, with experts beside those of the first batch that has any."""
@@ -92,14 +57,6 @@ class MixSource:
         self._rollouts.restore(state)
         if "experts" in state:
             self._experts.restore(state["experts"])
-
-    def run_begins(self, offset: int) -> None:
-        """Pass over what lies before this offset of the ``ready`` stream."""
-        self._rollouts.run_begins(offset)
-
-    async def run(self) -> None:
-        """Read the stream of rollouts until cancelled."""
-        await self._rollouts.run()
 
 
 def experts_in_a_step(config: Config) -> int:

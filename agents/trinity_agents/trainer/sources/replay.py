@@ -10,6 +10,7 @@ import numpy as np
 import structlog
 
 from trinity_agents.trainer.sources.base import LostError, Source, TrainBatch
+from trinity_agents.trainer.sources.beside import BesideRollouts
 from trinity_agents.trainer.sources.replay_index import Group, ReplayIndex
 from trinity_mq.config import Config
 from trinity_mq.experience import ExperienceBatch
@@ -31,7 +32,7 @@ class Rereadable(Source, Protocol):
         """
 
 
-class ReplaySource:
+class ReplaySource(BesideRollouts):
     """Adds groups of earlier batches to every train step that has fresh ones, which set the pace.
 
     Its state is the index of groups, so that a trainer that goes on from a checkpoint chooses as the one before did.
@@ -42,7 +43,8 @@ class ReplaySource:
     """
 
     def __init__(self, rollouts: Rereadable, config: Config) -> None:
-        self._rollouts = rollouts
+        super().__init__(rollouts)
+        self._reader = rollouts
         settings = config.buffer.trainer_input.replay
         self._index = ReplayIndex(settings, config.seed)
         self._count = replayed_in_a_step(config)
@@ -51,43 +53,6 @@ class ReplaySource:
         """Train steps that had something to train on."""
         self._next: tuple[TrainBatch, list[Group], dict[str, list[str]]] | None = None
         """The batch that was made last, its replayed groups, and the fresh groups by ticket."""
-
-    @property
-    def changed(self) -> Any:
-        """Notified when rollouts may be available."""
-        return self._rollouts.changed
-
-    @changed.setter
-    def changed(self, notifier: Any) -> None:
-        self._rollouts.changed = notifier
-
-    @property
-    def bytes_since_save(self) -> int:
-        """Bytes of rollouts read since the last checkpoint was committed."""
-        return self._rollouts.bytes_since_save
-
-    @bytes_since_save.setter
-    def bytes_since_save(self, count: int) -> None:
-        self._rollouts.bytes_since_save = count
-
-    @property
-    def ended(self) -> int | None:
-        """Batches of the run, None as long as that is unknown."""
-        return self._rollouts.ended
-
-    @property
-    def waiting(self) -> list[str]:
-        """Tickets of rollouts that are here and not consumed."""
-        return self._rollouts.waiting
-
-    @property
-    def unused(self) -> list[int]:
-        """Batches of rollouts that were repaired too late."""
-        return self._rollouts.unused
-
-    def available(self) -> bool:
-        """Return whether the rollouts of the next step are there."""
-        return self._rollouts.available()
 
     async def next(self) -> TrainBatch:
         """Return the next rollouts, with replayed groups beside them if there are any to train on."""
@@ -128,7 +93,7 @@ class ReplaySource:
     async def _read(self, ticket: str) -> ExperienceBatch:
         if (known := self._cache.get(ticket)) is not None:
             return known
-        found = await self._rollouts.read_again(self._index.offsets(ticket))
+        found = await self._reader.read_again(self._index.offsets(ticket))
         self._cache.put(ticket, found)
         return found
 
@@ -162,14 +127,6 @@ class ReplaySource:
         if "replay" in state:
             self._step = int(state["replay"]["step"])
             self._index.restore(state["replay"])
-
-    def run_begins(self, offset: int) -> None:
-        """Pass over what lies before this offset of the ``ready`` stream."""
-        self._rollouts.run_begins(offset)
-
-    async def run(self) -> None:
-        """Read the stream of rollouts until cancelled."""
-        await self._rollouts.run()
 
 
 class _Cache:
