@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+SHARED = "/tmp"
+"""Folder for temporary files of all users; that of the tests may be root's alone."""
 USER = "postgres"
 """Who runs the server where the tests are root, which it refuses."""
 
@@ -34,7 +36,8 @@ def server() -> Iterator[str]:
     if where is None:
         pytest.skip("PostgreSQL is not installed")
     user = USER if os.geteuid() == 0 else None
-    folder = Path(tempfile.mkdtemp(prefix="tmq-pg-"))
+    # below a folder that the user of the server may pass; paths of sockets are short, too
+    folder = Path(tempfile.mkdtemp(prefix="tmq-pg-", dir=None if user is None else SHARED))
     if user is not None:
         shutil.chown(folder, user)
 
