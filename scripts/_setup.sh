@@ -114,7 +114,7 @@ make_broker() {
     apt_install rabbitmq-server
 }
 
-# What the tests of the clients in other languages (schemas/clients) need; without it those tests are skipped.
+# What the tests of clients in other languages (schemas/clients) and of PostgreSQL need; without it those tests are skipped.
 make_clients() {
     local go_sources=/usr/share/gocode/src/github.com wanted=()
     command -v go >/dev/null || wanted+=(golang-go)
@@ -122,11 +122,12 @@ make_clients() {
     [ -d $go_sources/rabbitmq/amqp091-go ] || wanted+=(golang-github-rabbitmq-amqp091-go-dev)
     [ -d $go_sources/vmihailenco/msgpack/v5 ] || wanted+=(golang-github-vmihailenco-msgpack.v5-dev)
     { command -v node && command -v npm; } >/dev/null || wanted+=(nodejs npm)
+    { command -v initdb || compgen -G '/usr/lib/postgresql/*/bin/initdb'; } >/dev/null || wanted+=(postgresql)
     [ ${#wanted[@]} != 0 ] || return 0
     if may_install; then
-        say "tools of the clients' tests: ${wanted[*]}"
+        say "tools of the tests of clients and databases: ${wanted[*]}"
         # a subshell: what cannot be installed is no reason to give up the other tests
         (apt_install "${wanted[@]}") && return
     fi
-    say "not there: ${wanted[*]}; tests of the clients that need them are skipped"
+    say "not there: ${wanted[*]}; tests that need them are skipped"
 }
