@@ -12,16 +12,15 @@ from trinity_mq.testing.runs import LocalRun
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smoke.yaml"
 SET = "eval/max3_held_out"
 TRAINED = (
-    "buffer.total_steps=20",
-    "trainer.save_interval=5",
-    "trainer.max_checkpoints_to_keep=9",
-    "explorer.eval_interval=5",
+    "buffer.total_steps=8",
+    "trainer.save_interval=1",
+    "trainer.max_checkpoints_to_keep=20",
+    "explorer.eval_interval=2",
     "buffer.eval_tasksets.0.repeat_times=4",
     "buffer.eval_tasksets.0.limit=50",
     "explorer.max_repeat_times_per_runner=3",  # two slices a task
-    "synchronizer.sync_offset=0",  # so that an evaluation is by the weights of its step
 )
-LABELS = [0, 5, 10, 15, 20]
+LABELS = list(range(9))
 
 pytestmark = [pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(400)]
 
@@ -33,12 +32,24 @@ async def trained(folder: Path) -> LocalRun:
     return run
 
 
-def figures(run: LocalRun) -> dict[str, list[tuple[int, float]]]:
-    """What does not depend on the time that it took."""
-    names = [
-        f"{SET}/{name}" for name in ("accuracy/mean@4", "pass@2", "pass@4", "reward/mean@4", "response_tokens/mean@4")
-    ]
-    return {name: sorted(dict(run.values(name)).items()) for name in names}
+NAMES = [f"{SET}/{name}" for name in ("accuracy/mean@4", "pass@4", "reward/mean@4", "response_tokens/mean@4")]
+"""What does not depend on the time that it took."""
+
+
+def of_checkpoints(bench: LocalRun) -> dict[str, dict[int, float]]:
+    """By figure, its value by the checkpoint's step."""
+    return {name: dict(sorted(bench.values(name))) for name in NAMES}
+
+
+def of_the_run(run: LocalRun, steps: dict[str, dict[int, float]]) -> None:
+    """Compare a run's own evaluations with those of the checkpoints; each names the step of its weights, which may be
+    the one before that of its label.
+    """
+    version = dict(run.values(f"{SET}/version/max"))
+    assert sorted(version) == [0, 2, 4, 6, 8]
+    for name in NAMES:
+        for label, value in run.values(name):
+            assert steps[name][int(version[label])] == value, (name, label, version[label])
 
 
 async def test_each_checkpoint_is_evaluated_as_the_run_did(tmp_path: Path) -> None:
@@ -47,16 +58,17 @@ async def test_each_checkpoint_is_evaluated_as_the_run_did(tmp_path: Path) -> No
         code, output = await bench.ended(200.0)
     assert code == 0, output
     bench.run_dir = tmp_path / "run-bench"
-    assert figures(bench) == figures(run)
-    assert [step for step, _ in figures(bench)[f"{SET}/accuracy/mean@4"]] == LABELS
-    assert "run smoke-bench: 5 checkpoints" in output
+    found = of_checkpoints(bench)
+    of_the_run(run, found)
+    assert list(found[f"{SET}/accuracy/mean@4"]) == LABELS
+    assert len(set(found[f"{SET}/reward/mean@4"].values())) > 1
+    assert "run smoke-bench: 9 checkpoints" in output
     assert "max3_held_out pass@4" in output
     with (tmp_path / "run-bench" / "evaluations.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == LABELS
-    assert [float(row["max3_held_out/reward/mean@4"]) for row in rows] == [
-        value for _, value in figures(run)[f"{SET}/reward/mean@4"]
-    ]
+    in_table = [float(row["max3_held_out/reward/mean@4"]) for row in rows]
+    assert in_table == list(found[f"{SET}/reward/mean@4"].values())
     assert "<svg" in (tmp_path / "run-bench" / "report.html").read_text()
     # nothing is left to do, until there is another checkpoint
     async with LocalRun(EXAMPLE, tmp_path / "run", (*TRAINED, "mode=bench")) as again:
@@ -77,4 +89,6 @@ async def test_kills_cost_time_and_nothing_else(tmp_path: Path) -> None:
         bench.kill("engine")
         code, output = await bench.ended(200.0)
     assert code == 0, output
-    assert figures(bench) == figures(run)
+    found = of_checkpoints(bench)
+    assert list(found[f"{SET}/accuracy/mean@4"]) == LABELS
+    of_the_run(run, found)
