@@ -112,7 +112,10 @@ async def test_two_ranks_go_on_from_a_checkpoint_of_one_process(folder: Path, op
     assert apart(found["flats"], await flats_of(learner)) < 1e-6
 
 
-@pytest.mark.parametrize("command", ["open", "step", "canary", "gather", "copy"])
+@pytest.mark.parametrize(
+    "command",
+    ["step", "gather", *(pytest.param(one, marks=pytest.mark.extended) for one in ("open", "canary", "copy"))],
+)
 async def test_a_rank_that_dies_at_any_command_ends_rank_0_for_a_restart(
     folder: Path, tmp_path: Path, command: str
 ) -> None:

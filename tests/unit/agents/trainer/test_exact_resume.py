@@ -49,6 +49,8 @@ POINTS = [
     ("shutil.rmtree", r"/progress-{}$"),
 ]
 """In the order in which a checkpoint passes them; the last is its removal by the next one."""
+BY_DEFAULT = {"a critic", "epochs, mini-batches and batches in a step"}
+"""Cases with a model of their own, and with parts of a step; the others carry numbers."""
 CASES: dict[str, tuple[str, ...]] = {
     "a critic": ("algorithm.algorithm_type=ppo", "algorithm.kl=null", "algorithm.critic.warmup_steps=2"),
     "a moving reference": (
@@ -217,7 +219,9 @@ def test_asked_to_end_it_saves_within_its_grace(tmp_path: Path, interval: int) -
     assert_same(straight, folder, 12)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in BY_DEFAULT else pytest.param(case, marks=pytest.mark.extended) for case in CASES]
+)
 def test_all_that_goes_on_from_step_to_step_does(tmp_path: Path, case: str) -> None:
     settings = (*SETTINGS, *CASES[case])
     record(tmp_path / "recorded", tmp_path / "ready", 8, settings)
