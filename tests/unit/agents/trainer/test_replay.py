@@ -15,6 +15,7 @@ import torch
 
 from trinity_agents.simulation import Simulation, killed
 from trinity_agents.trainer.history import lineage
+from trinity_agents.trainer.loop import _done_with
 from trinity_agents.trainer.sources.base import LostError
 from trinity_agents.trainer.sources.replay import _with_advantage, replayed_in_a_step
 from trinity_agents.trainer.sources.replay_index import ReplayIndex
@@ -193,3 +194,13 @@ def test_what_cannot_be_read_again_is_left_out_and_counted(tmp_path: Path, monke
 def test_settings_that_contradict_each_other_say_so(changes: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config({"model": {"tiny": {}}}, [SHARE, *changes])
+
+
+def test_blobs_of_groups_that_may_be_replayed_stay(tmp_path: Path) -> None:
+    replayed(tmp_path, settings=(*SETTINGS, "buffer.trainer_input.replay.max_age=3"))
+    state = find_checkpoints(tmp_path / "checkpoints")[0][0].state.source
+    kept = set(state["replay"]["offsets"])
+    assert kept
+    assert kept < set(state["consumed"])
+    assert _done_with(state) == set(state["consumed"]) - kept
+    assert _done_with({"consumed": ["a"]}) == {"a"}, "of a run that replays nothing"
