@@ -80,15 +80,19 @@ async def test_each_checkpoint_is_evaluated_as_the_run_did(tmp_path: Path) -> No
 @pytest.mark.chaos
 async def test_kills_cost_time_and_nothing_else(tmp_path: Path) -> None:
     run = await trained(tmp_path)
+    async with LocalRun(EXAMPLE, tmp_path / "run", (*TRAINED, "mode=bench", "bench.checkpoints=[3]")) as first:
+        code, output = await first.ended(100.0)
+    assert code == 0, output
     async with LocalRun(EXAMPLE, tmp_path / "run", (*TRAINED, "mode=bench")) as bench:
         bench.run_dir = tmp_path / "run-bench"
-        for number, agent in enumerate(("trainer-0", "explorer-0", "runner-0"), 1):
+        for number, agent in enumerate(("trainer-0", "explorer-0", "runner-0"), 2):
             await bench.until(lambda number=number: len(bench.values(f"{SET}/accuracy/mean@4")) >= number, 100.0)
             bench.kill(agent)
-        await bench.until(lambda: len(bench.values(f"{SET}/accuracy/mean@4")) >= 4, 100.0)
+        await bench.until(lambda: len(bench.values(f"{SET}/accuracy/mean@4")) >= 5, 100.0)
         bench.kill("engine")
         code, output = await bench.ended(200.0)
     assert code == 0, output
+    assert "checkpoints 0, 1, 2, 4, 5, 6, 7, 8 are new or have changed since they were evaluated" in output
     found = of_checkpoints(bench)
     assert list(found[f"{SET}/accuracy/mean@4"]) == LABELS
     of_the_run(run, found)

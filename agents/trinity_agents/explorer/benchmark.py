@@ -20,8 +20,8 @@ Until = Callable[[str, Callable[[], bool]], Awaitable[bool]]
 class Benchmark:
     """The evaluations of a run of mode ``bench``.
 
-    The number of the checkpoint that engines should have is ``opened`` in the explorer's heartbeats, and its label
-    ``wants``. The trainer gives engines its weights as the version with that number as its step.
+    The checkpoint that engines should have is ``wants`` in the explorer's heartbeats, by its label, once ``opened`` is
+    not 0. The trainer's ``answered`` is the label of the weights that it holds, and gives to the engines.
 
     Args:
         agent: The explorer.
@@ -89,5 +89,5 @@ class Benchmark:
 
     def _is_served(self) -> bool:
         trainer: TrainerStatus = self._agent.peers.trainer
-        wanted = (trainer.generation, self._state.opened)
-        return trainer.step == self._state.opened and trainer.committed == wanted == self._served()
+        held = (trainer.generation, trainer.step)
+        return trainer.answered == self.label and trainer.committed == held == self._served()

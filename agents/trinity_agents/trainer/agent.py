@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -146,7 +147,7 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
                 topology=topology,
                 agent_id=agent_id,
                 reader=TorchLearner(without_training(config), model, None),
-                checkpoints=benchmarked(config),
+                checkpoints=partial(benchmarked, config),
                 channel=open_channel(config),
                 metrics=MetricsWriter(config.path, "trainer", agent_id, config.monitor.tensorboard),
                 fingerprint=codec.fingerprint(),

@@ -149,6 +149,7 @@ async def train_on(
     sizes = {number: len(parts[number].experiences) for number in usable}
     stale: dict[int, list[int]] = {}
     metrics: dict[str, float] = {}
+    replayed, batch.replayed = batch.replayed, ExperienceBatch.of([])  # given back where there are fresh ones
     if usable:
         # on a thread: what is joined and copied may be gigabytes
         with span("drop stale groups", threads=True):
@@ -157,15 +158,12 @@ async def train_on(
             )
         stale = dict(zip(usable, found, strict=True))
         noted = [keys[number] for number in usable if parts[number].experiences]
-        if not noted:
-            batch.replayed = ExperienceBatch.of([])
-        elif batch.replayed:
-            kept = await asyncio.to_thread(ExperienceBatch.concat, [kept, batch.replayed])
         if noted:
+            if replayed:
+                batch.replayed = replayed
+                kept = await asyncio.to_thread(ExperienceBatch.concat, [kept, replayed])
             with attempts.noted(noted), span("await train step", wait=True):
                 metrics |= await learner.step(kept, step + 1)
-    else:
-        batch.replayed = ExperienceBatch.of([])
     stepped = metrics.get("actor/optimizer_steps", 1.0) > 0
     for number in usable:
         too_old: dict[str, Any] = {

@@ -7,7 +7,7 @@ Waits for: the explorer's next checkpoint. It keeps nothing: started again, it s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -50,7 +50,7 @@ class Presenter(Agent):
         topology: The run's names.
         agent_id: This agent's id.
         reader: Reads weights.
-        checkpoints: By label; the first model is None.
+        checkpoints: Looks for those that are there now, by label; the first model is None.
         channel: Carries weights to the engines.
         folder: The run's folder.
         metrics: Writes metrics.
@@ -68,7 +68,7 @@ class Presenter(Agent):
         topology: Topology,
         agent_id: str,
         reader: WeightReader,
-        checkpoints: Mapping[int, Checkpoint | None],
+        checkpoints: Callable[[], Mapping[int, Checkpoint | None]],
         channel: Channel,
         folder: Path | None = None,
         metrics: MetricsWriter | None = None,
@@ -79,8 +79,10 @@ class Presenter(Agent):
         self._reader, self._checkpoints = reader, checkpoints
         self._folder = folder or config.path
         self.generation = 0
-        self.number = 0
-        """Number of the checkpoint whose weights are held, from 1."""
+        self.step = 0
+        """How many checkpoints were taken: the step of the version that is held."""
+        self.label: int | None = None
+        """Label of the checkpoint whose weights are held."""
         self.gate = CoordinatorDriver(
             name=self.id,
             config=config.synchronizer,
@@ -100,8 +102,9 @@ class Presenter(Agent):
         machine = self.gate.machine
         return TrainerStatus(
             generation=self.generation,
-            step=self.number,
-            progress=self.number,
+            step=self.step,
+            progress=self.step,
+            answered=self.label,
             committed=machine.committed,
             committed_progress=machine.committed_progress,
             epoch=machine.epoch,
@@ -130,9 +133,9 @@ class Presenter(Agent):
     async def _present(self) -> None:
         while not self._is_over():
             explorer = self.peers.explorer
-            if explorer.opened and explorer.opened != self.number:
-                await self._take(explorer.opened, explorer.wants or 0)
-            elif self.number and (self.gate.someone_is_behind or self.gate.machine.committed != self._version):
+            if explorer.opened and explorer.wants != self.label:
+                await self._take(explorer.wants or 0)
+            elif self.step and (self.gate.someone_is_behind or self.gate.machine.committed != self._version):
                 await self._sync()
             else:
                 self.set_state("idle", "the explorer to ask for a checkpoint")
@@ -140,13 +143,17 @@ class Presenter(Agent):
 
     @property
     def _version(self) -> tuple[int, int]:
-        return (self.generation, self.number)
+        return (self.generation, self.step)
 
-    async def _take(self, number: int, label: int) -> None:
+    async def _take(self, label: int) -> None:
         self.set_state("working", f"checkpoint {label} to be read")
-        if label not in self._checkpoints:
-            raise FatalError(f"the explorer asks for checkpoint {label}, which is not in {self.config.bench.run}")
-        checkpoint = self._checkpoints[label]
+        there = await asyncio.to_thread(self._checkpoints)
+        if label not in there:
+            raise FatalError(
+                f"the explorer asks for checkpoint {label}, which is not in {self.config.bench.run} any more. Start "
+                "again to go on with those that are; trainer.max_checkpoints_to_keep of that run says how many stay"
+            )
+        checkpoint = there[label]
         try:
             if checkpoint is not None:
                 await asyncio.to_thread(verify, checkpoint)
@@ -156,15 +163,15 @@ class Presenter(Agent):
                 f"checkpoint {label} of {self.config.bench.run} cannot be evaluated: {error}. Leave it out with "
                 "bench.checkpoints, and the results of the others stay"
             ) from error
-        self.number = number
-        log.info("checkpoint_held", label=label, number=number)
+        self.label, self.step = label, self.step + 1
+        log.info("checkpoint_held", label=label, step=self.step)
         self.heartbeat_now()
 
     async def _sync(self) -> None:
         self.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
         began = asyncio.get_running_loop().time()
-        if await self.woken.unless(self._is_over, self.gate.sync(self._version, self.number)):
-            self.report(self.number, {"time/sync": asyncio.get_running_loop().time() - began, **self.gate.metrics()})
+        if await self.woken.unless(self._is_over, self.gate.sync(self._version, self.step)):
+            self.report(self.step, {"time/sync": asyncio.get_running_loop().time() - began, **self.gate.metrics()})
         await self.gate.settled()
         self.heartbeat_now()
 

@@ -91,6 +91,11 @@ def test_rubbish_is_an_error_and_no_crash(
     assert words in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_there(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", str(source), "-o", str(tmp_path / "none" / "x.yaml")]) == 2
+    assert "x.yaml cannot be written: No such file or directory; give another file" in capsys.readouterr().err
+
+
 def test_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml: cannot be read" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from trinity_mq.cli.commands.validate import check_trackers
 from trinity_mq.cli.main import main
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.trackers.base import TrackerError
@@ -175,6 +176,21 @@ def test_a_service_without_a_server_says_what_to_do(tmp_path: Path, monkeypatch:
 def test_without_a_service_there_is_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["track", str(folder_of_a_run(tmp_path))]) == 2
     assert "the run has no monitor.trackers: name a service with --to" in capsys.readouterr().err
+
+
+def test_a_state_that_is_rubbish_says_what_to_remove(tmp_path: Path) -> None:
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "sent.json").write_text('{"one": 3}')
+    with pytest.raises(TrackerError, match=r"sent\.json does not say how far .*: remove it to send all again"):
+        Forwarder(tmp_path, [Service()])
+
+
+def test_a_service_that_is_not_installed_is_said_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config({**SETTINGS, "monitor": {"trackers": [{"kind": "mlflow"}]}})
+    assert check_trackers(config) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"mlflow is not installed: pip install 'trinity-mq\[mlflow\]'"):
+        check_trackers(config)
 
 
 def test_each_kind_at_most_once() -> None:

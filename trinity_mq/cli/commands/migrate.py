@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.output import write_output
 from trinity_mq.config import ConfigError, load_config, load_stages
 from trinity_mq.config.loading.load import STAGES, read_file
 from trinity_mq.config.migration import LeftOut, Migration, as_yaml, comment_lines, migrate
@@ -37,7 +38,7 @@ def migrate_file(arguments: argparse.Namespace) -> int:
     if out is None:
         print(text, end="")
     else:
-        out.write_text(text, encoding="utf-8")
+        write_output(out, text)
     return _report(found, yaml.safe_load(text), out)
 
 

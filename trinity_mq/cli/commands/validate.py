@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import uuid
 from collections.abc import Sequence
@@ -80,6 +81,7 @@ def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
         check_lora,
         check_blob_store,
         check_checkpoints,
+        check_trackers,
     ):
         if check is check_models and not needs_model:
             continue
@@ -358,3 +360,15 @@ def check_checkpoints(config: Config) -> list[str]:
 
     labels = ", ".join(str(label) for label in benchmarked(config))
     return [f"checkpoints of {config.bench.run}, by batches: {labels}"]
+
+
+def check_trackers(config: Config) -> list[str]:
+    """Look for the libraries of the services that metrics are sent to, without importing them.
+
+    Raises:
+        ConfigError: One is not installed.
+    """
+    for kind in (one.kind for one in config.monitor.trackers):
+        if importlib.util.find_spec(kind) is None:
+            raise ConfigError(f"monitor.trackers: {kind} is not installed: pip install 'trinity-mq[{kind}]'")
+    return []

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from trinity_mq.cli.arguments import add_target
+from trinity_mq.cli.output import write_output
 from trinity_mq.cli.reports.page import page
 from trinity_mq.cli.target import configuration
 from trinity_mq.config import Config
@@ -32,9 +33,9 @@ def write_report(config: Config, out: Path | None = None) -> Path:
     """Write the report of a run; return its file.
 
     Raises:
-        CommandError: There are no metrics, or a library is not installed.
+        CommandError: There are no metrics, a library is not installed, or the file cannot be written.
     """
     text = page(config)
     path = out or config.path / REPORT_FILE
-    path.write_text(text, encoding="utf-8")
+    write_output(path, text)
     return path

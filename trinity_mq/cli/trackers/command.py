@@ -39,7 +39,10 @@ def track(arguments: argparse.Namespace) -> int:
     trackers = opened(config, arguments.to)
     if not config.path.is_dir():
         raise CommandError(f"run {config.name!r} has no folder {config.path} yet, so there are no metrics to send")
-    forwarder = Forwarder(config.path, trackers)
+    try:
+        forwarder = Forwarder(config.path, trackers)
+    except TrackerError as error:
+        raise CommandError(str(error)) from error
     ended = threading.Event()
     if arguments.follow:
         for number in (signal.SIGINT, signal.SIGTERM):

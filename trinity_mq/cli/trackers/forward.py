@@ -22,12 +22,15 @@ STATE_FILE = "sent.json"
 
 
 class Forwarder:
-    """Sends what a run's agents write to one service each call, from where the call before ended, be that in another
-    process. What was sent just before a kill is sent again.
+    """Sends what a run's agents have written since the last call, which may have been in another process, to each
+    service. Lines that were sent just before a kill are sent again.
 
     Args:
         folder: The run's.
         trackers: The services.
+
+    Raises:
+        TrackerError: The file that says how far it came holds something else.
     """
 
     def __init__(self, folder: Path, trackers: Sequence[Tracker]) -> None:
@@ -93,6 +96,10 @@ class Forwarder:
             return {kind: {"id": str(one["id"]), "offset": int(one["offset"])} for kind, one in found.items()}
         except FileNotFoundError:
             return {}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TrackerError(
+                f"{self._state_file} does not say how far the services came ({error!r}): remove it to send all again"
+            ) from error
 
     def _save(self) -> None:
         self._state_file.parent.mkdir(parents=True, exist_ok=True)

@@ -149,8 +149,9 @@ class MlflowTracker:
 
     kind = "mlflow"
     ADVICE = "set MLFLOW_TRACKING_URI to a server, such as http://localhost:5000"
-    AT_ONCE = 500
-    """Most metrics and parameters that its interface takes in one call is 1000 and 100."""
+    METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100
+    """Bounds of its interface for one call."""
+    PARAMETER_CHARACTERS = 500
 
     def __init__(self, name: str, settings: Mapping[str, Any], project: str) -> None:
         self._entities, self._client = _library("mlflow", "mlflow.entities"), _library("mlflow").MlflowClient
@@ -169,9 +170,9 @@ class MlflowTracker:
                 experiment = found.experiment_id if found else self._api.create_experiment(self._project)
                 run_id = self._api.create_run(experiment, run_name=self._name).info.run_id
                 flat = list(_flat(self._settings))
-                for start in range(0, len(flat), 100):
-                    params = [self._entities.Param(key, value[:500]) for key, value in flat[start : start + 100]]
-                    self._api.log_batch(run_id, params=params)
+                params = [self._entities.Param(key, value[: self.PARAMETER_CHARACTERS]) for key, value in flat]
+                for start in range(0, len(params), self.PARAMETERS_AT_ONCE):
+                    self._api.log_batch(run_id, params=params[start : start + self.PARAMETERS_AT_ONCE])
             self._run_id = str(run_id)
             return self._run_id
 
@@ -182,8 +183,8 @@ class MlflowTracker:
             for key, value in values.items()  # MLflow knows no @ in names
         ]
         with _explained(self.kind, self.ADVICE):
-            for start in range(0, len(metrics), self.AT_ONCE):
-                self._api.log_batch(self._run_id, metrics=metrics[start : start + self.AT_ONCE])
+            for start in range(0, len(metrics), self.METRICS_AT_ONCE):
+                self._api.log_batch(self._run_id, metrics=metrics[start : start + self.METRICS_AT_ONCE])
 
     def finish(self) -> str:
         """End the run."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity_mq.config.loading.from_trinity import counterpart
 from trinity_mq.config.loading.load import STAGES, ConfigError
-from trinity_mq.config.loading.stages import STAGE_NAME, merged
+from trinity_mq.config.loading.stages import STAGE_NAME
 from trinity_mq.config.migration.algorithm import algorithm
 from trinity_mq.config.migration.data import buffer
 from trinity_mq.config.migration.explorer import explorer
@@ -113,10 +113,9 @@ def _names(move: Move) -> None:
     given = move.take("name") or "rft"
     name = slug(str(known(given) or "run"))
     move.put("name", name, *([f"was {given}"] if name != given else []))
-    folders = [move.take(key) for key in ("checkpoint_root_dir",)]
-    folders += [move.peek("project"), move.peek("group"), given]
-    exact = move.take("checkpoint_job_dir")
-    if exact or folders[0]:
+    root, exact = move.take("checkpoint_root_dir"), move.take("checkpoint_job_dir")
+    if exact or root:
+        folders = (root, move.peek("project"), move.peek("group"), given)
         place = exact or "/".join(str(part).rstrip("/") for part in folders if part)
         move.put("run_dir", place, "where Trinity-RFT has its checkpoints; without it: runs/<name>")
 
@@ -156,6 +155,5 @@ def _stages(base: Mapping[str, Any], stages: Any) -> Migration:
         own = {key: value for key, value in run.items() if key not in shared}
         settings[STAGES].append({STAGE_NAME: slug(str(stage[STAGE_NAME])), **own})
         at |= {(STAGES, number, *place): words for place, words in comments.at.items() if place[0] not in shared}
-        assert merged(shared, own) == run
     left = {(one.key, repr(one.value)): one for comments in said for one in comments.left_out}
     return Migration(settings, at, list(left.values()))

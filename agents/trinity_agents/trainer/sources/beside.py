@@ -1,4 +1,4 @@
-"""What sources have in common that add to the rollouts of another one, which sets the pace."""
+"""The base of sources that put further experiences beside the rollouts of another source, which sets the pace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from trinity_agents.trainer.sources.base import Source
 
 
 class BesideRollouts:
-    """Passes on all that is about the rollouts alone; a subclass has ``next``, ``consumed``, ``state`` and ``restore``.
+    """Passes on everything that concerns the rollouts alone; a subclass has ``next``, ``consumed``, ``state`` and
+    ``restore``.
 
     Args:
         rollouts: Paces, and counts progress.
