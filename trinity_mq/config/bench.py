@@ -28,8 +28,8 @@ class BenchConfig(Section):
 
 
 def beside(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run of mode ``bench`` with a name and a folder of its own, where ``bench.run`` does not
-    say that the ones there are.
+    """Return settings of mode ``bench`` with a name and a folder beside those of the run that is evaluated. Where
+    ``bench.run`` is given, name and folder are the evaluation's own already, and stay.
     """
     bench = settings.get("bench") or {}
     if settings.get("mode") != "bench" or not isinstance(bench, dict) or bench.get("run"):

@@ -368,12 +368,12 @@ class TorchLearner:
         self._guard = Guard(self._config.trainer.guard, self._memory.guard)
 
     def _take_weights(self, checkpoint: Path | None) -> None:
-        if self._loaded is None or checkpoint is None or is_old(checkpoint):
-            self._open(None)  # what an earlier release saved is a model's folder
-        if checkpoint is not None and is_old(checkpoint):
+        if checkpoint is None or is_old(checkpoint):  # an earlier release saved a model's folder
             self._open(checkpoint)
-        elif checkpoint is not None:
-            read_policy(checkpoint, self._opened[0].state())
+            return
+        if self._loaded is None:
+            self._open(None)
+        read_policy(checkpoint, self._opened[0].state())
 
     def _restore(self, checkpoint: Path) -> None:
         """Take over a checkpoint.

@@ -80,9 +80,12 @@ def test_which_tasks_it_is_follows_from_the_task(stub_model: Any) -> None:
     assert 0.12 < sum(first) / 400 < 0.28
 
 
-def test_arguments_that_make_no_sense(stub_model: Any) -> None:
-    task = Task(workflow=MathTrainableRulerWorkflow, raw_task=PROBLEM, workflow_args={"truth_share": 2})
-    with pytest.raises(TaskError, match="truth_share"):
+@pytest.mark.parametrize(
+    ("arguments", "words"), [({"truth_share": 2}, "truth_share"), ({"lowest": 1, "highest": 1}, "lowest below highest")]
+)
+def test_arguments_that_make_no_sense(stub_model: Any, arguments: dict[str, Any], words: str) -> None:
+    task = Task(workflow=MathTrainableRulerWorkflow, raw_task=PROBLEM, workflow_args=arguments)
+    with pytest.raises(TaskError, match=words):
         task.to_workflow(stub_model([]))
 
 

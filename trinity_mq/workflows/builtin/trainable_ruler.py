@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trinity_mq.experience import Experience
 from trinity_mq.workflows.arguments import Arguments, arguments_of
@@ -37,6 +37,12 @@ class TrainableRulerArguments(Arguments):
     """Further instructions for the judge."""
     max_answer_characters: int = Field(default=8000, ge=100)
     """Upper bound of the characters of an answer that the judge sees."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> TrainableRulerArguments:
+        if self.lowest >= self.highest:
+            raise ValueError(f"lowest is {self.lowest:g} and highest {self.highest:g}, wanted lowest below highest")
+        return self
 
 
 class MathTrainableRulerWorkflow(MathWorkflow):
