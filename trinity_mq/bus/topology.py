@@ -18,7 +18,7 @@ BROKER_DELIVERY_LIMIT = 1_000_000
 BATCH_QUEUE_EXPIRES_MS = 7 * 24 * 3600 * 1000
 STREAM_SEGMENT_BYTES = 64 * 1024 * 1024
 
-EXCHANGES = ("tasks", "experiences", "batches", "results", "ready", "sync", "control", "telemetry", "dead")
+EXCHANGES = ("tasks", "experiences", "batches", "results", "ready", "sync", "control", "telemetry", "sessions", "dead")
 
 RUN_NAME = re.compile(r"[a-z0-9-]{1,40}")
 
@@ -91,6 +91,7 @@ class Topology:
     run: str
     ready_max_bytes: int = 2 * 1024**3
     results_max_bytes: int = 512 * 1024**2
+    sessions_max_bytes: int = 2 * 1024**3
     consumer_timeout: float | None = None
     """Seconds for which agents may hold messages of work queues and batch queues."""
     prefix: str = field(init=False)
@@ -110,7 +111,13 @@ class Topology:
     @classmethod
     def on(cls, run: str, broker: BrokerConfig) -> Topology:
         """Return the names of a run on a broker that is used as ``broker`` says."""
-        return cls(run, broker.ready_max_bytes, broker.results_max_bytes, broker.consumer_timeout)
+        return cls(
+            run,
+            broker.ready_max_bytes,
+            broker.results_max_bytes,
+            broker.sessions_max_bytes,
+            broker.consumer_timeout,
+        )
 
     def exchange(self, name: str) -> str:
         """Return the broker name of one of :data:`EXCHANGES`."""
@@ -162,6 +169,11 @@ class Topology:
     def ready(self) -> Queue:
         """Stream of processed batches."""
         return self._stream("ready", self.ready_max_bytes)
+
+    @property
+    def sessions(self) -> Queue:
+        """Stream of the events of sessions; declared by gateways."""
+        return self._stream("sessions", self.sessions_max_bytes)
 
     @property
     def dead(self) -> Queue:

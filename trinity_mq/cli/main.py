@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROLES = ("explorer", "runner", "operator", "trainer")
+ROLES = ("explorer", "runner", "operator", "trainer", "gateway")
 COMMANDS = (
     ("run", "run.command:run", "run everything on this machine, with live progress; Ctrl-C drains"),
     (
@@ -26,6 +26,12 @@ COMMANDS = (
     ("runner", "commands.agents:run_agent", "run one runner by itself: runs the workflows of tasks"),
     ("operator", "commands.agents:run_agent", "run one operator by itself: processes experiences"),
     ("trainer", "commands.agents:run_agent", "run one trainer by itself: steps the optimizer"),
+    ("gateway", "commands.agents:run_agent", "run one gateway by itself: answers agents that know only a base URL"),
+    (
+        "serve",
+        "run.command:serve",
+        "answer agents through a gateway and train on what they did; run, with mode=serve",
+    ),
     ("validate", "commands.validate:validate", "check a configuration and its tasksets, start nothing"),
     (
         "migrate",

@@ -23,11 +23,12 @@ from trinity_mq.config.algorithm.needs import components
 from trinity_mq.config.algorithm.pieces import LogLinear, Reduction
 from trinity_mq.config.algorithm.translate import with_critic
 from trinity_mq.config.base import Section
-from trinity_mq.config.bench import BenchConfig, beside
 from trinity_mq.config.buffer import BufferConfig
 from trinity_mq.config.bus import BrokerConfig
-from trinity_mq.config.mode import AGENTS, Mode
 from trinity_mq.config.model import ModelConfig
+from trinity_mq.config.modes.bench import BenchConfig, beside
+from trinity_mq.config.modes.gateway import GatewayConfig
+from trinity_mq.config.modes.mode import AGENTS, Mode
 from trinity_mq.config.sync import SyncConfig
 
 STOP_SECONDS = 10.0
@@ -63,7 +64,8 @@ class Config(Section):
     """What the run does. ``both``: rolls out and trains. ``train``: trains on the records of
     ``buffer.trainer_input.experience_buffer``, without explorer, runners and engines. ``explore``: rolls out,
     and writes the experiences to ``buffer.explorer_output``; the model stays as it is. ``bench``: evaluates the
-    checkpoints of a run, as ``bench`` says."""
+    checkpoints of a run, as ``bench`` says. ``serve``: answers agents through a gateway, and trains on what they did
+    and were rewarded for."""
     seed: int = Field(default=0, ge=0)
     """Seed of the task order, of sampling and of a tiny model's weights."""
     plugin_dirs: tuple[str, ...] = ()
@@ -81,6 +83,7 @@ class Config(Section):
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
     bench: BenchConfig = Field(default_factory=BenchConfig)
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
 
     @model_validator(mode="before")
     @classmethod
@@ -166,7 +169,7 @@ class Config(Section):
                 "as buffer.batch_size says: raise that instead"
             )
         experts = self.buffer.trainer_input.auxiliary_buffers
-        if experts and self.mode != "both":
+        if experts and self.mode not in {"both", "serve"}:
             raise ValueError(
                 f"buffer.trainer_input.auxiliary_buffers has {', '.join(experts)} in mode {self.mode}, and experts go "
                 "beside rollouts that are trained on: set mode to both, or leave them out"
@@ -196,7 +199,7 @@ class Config(Section):
         if not replay.share:
             return self
         where = f"buffer.trainer_input.replay.share is {replay.share:g}"
-        if self.mode != "both":
+        if self.mode not in {"both", "serve"}:
             raise ValueError(f"{where} in mode {self.mode}, and only rollouts that are trained on can be replayed")
         surrogate = loss.surrogate
         has_no_ratio = isinstance(surrogate, LogLinear) and surrogate.weight != "ratio" and surrogate.keep == "all"
@@ -217,6 +220,30 @@ class Config(Section):
         if self.trainer.nproc > 1:
             raise ValueError(
                 f"trainer.nproc is {self.trainer.nproc} in mode bench, which trains nothing: leave it at 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _serve(self) -> Config:
+        if self.mode != "serve":
+            return self
+        gateway, broker = self.gateway, self.broker
+        if 2 * gateway.max_kept_bytes > broker.sessions_max_bytes:
+            raise ValueError(
+                f"gateway.max_kept_bytes is {gateway.max_kept_bytes}, more than half of broker.sessions_max_bytes "
+                f"{broker.sessions_max_bytes}: sessions that wait would be lost with the stream's beginning. Lower the "
+                "first or raise the second"
+            )
+        compares, size = self.algorithm.estimator.compares_runs, gateway.group_size
+        if size is not None and not compares:
+            raise ValueError(
+                f"gateway.group_size is {size}, and algorithm_type {self.algorithm.algorithm_type} compares no "
+                "sessions with each other: leave it out, or take an algorithm that does, such as grpo"
+            )
+        if size is not None and size < self.algorithm.effective_min_group_runs:
+            raise ValueError(
+                f"gateway.group_size is {size}, less than algorithm.min_group_runs "
+                f"{self.algorithm.effective_min_group_runs}: every group would be dropped"
             )
         return self
 

@@ -276,8 +276,11 @@ class Dispatcher:
             return
         name = f"{what}-{submission.submission_id}"
         message = envelope(outcome, message_id=name, correlation_id=submission.correlation_id)
+        # the stream of sessions has an exchange: agents may have no right to publish to queues by name
+        to_sessions = submission.reply_to == self.topology.sessions.name
+        exchange, key = (self.topology.exchange("sessions"), "outcome") if to_sessions else ("", submission.reply_to)
         try:
-            if not await self.bus.publish("", submission.reply_to, message):
+            if not await self.bus.publish(exchange, key, message):
                 log.info("submitter_gone", submission=submission.submission_id, reply_to=submission.reply_to)
         except (BusRefused, MessageTooLarge) as error:  # no reason for the run to end
             log.warning("submitter_not_answered", submission=submission.submission_id, reason=str(error))

@@ -14,7 +14,7 @@ BatchId = int | str
 """An int (training) or a string that starts with one, such as ``"3/gsm8k"`` (evaluation)."""
 
 
-Role = Literal["explorer", "scheduler", "runner", "operator", "trainer", "engine", "supervisor"]
+Role = Literal["explorer", "scheduler", "runner", "operator", "trainer", "engine", "gateway", "supervisor"]
 """The kinds of agents that send heartbeats and metrics."""
 
 

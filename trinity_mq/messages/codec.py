@@ -12,6 +12,16 @@ from pydantic import ValidationError
 from trinity_mq.messages.base import Message
 from trinity_mq.messages.batches import BatchClosed, BatchReady, ExperienceReference, Mark, Progress, RunEnd
 from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS, MAX_NESTING, QUICK_ARRAY_LENGTH, measure, scan
+from trinity_mq.messages.sessions import (
+    SessionCall,
+    SessionEnd,
+    SessionOpened,
+    SessionRefused,
+    SessionReward,
+    SessionsCommitted,
+    SessionsDecided,
+    SessionsTrained,
+)
 from trinity_mq.messages.sync import SyncEvent
 from trinity_mq.messages.tasks import SubmissionOutcome, TaskResult, TaskResults, TaskSlice, TaskSlices, TaskSubmission
 from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
@@ -36,6 +46,14 @@ CATALOGUE: Mapping[tuple[str, int], type[Message]] = {
         Mark,
         Progress,
         RunEnd,
+        SessionOpened,
+        SessionCall,
+        SessionReward,
+        SessionEnd,
+        SessionsCommitted,
+        SessionsDecided,
+        SessionsTrained,
+        SessionRefused,
         SyncEvent,
         Heartbeat,
         Metrics,

@@ -246,7 +246,45 @@ class EngineStatus(Status):
     """Ids of the engines that the sender hosts."""
 
 
-AnyStatus = ExplorerStatus | SchedulerStatus | RunnerStatus | OperatorStatus | TrainerStatus | EngineStatus | Status
+class GatewayStatus(Status):
+    """Status of a gateway. The counters count since its process started."""
+
+    url: str = ""
+    """Base URL of its HTTP server; empty: it does not serve yet."""
+    acting: bool = False
+    """It is the one that makes tasks of sessions that are over."""
+    open: int = 0
+    """Sessions that may still ask."""
+    parked: int = 0
+    """Sessions that are over and wait for a reward, or for the others of their group."""
+    waiting: int = 0
+    """Sessions that were handed to the explorer, and whose batch has not been trained on yet."""
+    kept_bytes: int = 0
+    """Bytes of the answers of all these sessions."""
+    asking: int = 0
+    """Requests that wait for an engine's answer now."""
+    calls: int = 0
+    """Requests answered."""
+    unrecorded: int = 0
+    """Answers that were given although the broker had not confirmed them in time."""
+    trained: int = 0
+    """Sessions that were trained on."""
+    dropped: int = 0
+    """Sessions that were dropped."""
+    sampled_out: int = 0
+    """Sessions that were not recorded because training was behind."""
+
+
+AnyStatus = (
+    ExplorerStatus
+    | SchedulerStatus
+    | RunnerStatus
+    | OperatorStatus
+    | TrainerStatus
+    | EngineStatus
+    | GatewayStatus
+    | Status
+)
 
 STATUS_BY_ROLE: dict[Role, type[AnyStatus]] = {
     "explorer": ExplorerStatus,
@@ -255,5 +293,6 @@ STATUS_BY_ROLE: dict[Role, type[AnyStatus]] = {
     "operator": OperatorStatus,
     "trainer": TrainerStatus,
     "engine": EngineStatus,
+    "gateway": GatewayStatus,
     "supervisor": Status,
 }

@@ -47,6 +47,8 @@ class TaskSubmission(Message):
     """De-duplicates repeated publishes; empty means the message's ``message_id``."""
     want_experiences: bool = False
     """Send the experiences to ``reply_to`` too, after the outcome."""
+    exact_runs: bool = False
+    """``repeat_times`` is meant as it is; else 1, the default, stands for the group size of the run."""
 
 
 class SubmissionOutcome(Message):

@@ -99,6 +99,16 @@ class EngineClients:
     def _groups_for(self, url: str) -> RequestGroups | None:
         return self._groups.get(base_of(url)) if url.endswith(GROUPED) else None
 
+    async def open_async(
+        self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientResponse:
+        """Return the response to a POST once its head is there; the caller reads and closes it.
+
+        Raises:
+            aiohttp.ClientError: There is none; OSError likewise.
+        """
+        return await self._connections().post(url, json=body, headers={**headers, **trace_headers()}, timeout=timeout)
+
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)

@@ -18,6 +18,8 @@ STALE = 5.0
 BACKOFF = 5.0
 """Seconds an engine that did not answer is left out; twice as many each time it does not answer again."""
 MAX_BACKOFF = 60.0
+STICKY_LOAD = 16
+"""Sequences by which the load of a preferred engine may be above the least one."""
 
 
 @runtime_checkable
@@ -135,13 +137,17 @@ class EngineSelector:
             backoff.times = 1 if now - backoff.until > MAX_BACKOFF else backoff.times + 1
             backoff.until = now + min(MAX_BACKOFF, BACKOFF * 2 ** (backoff.times - 1))
 
-    def __call__(self) -> InferenceModel:
+    def __call__(self, prefer: str = "") -> InferenceModel:
         """Return the engine to ask now.
+
+        Args:
+            prefer: Id of the engine that is taken unless others are better off: it has the beginning of the prompt in
+                its cache.
 
         Raises:
             EngineLost: There is none.
         """
-        return self._chosen(lambda model: model.role == "rollout", "rollout engine")
+        return self._chosen(lambda model: model.role == "rollout", "rollout engine", prefer)
 
     def auxiliary(self, name: str) -> InferenceModel:
         """Return the engine of an auxiliary model to ask now.
@@ -153,7 +159,7 @@ class EngineSelector:
             lambda model: model.role == "auxiliary" and model.name == name, f"engine of auxiliary model {name!r}"
         )
 
-    def _chosen(self, suits: Callable[[InferenceModel], bool], what: str) -> InferenceModel:
+    def _chosen(self, suits: Callable[[InferenceModel], bool], what: str, prefer: str = "") -> InferenceModel:
         now = asyncio.get_running_loop().time()
         found = [known for known in self._known.values() if suits(known.model)]
         if not found or any(now - known.received > STALE for known in found):
@@ -164,7 +170,15 @@ class EngineSelector:
         ranked: dict[tuple[bool, bool, int], list[_Known]] = {}
         for known in found:
             ranked.setdefault((self._doubtful(known, now), not known.serves, known.load), []).append(known)
-        chosen = random.choice(ranked[min(ranked)])
+        best = min(ranked)
+        near = [
+            known
+            for rank, ones in ranked.items()
+            if rank[:2] == best[:2] and rank[2] <= best[2] + STICKY_LOAD
+            for known in ones
+            if known.model.id == prefer
+        ]
+        chosen = near[0] if near else random.choice(ranked[best])
         chosen.load += 1
         return chosen.model
 

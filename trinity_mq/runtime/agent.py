@@ -251,7 +251,7 @@ class Agent(ABC):
             try:
                 self.lock = await self.bus.lock(self.topology.lock(name))
             except LockHeld:
-                self.set_state(state, waits_for)
+                self.set_state(state, waits_for or None)
                 await self.woken.wait(LOCK_RETRY)
             else:
                 return True

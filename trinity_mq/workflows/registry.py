@@ -25,8 +25,14 @@ _SYNCHRONOUS = {
     "tool_agent_workflow": "trinity_mq.workflows.builtin.tool_agent:ToolAgentWorkflow",
     "tool_call_workflow": "trinity_mq.workflows.builtin.tool_call:ToolCallWorkflow",
 }
+_ASYNCHRONOUS = {
+    "recorded_sessions": "trinity_mq.workflows.sessions.recorded:RecordedSessionsWorkflow",
+}
 WORKFLOWS = Registry(
-    _SYNCHRONOUS | {f"async_{name}": path.replace(":", ":Async") for name, path in _SYNCHRONOUS.items()}, "WORKFLOWS"
+    _SYNCHRONOUS
+    | _ASYNCHRONOUS
+    | {f"async_{name}": path.replace(":", ":Async") for name, path in _SYNCHRONOUS.items()},
+    "WORKFLOWS",
 )
 """Built-in workflows, each in two forms. Installed packages add theirs under the entry-point group
 ``trinity_mq.workflows``; your own are named by dotted path, from anywhere on ``PYTHONPATH`` or from a folder in

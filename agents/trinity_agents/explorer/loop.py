@@ -388,7 +388,7 @@ class ExplorerLoop:
     async def _submitted(self, delivery: Delivery, message: TaskSubmission, ref: SubmissionRef) -> list[Ticket]:
         """Accept or refuse a submission that is not a repeat; return the ticket of an evaluation."""
         agent, limit = self.agent, self.config.broker.max_task_bytes
-        task = self.source.completed(message.task)
+        task = self.source.completed(message.task, exact_runs=message.exact_runs)
         if (size := len(encode(task))) > limit:
             reason = f"the task takes {size} bytes in a message; broker.max_message_bytes leaves {limit} for it"
             await self._refuse(ref, "failed", reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -58,6 +59,8 @@ class TaskSource:
     def __init__(self, config: Config, state: ExplorerState, taskset: TaskReader | None) -> None:
         self._config, self._state, self._taskset = config, state, taskset
         self._learning = taskset if isinstance(taskset, LearningReader) and taskset.learns else None
+        self._pending_since: float | None = None
+        """Loop time since which tasks wait for their batch to be complete; None: none do."""
         self._observed = {one.ticket for one in state.observations}
         """Tickets whose tasks were observed."""
         if self._learning is not None:
@@ -80,8 +83,17 @@ class TaskSource:
 
     @property
     def has_tasks(self) -> bool:
-        """Return whether a batch could be made now."""
-        return self._taskset is not None or bool(self._state.pending)
+        """Return whether a batch is to be made now: in mode ``serve`` an incomplete one waits for further sessions."""
+        pending = len(self._state.pending)
+        if self._taskset is not None or self._config.mode != "serve":
+            return self._taskset is not None or pending > 0
+        now = asyncio.get_running_loop().time()
+        if not pending:
+            self._pending_since = None
+        elif self._pending_since is None:
+            self._pending_since = now
+        waited = 0.0 if self._pending_since is None else now - self._pending_since
+        return pending >= self._config.buffer.batch_size or (pending > 0 and waited >= self._config.gateway.batch_wait)
 
     def take(self, among: int = 1) -> list[PendingTask]:
         """Return the tasks of the next batch and move the position; the caller saves it with the batch's ticket.
@@ -94,6 +106,7 @@ class TaskSource:
         """
         state, buffer = self._state, self._config.buffer
         size = buffer.batch_size + min(math.ceil(state.refill_debt / among), self._config.max_refill)
+        self._pending_since = None
         batch = state.pending[:size]
         del state.pending[:size]
         on_top = 0
@@ -152,10 +165,10 @@ class TaskSource:
         if not task.is_eval:
             self._state.pending.append(PendingTask(task=task, submission=ref))
 
-    def completed(self, task: TaskBody) -> TaskBody:
+    def completed(self, task: TaskBody, *, exact_runs: bool = False) -> TaskBody:
         """Return a submitted task, its missing fields filled in from the taskset's section."""
         defaults = self._config.buffer.training_tasksets[0]
-        grouped = task.is_eval or task.repeat_times > 1
+        grouped = exact_runs or task.is_eval or task.repeat_times > 1
         return task.model_copy(
             update={
                 "workflow": task.workflow or defaults.workflow,

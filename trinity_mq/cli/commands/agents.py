@@ -1,4 +1,4 @@
-"""``trinity-mq explorer|runner|operator|trainer``: one agent by itself."""
+"""``trinity-mq explorer|runner|operator|trainer|gateway``: one agent by itself."""
 
 from __future__ import annotations
 

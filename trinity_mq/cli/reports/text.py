@@ -13,7 +13,7 @@ from typing import Any
 from trinity_mq.cli.commands.timeline import TIMELINE_FILE
 from trinity_mq.cli.reports.evaluations import evaluation_table
 from trinity_mq.cli.reports.figures import REWARD, TRAIN_STEPS, duration, evaluations
-from trinity_mq.config.mode import Mode
+from trinity_mq.config.modes.mode import Mode
 from trinity_mq.messages import FailureStatus
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.telemetry import METRICS_FILE, read_metrics, sparkline

@@ -32,6 +32,7 @@ PRELOADED = (
     "trinity_mq.models.engines.host.host",
     "trinity_agents.explorer.agent=explorer",
     "trinity_agents.engine.agent",
+    "trinity_agents.gateway.agent",
     "trinity_mq.sync.channels.collective.channel",
     "trinity_agents.trainer.agent",
 )
@@ -71,6 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
     from trinity_mq.cli.run.stages import run_stages
 
     return run_stages(stages, arguments, _fork_server)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Run a configuration in mode ``serve``; returns as :func:`run`."""
+    arguments.overrides = ["mode=serve", *arguments.overrides]
+    return run(arguments)
 
 
 def _fork_server() -> contextlib.AbstractContextManager[ForkServer | None]:

@@ -25,7 +25,7 @@ from trinity_mq.cli.run.exit_codes import closing_line, exit_code
 from trinity_mq.cli.run.session import Session
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config, ConfigError
-from trinity_mq.config.mode import TRAINING_MODES
+from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.process import disk_full
 from trinity_mq.runtime.processes.fork_server_process import ForkServer

@@ -28,7 +28,7 @@ WAIT_SHOWN = 10.0
 """Seconds; shorter waits are normal and not shown."""
 OVER = ("finished", "gone")
 """States after which no heartbeats are expected."""
-ROLES = ("explorer", "engine", "runner", "operator", "trainer")
+ROLES = ("explorer", "engine", "gateway", "runner", "operator", "trainer")
 
 
 @dataclass(frozen=True, slots=True)

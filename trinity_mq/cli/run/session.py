@@ -22,7 +22,7 @@ from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.trackers.process import TrackerProcess
 from trinity_mq.config import Config
-from trinity_mq.config.mode import AGENTS
+from trinity_mq.config.modes.mode import AGENTS
 from trinity_mq.config.threads import cpu_threads
 from trinity_mq.messages import ControlEvent
 from trinity_mq.runtime.notify import Notifier
@@ -256,7 +256,11 @@ def agents(
     threads = {role: cpu_threads(config, number) for role, number in wanted.items()}
     # here and not only in the runner itself, for what is read when its libraries are loaded
     own = dict(config.runner.env)
-    counts = {"operator": config.operator.num_operators, "runner": config.runner.num_runners}
+    counts = {
+        "operator": config.operator.num_operators,
+        "runner": config.runner.num_runners,
+        "gateway": config.gateway.num_gateways,
+    }
     names = [(role, f"{role}-{n}") for role in AGENTS[config.mode].roles for n in range(counts.get(role, 1))]
     return [
         ProcessSpec(

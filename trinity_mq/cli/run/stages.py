@@ -20,7 +20,7 @@ from trinity_mq.cli.run.exit_codes import TRAINED
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.config import Config, Stage
 from trinity_mq.config.loading.stages import final_model
-from trinity_mq.config.mode import TRAINING_MODES
+from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.runtime.process import write_atomic
 from trinity_mq.runtime.processes.fork_server_process import ForkServer
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_mq.config.loading.load import STAGES, ConfigError, read_settings, title, validated
-from trinity_mq.config.mode import TRAINING_MODES
+from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.config.run import Config
 
 STAGE_NAME = "stage_name"

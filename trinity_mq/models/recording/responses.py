@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED, SINGLE_TURN, Versions
 from trinity_mq.models.errors import EngineRefused, PromptTooLong
 from trinity_mq.models.recording.answer_columns import LEAST_LOGPROB, WHOLE, experiences_at_once
-from trinity_mq.models.recording.sse import numbers
+from trinity_mq.models.recording.sse import numbers, text_of
 
 MASKED_TEXT = "[the prompt is too long: this experience is masked out]"
 
@@ -44,7 +43,7 @@ def experiences_of(answer: Mapping[str, Any], temperature: float, *, text_only: 
         raise EngineRefused("the server's answer has no choices: it is no completion", 200, "no_choices")
     if text_only and any(choice.get("token_ids") is None for choice in choices):
         return [_text_experience(choice, temperature) for choice in choices]
-    if (found := experiences_at_once(answer, temperature, _text)) is not None:
+    if (found := experiences_at_once(answer, temperature, text_of)) is not None:
         return found
     return [_experience(choice, answer, temperature) for choice in choices]
 
@@ -64,7 +63,7 @@ def _experience(choice: Mapping[str, Any], answer: Mapping[str, Any], temperatur
         metrics={"unknown_logprobs:sum": unknown} if unknown else None,
         prompt_length=len(prompt),
         prompt_text=choice.get("prompt_text", answer.get("prompt_text")),
-        response_text=_text(choice),
+        response_text=text_of(choice),
         truncate_status=None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
         versions=_versions(choice, answer),
         temperature=temperature or 1.0,
@@ -101,25 +100,6 @@ def _logprobs(choice: Mapping[str, Any], count: int) -> list[float | None]:
     return found
 
 
-def _text(choice: Mapping[str, Any]) -> str:
-    """Return all that was written; of calls of tools that a server took out of it, what they must have been."""
-    if choice.get("response_text") is not None:
-        return str(choice["response_text"])
-    if "text" in choice:
-        return str(choice["text"])
-    message = choice["message"]
-    content, calls = message.get("content") or "", message.get("tool_calls")
-    if not calls and type(content) is str:
-        return content
-    return "".join([content, *map(_call_text, calls or ())])
-
-
-def _call_text(call: Mapping[str, Any]) -> str:
-    function = call.get("function") or {}
-    name, arguments = json.dumps(function.get("name")), function.get("arguments") or "{}"
-    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
-
-
 def _versions(choice: Mapping[str, Any], answer: Mapping[str, Any]) -> Versions | None:
     rows = choice.get("weight_versions")
     if not rows and answer.get("weight_version") is not None:
@@ -131,7 +111,7 @@ def _text_experience(choice: Mapping[str, Any], temperature: float) -> Experienc
     return Experience(
         tokens=torch.zeros(2, dtype=torch.int32),  # an experience has some; none of these is trained on
         action_mask=torch.zeros(1, dtype=torch.bool),
-        response_text=_text(choice),
+        response_text=text_of(choice),
         truncate_status=None if choice.get("finish_reason") in WHOLE else RESPONSE_TRUNCATED,
         temperature=temperature or 1.0,
         info={"text_only": True},

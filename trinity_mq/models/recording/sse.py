@@ -80,6 +80,25 @@ def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
     return found
 
 
+def text_of(choice: Mapping[str, Any]) -> str:
+    """Return all that was written; of calls of tools that a server took out of it, what they must have been."""
+    if choice.get("response_text") is not None:
+        return str(choice["response_text"])
+    if "text" in choice:
+        return str(choice["text"])
+    message = choice["message"]
+    content, calls = message.get("content") or "", message.get("tool_calls")
+    if not calls and type(content) is str:
+        return content
+    return "".join([content, *map(_call_text, calls or ())])
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call.get("function") or {}
+    name, arguments = json.dumps(function.get("name")), function.get("arguments") or "{}"
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
 def _nothing() -> dict[str, Any]:
     return {
         "token_ids": None,

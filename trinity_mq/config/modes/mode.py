@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-Mode = Literal["both", "train", "explore", "bench"]
+Mode = Literal["both", "train", "explore", "bench", "serve"]
 
 
 class Agents(NamedTuple):
@@ -26,9 +26,11 @@ AGENTS: Mapping[Mode, Agents] = MappingProxyType(
         "train": Agents(("trainer",), ends="trainer"),
         # the trainer gives engines the weights of one checkpoint after another
         "bench": Agents(("explorer", "trainer", "runner"), ends="explorer"),
+        # gateways answer; runners make experiences of the sessions that are over
+        "serve": Agents(("explorer", "trainer", "operator", "runner", "gateway"), ends="explorer"),
     }
 )
 """Agents by mode; a mode without an entry is refused by the configuration."""
 
-TRAINING_MODES = frozenset[Mode]({"both", "train"})
+TRAINING_MODES = frozenset[Mode]({"both", "train", "serve"})
 """Modes that leave a trained model behind."""

@@ -1,0 +1,370 @@
+"""Sessions from their events: one state each, whatever the order of repeats, wherever a reader begins."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_mq.gateway.ledger import Ledger
+from trinity_mq.gateway.session import Body, Event
+from trinity_mq.messages import (
+    SampledChoice,
+    SessionCall,
+    SessionEnd,
+    SessionOpened,
+    SessionReplay,
+    SessionReward,
+    SessionsDecided,
+    SessionsTrained,
+    SubmissionOutcome,
+)
+
+HOUR = 3600.0
+
+
+class Stream:
+    """Events as a stream has them, and a ledger that reads along."""
+
+    def __init__(self) -> None:
+        self.ledger, self.now = Ledger(), 1000.0
+        self.events: list[Event | SubmissionOutcome | SessionsTrained] = []
+        self._offsets = itertools.count()
+
+    def put(self, body: Body, message_id: str = "") -> str:
+        offset = next(self._offsets)
+        event = Event(offset, offset, 100 * offset, message_id or f"m{offset}", self.now, body, 100)
+        self.events.append(event)
+        return self.ledger.apply(event).taken
+
+    def open(self, session: str, **fields: object) -> None:
+        given = {"idle_ttl": HOUR, "reward_ttl": 24 * HOUR, "opened": self.now, **fields}
+        self.put(SessionOpened(session=session, **given), f"opened-{session}")  # type: ignore[arg-type]
+
+    def ask(self, session: str, call: str = "c0", tokens: int = 2) -> str:
+        choice = SampledChoice(ids=b"\x01\x00\x00\x00" * tokens, logprobs=b"\x00" * 4 * tokens, finish_reason="stop")
+        made = SessionCall(session=session, call=call, at=self.now, prompt=b"\x05\x00\x00\x00", choices=[choice])
+        return self.put(made, made.message_id)
+
+    def reward(self, session: str, reward: float = 1.0, message_id: str = "", **fields: object) -> str:
+        return self.put(SessionReward(session=session, reward=reward, **fields), message_id)  # type: ignore[arg-type]
+
+    def end(self, session: str, **fields: object) -> str:
+        return self.put(SessionEnd(session=session, **fields))  # type: ignore[arg-type]
+
+    def act(self) -> list[Body]:
+        """Publish what is due, as the acting gateway does."""
+        due = self.ledger.due(self.now)
+        for event in due:
+            self.put(event)
+        return list(due)
+
+    def outcome(self, submission: str, **fields: object) -> None:
+        given = {"batch": 7, "ticket": f"t-{submission}", "outcome": "finished", "completed_runs": 1, **fields}
+        body = SubmissionOutcome(submission_id=submission, **given)  # type: ignore[arg-type]
+        self.events.append(body)
+        self.ledger.apply_outcome(body)
+
+    def train(self, submission: str, outcome: str = "trained", step: int = 3) -> None:
+        body = SessionsTrained(ticket=f"t-{submission}", outcome=outcome, generation=1, step=step, offset=9)
+        self.events.append(body)
+        self.ledger.apply_trained(body)
+
+    def state(self, session: str) -> str:
+        found = self.ledger.get(session)
+        assert found is not None
+        return found.state
+
+
+def submission_of(decided: list[Body]) -> str:
+    (one,) = (event for event in decided if isinstance(event, SessionsDecided))
+    return one.submission
+
+
+def test_the_way_of_a_session() -> None:
+    stream = Stream()
+    stream.open("a")
+    assert stream.state("a") == "open"
+    assert stream.ask("a") == "new"
+    stream.end("a")
+    assert stream.state("a") == "parked"
+    assert stream.act() == [], "no reward yet"
+    stream.now += 1.5 * HOUR
+    assert stream.reward("a", 0.5) == "new", "an hour and a half late"
+    submission = submission_of(stream.act())
+    assert stream.state("a") == "queued"
+    assert [name for name, _ in stream.ledger.queued()] == [submission]
+    stream.outcome(submission)
+    assert stream.state("a") == "batched"
+    assert stream.ledger.queued() == []
+    stream.train(submission)
+    assert stream.state("a") == "trained"
+    assert stream.ledger.live == {}
+    assert stream.ledger.kept_bytes == 0
+    found = stream.ledger.get("a")
+    assert found is not None
+    assert (found.asked, found.sampled_tokens, found.reward) == (1, 2, 0.5)
+
+
+def test_a_reward_before_the_end_and_one_that_ends() -> None:
+    stream = Stream()
+    for session in ("a", "b"):
+        stream.open(session)
+        stream.ask(session)
+    stream.reward("a")
+    assert stream.act() == [], "it may still ask"
+    stream.end("a")
+    stream.reward("b", final=True)
+    assert sorted(session for one in stream.act() for session in one.sessions) == ["a", "b"]  # type: ignore[union-attr]
+
+
+def test_rewards_replace_or_add_and_count_once_by_their_id() -> None:
+    stream = Stream()
+    stream.open("a")
+    stream.ask("a", "c0")
+    stream.ask("a", "c1")
+    assert stream.reward("a", 1.0, "r1") == "new"
+    assert stream.reward("a", 5.0, "r1") == "repeated"
+    stream.reward("a", 0.25, "r2")
+    found = stream.ledger.get("a")
+    assert found is not None
+    assert found.reward == 0.25
+    stream.reward("a", 0.5, how="add")
+    assert found.reward == 0.75
+    stream.reward("a", 2.0, call="c1")
+    stream.reward("a", 1.0, call=1, how="add")
+    stream.reward("a", 4.0, call=0, choice=0)
+    assert found.call_rewards == {("c1", None): 3.0, ("c0", 0): 4.0}
+    assert stream.reward("a", 1.0, call="c9") == "refused"
+    assert stream.reward("a", 1.0, call=2) == "refused"
+
+
+def test_what_comes_too_late_changes_nothing() -> None:
+    stream = Stream()
+    stream.open("a")
+    stream.ask("a")
+    stream.end("a", reward=1.0)
+    submission = submission_of(stream.act())
+    assert stream.reward("a", 9.0) == "refused"
+    assert stream.end("a") == "refused"
+    stream.outcome(submission)
+    stream.train(submission)
+    assert stream.reward("a", 9.0) == "refused"
+    found = stream.ledger.get("a")
+    assert found is not None
+    assert found.reward == 1.0
+
+
+def test_unknown_sessions_are_told_once() -> None:
+    stream = Stream()
+    assert stream.reward("nobody") == "unknown"
+    assert [event.body.session for event in stream.ledger.take_unknown()] == ["nobody"]  # type: ignore[union-attr]
+    assert stream.ledger.take_unknown() == []
+
+
+@pytest.mark.parametrize(
+    ("opened", "asked", "ended", "why"),
+    [
+        ({}, True, {"outcome": "discard", "reward": 1.0}, "discarded"),
+        ({}, True, {"outcome": "failed", "reason": "the sandbox died"}, "failed"),
+        ({}, False, {"reward": 1.0}, "no answers"),
+        ({"record": "off"}, False, {"reward": 1.0}, "not recorded"),
+        ({"record": "eval"}, True, {"reward": 1.0}, "evaluation"),
+    ],
+)
+def test_reasons_for_which_a_session_becomes_no_task(
+    opened: dict[str, object], asked: bool, ended: dict[str, object], why: str
+) -> None:
+    stream = Stream()
+    stream.open("a", **opened)
+    if asked:
+        stream.ask("a")
+    stream.end("a", **ended)
+    (decided,) = stream.act()
+    assert isinstance(decided, SessionsDecided)
+    assert decided.dropped == why
+    assert stream.state("a") == ("evaluated" if why == "evaluation" else "dropped")
+
+
+def test_limits_of_time() -> None:
+    stream = Stream()
+    stream.open("asks-on")
+    stream.open("silent")
+    stream.ask("silent")
+    stream.now += 0.9 * HOUR
+    stream.ask("asks-on")
+    stream.now += 0.2 * HOUR
+    assert [type(event) for event in stream.act()] == [SessionEnd]
+    assert (stream.state("asks-on"), stream.state("silent")) == ("open", "parked")
+    stream.now += 24.1 * HOUR
+    stream.act()
+    assert stream.state("silent") == "dropped"
+    found = stream.ledger.get("silent")
+    assert found is not None
+    assert found.why == "no reward came within 86400 s"
+
+
+def test_a_group_becomes_one_task() -> None:
+    stream = Stream()
+    for number in range(5):
+        stream.open(f"s{number}", group="g", group_size=2)
+        stream.ask(f"s{number}")
+    for number in (3, 1, 0, 4):
+        stream.now += 1
+        stream.end(f"s{number}", reward=float(number))
+    decided = stream.act()
+    assert [one.sessions for one in decided] == [["s3", "s1"], ["s0", "s4"]]  # type: ignore[union-attr]
+    stream.end("s2", reward=1.0)
+    assert stream.act() == []
+    found = stream.ledger.get("s2")
+    assert found is not None
+    assert found.why == "waits for the others of group g"
+    stream.now += 25 * HOUR
+    stream.act()
+    assert stream.state("s2") == "dropped"
+
+
+def test_a_commit_lets_an_incomplete_group_go() -> None:
+    stream = Stream()
+    for number in range(3):
+        stream.open(f"s{number}", group="g", group_size=8)
+        stream.ask(f"s{number}")
+        stream.end(f"s{number}", reward=float(number))
+    assert stream.act() == []
+    stream.ledger.apply_committed()
+    (decided,) = stream.act()
+    assert isinstance(decided, SessionsDecided)
+    assert decided.sessions == ["s0", "s1", "s2"]
+
+
+def test_a_replay_takes_the_place_of_the_session() -> None:
+    stream = Stream()
+    stream.open("a", group="g", group_size=4)
+    stream.ask("a")
+    stream.end("a", replay=SessionReplay(workflow="math_workflow", runs=4))
+    (decided,) = stream.act()
+    assert isinstance(decided, SessionsDecided)
+    assert decided.submission
+    assert stream.act() == []
+
+
+def test_a_batch_that_was_not_trained_on() -> None:
+    stream = Stream()
+    for session in ("a", "b"):
+        stream.open(session)
+        stream.ask(session)
+        stream.end(session, reward=1.0)
+    first, second = (one.submission for one in stream.act())  # type: ignore[union-attr]
+    stream.outcome(first)
+    stream.train(first, "skipped")
+    assert stream.state("a") == "dropped"
+    stream.outcome(second, outcome="failed", completed_runs=0, message="it does not decode")
+    assert stream.state("b") == "dropped"
+    found = stream.ledger.get("b")
+    assert found is not None
+    assert found.why == "it does not decode"
+    stream.train(first, "trained", step=9)
+    assert stream.state("a") == "trained", "a trainer that went back to its checkpoint learned from it after all"
+
+
+def test_what_was_trained_may_be_told_before_the_batch() -> None:
+    stream = Stream()
+    stream.open("a")
+    stream.ask("a")
+    stream.end("a", reward=1.0)
+    submission = submission_of(stream.act())
+    stream.train(submission)
+    assert stream.state("a") == "queued"
+    stream.outcome(submission)
+    assert stream.state("a") == "trained"
+
+
+# -- any order, any reader
+
+
+def random_run(seed: int) -> Stream:
+    """Sessions with calls, rewards, ends and repeats at random, and all that is due published along the way."""
+    draw, stream = random.Random(seed), Stream()
+    names = [f"s{number}" for number in range(draw.randint(1, 6))]
+    for name in names:
+        group = draw.choice(["", "", "g"])
+        stream.open(name, group=group, group_size=draw.choice([1, 2, 3]), record=draw.choice(["train"] * 4 + ["eval", "off"]))
+    for _ in range(draw.randint(5, 60)):
+        name, what = draw.choice(names), draw.random()
+        stream.now += draw.choice([1.0, 60.0, 0.4 * HOUR, 2 * HOUR])
+        if what < 0.35:
+            stream.ask(name, f"c{draw.randrange(4)}")
+        elif what < 0.6:
+            stream.reward(name, draw.random(), f"r{draw.randrange(12)}-{name}", how=draw.choice(["replace", "add"]))
+        elif what < 0.75:
+            stream.end(name, outcome=draw.choice(["done", "done", "failed", "discard"]))
+        else:
+            stream.act()
+            for submission, _ in stream.ledger.queued():
+                if draw.random() < 0.5:
+                    stream.outcome(submission, completed_runs=draw.choice([1, 1, 0]))
+                    stream.train(submission, draw.choice(["trained", "trained", "skipped"]))
+    return stream
+
+
+def read(events: list[Event | SubmissionOutcome | SessionsTrained]) -> Ledger:
+    ledger = Ledger()
+    for event in events:
+        if isinstance(event, SubmissionOutcome):
+            ledger.apply_outcome(event)
+        elif isinstance(event, SessionsTrained):
+            ledger.apply_trained(event)
+        else:
+            ledger.apply(event)
+    return ledger
+
+
+def shape(ledger: Ledger) -> dict[str, tuple[object, ...]]:
+    return {
+        one.id: (one.state, one.why, one.reward, sorted(one.call_rewards.items(), key=str), one.asked, one.sampled_tokens)
+        for one in ledger
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**9))
+def test_who_reads_the_stream_anew_knows_the_same(seed: int) -> None:
+    stream = random_run(seed)
+    assert shape(read(stream.events)) == shape(stream.ledger)
+    twice = [event for event in stream.events for _ in range(2)]
+    assert shape(read(twice)) == shape(stream.ledger), "a publish whose confirm was lost is on the stream twice"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**9), st.integers(0, 100))
+def test_what_is_carried_survives_the_beginning_of_the_stream(seed: int, where: int) -> None:
+    stream = random_run(seed)
+    carried = [
+        Event(event.origin, 10_000 + number, 10**6 + number, event.message_id, event.at, event.body, event.size)
+        for number, event in enumerate(event for one in stream.ledger.live.values() for event in one.events)
+    ]
+    cut = stream.events[len(stream.events) * where // 100 :]
+    again, before = shape(read(cut + carried)), shape(stream.ledger)
+    for name in stream.ledger.live:
+        if stream.ledger.live[name].batch is None:
+            assert again[name] == before[name]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**9))
+def test_every_session_comes_to_one_end(seed: int) -> None:
+    stream = random_run(seed)
+    for _ in range(4):
+        stream.now += 30 * HOUR
+        stream.act()
+        for submission, _ in stream.ledger.queued():
+            stream.outcome(submission)
+            stream.train(submission)
+    for submission in list(stream.ledger._submissions):
+        stream.train(submission)
+    assert stream.ledger.live == {}
+    assert {one.state for one in stream.ledger} <= {"trained", "evaluated", "dropped"}
+    assert stream.ledger.kept_bytes == 0

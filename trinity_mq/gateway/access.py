@@ -1,0 +1,89 @@
+"""Keys: who may make sessions, who may use one, and for what."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from trinity_mq.gateway.session import Session
+from trinity_mq.messages.sessions import Scope
+from trinity_mq.runtime.errors import FatalError
+
+KEY_BEGINS = "sk-tmq-"
+KEY_BYTES, ID_BYTES = 32, 16
+LEAST_KEY = 16
+"""Characters of a key that may make sessions: shorter ones can be tried out."""
+KEY_HEADERS = ("Authorization", "x-api-key", "X-Session-Key")
+SESSION_HEADER = "X-Session-ID"
+
+
+def new_session_id() -> str:
+    """Return an id that cannot be guessed."""
+    return secrets.token_hex(ID_BYTES)
+
+
+def new_key() -> str:
+    """Return the key of a session."""
+    return KEY_BEGINS + secrets.token_urlsafe(KEY_BYTES)
+
+
+def hash_of(key: str) -> str:
+    """Return what is kept of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def given_key(headers: Mapping[str, str]) -> str:
+    """Return the key in a request's headers, empty where there is none."""
+    for name in KEY_HEADERS:
+        if value := headers.get(name):
+            return value.removeprefix("Bearer ").strip()
+    return ""
+
+
+def read_keys(path: str | None) -> frozenset[str] | None:
+    """Return the hashes of the keys in a file, one a line; None: anybody may.
+
+    Raises:
+        FatalError: It cannot be read, or a key in it is too short.
+    """
+    if path is None:
+        return None
+    try:
+        keys = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise FatalError(f"gateway.key_file {path} cannot be read: {reason}") from None
+    if not keys or any(len(key) < LEAST_KEY for key in keys):
+        raise FatalError(
+            f"gateway.key_file {path} wants one key a line of at least {LEAST_KEY} characters, such as one made by "
+            "`openssl rand -hex 32`"
+        )
+    return frozenset(map(hash_of, keys))
+
+
+class Access:
+    """Decides what a key allows.
+
+    Args:
+        keys: Hashes of the keys that may do everything; None: anybody may, with whatever key.
+    """
+
+    def __init__(self, keys: Iterable[str] | None) -> None:
+        self._keys = None if keys is None else frozenset(keys)
+
+    def is_admin(self, key: str) -> bool:
+        """Return whether a key may make sessions and see all of them."""
+        if self._keys is None:
+            return True
+        given = hash_of(key)
+        return any(hmac.compare_digest(given, known) for known in self._keys)
+
+    def allows(self, session: Session, key: str, scope: Scope) -> bool:
+        """Return whether a key may do something with a session."""
+        opened = session.opened
+        if opened is not None and opened.key_hash and hmac.compare_digest(opened.key_hash, hash_of(key)):
+            return scope in opened.scopes
+        return self.is_admin(key)

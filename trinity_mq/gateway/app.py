@@ -1,0 +1,546 @@
+"""The gateway's HTTP routes: sessions, and the APIs of models that agents speak within them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import structlog
+from aiohttp import web
+from pydantic import ValidationError
+
+from trinity_mq.config import Config
+from trinity_mq.config.run import TRUNCATING
+from trinity_mq.gateway import access
+from trinity_mq.gateway.behind import is_recorded, recorded_share
+from trinity_mq.gateway.bodies import EndBody, FeedbackBody, OpenBody, RewardBody, shown
+from trinity_mq.gateway.book import Book, BookUnavailable, Said
+from trinity_mq.gateway.conversations import Conversation, Conversations, digest_of
+from trinity_mq.gateway.engines import EngineCalls
+from trinity_mq.gateway.protocols.anthropic import AnthropicProtocol
+from trinity_mq.gateway.protocols.base import BadRequest, EngineRequest, Protocol
+from trinity_mq.gateway.protocols.openai import CHAT, COMPLETIONS, OpenAIProtocol
+from trinity_mq.gateway.protocols.responses import ResponsesProtocol
+from trinity_mq.gateway.recorded_call import recorded_call
+from trinity_mq.gateway.session import Session
+from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionReward, SessionsCommitted
+from trinity_mq.messages.sessions import SCOPES, Scope
+from trinity_mq.models.clients import VERSION_HEADER
+from trinity_mq.models.errors import EngineError, EngineLost, EngineNotReady, EngineRefused
+
+log = structlog.get_logger(__name__)
+
+PROTOCOLS: Mapping[str, Protocol] = {
+    "/v1/chat/completions": OpenAIProtocol(CHAT),
+    "/v1/completions": OpenAIProtocol(COMPLETIONS),
+    "/v1/responses": ResponsesProtocol(),
+    "/v1/messages": AnthropicProtocol(),
+}
+"""By route, behind a session's path or not."""
+RECORDED_HEADER, SESSION_HEADER = "X-TMQ-Recorded", access.SESSION_HEADER
+RETRIED_HEADER = "x-stainless-retry-count"
+"""Of the SDKs of OpenAI and Anthropic: how often they have sent this request before."""
+SHUTDOWN_SECONDS = 10.0
+"""Time that calls have to end when the gateway ends."""
+GONE = 410
+CLIENT_CLOSED = 499
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str, kind: str, *, retry_after: float | None = None, param: Any = None):
+        super().__init__(message)
+        self.status, self.kind, self.retry_after, self.param = status, kind, retry_after, param
+
+
+class GatewayApp:
+    """All routes over one book.
+
+    Args:
+        config: The run's configuration.
+        book: Keeps the sessions.
+        engines: Answers calls.
+        access_rules: What keys allow.
+        url: Returns the base URL that sessions are given.
+        clock: Returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        book: Book,
+        engines: EngineCalls,
+        access_rules: access.Access,
+        url: Callable[[], str],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config, self.book = config, book
+        self._engines, self._access, self._url, self._clock = engines, access_rules, url, clock
+        self._conversations = Conversations()
+        self._draw = random.Random()
+        self.counts: Counter[str] = Counter()
+        """``calls``, ``unrecorded``, and breaks of prefixes by cause."""
+        self.asking = 0
+        """Calls that wait for an engine now."""
+
+    def application(self) -> web.Application:
+        """Return the application."""
+        settings = self.config.gateway
+        made = web.Application(middlewares=[self._errors], client_max_size=settings.max_body_bytes)
+        made.add_routes(
+            [
+                web.post("/sessions", self.open),
+                web.get("/sessions", self.list),
+                web.get("/s/{session}", self.show),
+                web.delete("/s/{session}", self.discard),
+                web.post("/s/{session}/reward", self.reward),
+                web.post("/s/{session}/end", self.end),
+                web.post("/feedback", self.feedback),
+                web.post("/commit", self.commit),
+                web.get("/health", self.health),
+            ]
+        )
+        for prefix in ("", "/s/{session}"):
+            made.add_routes([web.post(prefix + path, self.call) for path in PROTOCOLS])
+            made.add_routes([web.get(f"{prefix}/v1/models", self.models)])
+        return made
+
+    # -- sessions
+
+    async def open(self, request: web.Request) -> web.Response:
+        """Begin a session."""
+        self._admin(request)
+        opened, key = self._opened(await _parsed(request, OpenBody))
+        await self.book.open(opened)
+        answer = {
+            "id": opened.session,
+            "base_url": f"{self._url()}/s/{opened.session}/v1",
+            "url": f"{self._url()}/s/{opened.session}",
+            "key": key,
+            "expires": opened.opened + opened.idle_ttl,
+            "recorded": opened.record != "off",
+        }
+        return web.json_response(answer, status=201)
+
+    def _opened(self, body: OpenBody) -> tuple[SessionOpened, str]:
+        settings, ledger = self.config.gateway, self.book.ledger
+        if len(ledger.live) >= settings.max_open + settings.max_waiting:
+            raise Refused(
+                429, f"{len(ledger.live)} sessions are not settled; end some", "too_many_sessions", retry_after=10
+            )
+        if body.record == "train" and self._needs_group and not body.group:
+            raise Refused(
+                422,
+                f"algorithm_type {self.config.algorithm.algorithm_type} compares sessions of a group with each other: "
+                "give a group, the same for sessions of the same task; or end the session with a replay, which is a "
+                "group of its own, and open it with record: eval",
+                "group_wanted",
+                param="group",
+            )
+        record, sampled_out = body.record, False
+        if record == "train":
+            share = recorded_share(ledger.waiting, ledger.kept_bytes, settings)
+            if not is_recorded(share, self._draw):
+                if settings.when_behind == "refuse":
+                    raise Refused(
+                        429, f"{ledger.waiting} sessions wait to be trained on", "training_is_behind", retry_after=10
+                    )
+                record, sampled_out = "off", True
+        key = access.new_key()
+        size = body.group_size or settings.group_size or self.config.algorithm.repeat_times
+        opened = SessionOpened(
+            session=access.new_session_id(),
+            opened=self._clock(),
+            key_hash=access.hash_of(key),
+            scopes=list(SCOPES) if body.scopes is None else body.scopes,
+            record=record,
+            sampled_out=sampled_out,
+            task=body.task,
+            group=body.group,
+            group_size=size,
+            labels=body.labels,
+            idle_ttl=body.idle_ttl or settings.idle_ttl,
+            reward_ttl=body.ttl or settings.reward_ttl,
+        )
+        return opened, key
+
+    @property
+    def _needs_group(self) -> bool:
+        return self.config.algorithm.estimator.compares_runs
+
+    async def list(self, request: web.Request) -> web.Response:
+        """Return how many sessions are in which state, and those of a label or a state that is asked for."""
+        self._admin(request)
+        states = Counter(session.state for session in self.book.ledger)
+        wanted = dict(request.query)
+        limit = int(wanted.pop("limit", "100")) if wanted.get("limit", "100").isdecimal() else 100
+        found: list[dict[str, Any]] = []
+        for session in self.book.ledger if wanted else ():
+            labels = session.opened.labels if session.opened else {}
+            if len(found) < limit and all(
+                (session.state if name == "state" else session.group if name == "group" else labels.get(name)) == value
+                for name, value in wanted.items()
+            ):
+                found.append(shown(session))
+        return web.json_response({"states": dict(states), "counts": self.book.ledger.counts, "sessions": found})
+
+    async def show(self, request: web.Request) -> web.Response:
+        """Return where a session is now."""
+        return web.json_response(shown(await self._session(request, "read")))
+
+    async def reward(self, request: web.Request) -> web.Response:
+        """Reward a session or one of its answers."""
+        session = await self._session(request, "reward")
+        body = await _parsed(request, RewardBody)
+        event = SessionReward(session=session.id, **body.model_dump(exclude={"key"}))
+        return await self._said(session, event, f"reward-{session.id}-{body.key or uuid.uuid4().hex}")
+
+    async def end(self, request: web.Request) -> web.Response:
+        """End a session."""
+        session = await self._session(request, "end")
+        body = await _parsed(request, EndBody)
+        event = SessionEnd(session=session.id, **body.model_dump(exclude={"replay"}), replay=body.replay)
+        self._conversations.forget(session.id)
+        return await self._said(session, event, f"end-{session.id}-{body.outcome}")
+
+    async def discard(self, request: web.Request) -> web.Response:
+        """Forget a session as far as it has not been trained on."""
+        session = await self._session(request, "end")
+        event = SessionEnd(session=session.id, outcome="discard", reason="deleted")
+        return await self._said(session, event, f"end-{session.id}-discard")
+
+    async def _said(self, session: Session, event: Said, message_id: str) -> web.Response:
+        applied = await self.book.say(event, message_id)
+        found = self.book.ledger.get(session.id) or session
+        answer = {"accepted": applied.taken != "refused", "repeated": applied.taken == "repeated", **shown(found)}
+        if applied.taken == "refused":
+            return web.json_response({**answer, "error": _error(applied.reason, "too_late")}, status=409)
+        return web.json_response(answer)
+
+    async def feedback(self, request: web.Request) -> web.Response:
+        """Reward answers that were given outside of sessions, by their ids."""
+        self._admin(request)
+        body = await _parsed(request, FeedbackBody)
+        unknown: list[str] = []
+        refused: dict[str, str] = {}
+        group = f"{body.task_id}" if self._needs_group else ""
+        for name in body.msg_ids:
+            if await self.book.find(name) is None:
+                unknown.append(name)
+                continue
+            event = SessionReward(session=name, reward=body.reward, final=True, group=group)
+            applied = await self.book.say(event, f"feedback-{name}-{body.run_id}")
+            if applied.taken == "refused":
+                refused[name] = applied.reason
+        status = 404 if unknown else 409 if refused else 200
+        answer = {"status": "success" if status == 200 else "incomplete", "unknown": unknown, "refused": refused}
+        if status != 200:
+            answer["error"] = _error(f"{len(unknown)} answers are not known, {len(refused)} came too late", "feedback")
+        return web.json_response(answer, status=status)
+
+    async def commit(self, request: web.Request) -> web.Response:
+        """Let what has a reward be trained on: groups wait for no further members."""
+        self._admin(request)
+        await self.book.say(SessionsCommitted(), f"commit-{uuid.uuid4().hex}")
+        parked = sum(session.state == "parked" for session in self.book.ledger.live.values())
+        return web.json_response({"status": "success", "waiting": self.book.ledger.waiting, "parked": parked})
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Return whether calls can be answered."""
+        ready = self.book.is_ready()
+        return web.json_response({"ready": ready}, status=200 if ready else 503)
+
+    # -- models
+
+    async def models(self, request: web.Request) -> web.Response:
+        """Return the one model there is."""
+        if "session" in request.match_info:
+            await self._session(request, "call")
+        name = self.config.model.model_path or f"{self.config.name}-tiny"
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "trinity-mq", "display_name": name}
+        return web.json_response({"object": "list", "data": [{**model, "type": "model"}], "has_more": False})
+
+    async def call(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request to the model, and record it where its session is recorded."""
+        path = request.path[request.path.index("/v1/") :]
+        protocol = PROTOCOLS[path]
+        body = _object(await request.read())
+        wanted = protocol.request(body)
+        call = protocol.new_id()
+        session = await self._session_of_call(request, call)
+        conversation = self._conversations.of(session)
+        self._check_limits(session, conversation)
+        asked = self._sampled_as_configured(session, wanted)
+        recording = _Recording(self, session, conversation, request, asked, call, path)
+        self.asking += 1
+        try:
+            if wanted.streams:
+                return await self._stream(request, protocol, body, asked, recording)
+            answer, engine = await self._engines.ask(asked.path, asked.body, conversation.engine)
+            conversation.engine = engine.id
+            recorded = await recording.keep(answer)
+            headers = {RECORDED_HEADER: recorded, SESSION_HEADER: session.id, **_version_of(answer)}
+            return web.json_response(protocol.answer(answer, call, body), headers=headers)
+        finally:
+            self.asking -= 1
+
+    async def _stream(
+        self,
+        request: web.Request,
+        protocol: Protocol,
+        body: Mapping[str, Any],
+        asked: EngineRequest,
+        recording: _Recording,
+    ) -> web.StreamResponse:
+        """Pass an answer on as it comes. Its last events wait until it is recorded."""
+        events = protocol.events(recording.call, body)
+        async with self._engines.stream(asked.path, asked.body, recording.conversation.engine) as stream:
+            recording.conversation.engine = stream.model.id
+            response = web.StreamResponse(
+                headers={
+                    "Content-Type": "text/event-stream",
+                    "Cache-Control": "no-cache",
+                    SESSION_HEADER: recording.session.id,
+                }
+            )
+            await response.prepare(request)
+            try:
+                if opening := events.opening():
+                    await response.write(b"".join(opening))
+                async for chunk in stream.chunks():
+                    if found := events.of(chunk):
+                        await response.write(b"".join(found))
+                answer = stream.answer()
+                await recording.keep(answer)
+                await response.write(b"".join(events.closing(answer)))
+            except EngineError as error:
+                log.warning("stream_broke_off", session=recording.session.id, reason=str(error))
+                await response.write(b"".join(events.failed(str(error), "engine_error")))
+        await response.write_eof()
+        return response
+
+    def _sampled_as_configured(self, session: Session, wanted: EngineRequest) -> EngineRequest:
+        """Return the request with what training needs: tokens, logprobs, and sampling from the policy itself."""
+        body = dict(wanted.body)
+        body.pop("model", None)
+        opened = session.opened
+        trains = opened is not None and opened.record == "train"
+        if trains and self.config.gateway.sampling == "configured":
+            rollout = self.config.explorer.rollout_model
+            for name in (*TRUNCATING, "seed"):
+                body.pop(name, None)
+            body |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
+        body["return_token_ids"] = True
+        if wanted.streams:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if wanted.path == CHAT:
+            body["return_prompt_text"] = True
+            body["logprobs"] = True
+        elif body.get("logprobs") is None:
+            body["logprobs"] = 0
+        limit = self.config.model.max_response_tokens
+        if body.get("max_completion_tokens") is None and body.get("max_tokens") is None:
+            body["max_tokens"] = limit
+        return EngineRequest(wanted.path, body, wanted.streams)
+
+    def _check_limits(self, session: Session, conversation: Conversation) -> None:
+        settings = self.config.gateway
+        if session.end is not None or session.is_settled:
+            raise Refused(GONE, f"session {session.id} has ended; POST /sessions makes a new one", "session_ended")
+        if conversation.calls >= settings.max_calls:
+            raise Refused(
+                403, f"session {session.id} has made {conversation.calls} calls (gateway.max_calls)", "too_many_calls"
+            )
+        now = asyncio.get_running_loop().time()
+        if (wait := conversation.seconds_until_allowed(now, settings.calls_per_minute)) > 0:
+            raise Refused(
+                429,
+                f"session {session.id} made {settings.calls_per_minute} calls within a minute "
+                "(gateway.calls_per_minute)",
+                "rate_limit_exceeded",
+                retry_after=wait,
+            )
+        conversation.times.append(now)
+        conversation.calls += 1
+
+    async def keep(self, call: SessionCall) -> bool:
+        """Record an answer; return whether it is sure to be kept."""
+        kept = await self.book.record(call)
+        self.counts["calls"] += 1
+        self.counts["unrecorded"] += not kept
+        if call.break_cause:
+            self.counts[f"breaks_{call.break_cause}"] += 1
+        return kept
+
+    # -- who asks
+
+    async def _session_of_call(self, request: web.Request, call: str) -> Session:
+        """Return the session of a request to the model: by path, by header, by key; else a new one of this call."""
+        key = access.given_key(request.headers)
+        name = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
+        if name:
+            return await self._session(request, "call", name)
+        if key.startswith(access.KEY_BEGINS):
+            digest = access.hash_of(key)
+            found = next(
+                (one for one in self.book.ledger.live.values() if one.opened and one.opened.key_hash == digest), None
+            )
+            if found is None:
+                raise Refused(401, "the session of this key is over, or not known here", "invalid_api_key")
+            if not self._access.allows(found, key, "call"):
+                raise Refused(403, "this key may not call the model", "scope_missing")
+            return found
+        self._admin(request)
+        opened, _ = self._opened(OpenBody(record="train" if not self._needs_group else "eval"))
+        opened = opened.model_copy(
+            update={"session": call, "key_hash": "", "ended": True, "record": "off" if opened.sampled_out else "train"}
+        )
+        await self.book.open(opened)
+        found = await self.book.find(call)
+        if found is None:
+            raise Refused(503, "the session of this call is not known yet", "not_ready", retry_after=1)
+        return found
+
+    async def _session(self, request: web.Request, scope: Scope, name: str | None = None) -> Session:
+        name = name or request.match_info["session"]
+        key = access.given_key(request.headers)
+        session = await self.book.find(name)
+        if session is None:
+            if not self._access.is_admin(key):  # who guesses ids learns nothing
+                raise Refused(401, "wanted the key of the session", "invalid_api_key")
+            raise Refused(404, f"no session {name!r} is known here; POST /sessions makes one", "session_not_found")
+        if not self._access.allows(session, key, scope):
+            known = session.opened is not None and session.opened.key_hash == access.hash_of(key)
+            if known:
+                raise Refused(403, f"the key of session {name} lacks the scope {scope!r}", "scope_missing")
+            raise Refused(401, "wanted the key of the session", "invalid_api_key")
+        return session
+
+    def _admin(self, request: web.Request) -> None:
+        if not self._access.is_admin(access.given_key(request.headers)):
+            raise Refused(401, "wanted a key of gateway.key_file as 'Authorization: Bearer <key>'", "invalid_api_key")
+
+    @web.middleware
+    async def _errors(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Answer every failure in the form of the API that was asked."""
+        place = request.path.find("/v1/")
+        protocol = PROTOCOLS.get(request.path[place:] if place >= 0 else "", PROTOCOLS[CHAT])
+        try:
+            if not self.book.is_ready() and request.path != "/health":
+                raise Refused(503, "the gateway reads its sessions; ask again soon", "not_ready", retry_after=1)
+            return await handler(request)
+        except Refused as error:
+            return _refusal(protocol, error)
+        except BadRequest as error:
+            return _refusal(protocol, Refused(400, str(error), "invalid_request_error", param=error.param))
+        except BookUnavailable as error:
+            return _refusal(protocol, Refused(503, str(error), "not_kept", retry_after=1))
+        except EngineNotReady as error:
+            return _refusal(protocol, Refused(503, str(error), "engine_not_ready", retry_after=error.retry_after))
+        except EngineLost as error:
+            return _refusal(protocol, Refused(502, str(error), "engine_lost", retry_after=1))
+        except EngineRefused as error:
+            return _refusal(
+                protocol,
+                Refused(error.status if error.status >= 400 else 502, str(error), error.code or "engine_refused"),
+            )
+        except web.HTTPException as error:
+            said = f"{request.method} {request.path}: {error.reason}"
+            return _refusal(protocol, Refused(error.status, said, "http_error"))
+
+
+class _Recording:
+    """Records the answer to one call."""
+
+    def __init__(
+        self,
+        app: GatewayApp,
+        session: Session,
+        conversation: Conversation,
+        request: web.Request,
+        asked: EngineRequest,
+        call: str,
+        path: str,
+    ) -> None:
+        self.session, self.conversation, self.call = session, conversation, call
+        self._app, self._asked, self._path = app, asked, path
+        self._digest = digest_of(path, asked.body)
+        retried = request.headers.get(RETRIED_HEADER, "0")
+        self._supersedes = conversation.asked.get(self._digest, "") if retried not in {"", "0"} else ""
+
+    async def keep(self, answer: Mapping[str, Any]) -> str:
+        """Record an answer; return ``yes``, ``no`` where it was not confirmed in time, or ``off``.
+
+        Raises:
+            EngineRefused: It has no tokens to record.
+        """
+        opened = self.session.opened
+        if opened is None or opened.record == "off":
+            return "off"
+        event, turn = recorded_call(
+            answer,
+            list(self.conversation.turns),
+            session=self.session.id,
+            call=self.call,
+            path=self._path,
+            at=time.time(),
+            request=self._asked.body,
+            temperature=float(self._asked.body.get("temperature", 1.0)),
+            supersedes=self._supersedes,
+        )
+        if not await self._app.keep(event):
+            return "no"
+        # what was not kept, no later call may refer to
+        self.conversation.turns.append(turn)
+        self.conversation.asked[self._digest] = self.call
+        return "yes"
+
+
+def _refusal(protocol: Protocol, error: Refused) -> web.Response:
+    headers = {} if error.retry_after is None else {"Retry-After": f"{max(1, round(error.retry_after))}"}
+    body = protocol.error(str(error), error.kind, error.param)
+    return web.json_response(body, status=error.status, headers=headers)
+
+
+def _version_of(answer: Mapping[str, Any]) -> dict[str, str]:
+    version = answer.get("weight_version")
+    return {} if version is None else {VERSION_HEADER: f"{version[0]}.{version[1]}"}
+
+
+def _error(message: str, kind: str) -> dict[str, Any]:
+    return {"message": message, "type": kind, "code": kind}
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadRequest(f"the body is a {type(fields).__name__}, wanted a JSON object")
+    return fields
+
+
+async def _parsed(request: web.Request, kind: type[Any]) -> Any:
+    """Return the body of a route about sessions.
+
+    Raises:
+        BadRequest: It is none; names the field, what was sent and what is taken.
+    """
+    try:
+        return kind.model_validate(_object(await request.read()))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise BadRequest(f"unknown field {where!r}; known: {', '.join(sorted(kind.model_fields))}", where) from None
+        raise BadRequest(f"{where}: {first['msg']}, got {first['input']!r:.80}", where) from None

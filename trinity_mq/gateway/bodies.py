@@ -1,0 +1,97 @@
+"""Bodies of the routes about sessions, and what ``GET`` tells of one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trinity_mq.gateway.session import Session
+from trinity_mq.messages import SessionReplay
+from trinity_mq.messages.sessions import LONGEST_LABEL, Record, Scope
+
+MAX_LABELS = 32
+MAX_MESSAGES = 10_000
+
+
+class Body(BaseModel):
+    """Base: unknown fields are an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class OpenBody(Body):
+    """``POST /sessions``."""
+
+    task: dict[str, Any] = Field(default_factory=dict)
+    group: str = Field(default="", max_length=LONGEST_LABEL)
+    group_size: int | None = Field(default=None, ge=1, le=4096)
+    labels: dict[str, str] = Field(default_factory=dict, max_length=MAX_LABELS)
+    ttl: float | None = Field(default=None, gt=0)
+    """Seconds for which it waits for a reward after its end."""
+    idle_ttl: float | None = Field(default=None, gt=0)
+    record: Record = "train"
+    scopes: list[Scope] | None = None
+
+
+class RewardBody(Body):
+    """``POST /s/<id>/reward``."""
+
+    reward: float = Field(allow_inf_nan=False)
+    call: str | int | None = None
+    choice: int | None = Field(default=None, ge=0)
+    how: Literal["replace", "add"] = "replace"
+    key: str = Field(default="", max_length=LONGEST_LABEL)
+    """The same reward with the same key counts once."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    final: bool = False
+
+
+class EndBody(Body):
+    """``POST /s/<id>/end``."""
+
+    outcome: Literal["done", "failed", "discard"] = "done"
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    replay: SessionReplay | None = None
+    reason: str = Field(default="", max_length=1000)
+
+
+class FeedbackBody(Body):
+    """``POST /feedback``, in the form of Trinity-RFT."""
+
+    reward: float = Field(allow_inf_nan=False)
+    msg_ids: list[str] = Field(min_length=1, max_length=MAX_MESSAGES)
+    task_id: int | str = ""
+    run_id: int | str = 0
+
+
+def shown(session: Session) -> dict[str, Any]:
+    """Return what is told of a session."""
+    opened = session.opened
+    found: dict[str, Any] = {
+        "id": session.id,
+        "state": session.state,
+        "why": session.why or None,
+        "calls": session.asked,
+        "sampled_tokens": session.sampled_tokens,
+        "reward": session.reward,
+        "call_rewards": [
+            {"call": call, "choice": choice, "reward": value} for (call, choice), value in session.call_rewards.items()
+        ],
+        "metrics": session.metrics,
+        "group": session.group or None,
+        "labels": {} if opened is None else opened.labels,
+        "record": None if opened is None else opened.record,
+        "sampled_out": opened is not None and opened.sampled_out,
+        "call_ids": list(session.calls),
+        "breaks": [call.break_cause for call in session.calls.values() if call.break_cause],
+        "versions": sorted(
+            {row[1:] for call in session.calls.values() for one in call.choices for row in one.versions}
+        ),
+    }
+    if session.batch is not None:
+        found |= {"batch": session.batch.batch, "ticket": session.batch.ticket}
+    if session.state == "trained" and session.trained is not None:
+        found["trained"] = {"generation": session.trained.generation, "step": session.trained.step}
+    return found

@@ -1,0 +1,89 @@
+"""Where a gateway keeps its sessions: in this process for a workflow's own, on a stream for those of a run."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from trinity_mq.gateway.ledger import Applied, Ledger
+from trinity_mq.gateway.session import Event, Session
+from trinity_mq.messages import (
+    SessionCall,
+    SessionEnd,
+    SessionOpened,
+    SessionReward,
+    SessionsCommitted,
+)
+
+Said = SessionReward | SessionEnd | SessionsCommitted
+"""Events that come from outside."""
+
+
+class BookUnavailable(Exception):
+    """What was said cannot be kept now; saying it again later may do."""
+
+
+class Book(Protocol):
+    """Keeps the events of sessions."""
+
+    ledger: Ledger
+
+    async def open(self, opened: SessionOpened) -> None:
+        """Begin a session.
+
+        Raises:
+            BookUnavailable: It cannot be kept.
+        """
+
+    async def find(self, session: str) -> Session | None:
+        """Return a session; one that was begun elsewhere a moment ago is waited for."""
+
+    async def record(self, call: SessionCall) -> bool:
+        """Keep an answer; return whether it is sure to be kept by now."""
+
+    async def say(self, event: Said, message_id: str) -> Applied:
+        """Keep what came from outside, once by its id, and return its effect.
+
+        Raises:
+            BookUnavailable: It cannot be kept.
+        """
+
+    def is_ready(self) -> bool:
+        """Return whether all that was said earlier is known."""
+
+
+class MemoryBook:
+    """Sessions that end with this process.
+
+    Args:
+        clock: Returns seconds since the epoch.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.ledger = Ledger()
+        self._clock = clock
+        self._offsets = itertools.count()
+
+    async def open(self, opened: SessionOpened) -> None:
+        self._apply(opened, f"opened-{opened.session}")
+
+    async def find(self, session: str) -> Session | None:
+        return self.ledger.get(session)
+
+    async def record(self, call: SessionCall) -> bool:
+        return self._apply(call, call.message_id).taken == "new"
+
+    async def say(self, event: Said, message_id: str) -> Applied:
+        if isinstance(event, SessionsCommitted):
+            self.ledger.apply_committed()
+            return Applied("new")
+        return self._apply(event, message_id)
+
+    def is_ready(self) -> bool:
+        return True
+
+    def _apply(self, body: SessionOpened | SessionCall | SessionReward | SessionEnd, message_id: str) -> Applied:
+        offset = next(self._offsets)
+        return self.ledger.apply(Event(offset, offset, 0, message_id, self._clock(), body, 0))

@@ -1,0 +1,172 @@
+"""Asks engines for sessions: by load and health, the same one for the same session, another one where one is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import aiohttp
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay
+
+from trinity_mq.models.clients import EngineClients, engine_error, stream_error, with_version
+from trinity_mq.models.errors import EngineLost, EngineNotReady
+from trinity_mq.models.inference import InferenceModel
+from trinity_mq.models.recording.calls import LOGPROBS_HEADERS
+from trinity_mq.models.recording.sse import EventReader, Gathered
+from trinity_mq.models.request_groups import CONNECT_SECONDS
+
+LOST_PAUSE = 0.25
+"""Seconds before another engine is asked where one is lost."""
+DONE = b"[DONE]"
+
+
+class Choice(Protocol):
+    """Chooses engines; see :class:`trinity_mq.models.engine_selection.EngineSelector`."""
+
+    def __call__(self, prefer: str = "") -> InferenceModel: ...
+
+    def lost(self, engine: InferenceModel) -> None: ...
+
+
+class Stream:
+    """A streamed answer: its chunks as they come, and the whole once it is over."""
+
+    def __init__(self, response: aiohttp.ClientResponse, model: InferenceModel, url: str) -> None:
+        self.response, self.model, self._url = response, model, url
+        self._gathered = Gathered()
+        self._named: dict[str, Any] = {}
+        with_version(self._named, response.headers)
+        self._gathered.add(self._named)
+        self._usage: Any = None
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the chunks.
+
+        Raises:
+            EngineError: The stream reports an error, or breaks off.
+        """
+        reader, ended = EventReader(), b""
+        try:
+            async for data in self.response.content.iter_any():
+                ended = (ended + data)[-64:]
+                for chunk in reader.feed(data):
+                    if not isinstance(chunk, dict):
+                        continue
+                    if chunk.get("error"):
+                        raise stream_error(chunk["error"], self._url)
+                    self._usage = chunk.get("usage") or self._usage
+                    self._gathered.add(chunk)
+                    yield chunk
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise EngineLost(f"{self._url}: {type(error).__name__}: {error}", self.model) from error
+        if DONE not in ended:
+            raise EngineLost(f"{self._url}: the stream ended early", self.model)
+
+    def answer(self) -> dict[str, Any]:
+        """Return the whole answer so far, in the form of one that is not streamed."""
+        found = self._gathered.answer()
+        return found if self._usage is None else {**found, "usage": self._usage}
+
+
+class EngineCalls:
+    """Requests to the engines of a run.
+
+    Args:
+        choose: Chooses the engine of a request.
+        clients: Connections to engines.
+        not_ready_timeout: Seconds to wait for an engine with weights.
+        request_timeout: Seconds for one answer.
+    """
+
+    def __init__(
+        self, choose: Choice, clients: EngineClients, *, not_ready_timeout: float, request_timeout: float
+    ) -> None:
+        self._choose, self._clients = choose, clients
+        self._not_ready_timeout, self._request_timeout = not_ready_timeout, request_timeout
+
+    async def ask(self, path: str, body: Mapping[str, Any], prefer: str) -> tuple[dict[str, Any], InferenceModel]:
+        """Return the answer to a request, and who gave it.
+
+        Args:
+            path: Route of the engine.
+            body: The request; its ``model`` is filled in.
+            prefer: Id of the engine to ask where others are not better off.
+
+        Raises:
+            EngineNotReady: No engine had weights in time.
+            EngineLost: No engine answered.
+            EngineRefused: The request cannot be served as it is.
+        """
+
+        async def once() -> tuple[dict[str, Any], InferenceModel]:
+            model = self._choose(prefer)
+            with self._named(model):
+                sent = {**body, "model": model.name}
+                url = model.url + path
+                answer = await self._clients.post_async(url, sent, LOGPROBS_HEADERS, self._request_timeout)
+            return answer, model
+
+        found: tuple[dict[str, Any], InferenceModel] = await self._patiently()(once)
+        return found
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Mapping[str, Any], prefer: str) -> AsyncIterator[Stream]:
+        """Return a streamed answer; the arguments and errors are those of :meth:`ask`. Once it has begun, no other
+        engine can go on with it.
+        """
+
+        async def begin() -> Stream:
+            model = self._choose(prefer)
+            url = model.url + path
+            with self._named(model):
+                limit = aiohttp.ClientTimeout(total=self._request_timeout, sock_connect=CONNECT_SECONDS)
+                try:
+                    response = await self._clients.open_async(url, {**body, "model": model.name}, {}, limit)
+                except (aiohttp.ClientError, OSError) as error:
+                    raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
+                if response.status == 200:
+                    return Stream(response, model, url)
+                async with response:
+                    text = await response.read()
+                try:
+                    said = json.loads(text)
+                except ValueError:
+                    said = {}
+                raise engine_error(response.status, response.headers.get("Retry-After"), said, url)
+
+        stream: Stream = await self._patiently()(begin)
+        async with stream.response:
+            yield stream
+
+    def _patiently(self) -> AsyncRetrying:
+        return AsyncRetrying(
+            retry=retry_if_exception_type((EngineNotReady, EngineLost)),
+            wait=_pause,
+            stop=stop_after_delay(self._not_ready_timeout),
+            reraise=True,
+        )
+
+    def _named(self, model: InferenceModel) -> _Named:
+        return _Named(self._choose, model)
+
+
+class _Named:
+    """Reports an engine that did not answer to whoever chooses."""
+
+    def __init__(self, choose: Choice, model: InferenceModel) -> None:
+        self._choose, self._model = choose, model
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, EngineLost):
+            error.engine = self._model
+            self._choose.lost(self._model)
+
+
+def _pause(state: RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    return error.retry_after if isinstance(error, EngineNotReady) else LOST_PAUSE

@@ -1,0 +1,200 @@
+"""The Messages API of Anthropic over chat completions.
+
+Form: Anthropic API reference, "Messages" and "Streaming Messages".
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_mq.gateway.protocols.base import (
+    BadRequest,
+    EngineRequest,
+    Events,
+    Protocol,
+    named_event,
+    text_of_parts,
+    usage_of,
+)
+from trinity_mq.gateway.protocols.openai import CHAT
+
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+PASSED = ("temperature", "top_p", "return_token_ids")
+"""Options that mean the same in chat completions."""
+
+
+class AnthropicProtocol(Protocol):
+    """``/v1/messages``."""
+
+    prefix = "msg_"
+
+    def request(self, body: Mapping[str, Any]) -> EngineRequest:
+        chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
+        chat |= {"model": body.get("model"), "messages": _messages(body)}
+        if body.get("max_tokens") is not None:
+            chat["max_completion_tokens"] = body["max_tokens"]
+        if body.get("stop_sequences"):
+            chat["stop"] = body["stop_sequences"]
+        if tools := [_tool(number, tool) for number, tool in enumerate(body.get("tools") or ())]:
+            chat["tools"] = tools
+            choice = body.get("tool_choice") or {"type": "auto"}
+            named = {"type": "function", "function": {"name": choice.get("name")}}
+            chat["tool_choice"] = {"auto": "auto", "none": "none", "any": "required"}.get(
+                str(choice.get("type")), named
+            )
+        return EngineRequest(CHAT, chat, bool(body.get("stream")))
+
+    def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        choice = answer["choices"][0]
+        message = choice.get("message") or {}
+        prompt, sampled = usage_of(answer)
+        text = message.get("content")
+        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
+        content += [_tool_use(one) for one in message.get("tool_calls") or ()]
+        return {
+            **_message(call, body, prompt),
+            "content": content,
+            "stop_reason": STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn"),
+            "usage": {"input_tokens": prompt, "output_tokens": sampled},
+        }
+
+    def events(self, call: str, body: Mapping[str, Any]) -> AnthropicEvents:
+        return AnthropicEvents(call, body)
+
+    def error(self, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class AnthropicEvents(Events):
+    """Events of a streamed message: a block of text, then a block for each call of a tool."""
+
+    def __init__(self, call: str, body: Mapping[str, Any]) -> None:
+        self._call, self._body = call, body
+        self._blocks = 0
+        self._is_open = self._has_begun = False
+
+    def opening(self) -> list[bytes]:
+        return []  # the first one says how long the prompt is
+
+    def of(self, chunk: Mapping[str, Any]) -> list[bytes]:
+        found = self._begin(len(chunk.get("prompt_token_ids") or ()))
+        for choice in chunk.get("choices") or ():
+            piece = (choice.get("delta") or {}).get("content")
+            if not piece or choice.get("index"):
+                continue
+            if not self._is_open:
+                self._is_open = True
+                block = {"type": "text", "text": ""}
+                found.append(named_event({"type": "content_block_start", "index": 0, "content_block": block}))
+            delta = {"type": "text_delta", "text": piece}
+            found.append(named_event({"type": "content_block_delta", "index": 0, "delta": delta}))
+        return found
+
+    def closing(self, answer: Mapping[str, Any]) -> list[bytes]:
+        choice = answer["choices"][0]
+        found = self._begin(usage_of(answer)[0])
+        if self._is_open:
+            found.append(named_event({"type": "content_block_stop", "index": 0}))
+            self._blocks = 1
+        for one in (choice.get("message") or {}).get("tool_calls") or ():
+            used, place = _tool_use(one), self._blocks
+            block = {**used, "input": {}}
+            found.append(named_event({"type": "content_block_start", "index": place, "content_block": block}))
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(used["input"])}
+            found.append(named_event({"type": "content_block_delta", "index": place, "delta": delta}))
+            found.append(named_event({"type": "content_block_stop", "index": place}))
+            self._blocks += 1
+        reason = STOP_REASONS.get(str(choice.get("finish_reason")), "end_turn")
+        ended = {"stop_reason": reason, "stop_sequence": None}
+        usage = {"output_tokens": usage_of(answer)[1]}
+        found.append(named_event({"type": "message_delta", "delta": ended, "usage": usage}))
+        return [*found, named_event({"type": "message_stop"})]
+
+    def failed(self, message: str, kind: str) -> list[bytes]:
+        return [named_event({"type": "error", "error": {"type": kind, "message": message}})]
+
+    def _begin(self, prompt: int) -> list[bytes]:
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        return [named_event({"type": "message_start", "message": _message(self._call, self._body, prompt)})]
+
+
+def _message(call: str, body: Mapping[str, Any], prompt: int) -> dict[str, Any]:
+    return {
+        "id": call,
+        "type": "message",
+        "role": "assistant",
+        "model": body.get("model") or "",
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": prompt, "output_tokens": 0},
+    }
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return ``system`` and ``messages`` as messages of a chat."""
+    found: list[dict[str, Any]] = []
+    if system := text_of_parts(body.get("system"), ("text",), "system"):
+        found.append({"role": "system", "content": system})
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise BadRequest(f"messages is {given!r:.80}, wanted a list of messages", "messages")
+    for number, message in enumerate(given):
+        where = f"messages.{number}"
+        if not isinstance(message, dict) or message.get("role") not in {"user", "assistant", "system"}:
+            role = message.get("role") if isinstance(message, dict) else message
+            raise BadRequest(f"{where}.role is {role!r:.80}, wanted user or assistant", where)
+        content = message.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            raise BadRequest(f"{where}.content is a {type(content).__name__}, wanted text or a list of blocks", where)
+        found += _of_one(message["role"], parts, f"{where}.content")
+    return found
+
+
+def _of_one(role: str, parts: list[Any], where: str) -> list[dict[str, Any]]:
+    """Return the messages that the blocks of one message make: results of tools are messages of their own."""
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind == "text":
+            texts.append(str(part.get("text") or ""))
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": part.get("name"), "arguments": json.dumps(part.get("input") or {})}
+            calls.append({"id": part.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            text = text_of_parts(part.get("content"), ("text",), f"{where}.{number}.content")
+            results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": text})
+        elif kind not in {"thinking", "redacted_thinking"}:  # of another model: this one does not see it
+            raise BadRequest(f"{where}.{number} is of type {kind!r}; taken are text, tool_use and tool_result", where)
+    text = "".join(texts)
+    if role == "assistant":
+        return [{"role": role, "content": text or None, **({"tool_calls": calls} if calls else {})}]
+    return [*results, *([{"role": role, "content": text}] if text or not results else [])]
+
+
+def _tool(number: int, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str) or tool.get("type", "custom") != "custom":
+        raise BadRequest(f"tools.{number} is {tool!r:.80}, wanted a name and an input_schema", f"tools.{number}")
+    function = {"name": tool["name"], "parameters": tool.get("input_schema") or {"type": "object"}}
+    if tool.get("description"):
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    try:
+        given = json.loads(function.get("arguments") or "{}")
+    except ValueError:
+        given = function.get("arguments")
+    found = given if isinstance(given, dict) else {"arguments": given}
+    name = call.get("id") or f"toolu_{uuid.uuid4().hex[:24]}"
+    return {"type": "tool_use", "id": name, "name": function.get("name"), "input": found}

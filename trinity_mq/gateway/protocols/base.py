@@ -1,0 +1,125 @@
+"""What an API translates, and its errors."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class BadRequest(ValueError):
+    """A request that cannot be translated; the message says what was sent and what is taken."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request as engines take it."""
+
+    path: str
+    """Route of the engine."""
+    body: dict[str, Any]
+    streams: bool
+    """The agent wants its answer as it comes."""
+
+
+class Events(ABC):
+    """Turns the chunks of a streamed chat completion into the events of an API."""
+
+    @abstractmethod
+    def opening(self) -> list[bytes]:
+        """Return the events before the first chunk."""
+
+    @abstractmethod
+    def of(self, chunk: Mapping[str, Any]) -> list[bytes]:
+        """Return the events of one chunk."""
+
+    @abstractmethod
+    def closing(self, answer: Mapping[str, Any]) -> list[bytes]:
+        """Return the events after the last chunk; ``answer`` is the whole as one that is not streamed."""
+
+    @abstractmethod
+    def failed(self, message: str, kind: str) -> list[bytes]:
+        """Return the event of an error on the way."""
+
+
+class Protocol(ABC):
+    """One API."""
+
+    prefix: str
+    """Beginning of the ids of its answers."""
+
+    def new_id(self) -> str:
+        """Return the id of an answer."""
+        return f"{self.prefix}{uuid.uuid4().hex}"
+
+    @abstractmethod
+    def request(self, body: Mapping[str, Any]) -> EngineRequest:
+        """Return the request to the engine.
+
+        Raises:
+            BadRequest: It asks for what no engine here has.
+        """
+
+    @abstractmethod
+    def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer in the form of the API.
+
+        Args:
+            answer: The engine's.
+            call: Its id.
+            body: The agent's request.
+        """
+
+    @abstractmethod
+    def events(self, call: str, body: Mapping[str, Any]) -> Events:
+        """Return the translation of a streamed answer."""
+
+    @abstractmethod
+    def error(self, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+        """Return the body of an error."""
+
+
+def data_event(content: Any) -> bytes:
+    """Return a server-sent event without a name."""
+    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
+
+
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event that is named by its ``type``."""
+    return f"event: {content['type']}\n".encode() + data_event(content)
+
+
+def text_of_parts(content: Any, kinds: Sequence[str], where: str) -> str:
+    """Return the text of a content that is text or a list of parts of text.
+
+    Raises:
+        BadRequest: A part is none of ``kinds``.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise BadRequest(f"{where} is a {type(content).__name__}, wanted text or a list of parts", where)
+    found = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in kinds or not isinstance(part.get("text"), str):
+            raise BadRequest(f"{where}.{number} is of type {kind!r}; this model takes {' or '.join(kinds)}", where)
+        found.append(part["text"])
+    return "".join(found)
+
+
+def usage_of(answer: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the tokens of the prompt and of the answers."""
+    used = answer.get("usage") or {}
+    prompt = used.get("prompt_tokens", len(answer.get("prompt_token_ids") or ()))
+    sampled = sum(len(choice.get("token_ids") or ()) for choice in answer.get("choices") or ())
+    return int(prompt), int(used.get("completion_tokens", sampled))

@@ -1,0 +1,84 @@
+"""Chat and text completions of the OpenAI API: what engines speak, without what they add for training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_mq.gateway.protocols.base import BadRequest, EngineRequest, Events, Protocol, data_event, usage_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+FOR_TRAINING = ("prompt_token_ids", "prompt_text", "weight_version")
+FOR_TRAINING_OF_A_CHOICE = (*FOR_TRAINING, "token_ids", "token_logprobs", "weight_versions", "response_text")
+DONE = b"data: [DONE]\n\n"
+
+
+class OpenAIEvents(Events):
+    """Chunks as they are, under the answer's id."""
+
+    def __init__(self, call: str, body: Mapping[str, Any]) -> None:
+        self._call, self._body = call, body
+        self._wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+
+    def opening(self) -> list[bytes]:
+        return []
+
+    def of(self, chunk: Mapping[str, Any]) -> list[bytes]:
+        if not chunk.get("choices") and not self._wants_usage:
+            return []
+        return [data_event(_public(chunk, self._call, self._body))]
+
+    def closing(self, answer: Mapping[str, Any]) -> list[bytes]:
+        return [DONE]
+
+    def failed(self, message: str, kind: str) -> list[bytes]:
+        return [data_event({"error": {"message": message, "type": kind, "param": None, "code": kind}})]
+
+
+class OpenAIProtocol(Protocol):
+    """One of the two routes."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.prefix = "chatcmpl-" if path == CHAT else "cmpl-"
+
+    def request(self, body: Mapping[str, Any]) -> EngineRequest:
+        prompt = body.get("prompt")
+        if self._path == COMPLETIONS and isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt):
+            raise BadRequest(f"prompt is a list of {len(prompt)} prompts; send one prompt a request", "prompt")
+        return EngineRequest(self._path, dict(body), bool(body.get("stream")))
+
+    def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return _public(answer, call, body)
+
+    def events(self, call: str, body: Mapping[str, Any]) -> OpenAIEvents:
+        return OpenAIEvents(call, body)
+
+    def error(self, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+        return {"error": {"message": message, "type": kind, "param": param, "code": kind}}
+
+
+def _is_tokens(prompt: list[Any]) -> bool:
+    return all(type(token) is int for token in prompt)
+
+
+def _public(answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer or a chunk without what training needs and the agent has not asked for."""
+    if body.get("return_token_ids"):
+        return {**answer, "id": call}
+    found = {name: value for name, value in answer.items() if name not in FOR_TRAINING}
+    asks_logprobs = body.get("logprobs") is not None and body["logprobs"] is not False
+    found["choices"] = [
+        {
+            name: value if name != "logprobs" or asks_logprobs else None
+            for name, value in choice.items()
+            if name not in FOR_TRAINING_OF_A_CHOICE
+        }
+        for choice in answer.get("choices") or ()
+    ]
+    if "usage" not in found and found.get("object") in {"chat.completion", "text_completion"}:
+        prompt, sampled = usage_of(answer)
+        found["usage"] = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    if not body.get("model"):
+        return {**found, "id": call}
+    return {**found, "id": call, "model": body["model"]}

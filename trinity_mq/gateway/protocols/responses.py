@@ -1,0 +1,240 @@
+"""The Responses API of OpenAI over chat completions.
+
+Form: OpenAI API reference, "Responses" and "Streaming events". Nothing is stored: a conversation comes whole in
+``input``, as agent frameworks send it.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_mq.gateway.protocols.base import (
+    BadRequest,
+    EngineRequest,
+    Events,
+    Protocol,
+    named_event,
+    text_of_parts,
+    usage_of,
+)
+from trinity_mq.gateway.protocols.openai import CHAT
+
+PARTS = ("input_text", "output_text", "text")
+PASSED = ("temperature", "top_p", "parallel_tool_calls", "seed", "user", "metadata", "return_token_ids")
+"""Options that mean the same in chat completions."""
+
+
+class ResponsesProtocol(Protocol):
+    """``/v1/responses``."""
+
+    prefix = "resp_"
+
+    def request(self, body: Mapping[str, Any]) -> EngineRequest:
+        if body.get("previous_response_id"):
+            raise BadRequest(
+                "previous_response_id names a response, and none is stored here: send the whole conversation in input",
+                "previous_response_id",
+            )
+        chat: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
+        chat |= {"model": body.get("model"), "messages": _messages(body)}
+        if body.get("max_output_tokens") is not None:
+            chat["max_completion_tokens"] = body["max_output_tokens"]
+        if tools := [_tool(number, tool) for number, tool in enumerate(body.get("tools") or ())]:
+            chat["tools"] = tools
+            choice = body.get("tool_choice", "auto")
+            chat["tool_choice"] = (
+                {"type": "function", "function": {"name": choice.get("name")}} if isinstance(choice, dict) else choice
+            )
+        return EngineRequest(CHAT, chat, bool(body.get("stream")))
+
+    def answer(self, answer: Mapping[str, Any], call: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        choice = answer["choices"][0]
+        return _response(call, body, _output(choice.get("message") or {}, call), answer)
+
+    def events(self, call: str, body: Mapping[str, Any]) -> ResponsesEvents:
+        return ResponsesEvents(call, body)
+
+    def error(self, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+        return {"error": {"message": message, "type": kind, "param": param, "code": kind}}
+
+
+class ResponsesEvents(Events):
+    """Events of a streamed response: one message, whose text comes piece by piece, then the calls of tools."""
+
+    def __init__(self, call: str, body: Mapping[str, Any]) -> None:
+        self._call, self._body = call, body
+        self._number = 0
+        self._text = ""
+        self._message = _message_id(call)
+        self._is_open = False
+
+    def opening(self) -> list[bytes]:
+        response = _response(self._call, self._body, [], None)
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def of(self, chunk: Mapping[str, Any]) -> list[bytes]:
+        found = []
+        for choice in chunk.get("choices") or ():
+            piece = (choice.get("delta") or {}).get("content")
+            if not piece or choice.get("index"):
+                continue
+            if not self._is_open:
+                self._is_open = True
+                item = _message(self._message, "", "in_progress")
+                found.append(self._event("response.output_item.added", output_index=0, item={**item, "content": []}))
+                found.append(self._part("response.content_part.added", part=_text_part("")))
+            self._text += piece
+            found.append(self._part("response.output_text.delta", delta=piece, logprobs=[]))
+        return found
+
+    def closing(self, answer: Mapping[str, Any]) -> list[bytes]:
+        message = answer["choices"][0].get("message") or {}
+        output = _output({**message, "content": self._text}, self._call)
+        found = []
+        if self._is_open:
+            found.append(self._part("response.output_text.done", text=self._text, logprobs=[]))
+            found.append(self._part("response.content_part.done", part=_text_part(self._text)))
+            found.append(self._event("response.output_item.done", output_index=0, item=output[0]))
+        for place, item in enumerate(output):
+            if item["type"] != "function_call":
+                continue
+            begun = {**item, "arguments": "", "status": "in_progress"}
+            found.append(self._event("response.output_item.added", output_index=place, item=begun))
+            where = {"item_id": item["id"], "output_index": place}
+            found.append(self._event("response.function_call_arguments.delta", delta=item["arguments"], **where))
+            done = {"arguments": item["arguments"], "name": item["name"], **where}
+            found.append(self._event("response.function_call_arguments.done", **done))
+            found.append(self._event("response.output_item.done", output_index=place, item=item))
+        response = _response(self._call, self._body, output, answer)
+        kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
+        return [*found, self._event(kind, response=response)]
+
+    def failed(self, message: str, kind: str) -> list[bytes]:
+        return [self._event("error", message=message, code=kind, param=None)]
+
+    def _part(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._message, output_index=0, content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return named_event({"type": kind, "sequence_number": self._number - 1, **fields})
+
+
+def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return ``instructions`` and ``input`` as messages of a chat."""
+    found: list[dict[str, Any]] = []
+    if instructions := body.get("instructions"):
+        found.append({"role": "system", "content": instructions})
+    given = body.get("input")
+    if isinstance(given, str):
+        return [*found, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise BadRequest(f"input is {given!r:.80}, wanted text or a list of items", "input")
+    for number, item in enumerate(given):
+        where = f"input.{number}"
+        if not isinstance(item, dict):
+            raise BadRequest(f"{where} is a {type(item).__name__}, wanted an object", where)
+        kind = item.get("type", "message")
+        if kind == "message":
+            role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
+            found.append({"role": role, "content": text_of_parts(item.get("content"), PARTS, f"{where}.content")})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if found and found[-1]["role"] == "assistant":  # text and calls were one answer
+                found[-1].setdefault("tool_calls", []).append(call)
+            else:
+                found.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = item.get("output")
+            text = output if isinstance(output, str) else text_of_parts(output, PARTS, f"{where}.output")
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        elif kind != "reasoning":  # of another model: this one does not see it
+            raise BadRequest(
+                f"{where} is of type {kind!r}; taken are message, function_call and function_call_output", where
+            )
+    return found
+
+
+def _tool(number: int, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        raise BadRequest(f"tools.{number} is of type {kind!r}; this model takes functions only", f"tools.{number}")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _message_id(call: str) -> str:
+    return "msg_" + call.removeprefix("resp_")
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message(name: str, text: str, status: str) -> dict[str, Any]:
+    return {"id": name, "type": "message", "role": "assistant", "status": status, "content": [_text_part(text)]}
+
+
+def _output(message: Mapping[str, Any], call: str) -> list[dict[str, Any]]:
+    """Return the items of a response: its text, where there is any, then the calls of tools."""
+    calls = message.get("tool_calls") or ()
+    text = message.get("content") or ""
+    found = [_message(_message_id(call), text, "completed")] if text or not calls else []
+    for one in calls:
+        function = one.get("function") or {}
+        name = one.get("id") or f"call_{uuid.uuid4().hex[:24]}"
+        found.append(
+            {
+                "id": f"fc_{name}",
+                "type": "function_call",
+                "call_id": name,
+                "name": function.get("name"),
+                "arguments": function.get("arguments") or "{}",
+                "status": "completed",
+            }
+        )
+    return found
+
+
+def _response(
+    call: str, body: Mapping[str, Any], output: list[dict[str, Any]], answer: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    cut = answer is not None and answer["choices"][0].get("finish_reason") == "length"
+    status = "in_progress" if answer is None else "incomplete" if cut else "completed"
+    prompt, sampled = (0, 0) if answer is None else usage_of(answer)
+    usage = {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + sampled,
+    }
+    return {
+        "id": call,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata") or {},
+        "model": body.get("model") or (answer or {}).get("model") or "",
+        "output": output,
+        "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "previous_response_id": None,
+        "temperature": body.get("temperature"),
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "tool_choice": body.get("tool_choice", "auto"),
+        "tools": body.get("tools") or [],
+        "top_p": body.get("top_p"),
+        "truncation": "disabled",
+        "usage": None if answer is None else usage,
+    }

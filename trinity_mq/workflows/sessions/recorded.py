@@ -1,0 +1,88 @@
+"""The workflow of sessions that a gateway recorded: run ``r`` is session ``r`` of the task; the model is not asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trinity_mq.config.modes.gateway import Merge
+from trinity_mq.experience import Experience
+from trinity_mq.messages import DecodeError, SessionCall, decode
+from trinity_mq.workflows.sessions.assembly import session_experiences, session_metrics
+from trinity_mq.workflows.workflow import TaskError, Workflow
+
+WORKFLOW = "recorded_sessions"
+
+
+class RecordedSession(BaseModel):
+    """A session in a task's record."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    calls: list[bytes]
+    """Messages of kind ``session_call``."""
+    reward: float | None = None
+    call_rewards: list[tuple[str, int | None, float]] = Field(default_factory=list)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    labels: dict[str, str] = Field(default_factory=dict)
+
+
+class RecordedSessions(BaseModel):
+    """The record of such a task."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sessions: list[RecordedSession]
+    merge: Merge = "prefix"
+    turn_discount: float = 1.0
+
+
+class RecordedSessionsWorkflow(Workflow):
+    """Makes the experiences of recorded sessions."""
+
+    is_async = True
+    can_repeat = True
+
+    async def run_async(self) -> list[Experience]:
+        """Return the experiences of all runs of the slice.
+
+        Raises:
+            TaskError: The record holds no session for a run, or one that cannot be read.
+        """
+        try:
+            record = RecordedSessions.model_validate(self.task.raw_task)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise TaskError(
+                f"{'.'.join(map(str, first['loc']))}: {first['msg']}; wanted sessions of a gateway"
+            ) from error
+        found: list[Experience] = []
+        for run in range(self.run_id_base, self.run_id_base + self.repeat_times):
+            if run >= len(record.sessions):
+                raise TaskError(f"the task has {len(record.sessions)} sessions, wanted one for run {run}")
+            found += _experiences(record, record.sessions[run], run)
+        return found
+
+
+def _experiences(record: RecordedSessions, session: RecordedSession, run: int) -> list[Experience]:
+    try:
+        calls = [decode(body, SessionCall) for body in session.calls]
+        found = session_experiences(
+            calls,
+            reward=session.reward,
+            call_rewards={(call, choice): reward for call, choice, reward in session.call_rewards},
+            merge=record.merge,
+            turn_discount=record.turn_discount,
+        )
+    except (DecodeError, ValueError) as error:
+        raise TaskError(f"session {session.id}: {error}") from error
+    if not found:
+        raise TaskError(f"session {session.id} has no answer with a reward")
+    metrics: dict[str, Any] = session_metrics(calls, len(found)) | session.metrics
+    for step, experience in enumerate(found):
+        experience.eid.run, experience.eid.step = run, step
+        experience.info |= {"session": session.id, **({"labels": session.labels} if session.labels else {})}
+    found[-1].metrics |= metrics
+    return found
