@@ -94,7 +94,8 @@ async def test_fixed_with_interval_1_and_offset_0_is_on_policy(tmp_path: Path) -
 def check_the_timeline(run: LocalRun) -> None:
     """One period after another, as in the documented timeline: the batch, then its step, then the sync.
 
-    The explorer hears of its batch's last slice from the runner, the trainer from the operator: neither waits for the other.
+    The explorer hears of its batch's last slice from the runner, the trainer from the operator: neither waits for the
+    other.
     """
     trace = json.loads((run.run_dir / "timeline.json").read_text())
     names = {event["name"] for event in trace["traceEvents"]}

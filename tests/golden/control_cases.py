@@ -26,6 +26,7 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
     ("task_submission", 1): {
         "minimal": {"task": {"raw_task": {"question": "1+1=", "answer": "2"}}},
         "full": {"task": TASK, "submission_id": "sub-Ω-1", "want_experiences": True},
+        "exact": {"task": TASK, "submission_id": "sessions-1", "exact_runs": True},
     },
     ("submission_outcome", 1): {
         "minimal": {"submission_id": "s", "batch": 1, "ticket": "t", "outcome": "finished"},
@@ -325,6 +326,15 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "foreign": 3,
             "detail": {"run_id": "c5f2f0d95c6f4a4c9a8de2c1a5a0f3b7", "ready_offset": 41, "left_over": 40},
         },
+        "gateway": {
+            "role": "gateway",
+            "id": "gateway-0",
+            "seq": 12,
+            "incarnation": "b7e1",
+            "lease": 10.0,
+            "state": "working",
+            "detail": {"url": "http://127.0.0.1:8710", "acting": True, "open": 3, "kept_bytes": 4096, "calls": 17},
+        },
     },
     ("metrics", 1): {
         "minimal": {"role": "trainer", "id": "trainer-0", "step": 0, "values": {}},
@@ -344,5 +354,89 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
     ("control_event", 1): {
         "minimal": {"verb": "drain", "target": "runner"},
         "full": {"verb": "restart", "target": "explorer-0", "reason": "neue Gewichte — 重启"},
+    },
+    ("session_opened", 1): {
+        "minimal": {"session": "s", "opened": 1.5, "idle_ttl": 60.0, "reward_ttl": 60.0},
+        "full": {
+            "session": "48b0889a3b9c019f8d0c320aa3b1e7cd",
+            "opened": 1795675389.25,
+            "key_hash": "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+            "scopes": ["call", "read"],
+            "record": "eval",
+            "sampled_out": True,
+            "task": {"question": "Größe von π·2?", "tries": [1, None]},
+            "group": "ticket-17 ü",
+            "group_size": 8,
+            "labels": {"user": "ключ"},
+            "idle_ttl": 3600.0,
+            "reward_ttl": 86400.0,
+            "ended": True,
+        },
+    },
+    ("session_call", 1): {
+        "minimal": {"session": "s", "call": "c", "at": 1.5},
+        "full": {
+            "session": "48b0889a3b9c019f8d0c320aa3b1e7cd",
+            "call": "chatcmpl-1",
+            "at": 1795675389.5,
+            "path": "/v1/chat/completions",
+            "temperature": 0.7,
+            "continues": "chatcmpl-0",
+            "choice": 1,
+            "prompt": [5, 511],
+            "prompt_text": "2+3?",
+            "choices": [
+                {
+                    "ids": [7, 200000],
+                    "logprobs": [-0.125, None],
+                    "text": "5 🙂",
+                    "finish_reason": "stop",
+                    "versions": [[0, 1, 25]],
+                },
+                {"ids": [], "logprobs": [], "text": "", "finish_reason": None, "versions": []},
+            ],
+            "version": [1, 25],
+            "supersedes": "chatcmpl-x",
+            "break_cause": "template",
+            "request": {"messages": [{"role": "user", "content": "2+3?"}]},
+        },
+    },
+    ("session_reward", 1): {
+        "minimal": {"session": "s", "reward": 1.5},
+        "full": {
+            "session": "48b0889a3b9c019f8d0c320aa3b1e7cd",
+            "reward": -0.25,
+            "call": "chatcmpl-1",
+            "choice": 1,
+            "how": "add",
+            "metrics": {"stars": 4.5},
+            "final": True,
+            "group": "g",
+        },
+        "numbered": {"session": "s", "reward": 0.5, "call": 0},
+    },
+    ("session_end", 1): {
+        "minimal": {"session": "s"},
+        "full": {
+            "session": "48b0889a3b9c019f8d0c320aa3b1e7cd",
+            "outcome": "failed",
+            "reward": 0.0,
+            "metrics": {"turns": 3.0},
+            "replay": {"workflow": "math_workflow", "runs": 8, "workflow_args": {"x": 1}},
+            "reason": "der Container starb",
+        },
+    },
+    ("sessions_committed", 1): {"minimal": {}, "full": {}},
+    ("sessions_decided", 1): {
+        "minimal": {"sessions": ["s"], "submission": "sessions-0"},
+        "full": {"sessions": ["s", "t"], "submission": "", "dropped": "no reward", "reason": "no reward came"},
+    },
+    ("sessions_trained", 1): {
+        "minimal": {"ticket": "t", "outcome": "skipped", "generation": 1, "step": 0},
+        "full": {"ticket": "t", "outcome": "trained", "generation": 2, "step": 41, "reason": "", "offset": 7},
+    },
+    ("session_refused", 1): {
+        "minimal": {"offset": 7, "reason": "no session 'x' is known"},
+        "full": {"offset": 9007199254740991, "reason": "Sitzung “x” ist unbekannt"},
     },
 }

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trinity_mq.gateway.recorded_call import KEPT_TURNS, Answers, Turn, ids_of
+from trinity_mq.gateway.recorded_call import KEPT_TURNS, Answers, Turn
 from trinity_mq.gateway.session import Session
 
 REMEMBERED = 20_000
@@ -65,7 +65,7 @@ def _from_events(session: Session) -> Conversation:
             prompt = answers.prompt(call)
         except ValueError:  # what it continues was not kept: nothing continues it either
             continue
-        tokens = [[*prompt, *ids_of(choice.ids)] for choice in call.choices]
+        tokens = [[*prompt, *choice.ids] for choice in call.choices]
         texts = [call.prompt_text + choice.text for choice in call.choices] if call.prompt_text else []
         found.turns.append(Turn(call.call, tokens, texts, call.temperature, call.request.get("messages") or ()))
     return found

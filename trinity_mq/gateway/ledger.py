@@ -129,7 +129,7 @@ class Ledger:
         self.kept_bytes += event.size
         if isinstance(event.body, SessionCall):
             self.counts["calls"] += 1
-            self.counts["tokens"] += sum(len(choice.ids) // 4 for choice in event.body.choices)
+            self.counts["tokens"] += sum(len(choice.ids) for choice in event.body.choices)
         return Applied("new", [session])
 
     def _apply_decision(self, event: Event, body: SessionsDecided) -> Applied:

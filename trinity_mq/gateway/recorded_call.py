@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +83,7 @@ def recorded_call(
         temperature=temperature,
         continues="" if continued is None else continued[0].call,
         choice=0 if continued is None else continued[1],
-        prompt=_packed_ids(prompt[skipped:]),
+        prompt=list(prompt[skipped:]),
         prompt_text=prompt_text if continued is None else "",
         choices=[_sampled(choice, text) for choice, text in zip(choices, texts, strict=True)],
         version=None if version is None else (version[0], version[1]),
@@ -129,25 +127,12 @@ def _sampled(choice: Mapping[str, Any], text: str) -> SampledChoice:
             f"the engine's answer has {0 if logprobs is None else len(logprobs)} logprobs for {len(ids)} tokens", 200
         )
     return SampledChoice(
-        ids=_packed_ids(ids),
-        logprobs=array("f", [math.nan if value is None else value for value in logprobs]).tobytes(),
+        ids=ids,
+        logprobs=logprobs,
         text=text,
         finish_reason=choice.get("finish_reason"),
         versions=[(row[0], row[1], row[2]) for row in choice.get("weight_versions") or ()],
     )
-
-
-def _packed_ids(ids: Sequence[int]) -> bytes:
-    return array("i", ids).tobytes()
-
-
-def ids_of(packed: bytes) -> list[int]:
-    """Return packed token ids as a list.
-
-    Raises:
-        ValueError: They are not whole numbers of 4 bytes.
-    """
-    return array("i", packed).tolist()
 
 
 class Answers:
@@ -175,8 +160,8 @@ class Answers:
                     raise ValueError(
                         f"call {call.call} continues {call.continues}, answer {call.choice}, which is not there"
                     )
-                tokens = [*self.prompt(before), *ids_of(before.choices[call.choice].ids)]
-            self._prompts[call.call] = [*tokens, *ids_of(call.prompt)]
+                tokens = [*self.prompt(before), *before.choices[call.choice].ids]
+            self._prompts[call.call] = [*tokens, *call.prompt]
         return self._prompts[call.call]
 
     def answer(self, call: SessionCall) -> dict[str, Any]:
@@ -187,10 +172,8 @@ class Answers:
             **({} if call.version is None else {"weight_version": list(call.version)}),
             "choices": [
                 {
-                    "token_ids": ids_of(choice.ids),
-                    "token_logprobs": [
-                        None if math.isnan(value) else value for value in array("f", choice.logprobs).tolist()
-                    ],
+                    "token_ids": choice.ids,
+                    "token_logprobs": choice.logprobs,
                     "weight_versions": [list(row) for row in choice.versions],
                     "finish_reason": choice.finish_reason,
                     "text": choice.text,

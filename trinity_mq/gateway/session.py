@@ -135,7 +135,7 @@ class Session:
         """Tokens of all its answers."""
         if not self.events:
             return self.counts[1]
-        return sum(len(choice.ids) // 4 for call in self.calls.values() for choice in call.choices)
+        return sum(len(choice.ids) for call in self.calls.values() for choice in call.choices)
 
     @property
     def asked(self) -> int:

@@ -59,10 +59,10 @@ class SampledChoice(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
-    ids: bytes = b""
-    """Token ids, 4 bytes each, little-endian."""
-    logprobs: bytes = b""
-    """As many floats of 4 bytes, little-endian; NaN where the engine gave none."""
+    ids: list[int] = Field(default_factory=list)
+    """Token ids."""
+    logprobs: list[float | None] = Field(default_factory=list)
+    """One for each; null where the engine gave none."""
     text: str = ""
     finish_reason: str | None = None
     versions: list[tuple[int, int, int]] = Field(default_factory=list)
@@ -86,7 +86,7 @@ class SessionCall(Message):
     """The call whose prompt and answer this prompt begins with, token by token; empty: none that is known."""
     choice: int = 0
     """Which answer of that call."""
-    prompt: bytes = b""
+    prompt: list[int] = Field(default_factory=list)
     """Token ids of the prompt, without those of the call that it continues."""
     prompt_text: str = ""
     """What the template rendered; with ``continues`` what is new in it, where that is known."""

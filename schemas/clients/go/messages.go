@@ -48,6 +48,8 @@ type TaskSubmission struct {
 	SubmissionID string `json:"submission_id,omitempty" msgpack:"submission_id,omitempty"`
 	// WantExperiences asks for the experiences too, after the outcome.
 	WantExperiences bool `json:"want_experiences,omitempty" msgpack:"want_experiences,omitempty"`
+	// ExactRuns says that RepeatTimes is meant as it is; else 1 stands for the group size of the run.
+	ExactRuns bool `json:"exact_runs,omitempty" msgpack:"exact_runs,omitempty"`
 }
 
 // SubmissionOutcome is the answer to a TaskSubmission.

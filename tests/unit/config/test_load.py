@@ -143,7 +143,7 @@ def test_it_survives_its_own_dump() -> None:
 def test_a_mode_that_is_not_there_is_refused_with_those_that_are() -> None:
     assert load_config({**TINY, "mode": "both"}) == load_config(TINY)
     with pytest.raises(ConfigError, match=r"mode: .*'both'"):
-        load_config({**TINY, "mode": "serve"})
+        load_config({**TINY, "mode": "teach"})
 
 
 def test_rollouts_of_hours_are_a_matter_of_time_limits_only() -> None:

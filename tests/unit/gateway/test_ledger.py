@@ -45,8 +45,8 @@ class Stream:
         self.put(SessionOpened(session=session, **given), f"opened-{session}")  # type: ignore[arg-type]
 
     def ask(self, session: str, call: str = "c0", tokens: int = 2) -> str:
-        choice = SampledChoice(ids=b"\x01\x00\x00\x00" * tokens, logprobs=b"\x00" * 4 * tokens, finish_reason="stop")
-        made = SessionCall(session=session, call=call, at=self.now, prompt=b"\x05\x00\x00\x00", choices=[choice])
+        choice = SampledChoice(ids=[1] * tokens, logprobs=[0.0] * tokens, finish_reason="stop")
+        made = SessionCall(session=session, call=call, at=self.now, prompt=[5], choices=[choice])
         return self.put(made, made.message_id)
 
     def reward(self, session: str, reward: float = 1.0, message_id: str = "", **fields: object) -> str:
@@ -291,7 +291,9 @@ def random_run(seed: int) -> Stream:
     names = [f"s{number}" for number in range(draw.randint(1, 6))]
     for name in names:
         group = draw.choice(["", "", "g"])
-        stream.open(name, group=group, group_size=draw.choice([1, 2, 3]), record=draw.choice(["train"] * 4 + ["eval", "off"]))
+        stream.open(
+            name, group=group, group_size=draw.choice([1, 2, 3]), record=draw.choice(["train"] * 4 + ["eval", "off"])
+        )
     for _ in range(draw.randint(5, 60)):
         name, what = draw.choice(names), draw.random()
         stream.now += draw.choice([1.0, 60.0, 0.4 * HOUR, 2 * HOUR])
@@ -324,7 +326,14 @@ def read(events: list[Event | SubmissionOutcome | SessionsTrained]) -> Ledger:
 
 def shape(ledger: Ledger) -> dict[str, tuple[object, ...]]:
     return {
-        one.id: (one.state, one.why, one.reward, sorted(one.call_rewards.items(), key=str), one.asked, one.sampled_tokens)
+        one.id: (
+            one.state,
+            one.why,
+            one.reward,
+            sorted(one.call_rewards.items(), key=str),
+            one.asked,
+            one.sampled_tokens,
+        )
         for one in ledger
     }
 

@@ -1,0 +1,271 @@
+"""Sessions over restarts, lost confirms, late and foreign events: each ends in one state, and becomes a task once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import pytest
+
+from tests.unit.agents.gateway.world import HOUR, DyingBus, Killed, World, config, until
+from trinity_agents.gateway.acting import task_of
+from trinity_mq.bus import Envelope
+from trinity_mq.gateway.book import BookUnavailable
+from trinity_mq.messages import SessionEnd, SessionReplay, SessionReward
+from trinity_mq.testing.virtual_time import run_virtually
+
+
+def state(book: Any, name: str) -> str:
+    found = book.ledger.get(name)
+    assert found is not None
+    return str(found.state)
+
+
+def test_a_reward_that_is_an_hour_late_and_a_gateway_that_was_restarted_meanwhile() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running():
+            async with world.gateway() as book:
+                await world.session(book, "a")
+                await book.say(SessionEnd(session="a"), "end-a")
+                assert state(book, "a") == "parked"
+            await asyncio.sleep(HOUR)
+            async with world.gateway() as book:
+                assert state(book, "a") == "parked"
+                applied = await book.say(SessionReward(session="a", reward=0.5), "late")
+                assert applied.taken == "new"
+                await until(book, lambda: state(book, "a") == "trained")
+                late = await book.say(SessionReward(session="a", reward=9.0), "later")
+                assert late.taken == "refused"
+            (task,) = world.accepted.values()
+            assert task.exact_runs
+            (session,) = task.task.raw_task["sessions"]
+            assert (session["id"], session["reward"]) == ("a", 0.5)
+
+    run_virtually(story())
+
+
+def test_no_reward_within_its_time() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a", reward_ttl=HOUR)
+            await book.say(SessionEnd(session="a"), "end-a")
+            await world.session(book, "silent", idle_ttl=60.0)
+            await until(book, lambda: state(book, "silent") == "parked", 100)
+            await until(book, lambda: state(book, "a") == "dropped", 2 * HOUR)
+            found = book.ledger.get("a")
+            assert found is not None
+            assert found.why == "no reward came within 3600 s"
+            assert world.accepted == {}
+
+    run_virtually(story())
+
+
+@pytest.mark.parametrize("keeps_last", [False, True])
+def test_the_acting_gateway_is_killed_at_each_of_its_publishes(keeps_last: bool) -> None:
+    async def story(dies_at: int) -> bool:
+        world = World()
+        async with world.running():
+            async with world.gateway(acts=False) as book:
+                for number in range(3):
+                    await world.session(book, f"s{number}")
+                    await book.say(SessionEnd(session=f"s{number}", reward=1.0), f"end-{number}")
+                await world.session(book, "never", reward_ttl=5.0)
+                await book.say(SessionEnd(session="never"), "end-never")
+                dying: DyingBus = world.bus(DyingBus)
+                dying.dies_at, dying.keeps_last = dies_at, keeps_last
+                died = False
+                try:
+                    async with world.gateway(bus=dying) as own:
+                        await until(own, lambda: own.ledger.live == {})
+                except* Killed:
+                    died = True
+                if died:
+                    async with world.gateway() as other:
+                        await until(other, lambda: other.ledger.live == {})
+                await until(book, lambda: book.ledger.live == {})
+                states = {one.id: one.state for one in book.ledger}
+                assert states == {"s0": "trained", "s1": "trained", "s2": "trained", "never": "dropped"}
+                assert len(world.accepted) == 3
+        return died
+
+    points = 0
+    while run_virtually(story(points + 1)):
+        points += 1
+        assert points < 100
+    assert points >= 10, "decisions, submissions, and what was trained"
+
+
+def test_confirms_are_lost_and_what_was_said_counts_once() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a")
+            for number in range(4):
+                world.broker.lose_confirm_once()
+                await book.say(SessionReward(session="a", reward=1.0, how="add"), f"r{number}")
+            found = book.ledger.get("a")
+            assert found is not None
+            assert found.reward == 4.0
+            world.broker.lose_confirm_once()
+            await book.say(SessionEnd(session="a"), "end-a")
+            await until(book, lambda: state(book, "a") == "trained")
+            assert len(world.accepted) == 1
+
+    run_virtually(story())
+
+
+def test_rewards_come_as_json_from_any_program() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running() as bus, world.gateway() as book:
+            await world.session(book, "a")
+
+            async def publish(body: dict[str, Any], message_id: str, kind: str = "") -> None:
+                message = Envelope(
+                    body=json.dumps(body).encode(),
+                    kind=kind,
+                    message_id=message_id,
+                    content_type="application/json",
+                    headers={"kind": kind} if kind else {},
+                )
+                await bus.publish(world.topology.exchange("sessions"), "session", message)
+
+            await publish({"session": "a", "reward": 0.25}, "m1", "session_reward")
+            await publish({"session": "a", "reward": 0.25, "how": "add"}, "m2", "session_reward")
+            await publish({"session": "a", "reward": 7}, "m1", "session_reward")
+            await publish({"session": "nobody", "reward": 1}, "m3", "session_reward")
+            await publish({"session": "a", "reward": "much"}, "m4", "session_reward")
+            await publish({"what": "ever"}, "m5")
+            await publish({"kind": "session_end", "session": "a"}, "m6")
+            await until(book, lambda: state(book, "a") == "trained")
+            found = book.ledger.get("a")
+            assert found is not None
+            assert found.reward == 0.5
+            await until(book, lambda: len(world.dead) == 3)
+        assert sorted(reason[:24] for reason in world.dead) == [
+            "does not decode: session",
+            "does not decode: unknown",
+            "no session 'nobody' is k",
+        ]
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "b")
+            await book.say(SessionEnd(session="b", reward=1.0), "end-b")
+            await until(book, lambda: state(book, "b") == "trained")
+            assert len(world.dead) == 3, "told once, whoever reads the stream anew"
+
+    run_virtually(story())
+
+
+def test_sessions_that_wait_outlive_the_retention_of_the_stream() -> None:
+    async def story() -> None:
+        world = World(sessions_max_bytes=40_000)
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "old", calls=3)
+            await book.say(SessionReward(session="old", reward=0.5), "r-old")
+            await book.say(SessionReward(session="old", reward=0.25, how="add"), "r2-old")
+            for number in range(60):  # several times what the stream keeps
+                await world.session(book, f"s{number}", size=100)
+                await book.say(SessionEnd(session=f"s{number}", reward=1.0), f"end-s{number}")
+                await until(book, lambda name=f"s{number}": state(book, name) == "trained")  # type: ignore[misc]
+            assert book.position > 2 * 40_000
+            async with world.gateway(acts=False) as fresh:
+                found, known = fresh.ledger.get("old"), book.ledger.get("old")
+                assert found is not None
+                assert known is not None
+                assert (found.state, found.reward, list(found.calls)) == ("open", 0.75, list(known.calls))
+                assert await book.say(SessionEnd(session="old"), "end-old")
+                await until(fresh, lambda: state(fresh, "old") == "trained")
+
+    run_virtually(story())
+
+
+def test_two_gateways_know_the_same() -> None:
+    async def story() -> None:
+        world, draw = World(), random.Random(1)
+        async with world.running(), world.gateway() as one, world.gateway(acts=False) as other:
+            for number in range(20):
+                book = draw.choice([one, other])
+                await world.session(book, f"s{number}")
+                assert await other.find(f"s{number}") is not None
+                await draw.choice([one, other]).say(SessionEnd(session=f"s{number}", reward=1.0), f"end-{number}")
+            await until(one, lambda: one.ledger.live == {})
+            await until(other, lambda: other.ledger.live == {})
+            assert {one.id: one.state for one in one.ledger} == {one.id: one.state for one in other.ledger}
+            assert await other.find("nobody") is None
+
+    run_virtually(story())
+
+
+def test_answers_do_not_wait_for_a_broker_that_takes_nothing() -> None:
+    async def story() -> None:
+        world = World()
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a")
+            world.broker.block()
+            began = asyncio.get_running_loop().time()
+            assert not await book.record(world.call("a", 2))
+            assert asyncio.get_running_loop().time() - began == pytest.approx(2.0)
+            with pytest.raises(BookUnavailable, match="has not kept it within 30 s"):
+                await book.say(SessionReward(session="a", reward=1.0), "r")
+            world.broker.unblock()
+            await until(book, lambda: len(book.ledger.live["a"].calls) == 2)
+
+    run_virtually(story())
+
+
+def test_the_task_of_a_replay() -> None:
+    async def story() -> None:
+        world = World(config(group_size=None))
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a", task={"answer": "5"})
+            found = book.ledger.get("a")
+            assert found is not None
+            asked = {"messages": [{"role": "user", "content": "2+3?"}], "tools": []}
+            call = next(iter(found.calls))
+            found.calls[call] = found.calls[call].model_copy(update={"request": asked})
+            replay = SessionReplay(workflow="math_workflow", runs=4, workflow_args={"x": 1})
+            await book.say(SessionEnd(session="a", replay=replay), "end-a")
+            task = task_of([found], world.config)
+            assert (task.workflow, task.repeat_times, task.workflow_args) == ("math_workflow", 4, {"x": 1})
+            assert task.raw_task == {"question": "2+3?", **asked, "answer": "5"}
+
+    run_virtually(story())
+
+
+def test_a_task_that_is_too_large_is_dropped_with_its_reason() -> None:
+    async def story() -> None:
+        settings = World().config.model_dump(mode="json", exclude_unset=True)
+        settings["broker"] = {"max_message_bytes": 64 * 1024}
+        world = World(type(World().config).model_validate(settings))
+        async with world.running(), world.gateway() as book:
+            await world.session(book, "a", calls=5, size=3000)
+            await book.say(SessionEnd(session="a", reward=1.0), "end-a")
+            await until(book, lambda: state(book, "a") == "dropped")
+            found = book.ledger.get("a")
+            assert found is not None
+            assert "broker.max_message_bytes" in found.why
+            assert world.accepted == {}
+
+    run_virtually(story())
+
+
+def test_an_explorer_that_lost_a_submission_gets_it_again() -> None:
+    async def story() -> None:
+        world = World()
+        world.answers = False
+        async with world.running() as bus, world.gateway() as book:
+            await world.session(book, "a")
+            await book.say(SessionEnd(session="a", reward=1.0), "end-a")
+            await asyncio.sleep(10)
+            assert world.submissions == 1
+            await asyncio.sleep(1500)
+            assert world.submissions == 3
+            (message,) = world.accepted.values()
+            await world.close_batch(bus, message)
+            await until(book, lambda: state(book, "a") == "trained")
+
+    run_virtually(story())

@@ -1,0 +1,97 @@
+"""A gateway over HTTP in front of a scripted model: the real engine server, the real routes, a book in memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from trinity_mq.config import Config
+from trinity_mq.gateway.access import Access, hash_of
+from trinity_mq.gateway.app import GatewayApp
+from trinity_mq.gateway.book import MemoryBook
+from trinity_mq.gateway.engines import EngineCalls
+from trinity_mq.gateway.session import Session
+from trinity_mq.models.clients import EngineClients
+from trinity_mq.models.inference import InferenceModel
+from trinity_mq.testing.scripted import Script, ScriptedGenerator, scripted_server
+
+TINY = {"name": "t", "mode": "serve", "model": {"tiny": {}}}
+NO_GROUPS = {"repeat_times": 1, "estimator": {"kind": "group", "baseline": "none", "scale": "none"}}
+
+
+def serving_config(**sections: Any) -> Config:
+    return Config.model_validate({**TINY, "algorithm": NO_GROUPS, **sections})
+
+
+class Engines:
+    """Chooses among engines that a test may take away."""
+
+    def __init__(self, *models: InferenceModel) -> None:
+        self.models, self.lost_ones, self.preferred = list(models), list[str](), list[str]()
+
+    def __call__(self, prefer: str = "") -> InferenceModel:
+        self.preferred.append(prefer)
+        left = [one for one in self.models if one.url not in self.lost_ones]
+        return (left or self.models)[0]
+
+    def lost(self, engine: InferenceModel) -> None:
+        self.lost_ones.append(engine.url)
+
+
+@dataclass
+class Serving:
+    url: str
+    app: GatewayApp
+    book: MemoryBook
+    engines: Engines
+    generator: ScriptedGenerator
+    http: aiohttp.ClientSession
+
+    async def post(self, path: str, body: Any = None, *, key: str = "") -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with self.http.post(self.url + path, json={} if body is None else body, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str, *, key: str = "") -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with self.http.get(self.url + path, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def open(self, *, key: str = "", **body: Any) -> dict[str, Any]:
+        status, answer = await self.post("/sessions", body, key=key)
+        assert status == 201, answer
+        found: dict[str, Any] = answer
+        return found
+
+    def session(self, name: str) -> Session:
+        found = self.book.ledger.get(name)
+        assert found is not None
+        return found
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    script: Script, *, config: Config | None = None, admin: str = "", timeout: float = 1.0
+) -> AsyncIterator[Serving]:
+    """``admin``: the key that may make sessions; empty: anybody may."""
+    config = config or serving_config()
+    async with scripted_server(script) as (model, generator), EngineClients() as clients:
+        engines, book = Engines(model), MemoryBook()
+        calls = EngineCalls(engines, clients, not_ready_timeout=timeout, request_timeout=10.0)
+        url = ""
+        app = GatewayApp(config, book, calls, Access([hash_of(admin)] if admin else None), lambda: url)
+        runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            url = f"http://127.0.0.1:{site.port}"
+            async with aiohttp.ClientSession() as http:
+                yield Serving(url, app, book, engines, generator, http)
+        finally:
+            await runner.cleanup()

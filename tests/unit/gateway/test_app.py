@@ -1,0 +1,221 @@
+"""Routes of the gateway: limits, keys and scopes, errors that say what to do, feedback in the reference's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.gateway.serving import serving, serving_config
+from tests.waiting import until
+from trinity_mq.models.inference import InferenceModel
+from trinity_mq.testing.scripted import scripted_server
+
+ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
+ADMIN = "an admin's secret key"
+
+
+def say(prompt: str) -> str:
+    return "5"
+
+
+async def test_what_get_tells_along_the_way() -> None:
+    async with serving(say) as at:
+        made = await at.open(labels={"who": "me"}, task={"question": "2+3?"})
+        path = f"/s/{made['id']}"
+        _, shown = await at.get(path)
+        assert (shown["state"], shown["calls"], shown["labels"]) == ("open", 0, {"who": "me"})
+        _, answer = await at.post(f"{path}/v1/chat/completions", ASK)
+        _, rewarded = await at.post(f"{path}/reward", {"reward": 0.5, "call": answer["id"], "metrics": {"tries": 2}})
+        assert rewarded["call_rewards"] == [{"call": answer["id"], "choice": None, "reward": 0.5}]
+        _, ended = await at.post(f"{path}/end", {"reward": 1.0})
+        assert (ended["state"], ended["reward"], ended["metrics"]) == ("parked", 1.0, {"tries": 2.0})
+        status, refused = await at.post(f"{path}/v1/chat/completions", ASK)
+        assert (status, refused["error"]["code"]) == (410, "session_ended")
+        _, listed = await at.get("/sessions?who=me")
+        assert [one["id"] for one in listed["sessions"]] == [made["id"]]
+        assert listed["states"] == {"parked": 1}
+
+
+async def test_a_reward_with_the_same_key_counts_once() -> None:
+    async with serving(say) as at:
+        path = f"/s/{(await at.open())['id']}"
+        for reward in (1.0, 2.0):
+            _, shown = await at.post(f"{path}/reward", {"reward": reward, "key": "judge-1", "how": "add"})
+        assert shown["reward"] == 1.0
+        assert shown["repeated"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/s/nobody/reward", {"reward": 1}, 404, "no session 'nobody' is known here; POST /sessions makes one"),
+        ("/sessions", {"rekord": "train"}, 400, "unknown field 'rekord'; known: group"),
+        ("/sessions", {"record": "yes"}, 400, "record: Input should be 'train', 'eval' or 'off', got 'yes'"),
+        ("/sessions", [1], 400, "the body is a list, wanted a JSON object"),
+        ("/s/{id}/reward", {"reward": "nan"}, 400, "reward: Input should be a finite number"),
+        ("/s/{id}/reward", {}, 400, "reward: Field required"),
+        ("/s/{id}/reward", {"reward": 1, "call": "chatcmpl-0"}, 409, "has no call 'chatcmpl-0'; it has none"),
+        ("/s/{id}/v1/chat/completions", {}, 400, "messages"),
+        ("/s/{id}/v1/responses", {"previous_response_id": "r", "input": "x"}, 400, "send the whole conversation"),
+        ("/s/{id}/v1/responses", {"input": [{"type": "computer_call"}]}, 400, "is of type 'computer_call'; taken are"),
+        ("/s/{id}/v1/messages", {"messages": [{"role": "robot", "content": "x"}]}, 400, "wanted user or assistant"),
+        ("/s/{id}/v1/embeddings", {}, 404, "Not Found"),
+        ("/feedback", {"reward": 1, "msg_ids": ["m"]}, 404, "1 answers are not known"),
+    ],
+)
+async def test_errors_say_what_was_wrong(path: str, body: Any, status: int, words: str) -> None:
+    async with serving(say) as at:
+        made = await at.open()
+        found, answer = await at.post(path.replace("{id}", made["id"]), body)
+        assert found == status, answer
+        assert words in answer["error"]["message"]
+
+
+async def test_bodies_that_are_no_json_and_too_large() -> None:
+    config = serving_config(gateway={"max_body_bytes": 2048})
+    async with serving(say, config=config) as at:
+        made = await at.open()
+        async with at.http.post(f"{made['base_url']}/chat/completions", data=b"\xff{") as response:
+            assert response.status == 400
+            assert "the body is not JSON" in (await response.json())["error"]["message"]
+        long = {"messages": [{"role": "user", "content": "x" * 4000}]}
+        status, _ = await at.post(f"/s/{made['id']}/v1/chat/completions", long)
+        assert status == 413
+        assert (await at.get("/health"))[0] == 200
+
+
+async def test_limits_of_calls() -> None:
+    config = serving_config(gateway={"calls_per_minute": 2})
+    async with serving(say, config=config) as at:
+        made = await at.open()
+        answers = [await at.post(f"/s/{made['id']}/v1/chat/completions", ASK) for _ in range(3)]
+        assert [status for status, _ in answers] == [200, 200, 429]
+        assert answers[2][1]["error"]["code"] == "rate_limit_exceeded"
+    async with serving(say, config=serving_config(gateway={"max_calls": 1})) as at:
+        made = await at.open()
+        answers = [await at.post(f"/s/{made['id']}/v1/chat/completions", ASK) for _ in range(2)]
+        assert [status for status, _ in answers] == [200, 403]
+
+
+async def test_keys_and_scopes() -> None:
+    async with serving(say, admin=ADMIN) as at:
+        assert (await at.post("/sessions"))[0] == 401
+        assert (await at.post("/sessions", key="wrong"))[0] == 401
+        one, other = await at.open(key=ADMIN, scopes=["call"]), await at.open(key=ADMIN)
+        path = f"/s/{one['id']}"
+        assert (await at.post(f"{path}/v1/chat/completions", ASK, key=one["key"]))[0] == 200
+        for wrong in ("", other["key"], "sk-tmq-guess"):
+            assert (await at.post(f"{path}/v1/chat/completions", ASK, key=wrong))[0] == 401
+        status, answer = await at.post(f"{path}/reward", {"reward": 1}, key=one["key"])
+        assert (status, answer["error"]["code"]) == (403, "scope_missing")
+        assert (await at.get(path, key=one["key"]))[0] == 403
+        assert (await at.post(f"{path}/reward", {"reward": 1}, key=ADMIN))[0] == 200
+        assert (await at.get("/s/guess", key="x"))[0] == 401, "who guesses ids learns nothing"
+        assert (await at.get("/sessions", key=one["key"]))[0] == 401
+        assert (await at.post("/v1/chat/completions", ASK, key="x"))[0] == 401
+        assert (await at.get(f"/s/{other['id']}", key=other["key"]))[0] == 200
+
+
+async def test_algorithms_that_compare_want_a_group() -> None:
+    async with serving(say, config=serving_config(algorithm={"algorithm_type": "grpo", "repeat_times": 4})) as at:
+        status, answer = await at.post("/sessions")
+        assert (status, answer["error"]["code"]) == (422, "group_wanted")
+        made = await at.open(group="g")
+        opened = at.session(made["id"]).opened
+        assert opened is not None
+        assert opened.group_size == 4
+        assert (await at.open(record="eval"))["recorded"]
+
+
+async def test_answers_outside_of_sessions_are_rewarded_by_their_ids() -> None:
+    async with serving(say) as at:
+        _, answer = await at.post("/v1/chat/completions", ASK, key="any key will do on loopback")
+        name = answer["id"]
+        assert at.session(name).state == "parked"
+        status, said = await at.post("/feedback", {"reward": 0.25, "msg_ids": [name], "task_id": 7, "run_id": 0})
+        assert (status, said["status"]) == (200, "success")
+        found = at.session(name)
+        assert (found.reward, found.end is not None) == (0.25, True)
+        assert (await at.post("/commit"))[1]["status"] == "success"
+
+
+async def test_training_is_behind() -> None:
+    few = {"max_kept_bytes": 1 << 20, "max_waiting": 1}
+    async with serving(say, config=serving_config(gateway=few)) as at:
+        at.book.ledger.kept_bytes = 1 << 20
+        made = await at.open()
+        assert not made["recorded"]
+        status, _ = await at.post(f"/s/{made['id']}/v1/chat/completions", ASK)
+        assert status == 200, "it is answered all the same"
+        _, shown = await at.get(f"/s/{made['id']}")
+        assert (shown["calls"], shown["sampled_out"]) == (0, True)
+    async with serving(say, config=serving_config(gateway={**few, "when_behind": "refuse"})) as at:
+        at.book.ledger.kept_bytes = 1 << 20
+        status, answer = await at.post("/sessions")
+        assert (status, answer["error"]["code"]) == (429, "training_is_behind")
+
+
+async def test_sampling_is_the_configured_one_where_it_trains() -> None:
+    hot = {"temperature": 0.1, "top_p": 0.2, "seed": 7, "presence_penalty": 1.0, **ASK}
+    async with serving(say) as at:
+        trained, evaluated = await at.open(), await at.open(record="eval")
+        assert (await at.post(f"/s/{trained['id']}/v1/chat/completions", hot))[0] == 200
+        (call,) = at.session(trained["id"]).calls.values()
+        assert call.temperature == 1.0
+        status, answer = await at.post(f"/s/{evaluated['id']}/v1/chat/completions", hot)
+        assert status == 400, "the engine has no such penalty, and is asked as the agent wants"
+        assert "presence_penalty" in answer["error"]["message"]
+    async with serving(say, config=serving_config(gateway={"sampling": "agent"})) as at:
+        made = await at.open()
+        await at.post(f"/s/{made['id']}/v1/chat/completions", {"temperature": 0.5, **ASK})
+        (call,) = at.session(made["id"]).calls.values()
+        assert call.temperature == 0.5
+
+
+async def test_another_engine_answers_where_one_is_lost_and_sessions_stay_with_theirs() -> None:
+    async with serving(say) as at, scripted_server(say) as (other, _):
+        gone = InferenceModel("gone", "http://127.0.0.1:9", "gone")
+        at.engines.models = [gone, other, *at.engines.models]
+        made = await at.open()
+        for _ in range(2):
+            assert (await at.post(f"/s/{made['id']}/v1/chat/completions", ASK))[0] == 200
+        assert at.engines.lost_ones == [gone.url]
+        assert at.engines.preferred[-1] == other.id
+
+
+async def test_no_engine_is_an_error_to_try_again() -> None:
+    async with serving(say, timeout=0.3) as at:
+        at.engines.models = [InferenceModel("gone", "http://127.0.0.1:9", "gone")]
+        made = await at.open()
+        for path in ("chat/completions", "messages", "responses"):
+            body = {**ASK, "input": "x", "max_tokens": 3}
+            body.pop("input" if path != "responses" else "messages")
+            async with at.http.post(f"{made['base_url']}/{path}", json=body) as response:
+                assert response.status == 502
+                assert response.headers["Retry-After"] == "1"
+                assert "is lost" in (await response.json())["error"]["message"]
+        assert at.session(made["id"]).asked == 0
+
+
+async def test_a_client_that_leaves_early_is_no_fault() -> None:
+    async with serving(say) as at:
+        made = await at.open()
+        async with at.http.post(f"{made['base_url']}/chat/completions", json={"stream": True, **ASK}) as response:
+            await response.content.readany()
+        await until(lambda: not at.app.asking)
+        assert (await at.post(f"/s/{made['id']}/v1/chat/completions", ASK))[0] == 200
+
+
+async def test_breaks_are_counted_by_cause() -> None:
+    async with serving(say) as at:
+        made = await at.open()
+        path = f"/s/{made['id']}/v1/chat/completions"
+        question, answer = ASK["messages"][0], {"role": "assistant", "content": "5"}
+        await at.post(path, ASK)
+        await at.post(path, {"messages": [question, answer, {"role": "user", "content": "and 1?"}]})
+        await at.post(path, {"messages": [question, {"role": "assistant", "content": "Five"}, question]})
+        await at.post(path, {"messages": [{"role": "user", "content": "another matter"}]})
+        _, shown = await at.get(f"/s/{made['id']}")
+        assert shown["breaks"] == ["template", "new"]
+        assert (at.app.counts["breaks_template"], at.app.counts["breaks_new"]) == (1, 1)
