@@ -60,8 +60,8 @@ class Ledger:
         """Sessions that became a task, by its submission's id, until they are settled."""
         self._tickets: dict[str, list[Session]] = {}
         """Sessions by the ticket of their batch, the settled ones too, as far as they are kept."""
-        self._early: OrderedDict[str, SessionsTrained] = OrderedDict()
-        """What was trained before the outcome that names its ticket was read."""
+        self._trained: OrderedDict[str, SessionsTrained] = OrderedDict()
+        """What the trainer made of batches, by ticket: the outcomes of a batch's tasks may be read before or after."""
         self.kept_bytes = 0
         """Bytes of the events of live sessions."""
         self.counts = dict.fromkeys(("opened", "calls", "tokens", "trained", "dropped", "evaluated", "sampled_out"), 0)
@@ -155,28 +155,26 @@ class Ledger:
 
     def apply_outcome(self, outcome: SubmissionOutcome) -> list[Session]:
         """Take in what a batch made of a task; return its sessions."""
-        sessions = self._submissions.get(outcome.submission_id, [])
+        sessions = list(self._submissions.get(outcome.submission_id, ()))
+        trained = self._trained.get(outcome.ticket) if outcome.ticket else None
+        known = self._tickets.setdefault(outcome.ticket, []) if outcome.ticket else []
         for session in sessions:
             if session.batch is None:
                 session.batch = outcome
-        self._tickets.setdefault(outcome.ticket, []).extend(
-            session for session in sessions if session not in self._tickets.get(outcome.ticket, ())
-        )
-        for session in sessions:
+                known.append(session)
+            if session.trained is None:
+                session.trained = trained
             self._settle(session)
-        if (trained := self._early.pop(outcome.ticket, None)) is not None:
-            self.apply_trained(trained)
         return sessions
 
     def apply_trained(self, trained: SessionsTrained) -> list[Session]:
         """Take in what the trainer made of a batch; return its sessions. A step that is done again is told again."""
         self.results_offset = max(self.results_offset, trained.offset)
-        if trained.ticket not in self._tickets:
-            self._early[trained.ticket] = trained
-            while len(self._early) > KEPT_SETTLED:
-                self._early.popitem(last=False)
-            return []
-        sessions = [one for one in self._tickets[trained.ticket] if one.state != "dropped" or one.trained is not None]
+        self._trained[trained.ticket] = trained
+        while len(self._trained) > KEPT_SETTLED:
+            self._trained.popitem(last=False)
+        known = self._tickets.get(trained.ticket, ())
+        sessions = [one for one in known if one.state != "dropped" or one.trained is not None]
         for session in sessions:
             session.trained = trained
             self._settle(session)

@@ -282,6 +282,22 @@ def test_what_was_trained_may_be_told_before_the_batch() -> None:
     assert stream.state("a") == "trained"
 
 
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_the_outcomes_of_a_batch_come_before_and_after_what_was_trained(told: int) -> None:
+    stream = Stream()
+    for session in ("a", "b"):
+        stream.open(session)
+        stream.ask(session)
+        stream.end(session, reward=1.0)
+    submissions = [one.submission for one in stream.act()]  # type: ignore[union-attr]
+    for number, submission in enumerate([*submissions, None]):
+        if number == told:
+            stream.ledger.apply_trained(SessionsTrained(ticket="t", outcome="trained", generation=1, step=1))
+        if submission is not None:
+            stream.outcome(submission, ticket="t")
+    assert (stream.state("a"), stream.state("b")) == ("trained", "trained")
+
+
 # -- any order, any reader
 
 

@@ -26,6 +26,8 @@ export interface TaskSubmission {
   readonly submission_id: string;
   /** Send the experiences to `reply_to` too. */
   readonly want_experiences: boolean;
+  /** `repeat_times` is meant as it is; else 1 stands for the group size of the run. */
+  readonly exact_runs?: boolean;
 }
 
 export type Outcome = "finished" | "partial" | "failed" | "cancelled" | "poisoned" | "late";

@@ -1,0 +1,95 @@
+"""Agents for tests of whole runs in mode serve: sessions over HTTP that go on whatever dies behind the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+AGAIN = 0.25
+"""Seconds until a request that found nobody is sent again."""
+PASSING = {502, 503, 429}
+
+
+@dataclass
+class Told:
+    """A session as its agent knows it."""
+
+    id: str
+    answered: bool = False
+    rewarded: bool = False
+
+
+@dataclass
+class Agents:
+    """Agents that hold sessions at the same time, each as an agent of its own would."""
+
+    url: str
+    http: aiohttp.ClientSession
+    seed: int = 0
+    sessions: list[Told] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    """Requests that found nobody, by status or error."""
+
+    async def send(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Return status and answer; what finds nobody is sent again."""
+        while True:
+            try:
+                async with self.http.request(method, self.url + path, json=body) as response:
+                    if response.status not in PASSING:
+                        return response.status, await response.json()
+                    self.failures[str(response.status)] += 1
+            except (aiohttp.ClientError, OSError) as error:
+                self.failures[type(error).__name__] += 1
+            await asyncio.sleep(AGAIN)
+
+    async def session(self, draw: random.Random) -> Told:
+        """Hold one session: a question, sometimes two, and rewards before or after its end, late, or twice."""
+        _, made = await self.send("POST", "/sessions", {})
+        told = Told(made["id"])
+        self.sessions.append(told)
+        path = f"/s/{told.id}"
+        digits = [str(draw.randrange(10)) for _ in range(3)]
+        said = ""
+        for _ in range(draw.choice([1, 1, 2])):
+            body = {"messages": [{"role": "user", "content": f"{','.join(digits)}="}]}
+            status, answer = await self.send("POST", f"{path}/v1/chat/completions", body)
+            assert status == 200, answer
+            told.answered = True
+            said = answer["choices"][0]["message"]["content"] or ""
+        worth = 1.0 if said == max(digits) else 0.4 * said.startswith(max(digits))
+        way = draw.choice(["with the end", "before", "late", "twice"])
+        if way in {"before", "twice"}:
+            for _ in range(2 if way == "twice" else 1):
+                await self.send("POST", f"{path}/reward", {"reward": worth, "key": "judge"})
+        await self.send("POST", f"{path}/end", {"reward": worth} if way == "with the end" else {})
+        if way == "late":
+            await asyncio.sleep(draw.uniform(0.5, 3.0))
+            await self.send("POST", f"{path}/reward", {"reward": worth})
+        told.rewarded = True
+        return told
+
+    async def work(self, at_once: int, stop: asyncio.Event) -> None:
+        """Hold sessions, so many at once, until ``stop``; those that have begun are held to their end."""
+
+        async def one(number: int) -> None:
+            draw = random.Random(1000 * self.seed + number)
+            while not stop.is_set():
+                await self.session(draw)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(at_once):
+                group.create_task(one(number))
+
+    async def states(self) -> dict[str, dict[str, Any]]:
+        """Return what ``GET`` tells of each session."""
+        found: dict[str, dict[str, Any]] = {}
+        for told in self.sessions:
+            status, shown = await self.send("GET", f"/s/{told.id}")
+            assert status == 200, shown
+            found[told.id] = shown
+        return found
