@@ -13,6 +13,7 @@ import aiohttp
 AGAIN = 0.25
 """Seconds until a request that found nobody is sent again."""
 PASSING = {502, 503, 429}
+SETTLED = {"trained", "dropped", "evaluated"}
 
 
 @dataclass
@@ -93,3 +94,14 @@ class Agents:
             assert status == 200, shown
             found[told.id] = shown
         return found
+
+
+async def until_settled(agents: Agents, sessions: int, seconds: float = 120.0) -> dict[str, Any]:
+    """Return what the gateway says of all sessions once that many are settled and no other is left."""
+    async with asyncio.timeout(seconds):
+        while True:
+            _, found = await agents.send("GET", "/sessions")
+            settled = sum(count for state, count in found["states"].items() if state in SETTLED)
+            if settled == sum(found["states"].values()) >= sessions:
+                return dict(found)
+            await asyncio.sleep(AGAIN)

@@ -20,7 +20,7 @@ from trinity_mq.config.agents import (
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.checks import contradictions
 from trinity_mq.config.algorithm.needs import components
-from trinity_mq.config.algorithm.pieces import LogLinear, Reduction
+from trinity_mq.config.algorithm.pieces import LogLinear, LossConfig, Reduction
 from trinity_mq.config.algorithm.translate import with_critic
 from trinity_mq.config.base import Section
 from trinity_mq.config.buffer import BufferConfig
@@ -46,6 +46,13 @@ TRUNCATING = frozenset(
     ["top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
 )
 """Sampling parameters under which the logprobs are not those of the sampled distribution."""
+
+
+def _compares_with_sampler(loss: LossConfig) -> bool:
+    """Return whether a loss tells the policy from the one that sampled."""
+    surrogate = loss.surrogate
+    has_no_ratio = isinstance(surrogate, LogLinear) and surrogate.weight != "ratio" and surrogate.keep == "all"
+    return bool(loss.correction) or not (has_no_ratio or loss.ratio.kind == "self")
 
 
 def manifest_bytes(slices: int, runs: int) -> int:
@@ -201,9 +208,7 @@ class Config(Section):
         where = f"buffer.trainer_input.replay.share is {replay.share:g}"
         if self.mode not in {"both", "serve"}:
             raise ValueError(f"{where} in mode {self.mode}, and only rollouts that are trained on can be replayed")
-        surrogate = loss.surrogate
-        has_no_ratio = isinstance(surrogate, LogLinear) and surrogate.weight != "ratio" and surrogate.keep == "all"
-        if (has_no_ratio or loss.ratio.kind == "self") and not loss.correction:
+        if not _compares_with_sampler(loss):
             raise ValueError(
                 f"{where}, and algorithm_type {loss.algorithm_type} does not compare the policy with the one that "
                 f"sampled: groups up to {replay.max_age} train steps old would count as fresh. Take an algorithm with "
@@ -233,6 +238,12 @@ class Config(Section):
                 f"gateway.max_kept_bytes is {gateway.max_kept_bytes}, more than half of broker.sessions_max_bytes "
                 f"{broker.sessions_max_bytes}: sessions that wait would be lost with the stream's beginning. Lower the "
                 "first or raise the second"
+            )
+        if self.takes_any_age and not _compares_with_sampler(self.algorithm):
+            raise ValueError(
+                f"mode is serve, and algorithm_type {self.algorithm.algorithm_type} does not compare the policy with "
+                "the one that sampled: sessions whose rewards are late would count as fresh. Take an algorithm with a "
+                "ratio, such as grpo, add algorithm.correction, or set synchronizer.max_staleness"
             )
         compares, size = self.algorithm.estimator.compares_runs, gateway.group_size
         if size is not None and not compares:
@@ -365,6 +376,11 @@ class Config(Section):
                 "Save more often or keep more"
             )
         return self
+
+    @property
+    def takes_any_age(self) -> bool:
+        """Data are trained on however old they are."""
+        return self.mode == "train" or (self.mode == "serve" and self.synchronizer.max_staleness is None)
 
     @property
     def max_refill(self) -> int:

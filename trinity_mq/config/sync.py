@@ -38,7 +38,7 @@ class SyncConfig(Section):
     """Other styles than fixed: most batches opened and not yet consumed, besides the one being opened."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Largest age of data to train on, in steps of the trainer, by the oldest token of a group. None: the staleness
-    that the style causes by itself."""
+    that the style causes by itself; in mode ``serve`` any, since rewards may be late."""
     stale: Literal["drop", "requeue"] = "drop"
     """Groups beyond ``max_staleness``: ``drop`` them, or give their tasks back to the explorer, which puts them at the
     head of its next batch (``requeue``; a task at most once)."""

@@ -93,7 +93,7 @@ class TrainLoop:
         blobs = open_store(config.broker, agent.topology.run)
         self._is_alone = config.mode == "train"
         """There is no explorer, and no engine to give weights to."""
-        self._max_staleness = sys.maxsize if self._is_alone else config.synchronizer.effective_max_staleness
+        self._max_staleness = sys.maxsize if config.takes_any_age else config.synchronizer.effective_max_staleness
         self._in_batch_order = config.synchronizer.sync_style == "fixed"
         stream = StreamSource(
             agent.bus,

@@ -1,7 +1,7 @@
 """An agent that is trained through the gateway: the OpenAI client as it is, and a request that says what it was worth.
 
 trinity-mq serve examples/serve.yaml
-python examples/serve_agent.py --sessions 4000
+python examples/agents/openai_python.py --sessions 4000
 """
 
 from __future__ import annotations

@@ -1,0 +1,59 @@
+"""An agent that is trained through the gateway: Anthropic's client as it is.
+
+trinity-mq serve examples/serve.yaml
+pip install anthropic && python examples/agents/anthropic_python.py --sessions 4000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+
+import httpx
+from anthropic import AsyncAnthropic
+
+AT_ONCE = 48
+
+
+async def session(gateway: httpx.AsyncClient, anthropic: AsyncAnthropic, draw: random.Random) -> float:
+    """Ask one question in a session of its own and return what the answer was worth."""
+    digits = [str(draw.randrange(10)) for _ in range(3)]
+    question, right = f"{','.join(digits)}=", max(digits)
+    made = (await gateway.post("/sessions", json={})).raise_for_status().json()
+    client = anthropic.with_options(base_url=made["url"], api_key=made["key"])
+    answer = await client.messages.create(model="any", max_tokens=3, messages=[{"role": "user", "content": question}])
+    said = "".join(block.text for block in answer.content if block.type == "text")
+    ended = answer.stop_reason == "end_turn"
+    worth = 1.0 if ended and said == right else 0.4 * said.startswith(right) + 0.1 * (ended and len(said) == 1)
+    (await gateway.post(f"/s/{made['id']}/end", json={"reward": worth})).raise_for_status()
+    return worth
+
+
+async def main(url: str, sessions: int) -> None:
+    """Run sessions, some at a time, and print how their reward goes."""
+    draw, rewards, left = random.Random(0), list[float](), iter(range(sessions))
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=120) as gateway,
+        AsyncAnthropic(api_key="of-the-session") as anthropic,
+    ):
+
+        async def work() -> None:
+            for _ in left:
+                rewards.append(await session(gateway, anthropic, draw))
+                if len(rewards) % 500 == 0:
+                    print(
+                        f"{len(rewards)} sessions, reward of the last 500: {sum(rewards[-500:]) / 500:.3f}", flush=True
+                    )
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(work())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8710", help="the gateway (default: %(default)s)")
+    parser.add_argument("--sessions", type=int, default=4000, help="how many (default: %(default)s)")
+    options = parser.parse_args()
+    asyncio.run(main(options.url, options.sessions))
