@@ -16,7 +16,7 @@ KEY_BEGINS = "sk-tmq-"
 KEY_BYTES, ID_BYTES = 32, 16
 LEAST_KEY = 16
 """Characters of a key that may make sessions: shorter ones can be tried out."""
-KEY_HEADERS = ("Authorization", "x-api-key", "X-Session-Key")
+KEY_HEADERS = ("X-Session-Key", "x-api-key", "Authorization")
 SESSION_HEADER = "X-Session-ID"
 
 

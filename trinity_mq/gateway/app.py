@@ -15,7 +15,6 @@ import structlog
 from aiohttp import web
 from pydantic import ValidationError
 
-from trinity_mq.config import Config
 from trinity_mq.config.run import TRUNCATING
 from trinity_mq.gateway import access
 from trinity_mq.gateway.behind import is_recorded, recorded_share
@@ -29,6 +28,7 @@ from trinity_mq.gateway.protocols.openai import CHAT, COMPLETIONS, OpenAIProtoco
 from trinity_mq.gateway.protocols.responses import ResponsesProtocol
 from trinity_mq.gateway.recorded_call import recorded_call
 from trinity_mq.gateway.session import Session
+from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionReward, SessionsCommitted
 from trinity_mq.messages.sessions import SCOPES, Scope
 from trinity_mq.models.clients import VERSION_HEADER
@@ -64,7 +64,7 @@ class GatewayApp:
     """All routes over one book.
 
     Args:
-        config: The run's configuration.
+        settings: What it needs of a run's configuration.
         book: Keeps the sessions.
         engines: Answers calls.
         access_rules: What keys allow.
@@ -74,14 +74,14 @@ class GatewayApp:
 
     def __init__(
         self,
-        config: Config,
+        settings: AppSettings,
         book: Book,
         engines: EngineCalls,
         access_rules: access.Access,
         url: Callable[[], str],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.config, self.book = config, book
+        self.settings, self.book = settings, book
         self._engines, self._access, self._url, self._clock = engines, access_rules, url, clock
         self._conversations = Conversations()
         self._draw = random.Random()
@@ -92,7 +92,7 @@ class GatewayApp:
 
     def application(self) -> web.Application:
         """Return the application."""
-        settings = self.config.gateway
+        settings = self.settings.gateway
         made = web.Application(middlewares=[self._errors], client_max_size=settings.max_body_bytes)
         made.add_routes(
             [
@@ -130,15 +130,15 @@ class GatewayApp:
         return web.json_response(answer, status=201)
 
     def _opened(self, body: OpenBody) -> tuple[SessionOpened, str]:
-        settings, ledger = self.config.gateway, self.book.ledger
+        settings, ledger = self.settings.gateway, self.book.ledger
         if len(ledger.live) >= settings.max_open + settings.max_waiting:
             raise Refused(
                 429, f"{len(ledger.live)} sessions are not settled; end some", "too_many_sessions", retry_after=10
             )
-        if body.record == "train" and self._needs_group and not body.group:
+        if body.record == "train" and self.settings.compares_runs and not body.group:
             raise Refused(
                 422,
-                f"algorithm_type {self.config.algorithm.algorithm_type} compares sessions of a group with each other: "
+                f"algorithm_type {self.settings.algorithm_type} compares sessions of a group with each other: "
                 "give a group, the same for sessions of the same task; or end the session with a replay, which is a "
                 "group of its own, and open it with record: eval",
                 "group_wanted",
@@ -154,7 +154,7 @@ class GatewayApp:
                     )
                 record, sampled_out = "off", True
         key = access.new_key()
-        size = body.group_size or settings.group_size or self.config.algorithm.repeat_times
+        size = body.group_size or self.settings.group_size
         opened = SessionOpened(
             session=access.new_session_id(),
             opened=self._clock(),
@@ -170,10 +170,6 @@ class GatewayApp:
             reward_ttl=body.ttl or settings.reward_ttl,
         )
         return opened, key
-
-    @property
-    def _needs_group(self) -> bool:
-        return self.config.algorithm.estimator.compares_runs
 
     async def list(self, request: web.Request) -> web.Response:
         """Return how many sessions are in which state, and those of a label or a state that is asked for."""
@@ -230,7 +226,7 @@ class GatewayApp:
         body = await _parsed(request, FeedbackBody)
         unknown: list[str] = []
         refused: dict[str, str] = {}
-        group = f"{body.task_id}" if self._needs_group else ""
+        group = f"{body.task_id}" if self.settings.compares_runs else ""
         for name in body.msg_ids:
             if await self.book.find(name) is None:
                 unknown.append(name)
@@ -263,7 +259,7 @@ class GatewayApp:
         """Return the one model there is."""
         if "session" in request.match_info:
             await self._session(request, "call")
-        name = self.config.model.model_path or f"{self.config.name}-tiny"
+        name = self.settings.model_name
         model = {"id": name, "object": "model", "created": 0, "owned_by": "trinity-mq", "display_name": name}
         return web.json_response({"object": "list", "data": [{**model, "type": "model"}], "has_more": False})
 
@@ -332,11 +328,10 @@ class GatewayApp:
         body.pop("model", None)
         opened = session.opened
         trains = opened is not None and opened.record == "train"
-        if trains and self.config.gateway.sampling == "configured":
-            rollout = self.config.explorer.rollout_model
+        if trains and self.settings.gateway.sampling == "configured":
             for name in (*TRUNCATING, "seed"):
                 body.pop(name, None)
-            body |= {"temperature": rollout.temperature, "top_p": rollout.top_p}
+            body |= {"temperature": self.settings.temperature, "top_p": self.settings.top_p}
         body["return_token_ids"] = True
         if wanted.streams:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -345,13 +340,13 @@ class GatewayApp:
             body["logprobs"] = True
         elif body.get("logprobs") is None:
             body["logprobs"] = 0
-        limit = self.config.model.max_response_tokens
-        if body.get("max_completion_tokens") is None and body.get("max_tokens") is None:
-            body["max_tokens"] = limit
+        has_limit = body.get("max_completion_tokens") is not None or body.get("max_tokens") is not None
+        if not has_limit and self.settings.max_response_tokens is not None:
+            body["max_tokens"] = self.settings.max_response_tokens
         return EngineRequest(wanted.path, body, wanted.streams)
 
     def _check_limits(self, session: Session, conversation: Conversation) -> None:
-        settings = self.config.gateway
+        settings = self.settings.gateway
         if session.end is not None or session.is_settled:
             raise Refused(GONE, f"session {session.id} has ended; POST /sessions makes a new one", "session_ended")
         if conversation.calls >= settings.max_calls:
@@ -398,7 +393,7 @@ class GatewayApp:
                 raise Refused(403, "this key may not call the model", "scope_missing")
             return found
         self._admin(request)
-        opened, _ = self._opened(OpenBody(record="train" if not self._needs_group else "eval"))
+        opened, _ = self._opened(OpenBody(record="train" if not self.settings.compares_runs else "eval"))
         opened = opened.model_copy(
             update={"session": call, "key_hash": "", "ended": True, "record": "off" if opened.sampled_out else "train"}
         )

@@ -89,6 +89,11 @@ class ModelWrapper(RecordedModel):
         self._openai: list[openai.OpenAI | openai.AsyncOpenAI] = []
 
     @property
+    def clients(self) -> EngineClients:
+        """Its connections to engines."""
+        return self._clients
+
+    @property
     def model_name(self) -> str:
         """Name of the model in requests."""
         return self.model.name

@@ -26,7 +26,9 @@ _SYNCHRONOUS = {
     "tool_call_workflow": "trinity_mq.workflows.builtin.tool_call:ToolCallWorkflow",
 }
 _ASYNCHRONOUS = {
+    "program_workflow": "trinity_mq.workflows.sessions.program:ProgramWorkflow",
     "recorded_sessions": "trinity_mq.workflows.sessions.recorded:RecordedSessionsWorkflow",
+    "verifiers_workflow": "trinity_mq.workflows.sessions.verifiers:VerifiersWorkflow",
 }
 WORKFLOWS = Registry(
     _SYNCHRONOUS

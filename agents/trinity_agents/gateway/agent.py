@@ -22,6 +22,7 @@ from trinity_mq.config import Config
 from trinity_mq.gateway.access import Access, read_keys
 from trinity_mq.gateway.app import SHUTDOWN_SECONDS, GatewayApp
 from trinity_mq.gateway.engines import EngineCalls
+from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.messages import GatewayStatus
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.engine_selection import EngineSelector
@@ -117,7 +118,9 @@ class Gateway(Agent):
                 not_ready_timeout=settings.not_ready_timeout,
                 request_timeout=settings.request_timeout,
             )
-            self._app = GatewayApp(self.config, self.book, engines, self._access, self._public_url, self._clock)
+            self._app = GatewayApp(
+                AppSettings.of(self.config), self.book, engines, self._access, self._public_url, self._clock
+            )
             await self.with_background(
                 self._serve_http(self._app),
                 self.book.follow(),

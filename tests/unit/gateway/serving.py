@@ -16,6 +16,7 @@ from trinity_mq.gateway.app import GatewayApp
 from trinity_mq.gateway.book import MemoryBook
 from trinity_mq.gateway.engines import EngineCalls
 from trinity_mq.gateway.session import Session
+from trinity_mq.gateway.settings import AppSettings
 from trinity_mq.models.clients import EngineClients
 from trinity_mq.models.inference import InferenceModel
 from trinity_mq.testing.scripted import Script, ScriptedGenerator, scripted_server
@@ -84,7 +85,7 @@ async def serving(
         engines, book = Engines(model), MemoryBook()
         calls = EngineCalls(engines, clients, not_ready_timeout=timeout, request_timeout=10.0)
         url = ""
-        app = GatewayApp(config, book, calls, Access([hash_of(admin)] if admin else None), lambda: url)
+        app = GatewayApp(AppSettings.of(config), book, calls, Access([hash_of(admin)] if admin else None), lambda: url)
         runner = web.AppRunner(app.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         try:

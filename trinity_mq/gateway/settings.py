@@ -1,0 +1,42 @@
+"""What the gateway's routes need of a run's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trinity_mq.config import Config
+from trinity_mq.config.modes.gateway import GatewayConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppSettings:
+    """Settings of :class:`trinity_mq.gateway.app.GatewayApp`."""
+
+    gateway: GatewayConfig
+    model_name: str
+    """The model's name in ``/v1/models``."""
+    temperature: float = 1.0
+    """Of sessions that are trained on, as ``top_p``."""
+    top_p: float = 1.0
+    max_response_tokens: int | None = None
+    """Limit of an answer whose request gives none; None: the engine's own."""
+    compares_runs: bool = False
+    """The algorithm compares sessions with each other, so that each needs a group."""
+    group_size: int = 1
+    """Sessions of a group that says none."""
+    algorithm_type: str = ""
+
+    @classmethod
+    def of(cls, config: Config) -> AppSettings:
+        """Return the settings of a run."""
+        rollout = config.explorer.rollout_model
+        return cls(
+            gateway=config.gateway,
+            model_name=config.model.model_path or f"{config.name}-tiny",
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            max_response_tokens=config.model.max_response_tokens,
+            compares_runs=config.algorithm.estimator.compares_runs,
+            group_size=config.gateway.group_size or config.algorithm.repeat_times,
+            algorithm_type=config.algorithm.algorithm_type,
+        )

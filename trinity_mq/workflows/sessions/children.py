@@ -1,0 +1,241 @@
+"""Programs that a workflow runs: one process for each run, or one that is kept and answers many.
+
+A kept program reads a request from a line of its standard input, JSON with an ``id``, and writes the answer, JSON with
+the same ``id``, to a line of its standard output, in whatever order. Once it can, it writes ``{"ready": true}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import itertools
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from trinity_mq.workflows.errors import SandboxFailed
+
+log = structlog.get_logger(__name__)
+
+LONGEST_LINE = 1 << 26
+"""Bytes of one answer."""
+TAIL = 10
+"""Lines at the end of the standard error that go into the reason of a failure."""
+READY_SECONDS = 120.0
+"""Time that a kept program has to become ready: it may import a lot."""
+END_SECONDS = 5.0
+"""Time from the end of its input to the kill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A command and its surroundings."""
+
+    command: tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables over those of this process."""
+    cwd: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The command in one line."""
+        return " ".join(self.command)[:200]
+
+    async def start(self, env: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
+        """Start it in a session of its own.
+
+        Raises:
+            SandboxFailed: It cannot be started.
+        """
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, **dict(self.env), **(env or {})},
+                cwd=self.cwd,
+                limit=LONGEST_LINE,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            raise SandboxFailed(f"{self.name} cannot be started: {error}", kind="environment") from error
+
+
+async def run_once(program: Program, request: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+    """Run a program to its end with a request on its standard input; return the JSON in the last line that it printed.
+
+    Cancelling it kills the program and all that it started.
+
+    Raises:
+        SandboxFailed: It did not end with 0, or printed no such line.
+    """
+    process = await program.start(env)
+    try:
+        out, err = await process.communicate(json.dumps(request).encode() + b"\n")
+    finally:
+        _kill(process)
+    lines = out.decode(errors="replace").strip().splitlines()
+    if process.returncode:
+        said = " | ".join(err.decode(errors="replace").strip().splitlines()[-TAIL:])[-1000:]
+        raise SandboxFailed(f"{program.name} ended with {process.returncode}: {said}", kind="environment")
+    return _object(lines[-1] if lines else "", program)
+
+
+class KeptProgram:
+    """A program that answers many requests; started where one is made and it does not run."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count()
+        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL)
+        self._readers: list[asyncio.Task[None]] = []
+
+    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request.
+
+        Raises:
+            SandboxFailed: The program cannot be started, or ended before it answered.
+        """
+        if self._process is None or self._process.returncode is not None:
+            await self._start()
+        assert self._process is not None
+        assert self._ready is not None
+        await asyncio.shield(self._ready)
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps({**request, "id": number}).encode() + b"\n")
+            with contextlib.suppress(ConnectionError):  # it has ended: its reader tells why
+                await self._process.stdin.drain()
+            return await answer
+        finally:
+            self._waiting.pop(number, None)
+
+    async def close(self) -> None:
+        """End its input, and kill it if it does not end."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            log.warning("program_killed", program=self._program.name)
+        finally:
+            _kill(process)
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    async def _start(self) -> None:
+        ready = self._ready = asyncio.get_running_loop().create_future()
+        ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may be gone
+        self._tail.clear()
+        process = self._process = await self._program.start()
+        self._readers = [
+            asyncio.create_task(self._read(process, ready), name="answers of a program"),
+            asyncio.create_task(self._read_errors(process), name="errors of a program"),
+        ]
+        asyncio.get_running_loop().call_later(READY_SECONDS, self._give_up, process, ready)
+
+    def _give_up(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
+        if not ready.done():
+            ready.set_exception(self._failed(f"was not ready within {READY_SECONDS:g} s"))
+            _kill(process)
+
+    async def _read(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
+        assert process.stdout is not None
+        try:
+            while line := await process.stdout.readline():
+                self._take(line.decode(errors="replace"), ready)
+        except ValueError:
+            log.warning("program_line_too_long", program=self._program.name, limit=LONGEST_LINE)
+        _kill(process)
+        code = await process.wait()
+        await asyncio.gather(*self._readers[1:], return_exceptions=True)
+        error = self._failed(f"ended with {code}")
+        for waiting in [ready, *self._waiting.values()]:
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    def _take(self, line: str, ready: asyncio.Future[None]) -> None:
+        try:
+            said = _object(line, self._program)
+        except SandboxFailed as error:
+            log.warning("program_said_no_answer", program=self._program.name, reason=str(error))
+            return
+        if said.get("ready") and not ready.done():
+            ready.set_result(None)
+        waiting = self._waiting.get(said["id"]) if isinstance(said.get("id"), int) else None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(said)
+
+    async def _read_errors(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        with contextlib.suppress(ValueError):  # a line without an end: the rest is not read
+            while line := await process.stderr.readline():
+                self._tail.append(line.decode(errors="replace").rstrip())
+
+    def _failed(self, how: str) -> SandboxFailed:
+        said = " | ".join(self._tail)[-1000:]
+        return SandboxFailed(f"{self._program.name} {how}: {said}", kind="environment")
+
+
+@dataclass
+class _Kept:
+    """Those of one event loop."""
+
+    programs: dict[Program, KeptProgram] = field(default_factory=dict)
+
+
+_KEPT: dict[asyncio.AbstractEventLoop, _Kept] = {}
+
+
+def kept(program: Program) -> KeptProgram:
+    """Return the kept program with this command and surroundings, on this event loop."""
+    for loop in [loop for loop in _KEPT if loop.is_closed()]:
+        del _KEPT[loop]
+    programs = _KEPT.setdefault(asyncio.get_running_loop(), _Kept()).programs
+    return programs.setdefault(program, KeptProgram(program))
+
+
+async def close_kept() -> None:
+    """End the kept programs of this event loop."""
+    known = _KEPT.pop(asyncio.get_running_loop(), _Kept())
+    await asyncio.gather(*(program.close() for program in known.programs.values()))
+
+
+def _object(line: str, program: Program) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise SandboxFailed(
+            f'{program.name} printed {line[:200]!r}, wanted a JSON object in its last line, such as {{"reward": 1.0}}',
+            kind="environment",
+            retryable=False,
+        )
+    return found
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a program and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def program_of(command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Program:
+    """Return a program."""
+    return Program(tuple(command), tuple(sorted(env.items())), cwd)

@@ -1,0 +1,101 @@
+"""Runs tasks of `verifiers` for :mod:`trinity_mq.workflows.sessions.verifiers`, in the environment's own Python.
+
+Nothing of trinity_mq is imported: that Python need not have it. A line of JSON on the standard input asks for one
+rollout, a line on the standard output answers it, in whatever order they end; what the environment prints goes to the
+standard error.
+"""
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+OURS = "TRINITY_MQ_UNUSED_KEY"
+"""A variable that does not hold the key: it is in a header."""
+INFRASTRUCTURE = {
+    "SandboxError": "sandbox",
+    "ProviderError": "provider",
+    "InterceptionError": "environment",
+    "TunnelError": "environment",
+    "ToolsetError": "tool",
+    "HarnessError": "environment",
+    "EnvError": "environment",
+}
+"""Kinds of the failures that are no fault of the task, by the class of the error."""
+
+
+def named(path: str) -> Any:
+    """Return the object that ``module:name`` means."""
+    module, _, name = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+async def rollout(asked: dict[str, Any], make_task: Any, harness: str) -> dict[str, Any]:
+    """Run the agent once and return what its trace says."""
+    import verifiers.v1 as vf
+
+    os.environ.setdefault(OURS, "none")
+    client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=OURS, headers={"X-Session-Key": asked["key"]})
+    config = vf.AgentConfig.model_validate(
+        {
+            "harness": {"id": harness},
+            "runtime": vf.SubprocessConfig(),
+            "client": client,
+            "model": asked["model"],
+            "max_turns": asked.get("max_turns"),
+        }
+    )
+    trace = await vf.make_agent(config).run(make_task(asked["task"]))
+    error = next(iter(getattr(trace, "errors", None) or ()), None)
+    kind = type(error).__name__ if isinstance(error, Exception) else str(getattr(error, "type", "") or "")
+    return {
+        "ok": bool(trace.ok),
+        "reward": None if trace.reward is None else float(trace.reward),
+        "metrics": {name: float(value) for name, value in dict(getattr(trace, "metrics", None) or {}).items()},
+        "error": None if error is None else f"{kind}: {getattr(error, 'message', error)}"[:500],
+        "kind": INFRASTRUCTURE.get(kind),
+    }
+
+
+async def answer(asked: dict[str, Any], make_task: Any, harness: str, out: Any) -> None:
+    """Answer one request, whatever happens."""
+    try:
+        said = await rollout(asked, make_task, harness)
+    except Exception as error:
+        kind = INFRASTRUCTURE.get(type(error).__name__)
+        said = {"ok": False, "reward": None, "error": f"{type(error).__name__}: {error}"[:500], "kind": kind}
+    out.write(json.dumps({"id": asked["id"], **said}) + "\n")
+    out.flush()
+
+
+async def main() -> None:
+    """Answer requests until the standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", required=True, help="module:function that makes a verifiers Task of a record")
+    parser.add_argument("--harness", default="null", help="id of the harness")
+    options = parser.parse_args()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # prints are no answers
+    make_task = named(options.task)
+    out.write(json.dumps({"ready": True}) + "\n")
+    out.flush()
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=1 << 26)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    tasks: set[asyncio.Task[None]] = set()
+    while line := await reader.readline():
+        task = asyncio.create_task(answer(json.loads(line), make_task, options.harness, out))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    for task in tasks:
+        task.cancel()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
