@@ -21,6 +21,7 @@ from trinity_mq.messages.status import (
     GateStatus,
     MemberStatus,
     OperatorStatus,
+    PausedLane,
     RunnerStatus,
     SchedulerStatus,
     Status,
@@ -28,6 +29,8 @@ from trinity_mq.messages.status import (
 )
 from trinity_mq.messages.sync import SyncEvent, SyncVerb
 from trinity_mq.messages.tasks import (
+    FAILURE_KINDS,
+    INFRASTRUCTURE,
     Deliver,
     Lane,
     Outcome,
@@ -43,6 +46,8 @@ from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
 
 __all__ = [
     "CONTENT_TYPE",
+    "FAILURE_KINDS",
+    "INFRASTRUCTURE",
     "JSON_CONTENT_TYPE",
     "Accepted",
     "BatchClosed",
@@ -66,6 +71,7 @@ __all__ = [
     "Metrics",
     "OperatorStatus",
     "Outcome",
+    "PausedLane",
     "Progress",
     "Role",
     "RunEnd",
