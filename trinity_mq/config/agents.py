@@ -159,7 +159,8 @@ class CircuitBreakerConfig(Section):
     """``false``: such slices fail at once, and nothing is paused."""
     failures: int = Field(default=8, ge=1)
     """Tries of slices of a lane that failed in a row in one runner, all for such a reason, after which it pauses the
-    lane. One finished run, or a failure of the task or of its workflow, begins a new row."""
+    lane; 3 where it is one slice that fails again and again. One finished run, or a failure of the task or of its
+    workflow, begins a new row."""
     pause: float = Field(default=5.0, gt=0)
     """Seconds of the first pause. Then one slice is tried: if one of its runs finishes, the pause is over; if it fails
     for such a reason too, the next pause is twice as long."""
@@ -167,8 +168,10 @@ class CircuitBreakerConfig(Section):
     """Seconds of the longest pause. While all runners pause a lane, the time of its batches and evaluations stands
     still, and ``explorer.stall_timeout`` ends the run."""
     tries: int = Field(default=16, ge=1)
-    """Most tries of one slice that fail for such a reason, on all runners together; 3 where no other slice fails
-    meanwhile."""
+    """Most tries of one slice that fail for such a reason, on all runners together."""
+    tries_alone: int = Field(default=8, ge=1)
+    """The same where no other slice of the lane fails meanwhile, so that the fault may be the slice's own. With these
+    pauses 8 tries take about three minutes, for which a bad task can hold up its batch."""
 
     @model_validator(mode="after")
     def _pauses(self) -> CircuitBreakerConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -60,7 +60,7 @@ class TrainingBatches:
         """Seconds since it was asked."""
         self._opened_at: dict[str, float] = {}
         """By ticket opened since the start of this process."""
-        self._paused_time: Counter[str] = Counter()
+        self._paused_time: defaultdict[str, float] = defaultdict(float)
         """Seconds by open ticket in which all runners had paused its lane."""
         self._pauses: dict[str, int] = {}
         """Pauses of each runner process that the metrics of closed batches include."""
@@ -282,8 +282,7 @@ class TrainingBatches:
         if is_batch and isinstance(ticket.batch, int):
             opened = self._opened_at.pop(ticket.ticket, None)
             took = {"rollout/lane_pauses": float(self._new_pauses())}
-            if paused := self._paused_time.pop(ticket.ticket, 0):
-                took["time/lane_paused"] = float(paused)
+            took["time/lane_paused"] = self._paused_time.pop(ticket.ticket, 0.0)
             if opened is not None:
                 took["time/explore"] = seconds = asyncio.get_running_loop().time() - opened
                 if seconds and (tokens := metrics.get("rollout/response_tokens/sum")):
@@ -318,10 +317,8 @@ class TrainingBatches:
     def paused_lanes(self) -> dict[str, str]:
         """Return the lanes that every living runner has paused, each with what one of them waits for."""
         runners = self._peers.statuses("runner", RunnerStatus)
-        paused = [{one.lane: one.line() for one in status.paused} for status in runners]
-        return (
-            {lane: line for lane, line in paused[0].items() if all(lane in each for each in paused)} if paused else {}
-        )
+        each = [{one.lane: one.line() for one in status.paused} for status in runners] or [{}]
+        return {lane: line for lane, line in each[0].items() if all(lane in paused for paused in each)}
 
     def _new_pauses(self) -> int:
         """Return how often runners have paused a lane since this was last asked."""

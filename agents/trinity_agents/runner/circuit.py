@@ -14,8 +14,8 @@ from trinity_mq.config import CircuitBreakerConfig
 from trinity_mq.messages import INFRASTRUCTURE, Lane, PausedLane
 from trinity_mq.rollout.status import SliceOutcome
 
-LONE_TRIES = 3
-"""Tries of a slice while no other one fails: then the fault may well be its own."""
+LONE_ROW = 3
+"""Failures in a row at which the circuit opens where all are of one slice."""
 REMEMBERED = 10_000
 """Slices that were put back and are remembered: another runner may have taken them."""
 NO_EVIDENCE = frozenset({"timeout", "engine", "process", "stopped"})
@@ -71,8 +71,8 @@ class Circuit:
     def end(self, slice_key: Hashable, outcome: SliceOutcome | None, tries: int, now: float) -> bool:
         """Take note of how a try of a slice ended; return whether the slice is to be tried again later.
 
-        It is not where another slice went well since its first failure, so that the fault is its own; where it was
-        tried :data:`LONE_TRIES` times and no other one fails; and at the limit of tries.
+        It is not where another slice went well since its first failure here, so that the fault is its own, and at the
+        limit of its tries, which is lower while no other slice fails.
 
         Args:
             slice_key: The slice.
@@ -113,7 +113,7 @@ class Circuit:
             self._failing[slice_key] = None
         self._kind, self._reason = outcome.failure_kind or "", outcome.message or ""
         if self._until is None:
-            if self._row >= self._config.failures:
+            if self._row >= (self._config.failures if len(self._failing) > 1 else min(LONE_ROW, self._config.failures)):
                 self.pauses += 1
                 self._pause = self._config.pause
                 self._until = now + self._pause
@@ -123,7 +123,7 @@ class Circuit:
         first = self._failed_at.setdefault(slice_key, now)
         if len(self._failed_at) > REMEMBERED:
             del self._failed_at[next(iter(self._failed_at))]
-        limit = self._config.tries if len(self._failing) > 1 or not self.is_closed else LONE_TRIES
+        limit = self._config.tries if len(self._failing) > 1 else self._config.tries_alone
         if self._worked <= first and tries < limit:
             return True
         self._failed_at.pop(slice_key, None)
