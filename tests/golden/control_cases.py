@@ -126,6 +126,15 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "message": "again",
             "returned": 3,
         },
+        "failure_kind": {
+            "batch": 7,
+            "ticket": "t",
+            "task_id": 0,
+            "attempt": "a",
+            "outcome": "failed",
+            "message": "sandbox: connection refused (mijn_taak.py:17)",
+            "failure_kind": "sandbox",
+        },
     },
     ("task_results", 1): {
         "minimal": {"results": []},
@@ -315,6 +324,29 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
             "lease": 10.0,
             "state": "working",
             "detail": {"open": ["5f0c9a52d1f64c0e8a3b1d2e4f506172"]},
+        },
+        "paused": {
+            "role": "runner",
+            "id": "runner-0",
+            "seq": 7,
+            "incarnation": "b7e1",
+            "lease": 10.0,
+            "state": "holding",
+            "waits_for": "the sandbox of the train lane",
+            "waits_seconds": 12.5,
+            "detail": {
+                "done": 40,
+                "pauses": 2,
+                "paused": [
+                    {
+                        "lane": "train",
+                        "failures": 9,
+                        "kind": "sandbox",
+                        "reason": "sandbox: ingen forbindelse æøå (opgave.py:17)",
+                        "pause": 10.0,
+                    }
+                ],
+            },
         },
         "run": {
             "role": "explorer",

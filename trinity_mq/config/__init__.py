@@ -1,6 +1,7 @@
 """The configuration of a run: pydantic sections and their loading. It builds nothing."""
 
 from trinity_mq.config.agents import (
+    CircuitBreakerConfig,
     DynamicTimeoutConfig,
     ExplorerConfig,
     MonitorConfig,
@@ -36,6 +37,7 @@ __all__ = [
     "AuxiliaryModelConfig",
     "BrokerConfig",
     "BufferConfig",
+    "CircuitBreakerConfig",
     "Config",
     "ConfigError",
     "DynamicTimeoutConfig",

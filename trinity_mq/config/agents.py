@@ -149,6 +149,40 @@ class ExplorerConfig(Section):
         return self.max_timeout * (self.max_retry_times + 1)
 
 
+class CircuitBreakerConfig(Section):
+    """Pausing a lane (training or evaluation) while what its slices need beside the model is away: a sandbox, a tool, a
+    provider, the environment. A slice none of whose runs finished for such a reason goes back to its queue and is tried
+    again, by any runner. It fails for good when other slices go well between its tries, or at ``tries``.
+    """
+
+    enable: bool = True
+    """``false``: such slices fail at once, and nothing is paused."""
+    failures: int = Field(default=8, ge=1)
+    """Tries of slices of a lane that failed in a row in one runner, all for such a reason, after which it pauses the
+    lane; 3 where it is one slice that fails again and again. One finished run, or a failure of the task or of its
+    workflow, begins a new row."""
+    pause: float = Field(default=5.0, gt=0)
+    """Seconds of the first pause. Then one slice is tried: if one of its runs finishes, the pause is over; if it fails
+    for such a reason too, the next pause is twice as long."""
+    max_pause: float = Field(default=300.0, gt=0)
+    """Seconds of the longest pause. While all runners pause a lane, the time of its batches and evaluations stands
+    still, and ``explorer.stall_timeout`` ends the run."""
+    tries: int = Field(default=16, ge=1)
+    """Most tries of one slice that fail for such a reason, on all runners together."""
+    tries_alone: int = Field(default=8, ge=1)
+    """The same where no other slice of the lane fails meanwhile, so that the fault may be the slice's own. With these
+    pauses 8 tries take about three minutes, for which a bad task can hold up its batch."""
+
+    @model_validator(mode="after")
+    def _pauses(self) -> CircuitBreakerConfig:
+        if self.pause > self.max_pause:
+            raise ValueError(
+                f"pause is {self.pause:g} s, max_pause {self.max_pause:g} s: pauses grow, raise max_pause to at least "
+                f"{self.pause:g} or lower pause"
+            )
+        return self
+
+
 class RunnerConfig(Section):
     """Runners: processes that run the slices of tasks."""
 
@@ -179,6 +213,8 @@ class RunnerConfig(Section):
     """Bytes that the process of a slice may allocate beyond those at its start. None: no limit."""
     max_isolated: int = Field(default=2, ge=1)
     """Most redelivered slices that run in child processes at a time."""
+    circuit_breaker: CircuitBreakerConfig = Field(default_factory=CircuitBreakerConfig)
+    """Pausing a lane while its sandbox or a service that it needs is away."""
     drain_timeout: float = Field(default=20.0, gt=0)
     """Seconds in which a draining runner finishes its slices before it requeues them."""
 

@@ -8,17 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
-from trinity_mq.messages import Outcome, SubmissionOutcome, TaskResult
+from trinity_mq.messages import FAILURE_KINDS, Outcome, SubmissionOutcome, TaskResult
 from trinity_mq.rollout.status import Status
 from trinity_mq.telemetry import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
 
 OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "late")
 """Outcomes of slices of open tickets; *late* is that of an attempt whose ticket is closed."""
+FAILED = {"failed", "partial", "poisoned"}
+"""Outcomes of slices that something went wrong with; where a batch was cut off, *partial* is none."""
 
 
 def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
     """Return ``rollout/*`` of a training ticket: its runs' metrics by task, then over tasks, and the counts of
-    outcomes.
+    outcomes and of failures by kind.
 
     ``late``: results of closed tickets received since the batch before this one was closed. Runs that do not count,
     since the rest of their task was cut off, are left out of the means.
@@ -29,6 +31,10 @@ def rollout_metrics(ticket: Ticket, *, late: int = 0) -> dict[str, float]:
     metrics = aggregate_tasks([aggregate_runs(runs) for runs in _runs_by_task(counted).values()], "rollout")
     for outcome in OUTCOMES:
         metrics[f"rollout/slices/{outcome}"] = float(sum(result.outcome == outcome for result in results))
+    failed = [r for r in results if r.outcome in FAILED and (r.outcome != "partial" or ticket.grace is None)]
+    kinds = Counter(result.failure_kind or "unknown" for result in failed)
+    for kind in {*FAILURE_KINDS, *kinds}:
+        metrics[f"rollout/failures/{kind}"] = float(kinds[kind])
     metrics["rollout/slices/duplicate"] = float(ticket.duplicates)
     metrics["rollout/slices/late"] = float(late)
     metrics["rollout/slices/given_back"] = float(sum(result.returned for result in results))

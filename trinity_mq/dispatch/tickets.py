@@ -163,6 +163,7 @@ class Ticket(BaseModel):
                     attempt="",
                     outcome=outcome,
                     message=reason,
+                    failure_kind="task" if outcome == "failed" else None,
                 )
                 self._decide(task_slice, result)
 

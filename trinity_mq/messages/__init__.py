@@ -34,6 +34,7 @@ from trinity_mq.messages.status import (
     GatewayStatus,
     MemberStatus,
     OperatorStatus,
+    PausedLane,
     RunnerStatus,
     SchedulerStatus,
     Status,
@@ -41,6 +42,8 @@ from trinity_mq.messages.status import (
 )
 from trinity_mq.messages.sync import SyncEvent, SyncVerb
 from trinity_mq.messages.tasks import (
+    FAILURE_KINDS,
+    INFRASTRUCTURE,
     Deliver,
     Lane,
     Outcome,
@@ -56,6 +59,8 @@ from trinity_mq.messages.telemetry import ControlEvent, Heartbeat, Metrics
 
 __all__ = [
     "CONTENT_TYPE",
+    "FAILURE_KINDS",
+    "INFRASTRUCTURE",
     "JSON_CONTENT_TYPE",
     "Accepted",
     "BatchClosed",
@@ -80,6 +85,7 @@ __all__ = [
     "Metrics",
     "OperatorStatus",
     "Outcome",
+    "PausedLane",
     "Progress",
     "Role",
     "RunEnd",

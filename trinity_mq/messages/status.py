@@ -114,6 +114,28 @@ class ExplorerStatus(SchedulerStatus):
     """The last batch that had nothing to train on; null where none had, or the trainer has trained on one since."""
 
 
+class PausedLane(Status):
+    """A lane of which a runner takes no slices for a while: the last tries all failed for want of infrastructure, such
+    as a sandbox (``runner.circuit_breaker``).
+    """
+
+    lane: str = ""
+    """``train`` or ``eval``."""
+    failures: int = 0
+    """Tries of slices that failed in a row."""
+    kind: str = ""
+    """Kind of the last failure: sandbox, tool, provider or environment."""
+    reason: str = ""
+    """The last failure in one line."""
+    pause: float = 0.0
+    """Seconds from the last try to the next one."""
+
+    def line(self) -> str:
+        """Return it in one line for a person, as what the runner waits for."""
+        failed = f"the last {self.failures} tries of slices failed ({self.reason})"
+        return f"the {self.kind} of the {self.lane} lane: {failed}; next try in {self.pause:g} s"
+
+
 class RunnerStatus(Status):
     """Status of a runner. The counters count slices since the process started."""
 
@@ -135,6 +157,10 @@ class RunnerStatus(Status):
     """Redelivered slices whose result was out already."""
     stuck: int = 0
     """Abandoned workflows that still run."""
+    paused: list[PausedLane] = Field(default_factory=list)
+    """Lanes that are paused."""
+    pauses: int = 0
+    """Times that a lane was paused."""
     grouped_slices: bool = False
     """It takes several slices in one message (``task_slices``)."""
 

@@ -15,6 +15,11 @@ Lane = Literal["train", "eval"]
 Deliver = Literal["pipeline", "caller", "none"]
 Outcome = Literal["finished", "partial", "failed", "cancelled", "poisoned", "late"]
 
+INFRASTRUCTURE = ("sandbox", "tool", "provider", "environment")
+"""Kinds of failures that say nothing about the task: a further attempt may go well, once what failed is back."""
+FAILURE_KINDS = (*INFRASTRUCTURE, "timeout", "engine", "workflow", "task", "process")
+"""Kinds of failures that the library itself knows; workflows may name others."""
+
 
 class TaskBody(Message):
     """The task of a workflow; the wire form of :class:`trinity_mq.workflows.Task`."""
@@ -136,6 +141,9 @@ class TaskResult(Message):
     metrics: list[dict[str, float]] = Field(default_factory=list)
     """Metrics of each finished run."""
     message: str | None = None
+    failure_kind: str | None = None
+    """Kind of the failure that ``message`` tells of, such as ``sandbox``, ``tool``, ``provider``, ``environment``,
+    ``timeout``, ``engine``, ``workflow``, ``task`` or ``process``; null: there was none, or its kind is not known."""
     runner: str = ""
     returned: int = 0
     """Returns of the slice to its queue before this attempt."""

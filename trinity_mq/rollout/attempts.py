@@ -12,16 +12,16 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from trinity_mq.experience import Experience
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Engines
-from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, ModelError, VersionMismatch
+from trinity_mq.models.errors import EngineLost, EngineNotReady, VersionMismatch
 from trinity_mq.models.retried import retried
-from trinity_mq.rewards import RewardError, UnknownNameError
-from trinity_mq.rollout.failures import describe, reward_fault
+from trinity_mq.rollout.failures import describe, failure_of, is_retryable, reward_fault
 from trinity_mq.rollout.instances import Instances
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.seeds import stable_seed
+from trinity_mq.rollout.status import Failure
 from trinity_mq.telemetry import get_logger
 from trinity_mq.telemetry.trace import span
-from trinity_mq.workflows import RunFailedError, Task, TaskError, Workflow, execute
+from trinity_mq.workflows import RunFailedError, Task, Workflow, execute
 from trinity_mq.workflows.auxiliary import AuxiliaryError
 
 log = get_logger(__name__)
@@ -29,9 +29,6 @@ log = get_logger(__name__)
 FIRST_PAUSE = 0.2
 """Seconds: the pause before a retry is random, up to this and doubled each time."""
 LONGEST_PAUSE = 5.0
-
-INCURABLE = (TaskError, UnknownNameError, RewardError, ModelError)
-"""Every further attempt would raise them too."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class RunGroup:
         return AsyncRetrying(
             stop=stop_after_attempt(self.job.limits.retries + 1),
             wait=wait_random_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE),
-            retry=retry_if_exception(_curable),
+            retry=retry_if_exception(is_retryable),
             sleep=asyncio.sleep,
             reraise=True,
         )
@@ -109,7 +106,7 @@ class RunGroup:
             try:
                 await self._block(block)
             except Exception as error:
-                self.job.results.add_failure(describe(error, self.job.kind))
+                self.job.results.add_failure(failure_of(error, self.job.kind))
                 log.debug("attempt_failed", runner=self.job.runner, runs=block, attempt=self._attempts, exc_info=error)
                 failure = failure or error
         if failure is not None:
@@ -122,7 +119,7 @@ class RunGroup:
             by_run = self._by_run(block, experiences)
             for run, listed in by_run.items():
                 if (fault := reward_fault(self.job.kind, listed, needed=self.job.needs_reward)) is not None:
-                    self.job.results.add_failure(fault)
+                    self.job.results.add_failure(Failure(fault))
                 self.job.results.finished(self.job.task, run, listed, seconds)
                 self.missing.remove(run)
         lacking = [run for run in block if run not in by_run]
@@ -158,7 +155,7 @@ class RunGroup:
         except TimeoutError:
             if limit.expired():
                 raise RunFailedError(
-                    f"{job.kind.__name__} took longer than max_timeout, {job.limits.attempt:g} s"
+                    f"{job.kind.__name__} took longer than max_timeout, {job.limits.attempt:g} s", kind="timeout"
                 ) from None
             raise
         except Exception as error:
@@ -231,7 +228,3 @@ def consecutive(runs: Sequence[int]) -> list[list[int]]:
         else:
             blocks.append([run])
     return blocks
-
-
-def _curable(error: BaseException) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, (*INCURABLE, EngineRefused))

@@ -1,18 +1,25 @@
-"""Texts that say how a run of a workflow failed and where in its author's file, and which of them are of one kind."""
+"""Failures of runs: their kind, whether trying again can help, and texts that say how and where in the author's file a
+run failed.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
+import socket
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trinity_mq.algorithms.estimators.runs import is_finite
 from trinity_mq.experience import Experience
 from trinity_mq.experience.fields import short
-from trinity_mq.workflows import RunFailedError, Workflow
+from trinity_mq.models.errors import EngineError, EngineRefused, ModelError, PromptTooLong
+from trinity_mq.rewards import RewardError, UnknownNameError
+from trinity_mq.rollout.status import Failure
+from trinity_mq.workflows import RunFailedError, SandboxFailed, TaskError, Workflow
+from trinity_mq.workflows.auxiliary import AuxiliaryError
 
 MAX_ERROR = 500
 """Characters of an exception's own text that are kept, so that the place behind it is."""
@@ -21,16 +28,77 @@ _PROJECT = tuple(str(Path(__file__).parents[2] / package) + "/" for package in (
 _RAISED = re.compile(r"(\w+)(?:: .*)? \(([^()]+:\d+)[^()]*\)", re.DOTALL)
 
 
+INCURABLE = (TaskError, UnknownNameError, RewardError, ModelError, EngineRefused)
+"""Every further attempt would raise them too."""
+
+_KINDS: tuple[tuple[type[BaseException], str], ...] = (
+    (PromptTooLong, "task"),
+    (ModelError, "engine"),
+    (EngineError, "engine"),
+    (TaskError, "task"),
+    (UnknownNameError, "task"),
+    (RewardError, "task"),
+    (TimeoutError, "timeout"),
+    (ConnectionError, "environment"),
+    (socket.gaierror, "environment"),
+)
+"""Kinds of the exceptions that say nothing about it themselves; the first that fits counts."""
+
+
+def failure_of(error: BaseException, workflow: type[Workflow] | None = None) -> Failure:
+    """Return the failure that an exception of an attempt is; see :func:`describe`, :func:`kind_of`."""
+    return Failure(describe(error, workflow), kind_of(error), is_retryable(error))
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the kind of failure that ``error`` or a cause of it tells of, ``workflow`` where none does: a fault in the
+    author's own code.
+
+    >>> kind_of(KeyError("answer")), kind_of(SandboxFailed("no answer", kind="tool"))
+    ('workflow', 'tool')
+    """
+    for cause in _causes(error):
+        if isinstance(cause, RunFailedError):
+            return cause.kind
+        if isinstance(cause, AuxiliaryError) and cause.lost is not None:
+            return "provider"
+        for exception, kind in _KINDS:
+            if isinstance(cause, exception):
+                return kind
+    return "workflow"
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Return whether a further attempt may go well: neither ``error`` nor a cause of it was declared final, and it is
+    none that would be raised again.
+    """
+    final = any(isinstance(cause, RunFailedError) and not cause.retryable for cause in _causes(error))
+    return isinstance(error, Exception) and not final and not isinstance(error, INCURABLE)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and what it was raised from, of a group its first."""
+    cause: BaseException | None = error
+    seen: set[int] = set()  # an exception may be raised from itself
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__
+
+
 def describe(error: BaseException, kind: type[Workflow] | None = None) -> str:
     """Return error and place in one line, such as ``KeyError: 'answer' (my_workflow.py:17)``.
 
-    The place is the innermost line of the author's own code; without one, as where a workflow returned nothing, the
-    line at which the workflow's class ``kind`` defines its run.
+    The place is the innermost line of the author's own code. A :class:`SandboxFailed` says its kind in place of its
+    class: ``sandbox: connection refused (my_workflow.py:17)``. Where a workflow returned nothing, the place is the line
+    at which its class ``kind`` defines its run.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = " ".join(str(error).split())
     text = text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
+    if isinstance(error, SandboxFailed):
+        return f"{error.kind}: {text or type(error).__name__}{_place(error)}"
     if isinstance(error, RunFailedError):
         return text if kind is None else f"{text}{_place_of(kind)}"
     name = type(error).__name__

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
-from trinity_mq.rollout.status import SliceOutcome
+from trinity_mq.rollout.status import Failure, SliceOutcome
 from trinity_mq.telemetry import aggregate_runs
 from trinity_mq.workflows import Task
 
@@ -20,14 +20,14 @@ class RunResults:
     """Experiences by run."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics by run."""
-    message: str | None = None
+    failure: Failure | None = None
     """The first failure."""
     on_run: Callable[[int], None] | None = None
     """Called with each run when it is finished."""
 
-    def add_failure(self, message: str) -> None:
-        """Keep ``message`` if it is the first."""
-        self.message = self.message or message
+    def add_failure(self, failure: Failure) -> None:
+        """Keep ``failure`` if it is the first."""
+        self.failure = self.failure or failure
 
     def finished(self, task: Task, run: int, experiences: list[Experience], seconds: float) -> None:
         """Stamp and keep the experiences of ``run``, which took ``seconds``."""
@@ -63,7 +63,9 @@ class RunResults:
             experiences=experiences,
             runs=runs,
             metrics=[self.metrics[run] for run in runs],
-            message=self.message,
+            message=None if self.failure is None else self.failure.message,
+            failure_kind=None if self.failure is None else self.failure.kind,
+            retryable=self.failure is None or self.failure.retryable,
             version_min=min(versions, default=None),
             version_max=max(versions, default=None),
             seconds=seconds,

@@ -30,6 +30,18 @@ class Status:
     """Ids of the runners that worked on the task, in the order of its runs."""
 
 
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in an attempt at a run."""
+
+    message: str
+    """Error and place in one line."""
+    kind: str = "workflow"
+    """Under which it is counted."""
+    retryable: bool = True
+    """Whether a further attempt may go well."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SliceOutcome:
     """The outcome of a slice on one runner."""
@@ -42,6 +54,10 @@ class SliceOutcome:
     """One mapping for each of ``runs``."""
     message: str | None = None
     """The first thing that went wrong, also where a later attempt went well."""
+    failure_kind: str | None = None
+    """Kind of the failure that ``message`` tells of, None where there was none."""
+    retryable: bool = True
+    """False: that failure was declared final."""
     version_min: Version | None = None
     """Oldest weights that sampled a token."""
     version_max: Version | None = None

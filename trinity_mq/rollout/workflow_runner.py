@@ -16,7 +16,7 @@ from trinity_mq.rollout.attempts import Job, Limits, RunGroup
 from trinity_mq.rollout.instances import Instance, Instances
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.seeds import stable_seed
-from trinity_mq.rollout.status import SliceOutcome, Status
+from trinity_mq.rollout.status import Failure, SliceOutcome, Status
 from trinity_mq.telemetry import aggregate_runs
 from trinity_mq.workflows import Task, TaskError, load_workflow
 
@@ -112,7 +112,7 @@ class WorkflowRunner:
         try:
             task = Task.from_body(task_slice.task, task_slice.batch, task_slice.task_id)
         except (TaskError, UnknownNameError) as error:
-            return SliceOutcome(message=str(error))
+            return SliceOutcome(message=str(error), failure_kind="task", retryable=False)
         return await self._run(
             task,
             range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times),
@@ -157,7 +157,8 @@ class WorkflowRunner:
         needs_reward: bool = False,
     ) -> SliceOutcome:
         if task.workflow is None:
-            return SliceOutcome(message="the task has no workflow; set Task.workflow to a Workflow class")
+            why = "the task has no workflow; set Task.workflow to a Workflow class"
+            return SliceOutcome(message=why, failure_kind="task", retryable=False)
         mode = self.config.runner.concurrent_mode
         results = RunResults() if results is None else results
         loop = asyncio.get_running_loop()
@@ -189,7 +190,8 @@ class WorkflowRunner:
                 raise
             trouble = next((group.engine_trouble for group in groups if group.engine_trouble), "")
             why = f", waiting for an engine: {trouble}" if trouble else ""
-            results.add_failure(f"not done within the {limits.total:g} s of the slice{why}")
+            late = f"not done within the {limits.total:g} s of the slice{why}"
+            results.add_failure(Failure(late, "engine" if trouble else "timeout"))
         finally:
             await instances.aclose()
         return results.outcome(loop.time() - start)

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -28,6 +28,7 @@ OFFSETS_HEADER = "offsets"
 """Header of a dead BatchReady: the offsets of its chunks on the ready stream, separated by commas."""
 
 GIVEN_BACK, FAILED, RETURNED, FAILURES = "given-back", "failed-tries", "returned", "failures"
+PUT_BACK = "put-back"
 """Headers of a message that an agent gave back: see :class:`PastDeliveries`."""
 MAX_FAILURES = 5
 """Failed tries whose reasons travel with a message."""
@@ -195,6 +196,8 @@ class PastDeliveries:
     """The broker took it back: the agent died, lost its connection, or the broker was restarted. Not a verdict."""
     failures: tuple[str, ...] = ()
     """How the latest tries failed."""
+    put_back: int = 0
+    """How many of those given back in good order had failed for want of infrastructure, such as a sandbox."""
 
     @classmethod
     def of(cls, incoming: Incoming) -> PastDeliveries:
@@ -210,6 +213,7 @@ class PastDeliveries:
             failed=number(FAILED),
             returned=number(RETURNED) + incoming.deliveries_before,
             failures=tuple(failures.split("\n")) if isinstance(failures, str) else (),
+            put_back=number(PUT_BACK),
         )
 
     @property
@@ -231,15 +235,20 @@ class PastDeliveries:
     def then(self, failure: str | None) -> PastDeliveries:
         """Return them with one more, which ended with ``failure``, or in good order."""
         if failure is None:
-            return PastDeliveries(self.given_back + 1, self.failed, self.returned, self.failures)
+            return replace(self, given_back=self.given_back + 1)
         line = " ".join(failure.split())[:MAX_FAILURE]
         failures = (*self.failures, f"delivery {self.count + 1}: {line}")[-MAX_FAILURES:]
-        return PastDeliveries(self.given_back, self.failed + 1, self.returned, failures)
+        return replace(self, failed=self.failed + 1, failures=failures)
 
     @property
     def headers(self) -> dict[str, HeaderValue]:
         """The headers that say so."""
-        said: dict[str, HeaderValue] = {GIVEN_BACK: self.given_back, FAILED: self.failed, RETURNED: self.returned}
+        said: dict[str, HeaderValue] = {
+            GIVEN_BACK: self.given_back,
+            FAILED: self.failed,
+            RETURNED: self.returned,
+            PUT_BACK: self.put_back,
+        }
         said[FAILURES] = "\n".join(self.failures)
         return {name: value for name, value in said.items() if value}
 
@@ -255,7 +264,17 @@ async def give_back(bus: Bus, delivery: Delivery, failure: str | None = None) ->
         delivery: The delivery.
         failure: How the work on it failed; None: it is given back in good order.
     """
-    if await publish_again(bus, delivery, PastDeliveries.of(delivery).then(failure)):
+    await _give_back(bus, delivery, PastDeliveries.of(delivery).then(failure))
+
+
+async def put_back(bus: Bus, delivery: Delivery) -> None:
+    """:func:`give_back` in good order, and count a try that failed for want of infrastructure."""
+    past = PastDeliveries.of(delivery)
+    await _give_back(bus, delivery, replace(past.then(None), put_back=past.put_back + 1))
+
+
+async def _give_back(bus: Bus, delivery: Delivery, past: PastDeliveries) -> None:
+    if await publish_again(bus, delivery, past):
         await acknowledge(delivery)
     else:
         await requeue(delivery)

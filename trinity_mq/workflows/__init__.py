@@ -7,7 +7,8 @@ from trinity_mq.workflows.builtin.math_eval import AsyncMathEvalWorkflow, MathEv
 from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow, SimpleWorkflow
 from trinity_mq.workflows.builtin.tool_agent import AsyncToolAgentWorkflow, ToolAgentWorkflow
 from trinity_mq.workflows.builtin.tool_call import AsyncToolCallWorkflow, ToolCallWorkflow
-from trinity_mq.workflows.execution import RunFailedError, execute
+from trinity_mq.workflows.errors import RunFailedError, SandboxFailed
+from trinity_mq.workflows.execution import execute
 from trinity_mq.workflows.registry import WORKFLOWS
 from trinity_mq.workflows.step_wise import (
     AsyncRewardPropagationWorkflow,
@@ -42,6 +43,7 @@ __all__ = [
     "MultiTurnWorkflow",
     "RewardPropagationWorkflow",
     "RunFailedError",
+    "SandboxFailed",
     "SimpleWorkflow",
     "StepWiseRewardWorkflow",
     "Task",

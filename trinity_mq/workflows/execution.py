@@ -9,11 +9,8 @@ from collections.abc import Awaitable, Callable
 from trinity_mq.experience import Experience
 from trinity_mq.experience.fields import short
 from trinity_mq.runtime.threads import in_thread, interrupt
+from trinity_mq.workflows.errors import RunFailedError
 from trinity_mq.workflows.workflow import Workflow
-
-
-class RunFailedError(Exception):
-    """A run of a workflow returned nothing usable; the message says why."""
 
 
 async def execute(

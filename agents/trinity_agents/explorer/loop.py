@@ -307,8 +307,17 @@ class ExplorerLoop:
                 await self.save()
                 raise FatalError(
                     f"nothing has moved for {still:.0f} s (explorer.stall_timeout): waiting for {agent.waits_for}; "
-                    "the state is saved"
+                    f"{self._paused_reason()}the state is saved"
                 )
+
+    def _paused_reason(self) -> str:
+        """Return what to do about lanes that runners have paused, empty where there are none."""
+        if not (paused := self.batches.paused_lanes()):
+            return ""
+        return (
+            f"the runners wait for {'; '.join(paused.values())}. Bring it back and start the run again, which loses no "
+            "task, or set runner.circuit_breaker.enable=false to have such slices fail; "
+        )
 
     def _movement(self) -> tuple[int, ...]:
         """Return counts that change with each progress of the run, the trainer's included: after a restart it trains on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -18,7 +19,7 @@ from trinity_mq.dispatch.dispatcher import Dispatcher
 from trinity_mq.dispatch.pacing import Counters, last_with_room, may_open, must_ask, required_answer, required_progress
 from trinity_mq.dispatch.tickets import Ticket, sort_batch_id
 from trinity_mq.dispatch.timeouts import pass_time
-from trinity_mq.messages import EmptyBatchStatus, OperatorStatus, Progress, TaskBody
+from trinity_mq.messages import EmptyBatchStatus, OperatorStatus, Progress, RunnerStatus, TaskBody
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
@@ -59,6 +60,10 @@ class TrainingBatches:
         """Seconds since it was asked."""
         self._opened_at: dict[str, float] = {}
         """By ticket opened since the start of this process."""
+        self._paused_time: defaultdict[str, float] = defaultdict(float)
+        """Seconds by open ticket in which all runners had paused its lane."""
+        self._pauses: dict[str, int] = {}
+        """Pauses of each runner process that the metrics of closed batches include."""
         self._late = 0
         """Number of late results that the metrics of closed batches include."""
         self.empty: EmptyBatchStatus | None = None
@@ -276,7 +281,8 @@ class TrainingBatches:
             await self._save()
         if is_batch and isinstance(ticket.batch, int):
             opened = self._opened_at.pop(ticket.ticket, None)
-            took: dict[str, float] = {}
+            took = {"rollout/lane_pauses": float(self._new_pauses())}
+            took["time/lane_paused"] = self._paused_time.pop(ticket.ticket, 0.0)
             if opened is not None:
                 took["time/explore"] = seconds = asyncio.get_running_loop().time() - opened
                 if seconds and (tokens := metrics.get("rollout/response_tokens/sum")):
@@ -308,8 +314,26 @@ class TrainingBatches:
         never = {*self._state.given_back.get(ticket.ticket, ()), *(one.task_id for one in ticket.submissions)}
         return {task_id: task for task_id, task in enumerate(ticket.tasks) if task_id not in never}
 
-    def _let_time_pass(self, ticket: Ticket, seconds: float, moving: bool) -> None:
+    def paused_lanes(self) -> dict[str, str]:
+        """Return the lanes that every living runner has paused, each with what one of them waits for."""
+        runners = self._peers.statuses("runner", RunnerStatus)
+        each = [{one.lane: one.line() for one in status.paused} for status in runners] or [{}]
+        return {lane: line for lane, line in each[0].items() if all(lane in paused for paused in each)}
+
+    def _new_pauses(self) -> int:
+        """Return how often runners have paused a lane since this was last asked."""
+        known, before = dict[str, int](), self._pauses
+        for beat in self._peers.alive("runner"):
+            if isinstance(beat.detail, RunnerStatus):
+                known[beat.incarnation] = beat.detail.pauses
+        self._pauses = {**before, **known}
+        return sum(count - before.get(name, 0) for name, count in known.items())
+
+    def _let_time_pass(self, ticket: Ticket, seconds: float, moving: bool, paused: bool) -> None:
         if ticket.is_complete:
+            return
+        if paused and ticket.grace is None:
+            self._paused_time[ticket.ticket] += seconds
             return
         if ticket.grace is not None:
             ticket.grace -= seconds
@@ -328,11 +352,13 @@ class TrainingBatches:
     async def tick(self, seconds: float, *, moving: bool = True) -> None:
         """Let ``seconds`` pass for open tickets, and for closed batches that no operator or trainer works on.
 
-        ``moving``: there are a runner and an engine; without them a batch's time stands still.
+        ``moving``: there are a runner and an engine; without them a batch's time stands still. So it does while all
+        runners have paused its lane.
         """
+        paused = self.paused_lanes()
         for ticket in list(self._dispatcher.tickets.values()):
             if ticket.manifest is None:
-                self._let_time_pass(ticket, seconds, moving)
+                self._let_time_pass(ticket, seconds, moving, ticket.lane in paused)
         if not (moving and self._peers.alive("trainer")):
             return
         explorer = self._config.explorer

@@ -6,6 +6,7 @@ Waits for: slices on ``tasks.train`` and ``tasks.eval``, and for an engine that 
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import itertools
 import os
@@ -17,6 +18,7 @@ from typing import Any
 
 import structlog
 
+from trinity_agents.runner.circuit import Circuit, is_infrastructure
 from trinity_agents.runner.in_flight_slice import (
     CANCELLED,
     PREEMPTED,
@@ -24,12 +26,13 @@ from trinity_agents.runner.in_flight_slice import (
     OpenTickets,
     SliceKey,
 )
+from trinity_agents.runner.lane_intake import LaneIntake
 from trinity_agents.runner.process_pool import ChildDied, ProcessPool
 from trinity_agents.runner.result_publisher import ResultPublisher
 from trinity_agents.runner.slice_executor import STOP_PATIENCE, SliceExecutor
 from trinity_agents.runner.slice_group import SliceGroup
 from trinity_agents.runner.watchdog import Watchdog
-from trinity_mq.bus import Bus, Consumer, Delivery, Topology
+from trinity_mq.bus import Bus, Delivery, Topology
 from trinity_mq.config import Config
 from trinity_mq.messages import Lane, Outcome, RunnerStatus, TaskSlice, TaskSlices
 from trinity_mq.models.engine_selection import EngineSelector
@@ -42,6 +45,7 @@ from trinity_mq.runtime.deliveries import (
     dead_letter,
     decode_or_dead_letter,
     give_back,
+    put_back,
 )
 from trinity_mq.runtime.errors import EXIT_RECYCLE, EXIT_RESTART, RecycleMe, RestartMe
 from trinity_mq.runtime.serve import run_daemon
@@ -107,9 +111,21 @@ class Runner(Agent):
             in_flight_count=lambda: len(self._held),
         )
         self._held: dict[SliceKey, InFlightSlice] = {}
-        self._slots: dict[Lane, asyncio.Semaphore] = {
-            "train": asyncio.Semaphore(config.runner.concurrency),
-            "eval": asyncio.Semaphore(config.runner.eval_slots),
+        slots: dict[Lane, int] = {"train": config.runner.concurrency, "eval": config.runner.eval_slots}
+        self._slots = {lane: asyncio.Semaphore(count) for lane, count in slots.items()}
+        queues = {"train": topology.tasks_train, "eval": topology.tasks_eval}
+        self._intakes: dict[Lane, LaneIntake] = {
+            lane: LaneIntake(
+                bus,
+                queues[lane],
+                count,
+                Circuit(config.runner.circuit_breaker),
+                start=lambda delivery: self._start(self._handle(delivery)),
+                woken=self.woken,
+                is_over=self._is_over,
+                is_idle=functools.partial(self._is_idle, lane),
+            )
+            for lane, count in slots.items()
         }
         self._waiting: dict[asyncio.Task[None], Delivery] = {}
         """Slices of a group that wait for a slot."""
@@ -127,12 +143,17 @@ class Runner(Agent):
     def detail(self) -> RunnerStatus:
         """Return what runs here (the oldest slices by name) and how many slices ended in which way."""
         oldest = itertools.islice(self._held.values(), LISTED)
+        changed: dict[str, Any] = dict(self._counts)
+        if pauses := sum(intake.circuit.pauses for intake in self._intakes.values()):
+            now = asyncio.get_running_loop().time()
+            found = (intake.circuit.status(lane, now) for lane, intake in self._intakes.items())
+            changed |= {"pauses": pauses, "paused": [one for one in found if one is not None]}
         return RunnerStatus(
             running=len(self._held),
             slices=[(*work.key, round(work.seconds, 1)) for work in oldest],
             done=self._done,
             grouped_slices=True,
-        ).model_copy(update=self._counts)
+        ).model_copy(update=changed)
 
     # -- taking slices
 
@@ -142,24 +163,15 @@ class Runner(Agent):
         Raises:
             RestartMe: A fresh process is wanted.
         """
-        runner = self.config.runner
-        queues = (
-            (self.topology.tasks_train, runner.concurrency),
-            (self.topology.tasks_eval, runner.eval_slots),
-        )
-        # prefetch is the number of free slots: of what is delivered only short slices that came together may wait
-        consumers = [await self.bus.consume(lane, prefetch=slots) for lane, slots in queues]
         try:
             async with asyncio.TaskGroup() as group:
                 watch = [group.create_task(self._watch())]
                 if self._watchdog is not None:
                     watch.append(group.create_task(self._watchdog.run()))
-                takers = [group.create_task(self._take(consumer)) for consumer in consumers]
+                takers = [group.create_task(intake.run()) for intake in self._intakes.values()]
                 try:
                     self.set_state("idle", "a slice")
                     await self.woken.until(self._is_over)
-                    for consumer in consumers:
-                        await consumer.stop()
                     await asyncio.wait(takers)
                     await self._finish_or_give_back()
                     if self._failure is not None:
@@ -172,8 +184,8 @@ class Runner(Agent):
         finally:
             await self._drop()
             await self._publisher.close()
-            for consumer in consumers:
-                await consumer.close()
+            for intake in self._intakes.values():
+                await intake.close()
             await self._executor.close()
             if self._detached:
                 log.error("workflows_ignore_cancellation", runner=self.id, tasks=len(self._detached))
@@ -185,14 +197,17 @@ class Runner(Agent):
     def _is_over(self) -> bool:
         return bool(self._failure or self._restart_reason or self.draining.is_set() or self.peers.explorer.finished)
 
-    async def _take(self, consumer: Consumer) -> None:
-        async for delivery in consumer:
-            self._start(self._handle(delivery))
+    def _is_idle(self, lane: Lane) -> bool:
+        """Return whether no delivery of a lane is being worked on."""
+        queue = (self.topology.tasks_train if lane == "train" else self.topology.tasks_eval).name
+        waiting = any(delivery.queue == queue for delivery in self._waiting.values())
+        return not waiting and not any(each.task_slice.lane == lane for each in self._held.values())
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -246,14 +261,13 @@ class Runner(Agent):
             await self._divide(delivery, found.slices)
 
     async def _divide(self, delivery: Delivery, slices: list[TaskSlice]) -> None:
-        """Start each slice of a message by itself, as soon as it has a slot; take the message apart if it comes again.
-
-        One that holds nothing is acknowledged.
+        """Start each slice of a message by itself, as soon as it has a slot. Take the message apart if it comes again,
+        or while the lane is paused: only one of its slices may be tried then. One that holds nothing is acknowledged.
         """
         group = SliceGroup(delivery, slices)
         if not slices:
             await acknowledge(delivery)
-        elif PastDeliveries.of(delivery).count:
+        elif PastDeliveries.of(delivery).count or not self._intakes[slices[0].lane].circuit.is_closed:
             await group.take_apart(self.bus)
         else:
             for task_slice, own in group.deliveries:
@@ -262,7 +276,7 @@ class Runner(Agent):
     async def _hold(self, task_slice: TaskSlice, delivery: Delivery) -> None:
         """Execute a slice when it has a slot, and answer its delivery."""
         BATCH.set(task_slice.batch)  # of this slice's own task
-        slot, task = self._slots[task_slice.lane], asyncio.current_task()
+        slot, intake, task = self._slots[task_slice.lane], self._intakes[task_slice.lane], asyncio.current_task()
         assert task is not None
         self._waiting[task] = delivery
         try:
@@ -279,8 +293,13 @@ class Runner(Agent):
                 self._counts["duplicates"] += 1
                 await acknowledge(delivery)
                 return
+            if not intake.circuit.begin(key, asyncio.get_running_loop().time()):
+                await self.woken.until(lambda: not intake.taking)  # it would come straight back
+                self._counts["given_back"] += 1
+                await give_back(self.bus, delivery)
+                return
             in_flight = self._held[key] = InFlightSlice(task_slice, delivery, f"{next(self._attempts):032x}")
-            self.set_state("working")
+            self._show_state()
             await self._slice(in_flight)
         finally:
             if in_flight is None:
@@ -288,16 +307,45 @@ class Runner(Agent):
             elif not in_flight.detached:
                 self._release(in_flight)
 
+    def _judge(self, in_flight: InFlightSlice, outcome: SliceOutcome | None) -> bool:
+        """Tell the circuit of the lane how a try ended; return whether the slice is to be tried again later."""
+        lane, circuit = in_flight.task_slice.lane, self._intakes[in_flight.task_slice.lane].circuit
+        failed = outcome is not None and is_infrastructure(outcome)
+        before = circuit.describe(lane)
+        again = circuit.end(in_flight.key, outcome, in_flight.past.put_back + failed, asyncio.get_running_loop().time())
+        if (paused := circuit.describe(lane)) != before:
+            if paused is None:
+                log.info("lane_resumed", runner=self.id, lane=lane, worked=in_flight.name)
+            elif before is None or paused.pause != before.pause:
+                log.warning("lane_paused", runner=self.id, lane=lane, **paused.model_dump(exclude={"lane"}))
+            self._show_state()
+            self.heartbeat_now()
+        self.woken.notify()
+        return again
+
     def _release(self, in_flight: InFlightSlice) -> None:
         del self._held[in_flight.key]
         in_flight.over.set()
         self._slots[in_flight.task_slice.lane].release()
+        self._judge(in_flight, None)
         if not self._held and self._idle_timer is None:
             self._idle_timer = asyncio.get_running_loop().call_later(IDLE_AFTER, self._become_idle)
 
     def _become_idle(self) -> None:
         self._idle_timer = None
         if not self._held and self.state == "working":
+            self._show_state()
+
+    def _show_state(self) -> None:
+        """Say in the heartbeats what the runner does, and what it waits for."""
+        if self.state == "draining":
+            return
+        paused = [found for lane, one in self._intakes.items() if (found := one.circuit.describe(lane)) is not None]
+        if paused:
+            self.set_state("working" if self._held else "holding", "; ".join(one.line() for one in paused))
+        elif self._held:
+            self.set_state("working")
+        else:
             self.set_state("idle", "a slice")
 
     async def _slice(self, in_flight: InFlightSlice) -> None:
@@ -336,12 +384,18 @@ class Runner(Agent):
         """Publish the experiences, then the outcome, then acknowledge."""
         is_whole = len(outcome.runs) == in_flight.task_slice.repeat_times
         end: Outcome = "finished" if is_whole else "partial" if outcome.runs else "failed"
+        again = self._judge(in_flight, outcome)
         if in_flight.why == CANCELLED:
             self._counts["cancelled"] += 1
             if not in_flight.task_slice.keep_partial:
                 await acknowledge(in_flight.delivery)
                 return
             end = end if outcome.runs else "cancelled"
+        elif again:
+            log.info("slice_put_back", runner=self.id, slice=in_flight.name, reason=outcome.message)
+            self._counts["given_back"] += 1
+            await put_back(self.bus, in_flight.delivery)
+            return
         try:
             with span("hand over experiences", wait=True):
                 result = await self._publisher.deliver(in_flight, outcome, end)
@@ -376,7 +430,9 @@ class Runner(Agent):
     async def _poison(self, in_flight: InFlightSlice, past: PastDeliveries, reason: str) -> None:
         """Report a slice that ends its runners, dead-letter a copy, then acknowledge."""
         self._counts["poisoned"] += 1
-        await self._publisher.report(in_flight, self._publisher.result(in_flight, "poisoned", message=reason))
+        await self._publisher.report(
+            in_flight, self._publisher.result(in_flight, "poisoned", message=reason, kind="process")
+        )
         self._remember(in_flight)
         await dead_letter(self.bus, self.topology, in_flight.delivery, reason, self.id, past=past)
         await acknowledge(in_flight.delivery)

@@ -16,6 +16,8 @@ SliceKey = tuple[str, int, int]
 CANCELLED: Final = "nobody waits for it any more"
 PREEMPTED: Final = "its runner had to end"
 OVERDUE: Final = "it went on after its time was over"
+STOPPED: Final = "stopped"
+"""Kind of failure of a slice that was stopped from outside, through no fault of its own."""
 
 
 class InFlightSlice:

@@ -29,7 +29,8 @@ from trinity_mq.workflows import RunFailedError
 
 ASK, LOST, RUN, END = b"engine?", b"lost", b"run", b"end"
 """Kinds of frames that the process sends, each followed by its body: a question for the engine to use (empty); an
-engine that did not answer; a finished run, its experiences in a third frame; message and seconds of the slice."""
+engine that did not answer; a finished run, its experiences in a third frame; its first failure and the seconds
+of the slice."""
 
 
 def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) -> None:
@@ -51,7 +52,12 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
     results = RunResults()
     results.on_run = lambda run: _send_run(pipe, results, run)
     outcome = asyncio.run(runner.run_slice(task_slice, _ParentEngines(pipe), results))
-    end = {"message": outcome.message, "seconds": outcome.seconds}
+    end = {
+        "message": outcome.message,
+        "kind": outcome.failure_kind,
+        "retryable": outcome.retryable,
+        "seconds": outcome.seconds,
+    }
     _send(pipe, END, msgpack.packb(end, unicode_errors="replace"))
     # Threads of workflows that never return, and what they registered to do at exit, keep nobody here.
     os._exit(0)

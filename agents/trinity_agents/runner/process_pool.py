@@ -25,7 +25,7 @@ from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Engines, auxiliary_models
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 from trinity_mq.rollout.run_results import RunResults
-from trinity_mq.rollout.status import SliceOutcome
+from trinity_mq.rollout.status import Failure, SliceOutcome
 from trinity_mq.runtime.threads import in_thread
 
 T = TypeVar("T")
@@ -137,13 +137,14 @@ class _Child:
             while (kind := self._ours.recv_bytes()) != END:
                 self._receive(kind)
             end = msgpack.unpackb(self._ours.recv_bytes())
-            message, seconds = end["message"], float(end["seconds"])
+            seconds = float(end["seconds"])
+            failure = Failure(end["message"], str(end["kind"]), bool(end["retryable"])) if end["message"] else None
         except (EOFError, OSError):
             raise _died(self._end()) from None
         except (DecodeError, ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
             raise ChildDied(f"its process sent what does not decode: {error}", self._end()) from error
-        if message:
-            self._loop.call_soon_threadsafe(self._results.add_failure, message)
+        if failure is not None:
+            self._loop.call_soon_threadsafe(self._results.add_failure, failure)
         self._end()
         return seconds
 

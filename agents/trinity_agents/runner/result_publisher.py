@@ -99,13 +99,15 @@ class ResultPublisher:
         outcome: SliceOutcome | None = None,
         parts: int = 0,
         message: str | None = None,
+        kind: str | None = None,
     ) -> TaskResult:
-        """Return the result of a slice; ``outcome`` is that of its workflow, if its runs count.
+        """Return the result of a slice; ``outcome`` is that of its workflow, if its runs count, else ``message`` and
+        ``kind`` are those of its failure.
 
         Raises:
             ValidationError: The outcome's metrics are no numbers.
         """
-        task_slice, outcome = in_flight.task_slice, outcome or SliceOutcome(message=message)
+        task_slice, outcome = in_flight.task_slice, outcome or SliceOutcome(message=message, failure_kind=kind)
         text = outcome.message
         return TaskResult(
             batch=task_slice.batch,
@@ -121,6 +123,7 @@ class ResultPublisher:
             parts=parts,
             metrics=outcome.metrics,
             message=text and text[:MESSAGE_LIMIT].encode(errors="replace").decode(),
+            failure_kind=outcome.failure_kind,
             seconds=in_flight.seconds,
             version_min=outcome.version_min,
             version_max=outcome.version_max,
@@ -150,7 +153,7 @@ class ResultPublisher:
                 taken = await self._publish(in_flight, contents, outcome.version_min)
         except (EncodeError, DecodeError, MessageTooLarge, ValidationError) as error:
             log.warning("slice_unfit", ticket=task_slice.ticket, task=task_slice.task_id, reason=str(error))
-            return self.result(in_flight, "failed", message=str(error))
+            return self.result(in_flight, "failed", message=str(error), kind="workflow")
         return result if taken else self.result(in_flight, "late", message="its batch is closed")
 
     async def report(self, in_flight: InFlightSlice, result: TaskResult) -> None:
@@ -164,7 +167,7 @@ class ResultPublisher:
             taken = await self._results.publish(key, result)
         except MessageTooLarge as error:
             reason = f"{error}; or lower explorer.max_repeat_times_per_runner: the metrics of all runs travel together"
-            taken = await self._results.publish(key, self.result(in_flight, "failed", message=reason))
+            taken = await self._results.publish(key, self.result(in_flight, "failed", message=reason, kind="workflow"))
         if not taken:
             raise RestartMe(f"{self._topology.results.name} does not exist any more; a start declares it again")
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import structlog
 
-from trinity_agents.runner.in_flight_slice import OVERDUE, InFlightSlice
+from trinity_agents.runner.in_flight_slice import OVERDUE, STOPPED, InFlightSlice
 from trinity_agents.runner.process_pool import GRACE, START_LIMIT, ChildDied, ProcessPool
 from trinity_mq.config import Config
 from trinity_mq.messages import TaskSlice
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.engine_selection import Answering, AuxiliaryEngines
-from trinity_mq.rollout.status import SliceOutcome
+from trinity_mq.rollout.status import Failure, SliceOutcome
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.runtime.deliveries import CrashNotes
 
@@ -92,7 +92,7 @@ class SliceExecutor:
     def stop(self, in_flight: InFlightSlice, why: str) -> None:
         """Cancel a workflow from outside; one that ignores it is detached."""
         if in_flight.end(why):
-            in_flight.results.add_failure(why)
+            in_flight.results.add_failure(Failure(why, "timeout" if why == OVERDUE else STOPPED))
             asyncio.get_running_loop().call_later(STOP_PATIENCE, self._detach, in_flight)
 
     async def close(self) -> None:
@@ -116,14 +116,15 @@ class SliceExecutor:
             async with asyncio.timeout(task_slice.slice_timeout + ISOLATED_MARGIN):
                 return await pool.run(task_slice, self._config, models, results)
         except TimeoutError:
-            results.add_failure(
+            late = (
                 f"not done within the {task_slice.slice_timeout:g} s of the slice, the wait for one of "
                 f"{self._config.runner.max_isolated} isolated processes (runner.max_isolated) included"
             )
+            results.add_failure(Failure(late, "timeout"))
         except ChildDied as error:
             if not error.overdue:
                 raise
-            results.add_failure(str(error))
+            results.add_failure(Failure(str(error), "timeout"))
         return results.outcome(in_flight.seconds)
 
     def _engines_for(self, task_slice: TaskSlice) -> tuple[TaskSlice, Callable[[], InferenceModel]]:

@@ -15,6 +15,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from trinity_mq.rewards.lookup import lookup
 from trinity_mq.runtime.threads import in_thread, interrupt
+from trinity_mq.workflows.errors import RunFailedError
 from trinity_mq.workflows.workflow import TaskError
 
 MAX_ARGUMENTS = 100_000
@@ -67,13 +68,19 @@ class Toolbox:
                 raise TaskError(f"tool {tool.name!r} is asynchronous; use async_tool_agent_workflow")
 
     def call(self, name: str, arguments: str) -> Result:
-        """Call a tool. Never raises: errors become the result that the model reads."""
+        """Call a tool. Its errors become the result that the model reads.
+
+        Raises:
+            RunFailedError: The tool says that the run has failed, such as SandboxFailed where its sandbox is away.
+        """
         found = self._prepared(name, arguments)
         if isinstance(found, Result):
             return found
         tool, given = found
         try:
             return self._shortened(tool.call(given))
+        except RunFailedError:
+            raise
         except Exception as error:  # of the user's function, or about its arguments
             return _failed(error)
 
@@ -94,6 +101,8 @@ class Toolbox:
                 if tool.is_async:
                     return self._shortened(await tool.call(given))
                 return self._shortened(await in_thread(lambda: tool.call(given), f"tool-{name}", interrupt))
+        except RunFailedError:
+            raise
         except Exception as error:  # of the user's function, or about its arguments
             if isinstance(error, TimeoutError) and limit.expired():
                 return Result(f"error: not done within {timeout:g} s", False)
