@@ -19,6 +19,7 @@ from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.rollout.status import Failure, SliceOutcome, Status
 from trinity_mq.telemetry import aggregate_runs
 from trinity_mq.workflows import Task, TaskError, load_workflow
+from trinity_mq.workflows.sessions.children import close_kept
 
 __all__ = ["SliceOutcome", "Status", "WorkflowRunner"]
 
@@ -138,10 +139,13 @@ class WorkflowRunner:
             return False
 
     async def close(self) -> None:
-        """Close the connections to engines, and forget the instances kept; a further task opens new ones."""
+        """Close the connections to engines, end kept programs, and forget the instances kept; a further task opens new
+        ones.
+        """
         idle, self._idle[:] = list(self._idle), []
         for instance in idle:
             await instance.aclose()
+        await close_kept()
         await self._clients.aclose()
 
     async def _run(

@@ -79,6 +79,8 @@ def test_every_command_leads_to_a_function() -> None:
         "runner": ["x", "--id", "runner-3"],
         "operator": ["x"],
         "trainer": ["x", "a.b=c"],
+        "gateway": ["x", "--id", "gateway-1"],
+        "serve": ["x", "--plain"],
         "validate": ["x"],
         "settings": [],
         "algorithms": ["show", "gspo"],

@@ -112,7 +112,8 @@ class KeptProgram:
         assert self._ready is not None
         await asyncio.shield(self._ready)
         number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({**request, "id": number}).encode() + b"\n")
@@ -161,11 +162,16 @@ class KeptProgram:
                 self._take(line.decode(errors="replace"), ready)
         except ValueError:
             log.warning("program_line_too_long", program=self._program.name, limit=LONGEST_LINE)
+        with contextlib.suppress(TimeoutError):  # it closed its output and goes on: nobody hears it any more
+            async with asyncio.timeout(END_SECONDS):
+                await process.wait()
         _kill(process)
         code = await process.wait()
         await asyncio.gather(*self._readers[1:], return_exceptions=True)
         error = self._failed(f"ended with {code}")
-        for waiting in [ready, *self._waiting.values()]:
+        if not ready.done():
+            ready.set_exception(error)
+        for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)
 

@@ -48,8 +48,8 @@ class ProgramArguments(SessionArguments):
 
 
 class ProgramWorkflow(Workflow):
-    """Runs a program with ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY`` set,
-    and the task as JSON on its standard input; the last line of what it prints says ``{"reward": 1.0}``, and if it
+    """Runs a program with ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``
+    set, and the task as JSON on its standard input; the last line of what it prints says ``{"reward": 1.0}``, and if it
     likes ``metrics``, and ``rewards`` of single answers: ``[{"call": 0, "reward": 0.5}]``.
     """
 

@@ -5,12 +5,16 @@ rollout, a line on the standard output answers it, in whatever order they end; w
 standard error.
 """
 
+import os
+import sys
+
+if sys.path[:1] == [os.path.dirname(os.path.abspath(__file__))]:  # modules beside this one are none of its imports
+    del sys.path[0]
+
 import argparse
 import asyncio
 import importlib
 import json
-import os
-import sys
 from typing import Any
 
 OURS = "TRINITY_MQ_UNUSED_KEY"
@@ -38,7 +42,7 @@ def named(path: str) -> Any:
 
 async def rollout(asked: dict[str, Any], make_task: Any, harness: str) -> dict[str, Any]:
     """Run the agent once and return what its trace says."""
-    import verifiers.v1 as vf
+    import verifiers.v1 as vf  # it is in that Python alone
 
     os.environ.setdefault(OURS, "none")
     client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=OURS, headers={"X-Session-Key": asked["key"]})

@@ -1,0 +1,204 @@
+"""Programs that are given a base URL: real processes, one a run or kept, on a real engine server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.waiting import until
+from trinity_mq.experience import Experience
+from trinity_mq.testing.scripted import END, byte_codec, scripted_model
+from trinity_mq.workflows import RunFailedError, SandboxFailed, Task
+from trinity_mq.workflows.sessions.children import close_kept, kept, program_of
+from trinity_mq.workflows.sessions.program import ProgramWorkflow
+from trinity_mq.workflows.sessions.verifiers import VerifiersWorkflow
+
+ASK = """
+import json, os, sys, urllib.request
+def ask(base, key, text):
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    request = urllib.request.Request(base + "/chat/completions", body, {"Authorization": "Bearer " + key})
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+"""
+ONCE = (
+    ASK
+    + """
+told = json.load(sys.stdin)
+assert told["base_url"] == os.environ["OPENAI_BASE_URL"] and told["key"] == os.environ["OPENAI_API_KEY"]
+said = [ask(told["base_url"], told["key"], told["task"]["question"]) for _ in range(2)]
+print("by the way")
+"""
+)
+KEPT = (
+    ASK
+    + """
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    told = json.loads(line)
+    if told["task"]["question"] == "die":
+        sys.exit("I was told to die")
+    said = ask(told["base_url"], told["key"], told["task"]["question"])
+    print(json.dumps({"id": told["id"], "reward": float(said == "5"), "metrics": {"pid": os.getpid()}}), flush=True)
+"""
+)
+
+
+def script(folder: Path, text: str) -> list[str]:
+    path = folder / "program.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
+async def run(
+    command: list[str], *, question: str = "2+3?", says: Any = lambda _: "5", **arguments: Any
+) -> list[Experience]:
+    task = Task(
+        workflow=ProgramWorkflow, raw_task={"question": question}, workflow_args={"command": command, **arguments}
+    )
+    return await run_task(ProgramWorkflow, task, says)
+
+
+async def run_task(kind: type[ProgramWorkflow], task: Task, says: Any) -> list[Experience]:
+    async with scripted_model(says) as model:
+        try:
+            return await kind(task=task, model=model).run_async()
+        except RunFailedError as error:
+            failed = error
+    raise failed  # outside of the server's own tasks, which would make a group of it
+
+
+async def test_a_program_asks_and_says_what_it_was_worth(tmp_path: Path) -> None:
+    said = 'print(json.dumps({"reward": 0.5, "metrics": {"tries": 2}, "rewards": [{"call": 0, "reward": 0.25}]}))\n'
+    first, second = await run(script(tmp_path, ONCE + said), says=["4", "5"])
+    assert (first.reward, second.reward) == (0.25, 0.5)
+    codec = byte_codec()
+    assert codec.decode([first.tokens[first.prompt_length :].tolist()])[0] == f"4{END}"
+    assert second.versions == [(0, 1, 0)]
+    assert second.metrics["tries"] == 2
+    assert (second.metrics["session_calls"], second.metrics["session_breaks_new"]) == (2, 0)
+    assert (first.eid.step, second.eid.step) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("ending", "error", "words"),
+    [
+        ('print("no JSON")', SandboxFailed, "printed 'no JSON', wanted a JSON object in its last line"),
+        ("", SandboxFailed, "printed 'by the way', wanted"),
+        ('sys.exit("the database is away")', SandboxFailed, "ended with 1: the database is away"),
+        ("print(json.dumps({}))", RunFailedError, "gave no reward: it has no key reward"),
+        ('print(json.dumps({"reward": "much"}))', RunFailedError, "gave the reward 'much', wanted a finite number"),
+        ('print(json.dumps({"rewards": [{"call": 7, "reward": 1}]}))', RunFailedError, "rewarded call 7; it made 2"),
+        ('print(json.dumps({"kind": "tool", "error": "no search"}))', SandboxFailed, "no search"),
+    ],
+)
+async def test_programs_that_fail_say_why(tmp_path: Path, ending: str, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words.replace("{", r"\{")):
+        await run(script(tmp_path, ONCE + ending))
+
+
+async def test_a_program_that_never_asks_and_one_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RunFailedError, match="has not asked the model: did it use the base URL"):
+        await run(script(tmp_path, 'print("{\\"reward\\": 1}")'))
+    with pytest.raises(SandboxFailed, match="cannot be started") as failed:
+        await run([str(tmp_path / "nobody")])
+    assert failed.value.kind == "environment"
+
+
+async def test_a_cancelled_run_leaves_no_process(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    text = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+time.sleep(600)
+"""
+    running = asyncio.create_task(run(script(tmp_path, text)))
+    await until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    for pid in map(int, pids.read_text().split()):
+        await until(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")  # type: ignore[misc]
+
+
+async def test_a_kept_program_answers_many_runs_and_is_started_again(tmp_path: Path) -> None:
+    command = script(tmp_path, KEPT)
+    try:
+        runs = await asyncio.gather(*(run(command, keep=True) for _ in range(5)))
+        assert {one[0].reward for one in runs} == {1.0}
+        (pid,) = {int(one[0].metrics["pid"]) for one in runs}
+        with pytest.raises(SandboxFailed, match="ended with 1: I was told to die"):
+            await run(command, keep=True, question="die")
+        [again] = await run(command, keep=True)
+        assert int(again.metrics["pid"]) != pid
+        os.kill(int(again.metrics["pid"]), signal.SIGKILL)
+        await until(lambda: kept(program_of(command, {}, None))._process.returncode is not None)  # type: ignore[union-attr]
+        assert (await run(command, keep=True))[0].reward == 1.0
+    finally:
+        await close_kept()
+
+
+async def test_the_session_of_a_run_opens_for_nobody_else(tmp_path: Path) -> None:
+    text = (
+        ASK
+        + """
+import urllib.error
+told = json.load(sys.stdin)
+codes = []
+base = told["url"]
+for path, key in ((base + "/v1", "guess"), (base + "/v1", ""), (base.replace("/s/", "/s/x"), told["key"])):
+    try:
+        ask(path, key, "x")
+    except urllib.error.HTTPError as error:
+        codes.append(error.code)
+for path in ("/reward", "/end"):
+    request = urllib.request.Request(base + path, b'{"reward": 9}', {"Authorization": "Bearer " + told["key"]})
+    try:
+        urllib.request.urlopen(request)
+    except urllib.error.HTTPError as error:
+        codes.append(error.code)
+ask(told["base_url"], told["key"], "x")
+print(json.dumps({"reward": 0.0, "metrics": {str(n): code for n, code in enumerate(codes)}}))
+"""
+    )
+    [one] = await run(script(tmp_path, text))
+    assert [one.metrics[str(number)] for number in range(5)] == [401, 401, 404, 403, 403]
+
+
+VERIFIERS = os.environ.get("TRINITY_MQ_VERIFIERS_PYTHON", "")
+
+
+@pytest.mark.skipif(not VERIFIERS, reason="TRINITY_MQ_VERIFIERS_PYTHON names no Python with verifiers and uv")
+async def test_an_environment_of_verifiers() -> None:
+    folder = Path(__file__).parents[3] / "examples" / "environments"
+    arguments = {"python": VERIFIERS, "task": "digits:make_task", "env": {"PYTHONPATH": str(folder)}}
+    record = {"question": "3,7,2=", "answer": "7"}
+    task = Task(workflow=VerifiersWorkflow, raw_task=record, workflow_args=arguments)
+    try:
+        [one] = await run_task(VerifiersWorkflow, task, lambda _: "7")
+    finally:
+        await close_kept()
+    assert one.reward == 1.0
+
+
+async def test_a_python_without_verifiers_says_so(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    making = [sys.executable, "-m", "venv", "--without-pip", str(bare)]
+    await asyncio.to_thread(subprocess.run, making, check=True)
+    assert shutil.which("python", path=str(bare / "bin"))
+    arguments = {"python": str(bare / "bin" / "python"), "task": "nowhere:make_task"}
+    task = Task(workflow=VerifiersWorkflow, raw_task={}, workflow_args=arguments)
+    try:
+        with pytest.raises(SandboxFailed, match="No module named 'nowhere'"):
+            await run_task(VerifiersWorkflow, task, lambda _: "7")
+    finally:
+        await close_kept()
