@@ -180,11 +180,11 @@ VERIFIERS = os.environ.get("TRINITY_MQ_VERIFIERS_PYTHON", "")
 @pytest.mark.skipif(not VERIFIERS, reason="TRINITY_MQ_VERIFIERS_PYTHON names no Python with verifiers and uv")
 async def test_an_environment_of_verifiers() -> None:
     folder = Path(__file__).parents[3] / "examples" / "environments"
-    arguments = {"python": VERIFIERS, "task": "digits:make_task", "env": {"PYTHONPATH": str(folder)}}
+    arguments = {"python": VERIFIERS, "task": "even:make_task", "env": {"PYTHONPATH": str(folder)}}
     record = {"question": "3,7,2=", "answer": "7"}
     task = Task(workflow=VerifiersWorkflow, raw_task=record, workflow_args=arguments)
     try:
-        [one] = await run_task(VerifiersWorkflow, task, lambda _: "7")
+        [one] = await run_task(VerifiersWorkflow, task, lambda _: "4")
     finally:
         await close_kept()
     assert one.reward == 1.0
