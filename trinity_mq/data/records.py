@@ -14,6 +14,7 @@ import msgpack
 from trinity_mq.config import TasksetConfig
 from trinity_mq.data.errors import TasksetError
 from trinity_mq.data.files import read_file
+from trinity_mq.data.reasoning_gym_records import reasoning_gym_rows
 from trinity_mq.data.synthetic import problems
 from trinity_mq.telemetry import mask_passwords
 
@@ -52,11 +53,13 @@ class RecordsConfig(Protocol):
         """Most records."""
 
 
-def read_tasks(config: TasksetConfig, max_bytes: int | None = None) -> tuple[list[Record], str]:
-    """Return the records of a taskset, as :func:`read_records` does."""
+def read_tasks(config: TasksetConfig, max_bytes: int | None = None, seed: int = 0) -> tuple[list[Record], str]:
+    """Return the records of a taskset, as :func:`read_records` does; ``seed`` draws those that are drawn."""
     if config.storage_type == "queue":
         raise TasksetError(f"taskset {config.name!r} is fed by submitted tasks: it holds no records to read")
     keys = {"prompt_key": config.format.prompt_key, "response_key": config.format.response_key}
+    if config.storage_type == "reasoning_gym":  # some of its datasets have no single right answer
+        return _checked(config, {"prompt_key": keys["prompt_key"]}, max_bytes, reasoning_gym_rows(config, seed))
     return read_records(config, keys, max_bytes)
 
 
@@ -75,9 +78,16 @@ def read_records(
             is larger than ``max_bytes`` there.
     """
     sources = {"file": _file, "huggingface": _hugging_face, "sql": _sql, "synthetic": _synthetic}
+    return _checked(config, keys, max_bytes, sources[config.storage_type](config))
+
+
+def _checked(
+    config: RecordsConfig, keys: Mapping[str, str], max_bytes: int | None, source: Iterable[tuple[str, Any]]
+) -> tuple[list[Record], str]:
+    """Return the records of ``source``, which gives each with where it comes from, and a hash over them."""
     digest = hashlib.sha256()
     rows: list[Record] = []
-    for where, row in sources[config.storage_type](config):
+    for where, row in source:
         if config.limit is not None and len(rows) == config.limit:
             break
         packed = _packed(config, keys, where, row)

@@ -9,8 +9,11 @@ import difflib
 import random
 from collections.abc import Callable, Mapping
 from itertools import product
+from typing import Any, TypeVar
 
 from trinity_mq.data.errors import TasksetError
+
+T = TypeVar("T")
 
 Digits = tuple[int, int, int]
 Problem = tuple[str, str]
@@ -86,6 +89,10 @@ def _other_digit(question: str, answer: str) -> str:
     return next((one for one in question if one.isdigit() and one != answer), str((int(answer) + 1) % 10))
 
 
+SEEDS = "seeds"
+"""Name of a set of numbers, for environments and games that draw their episodes."""
+MANY_SEEDS = 1000
+
 PREFERENCES: Mapping[str, tuple[str, Callable[[str, str], str]]] = {
     "ops3_pairs": ("ops3", _other_digit),
     "max3_pairs": ("max3", _other_digit),
@@ -93,12 +100,12 @@ PREFERENCES: Mapping[str, tuple[str, Callable[[str, str], str]]] = {
 """Preferences by name: the problem set whose answers are chosen, and what gives the rejected ones."""
 
 
-def problems(kind: str, split: str) -> list[dict[str, str]]:
+def problems(kind: str, split: str) -> list[dict[str, Any]]:
     """Return the problems of one set as records ``{"question": "+372=", "answer": "7"}``, in a fixed order; preferences
-    as ``{"question": "+372=", "chosen": "7", "rejected": "3"}``.
+    as ``{"question": "+372=", "chosen": "7", "rejected": "3"}``, seeds as ``{"question": "17", "answer": "", "seed": 17}``.
 
     Args:
-        kind: A key of :data:`KINDS` or :data:`PREFERENCES`.
+        kind: A key of :data:`KINDS` or :data:`PREFERENCES`, or :data:`SEEDS`.
         split: ``test`` is held out (256, at most a fifth of all), ``train`` is the rest: they share no question.
 
     Raises:
@@ -110,15 +117,22 @@ def problems(kind: str, split: str) -> list[dict[str, str]]:
             {"question": one["question"], "chosen": one["answer"], "rejected": reject(one["question"], one["answer"])}
             for one in problems(of, split)
         ]
-    if kind not in KINDS:
-        known = [*KINDS, *PREFERENCES]
+    if kind not in KINDS and kind != SEEDS:
+        known = [*KINDS, *PREFERENCES, SEEDS]
         near = difflib.get_close_matches(kind, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
         raise TasksetError(f"no synthetic problems called {kind!r}; {hint}")
     if split not in {"train", "test"}:
         raise TasksetError(f"synthetic problems have no split {split!r}, wanted 'train' or 'test'")
-    pairs = sorted(KINDS[kind]())
-    random.Random(SHUFFLE_SEED).shuffle(pairs)
-    held_out = min(MAX_HELD_OUT, len(pairs) // 5)
-    chosen = pairs[:held_out] if split == "test" else pairs[held_out:]
-    return [{"question": question, "answer": answer} for question, answer in chosen]
+    if kind == SEEDS:
+        numbers = _part(list(range(MANY_SEEDS)), split)
+        return [{"question": str(number), "answer": "", "seed": number} for number in numbers]
+    pairs = _part(sorted(KINDS[kind]()), split)
+    return [{"question": question, "answer": answer} for question, answer in pairs]
+
+
+def _part(ordered: list[T], split: str) -> list[T]:
+    """Return what belongs to a split, shuffled."""
+    random.Random(SHUFFLE_SEED).shuffle(ordered)
+    held_out = min(MAX_HELD_OUT, len(ordered) // 5)
+    return ordered[:held_out] if split == "test" else ordered[held_out:]

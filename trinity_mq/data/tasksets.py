@@ -153,14 +153,14 @@ def open_taskset(
     Args:
         config: Where the records are, and what their tasks run.
         repeat_times: Runs of each task: ``algorithm.repeat_times`` in training. None: ``config.repeat_times``.
-        seed: Of the selector, where it has none of its own.
+        seed: Of the selector, where it has none of its own, and of records that are drawn (``reasoning_gym``).
         is_eval: Marks the tasks as evaluation.
         max_bytes: Upper bound of a record in a message; None: unbounded.
 
     Raises:
         TasksetError: The records cannot be read, or none of them is there; one line that says where and why.
     """
-    rows, identity = read_tasks(config, max_bytes)
+    rows, identity = read_tasks(config, max_bytes, seed)
     return Taskset(
         config,
         rows,

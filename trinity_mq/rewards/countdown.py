@@ -60,6 +60,16 @@ def countdown_reward(
     return {"accuracy": score if right else 0.0, "format_score": 0.0 if right else format_score}
 
 
+def formula_value(text: str) -> Fraction:
+    """Return the value of a formula of whole numbers, + - * / and parentheses, without executing anything.
+
+    Raises:
+        FormulaError: The text is no such formula.
+        ZeroDivisionError: It divides by zero.
+    """
+    return _value(_parse(text))
+
+
 def _game(truth: str | None) -> tuple[int, list[int]]:
     try:
         found = json.loads(truth or "")

@@ -25,6 +25,7 @@ REWARDS = Registry(
         "math_boxed_reward": "trinity_mq.rewards.math.rewards:math_boxed",
         "math_dapo_reward": "trinity_mq.rewards.math.rewards:MathDapoReward",
         "math_reward": "trinity_mq.rewards.math.rewards:math_reward",
+        "reasoning_gym_reward": "trinity_mq.rewards.reasoning_gym_scores:reasoning_gym_reward",
         "tool_call": "trinity_mq.rewards.tool_call:tool_call",
     },
     "REWARD_FUNCTIONS",
@@ -44,6 +45,9 @@ ACCURACY = "accuracy"
 MESSAGES = "messages"
 """Parameter of a reward function that judges the conversation."""
 
+EXTRAS = frozenset({"tokens", "record"})
+"""Parameters that a reward function may have beside those of :class:`RewardFn`."""
+
 
 class RewardFn(Protocol):
     """Judges one response. Pure: the same arguments give the same parts, whatever ran before."""
@@ -56,8 +60,8 @@ class RewardFn(Protocol):
             truth: What the dataset gives as the right answer.
             finished: The response ended by itself, and was not cut at a limit.
 
-        A function with a parameter ``tokens`` also gets the number of response tokens there, where it is known. One
-        that takes them by name, as those of Trinity-RFT do (``response``, ``prompt``, ``truth``, or ``**kwargs``), is
+        A function with a parameter ``tokens`` also gets the number of response tokens there, where it is known; one with
+        a parameter ``record`` gets the task's record as the dataset gave it. One that takes them by name, as those of Trinity-RFT do (``response``, ``prompt``, ``truth``, or ``**kwargs``), is
         called so; the prompt is not known here, and None. One with a parameter ``messages`` judges the conversation, as
         a reward model does, called as ``reward(experience, messages, ground_truth=truth)``: the workflow
         ``math_rm_workflow`` gives it that.
@@ -87,18 +91,18 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> RewardFn:
         if inspect.isfunction(found) and not args:  # each slice asks for the same few
             return _Reward(found, *_form(found))
         fn: Any = found(**args) if inspect.isclass(found) else functools.partial(found, **args)
-        takes_tokens, names = _form.__wrapped__(fn)
+        extras, names = _form.__wrapped__(fn)
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"reward function {label!r} cannot be called as reward(response, truth, *, finished) with "
             f"reward_fn_args {dict(args)!r}: {error}"
         ) from error
-    return _Reward(fn, takes_tokens and "tokens" not in args, names)
+    return _Reward(fn, extras - args.keys(), names)
 
 
 @functools.lru_cache(maxsize=256)
-def _form(fn: Any) -> tuple[bool, tuple[str, ...]]:
-    """Return whether a reward function has a parameter ``tokens``, and the names by which it wants its arguments, none
+def _form(fn: Any) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return which of EXTRAS a reward function has as parameters, and the names by which it wants its arguments, none
     for one that is called as :class:`RewardFn`.
 
     Raises:
@@ -106,45 +110,52 @@ def _form(fn: Any) -> tuple[bool, tuple[str, ...]]:
         ValueError: It has no signature.
     """
     signature = inspect.signature(fn)
-    has_tokens = "tokens" in signature.parameters
+    extras = EXTRAS & signature.parameters.keys()
     if MESSAGES in signature.parameters:
         signature.bind("experience", [], ground_truth="truth")
-        return False, (MESSAGES,)
+        return frozenset(), (MESSAGES,)
     try:
-        signature.bind("response", "truth", finished=True)
+        signature.bind("response", "truth", finished=True, **dict.fromkeys(extras))
     except TypeError:
         known = dict.fromkeys(("response", "prompt", "truth", "finished"))
         if all(one.kind is not one.VAR_KEYWORD for one in signature.parameters.values()):
             known = {name: None for name in known if name in signature.parameters}
             if "prompt" not in known:
                 raise
-        signature.bind(**known)
-        return has_tokens, tuple(known)
-    return has_tokens, ("response", "prompt", "truth") if "prompt" in signature.parameters else ()
+        signature.bind(**known, **dict.fromkeys(extras))
+        return extras, tuple(known)
+    return extras, ("response", "prompt", "truth") if "prompt" in signature.parameters else ()
 
 
 class _Reward:
     """A reward function called with what it takes, in the form in which it takes it."""
 
-    def __init__(self, fn: Any, counts: bool, names: tuple[str, ...] = ()) -> None:
-        self.function, self.counts_tokens, self._names = fn, counts, names
+    def __init__(self, fn: Any, extras: frozenset[str], names: tuple[str, ...] = ()) -> None:
+        self.function, self.extras, self._names = fn, extras, names
         self.judges_conversation = names == (MESSAGES,)
 
-    def __call__(self, response: str, truth: Any, *, finished: bool, tokens: int | None = None) -> Mapping[str, float]:
+    def __call__(
+        self,
+        response: str,
+        truth: Any,
+        *,
+        finished: bool,
+        tokens: int | None = None,
+        record: Mapping[str, Any] | None = None,
+    ) -> Mapping[str, float]:
         parts: Mapping[str, float]
         if self.judges_conversation:
             raise RewardError(
                 f"reward function {_name_and_place(self)} judges the conversation (it has a parameter messages), which "
                 "this workflow does not give it; use math_rm_workflow, or a reward(response, truth, *, finished)"
             )
+        known = {"tokens": tokens, "record": record}
+        more = {name: known[name] for name in self.extras}
         if self._names:
             given = {"response": response, "prompt": None, "truth": truth_text(truth), "finished": finished}
-            more = {"tokens": tokens} if self.counts_tokens else {}
             parts = self.function(**{name: given[name] for name in self._names}, **more)
-        elif self.counts_tokens:
-            parts = self.function(response, truth_text(truth), finished=finished, tokens=tokens)
         else:
-            parts = self.function(response, truth_text(truth), finished=finished)
+            parts = self.function(response, truth_text(truth), finished=finished, **more)
         return parts
 
 
@@ -172,18 +183,32 @@ def judge_conversation(
 
 def counts_tokens(reward_fn: RewardFn) -> bool:
     """Return whether ``reward_fn``, which :func:`create_reward` made, is given the number of response tokens."""
-    return isinstance(reward_fn, _Reward) and reward_fn.counts_tokens
+    return isinstance(reward_fn, _Reward) and "tokens" in reward_fn.extras
 
 
 def parts_of(
-    reward_fn: RewardFn, response: str, truth: str | None, *, finished: bool, tokens: int | None = None
+    reward_fn: RewardFn,
+    response: str,
+    truth: str | None,
+    *,
+    finished: bool,
+    tokens: int | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Call ``reward_fn``, which :func:`create_reward` made, as :class:`RewardFn` says, and return its parts.
+
+    Args:
+        reward_fn: The function.
+        response: The text of the response.
+        truth: What the dataset gives as the right answer.
+        finished: The response ended by itself.
+        tokens: Number of response tokens. None: not known.
+        record: The task's record. None: there is none.
 
     Raises:
         RewardError: It gave something other than numbers by name.
     """
-    more = {"tokens": tokens} if isinstance(reward_fn, _Reward) else {}
+    more: dict[str, Any] = {"tokens": tokens, "record": record} if isinstance(reward_fn, _Reward) else {}
     return _checked(reward_fn, reward_fn(response, truth, finished=finished, **more))
 
 

@@ -10,6 +10,7 @@ from trinity_mq.runtime.plugins import UnknownNameError, plugin_names
 
 _SYNCHRONOUS = {
     "frozen_lake_workflow": "trinity_mq.workflows.games.frozen_lake:FrozenLakeWorkflow",
+    "gymnasium_workflow": "trinity_mq.workflows.environments.workflow:GymnasiumWorkflow",
     "math_boxed_workflow": "trinity_mq.workflows.builtin.boxed:MathBoxedWorkflow",
     "math_eval_workflow": "trinity_mq.workflows.builtin.math_eval:MathEvalWorkflow",
     "math_rm_workflow": "trinity_mq.workflows.builtin.math:MathRmWorkflow",

@@ -19,8 +19,10 @@ class Threshold:
 
 def test_every_registered_name_loads_and_can_be_called():
     truths = {"countdown_reward": '{"target": 7, "numbers": [7]}', "tool_call": "[]"}
+    origin = {"dataset": "chain_sum", "args": {}, "seed": 0}
+    record = {"question": "3 + 4 =", "answer": "7", "metadata": {}, "reasoning_gym": origin}
     for name in REWARDS:
-        parts = parts_of(create_reward(name, {}), "7", truths.get(name, "7"), finished=True)
+        parts = parts_of(create_reward(name, {}), "7", truths.get(name, "7"), finished=True, record=record)
         assert parts, name
 
 
@@ -144,3 +146,24 @@ def test_functions_of_ones_own_get_the_right_answer_as_text():
         return {"accuracy": float(truth == '{"number": 18}')}
 
     assert create_reward(mine, {})("18", {"number": 18}, finished=True) == {"accuracy": 1.0}
+
+
+def with_record(response, truth, *, finished, record=None, tokens=None):
+    return {"accuracy": float(record is not None and response == record["wanted"]), "length": float(tokens or 0)}
+
+
+def with_prompt_and_record(response, prompt, truth, record):
+    return {"accuracy": float(prompt is None and response == record["wanted"])}
+
+
+@pytest.mark.parametrize("reward", [with_record, with_prompt_and_record])
+def test_a_function_may_ask_for_the_record(reward):
+    made = create_reward(reward, {})
+    assert parts_of(made, "x", None, finished=True, record={"wanted": "x"})["accuracy"] == 1.0
+    assert parts_of(made, "x", None, finished=True, record={"wanted": "y"})["accuracy"] == 0.0
+
+
+def test_arguments_come_before_what_would_be_filled_in():
+    made = create_reward(with_record, {"record": {"wanted": "mine"}, "tokens": 4})
+    parts = parts_of(made, "mine", None, finished=True, record={"wanted": "x"}, tokens=9)
+    assert parts == {"accuracy": 1.0, "length": 4.0}

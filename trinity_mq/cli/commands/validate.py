@@ -140,7 +140,7 @@ def check_tasksets(config: Config) -> list[str]:
         if taskset.storage_type == "queue":
             found.append(f"taskset {taskset.name!r}: tasks submitted from outside")
         else:
-            tasks = open_taskset(taskset, max_bytes=config.broker.max_task_bytes)
+            tasks = open_taskset(taskset, seed=config.seed, max_bytes=config.broker.max_task_bytes)
             kind = taskset.effective_selector.selector_type
             selector = "" if kind == taskset.selector else f", chosen by {kind}"
             found.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}")

@@ -32,6 +32,7 @@ def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, Task
     records = open_taskset(
         section.model_copy(update={"selector": "sequential", "data_selector": None}),
         repeat_times=1,
+        seed=config.seed,
         is_eval=taskset is not None,
     )
     number = int(task)

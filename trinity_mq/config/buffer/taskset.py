@@ -42,12 +42,13 @@ class TasksetConfig(Section):
     first line (``.csv``, ``.tsv``) or Parquet (``.parquet``, extra ``parquet``). ``huggingface``: a dataset folder or
     hub id at ``path`` (extra ``datasets``). ``synthetic``: problems of the generator named ``path``, such as ``ops3``,
     without any file. ``sql``: the rows of ``query`` in the database at the URL ``path`` (extra ``sql``), such as
-    ``sqlite:///tasks.db``. ``queue``: tasks submitted from outside.
+    ``sqlite:///tasks.db``. ``reasoning_gym``: the dataset of reasoning-gym named ``path``, such as ``chain_sum`` (extra
+    ``reasoning-gym``), drawn by the run's seed. ``queue``: tasks submitted from outside.
     """
 
     name: str = "train"
     """Name in metrics and messages."""
-    storage_type: Literal["file", "huggingface", "sql", "synthetic", "queue"] = "file"
+    storage_type: Literal["file", "huggingface", "sql", "synthetic", "reasoning_gym", "queue"] = "file"
     """Kind of the source."""
     path: str = ""
     """File, dataset, database or generator, by ``storage_type``."""
@@ -56,9 +57,13 @@ class TasksetConfig(Section):
     subset_name: str | None = None
     """huggingface: name of the dataset's configuration. None: its default."""
     split: str = "train"
-    """huggingface: split of the dataset."""
+    """huggingface, synthetic: split of the dataset. reasoning_gym: ``test`` has a fifth of all questions, ``train`` the
+    others."""
+    dataset_args: dict[str, Any] = Field(default_factory=dict)
+    """reasoning_gym: settings of the dataset, such as ``max_terms``, and ``seed``, which takes the place of the run's.
+    """
     limit: int | None = Field(default=None, ge=1)
-    """Most records read. None: all."""
+    """Most records read. None: all; reasoning_gym: 500."""
     selector: Literal["sequential", "shuffle", "random"] = "shuffle"
     """Order of the records: as stored, shuffled anew in each epoch by ``seed``, or random draws."""
     data_selector: SelectorConfig | None = None
@@ -72,13 +77,21 @@ class TasksetConfig(Section):
     workflow_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the workflow."""
     reward_fn: str = ""
-    """Registered name or dotted path; empty means the workflow's own."""
+    """Registered name or dotted path; empty means the workflow's own. Empty with reasoning_gym:
+    ``reasoning_gym_reward``."""
     reward_fn_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward function."""
     rollout_args: dict[str, Any] = Field(default_factory=dict)
     """Sampling parameters that override those of ``explorer.rollout_model``."""
     repeat_times: int = Field(default=1, ge=1)
     """Runs of each task, of evaluation tasksets only; training uses ``algorithm.repeat_times``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scored_by_the_dataset(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("storage_type") == "reasoning_gym" and not given.get("reward_fn"):
+            return {**given, "reward_fn": "reasoning_gym_reward"}
+        return given
 
     @model_validator(mode="after")
     def _one_selector(self) -> TasksetConfig:
@@ -109,4 +122,11 @@ class TasksetConfig(Section):
         if self.storage_type != "queue" and not self.path:
             raise ValueError(f"taskset {self.name!r} of storage_type {self.storage_type!r} needs a path")
         check_query(self.name, self.storage_type, self.query)
+        if self.storage_type == "reasoning_gym" and self.split not in {"train", "test"}:
+            raise ValueError(f"taskset {self.name!r} has split {self.split!r}; reasoning_gym has 'train' and 'test'")
+        if self.dataset_args and self.storage_type != "reasoning_gym":
+            raise ValueError(
+                f"taskset {self.name!r} has dataset_args and storage_type {self.storage_type}, which takes none: set "
+                "that to reasoning_gym, or remove them"
+            )
         return self

@@ -144,6 +144,7 @@ class SimpleWorkflow(DualWorkflow):
                 truth,
                 finished=response.truncate_status is None,
                 tokens=response.response_length if counts else None,
+                record=self.task.raw_task,
             )
             response.reward = sum(parts.values())
             response.metrics.update(parts)

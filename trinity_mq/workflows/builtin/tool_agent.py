@@ -89,7 +89,14 @@ class ToolAgentWorkflow(RewardedAtTheEnd):
 
     async def final_reward(self, exps: list[Experience]) -> float:
         """Return what the last answer is worth; its parts and how the tools were used become metrics."""
-        judge = functools.partial(parts_of, self.reward_fn, self.answer, truth_of(self.task), finished=self.finished)
+        judge = functools.partial(
+            parts_of,
+            self.reward_fn,
+            self.answer,
+            truth_of(self.task),
+            finished=self.finished,
+            record=self.task.raw_task,
+        )
         parts = await compute(self.is_async, judge, "reward")
         metrics = {**parts, "tool_calls": float(self.calls), "tool_errors": float(self.errors)}
         for experience in exps:

@@ -1,12 +1,12 @@
-"""Games as workflows: the model is shown the game, answers with a move, and again until it is over; one reward at
-the end.
+"""Episodes as workflows: the model is shown something, answers with a move, and again until it is over; one reward at
+the end. A game is an episode that can be won.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from pydantic import Field
 
@@ -25,8 +25,8 @@ MAX_SEEN = 4000
 """Characters at the end of an answer in which moves are looked for."""
 
 
-class GameArguments(Arguments):
-    """Arguments of every game, in ``workflow_args`` or in the record."""
+class EpisodeArguments(Arguments):
+    """Arguments of every episode, in ``workflow_args`` or in the record."""
 
     max_steps: int = Field(default=10, ge=1, le=1000)
     """Answers of the model in one run."""
@@ -39,15 +39,22 @@ class GameArguments(Arguments):
     trained on, those before them are read once."""
     terse: bool = False
     """Show the game alone, without instructions and comments, as very small models need it."""
+
+
+class GameArguments(EpisodeArguments):
+    """Arguments of every game."""
+
     partial_credit: float = Field(default=0.0, ge=0, le=1)
     """Reward of a game that was not won, times how far it came."""
 
 
-class Game(ABC):
-    """One game in play, as its workflow sees it."""
+class Episode(ABC):
+    """What is played in one run, as its workflow sees it."""
 
     instructions: str = ""
     """The system prompt, unless the taskset's format has one."""
+    longest_answer: int | None = MAX_SEEN
+    """Characters at the end of an answer that :meth:`play` is given. None: all."""
 
     @abstractmethod
     def show(self) -> str:
@@ -56,6 +63,19 @@ class Game(ABC):
     @abstractmethod
     def play(self, answer: str) -> str:
         """Do what ``answer`` says and return a comment on it, if there is one. No answer raises anything."""
+
+    @property
+    @abstractmethod
+    def over(self) -> bool:
+        """No move changes anything any more."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers about it, for the experiences of its run."""
+        return {}
+
+
+class Game(Episode):
+    """One game in play."""
 
     @property
     @abstractmethod
@@ -72,40 +92,57 @@ class Game(ABC):
         """Progress towards a win, from 0 to 1."""
         return 0.0
 
-    def metrics(self) -> dict[str, float]:
-        """Return numbers about the game, for the experiences of its run."""
-        return {}
 
-
-def game_seed(task: Task, arguments: GameArguments) -> int:
+def game_seed(task: Task, arguments: EpisodeArguments) -> int:
     """Return which game ``task`` is: all its runs play the same one."""
     position = task.index.get("index", 0)
     return arguments.seed if arguments.seed is not None else position if isinstance(position, int) else 0
 
 
-class GameWorkflow(RewardedAtTheEnd):
-    """A game, played once in each run. Write :meth:`make_game`, and say in ``arguments_kind`` what it takes.
+E = TypeVar("E", bound=Episode)
 
-    Each step is one request, whose recorded tokens are what is trained on. The reward is 1 for a game that was won,
-    else ``partial_credit`` times its progress.
+
+class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
+    """An episode, played once in each run. Write :meth:`begin` and :meth:`worth`, and say in ``arguments_kind`` what it
+    takes.
+
+    Each step is one request, whose recorded tokens are what is trained on.
     """
 
     stop_on_truncation = False  # a move is read from as much of an answer as there is
-    arguments_kind: ClassVar[type[GameArguments]] = GameArguments
+    arguments_kind: ClassVar[type[EpisodeArguments]] = EpisodeArguments
+    arguments: EpisodeArguments
+    episode: E
+    """What is played; there from the first step on."""
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
     ) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models, use_openai_client=False)
-        self.arguments = arguments_of(task, self.arguments_kind, record_keys=self.arguments_kind.model_fields)
+        self.arguments = arguments_of(task, self.arguments_kind, record_keys=self.record_keys())
+        self._turns: list[dict[str, str]] = []
+        self._comment, self._unasked = "", False
+
+    @classmethod
+    def record_keys(cls) -> Iterable[str]:
+        """Return the arguments that a record may give."""
+        return cls.arguments_kind.model_fields
 
     @abstractmethod
-    def make_game(self) -> Game:
-        """Return the task's game at its beginning. In the asynchronous form it is made in a thread.
+    async def begin(self) -> E:
+        """Return the task's episode at its beginning.
 
         Raises:
-            TaskError: There is no such game.
+            TaskError: There is no such episode.
         """
+
+    @abstractmethod
+    def worth(self) -> float:
+        """Return what the episode was worth."""
+
+    async def played(self, answer: str) -> str:
+        """Have the episode play ``answer`` and return its comment."""
+        return self.episode.play(answer)
 
     @property
     def max_step_num(self) -> int:
@@ -117,19 +154,18 @@ class GameWorkflow(RewardedAtTheEnd):
         return merge_turns(experiences) if self.arguments.memory and self.arguments.merge_turns else experiences
 
     async def take_step(self, step_num: int) -> bool:
-        """Ask for a move and play it; return whether the game goes on."""
+        """Ask for a move and play it; return whether the episode goes on."""
         if step_num == 0:
-            self._game = await compute(self.is_async, self.make_game, "game")
-            self._turns: list[dict[str, str]] = []
-            self._comment, self._unasked = "", False
+            self.episode = await self.begin()
         (response,) = await call(self.is_async, self.model, "chat", self._conversation(), n=1)
         if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question: nothing to play
             self._unasked = True
             return False
         answer = response.response_text or ""
         self._turns.append({"role": "assistant", "content": answer})
-        self._comment = self._game.play(answer[-MAX_SEEN:])
-        return not self._game.over
+        seen = self.episode.longest_answer
+        self._comment = await self.played(answer if seen is None else answer[-seen:])
+        return not self.episode.over
 
     def _conversation(self) -> list[dict[str, str]]:
         """Return the conversation that asks for the next move."""
@@ -137,17 +173,47 @@ class GameWorkflow(RewardedAtTheEnd):
         if not self.arguments.memory:
             self._turns.clear()
         comment = "" if terse or not self._comment else f"{self._comment}\n\n"
-        self._turns.append({"role": "user", "content": comment + self._game.show()})
-        system = self.task.format_args.system_prompt or ("" if terse else self._game.instructions)
+        self._turns.append({"role": "user", "content": comment + self.episode.show()})
+        system = self.task.format_args.system_prompt or ("" if terse else self.episode.instructions)
         return [{"role": "system", "content": system}, *self._turns] if system else list(self._turns)
 
     async def final_reward(self, exps: list[Experience]) -> float:
-        """Return what the game was worth, and put its numbers into the experiences."""
-        won = self._game.won
-        metrics = {"success": float(won), **self._game.metrics(), "prompt_too_long": float(self._unasked)}
+        """Return what the episode was worth, and put its numbers into the experiences."""
+        metrics = {**self.episode.metrics(), "prompt_too_long": float(self._unasked)}
         for experience in exps:
             experience.metrics.update(metrics)
-        return 1.0 if won else self.arguments.partial_credit * self._game.progress
+        return self.worth()
+
+
+class GameWorkflow(EpisodeWorkflow[Game]):
+    """A game, played once in each run. Write :meth:`make_game`, and say in ``arguments_kind`` what it takes.
+
+    The reward is 1 for a game that was won, else ``partial_credit`` times its progress.
+    """
+
+    arguments_kind: ClassVar[type[EpisodeArguments]] = GameArguments
+    arguments: GameArguments
+
+    @abstractmethod
+    def make_game(self) -> Game:
+        """Return the task's game at its beginning. In the asynchronous form it is made in a thread.
+
+        Raises:
+            TaskError: There is no such game.
+        """
+
+    async def begin(self) -> Game:
+        return await compute(self.is_async, self.make_game, "game")
+
+    def worth(self) -> float:
+        return 1.0 if self.episode.won else self.arguments.partial_credit * self.episode.progress
+
+    async def final_reward(self, exps: list[Experience]) -> float:
+        """Return what the game was worth, and put its numbers into the experiences."""
+        reward = await super().final_reward(exps)
+        for experience in exps:
+            experience.metrics["success"] = float(self.episode.won)
+        return reward
 
 
 class AsyncGameWorkflow(GameWorkflow):

@@ -1,0 +1,149 @@
+"""Scores of reasoning-gym, by the real library."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from trinity_mq.config import TasksetConfig
+from trinity_mq.data import open_taskset
+from trinity_mq.rewards import RewardError, create_reward, parts_of, reasoning_gym_scores
+from trinity_mq.rewards.reasoning_gym_scores import REFUSED, SAFE, registered
+
+
+def record_of(name, **args):
+    taskset = TasksetConfig(storage_type="reasoning_gym", path=name, dataset_args=args, limit=1)
+    return open_taskset(taskset).all_tasks()[0].raw_task
+
+
+def score(response, record, *, finished=True):
+    return parts_of(create_reward("reasoning_gym_reward", {}), response, None, finished=finished, record=record)
+
+
+RIGHT, WRONG = {"accuracy": 1.0, "partial_credit": 0.0}, {"accuracy": 0.0, "partial_credit": 0.0}
+
+
+def test_the_dataset_scores_what_the_response_states():
+    record = record_of("chain_sum")
+    answer = record["answer"]
+    assert score(answer, record) == RIGHT
+    assert score(f"I think: <answer> {answer} </answer> is it", record, finished=False) == RIGHT
+    assert score(f"so \\boxed{{{answer}}}", record) == RIGHT
+    assert score(answer, record, finished=False) == WRONG, "a cut response states nothing by itself"
+    assert score("", record) == WRONG
+    assert score(f"<answer>7{answer}</answer>", record)["accuracy"] == 0.0
+
+
+def test_a_partial_score_is_no_accuracy():
+    record = record_of("spell_backward", min_word_len=4, max_word_len=4)
+    parts = score(record["answer"][:2], record)
+    assert parts["accuracy"] == 0.0
+    assert 0.4 < parts["partial_credit"] < 0.6
+
+
+def test_arguments_of_the_dataset_are_those_of_its_scores():
+    """It has no single right answer: what is within the tolerance of its own arguments is right."""
+    places = "min_num_decimal_places", "max_num_decimal_places"
+    exact, rough = (record_of("decimal_arithmetic", **dict.fromkeys(places, number)) for number in (6, 1))
+    assert score(str(float(rough["answer"]) + 0.04), rough) == RIGHT
+    assert score(str(float(exact["answer"]) + 0.04), exact) == WRONG
+
+
+def test_a_record_alone_is_enough_in_another_process():
+    record = record_of("propositional_logic")
+    packed = msgpack.packb({"record": record, "answer": record["metadata"]["example_answer"]}).hex()
+    code = (
+        "import msgpack, sys\n"
+        "from trinity_mq.rewards import create_reward, parts_of\n"
+        "given = msgpack.unpackb(bytes.fromhex(sys.argv[1]))\n"
+        "reward = create_reward('reasoning_gym_reward', {})\n"
+        "assert 'reasoning_gym' not in sys.modules, 'it is imported only when it is used'\n"
+        "print(parts_of(reward, given['answer'], None, finished=True, record=given['record']))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code, packed], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout.replace("'", '"')) == RIGHT
+
+
+def test_an_answer_on_which_scoring_raises_is_wrong():
+    assert score("no factors at all", record_of("prime_factorization")) == WRONG
+
+
+def test_maps_with_numbers_as_keys_score_after_their_journey():
+    record = record_of("graph_color")
+    assert score(json.dumps(record["metadata"]["possible_answer"]), record) == RIGHT
+
+
+def test_a_composite_scores_by_its_part():
+    record = record_of("composite", datasets=[{"name": "products", "weight": 1, "config": {"max_digits": 1}}])
+    assert score(record["answer"], record) == RIGHT
+
+
+@pytest.mark.parametrize("record", [None, {}, {"question": "q", "answer": "a"}, {"reasoning_gym": {}, "metadata": {}}])
+def test_another_record_is_refused(record):
+    with pytest.raises(RewardError, match=r"needs the task's record.*use a taskset of storage_type: reasoning_gym"):
+        score("x", record)
+
+
+def test_a_dataset_that_is_not_there_is_said():
+    origin = {"dataset": "gone", "args": {}, "seed": 0}
+    with pytest.raises(RewardError, match="no dataset 'gone'"):
+        score("x", {"question": "q", "answer": "a", "metadata": {}, "reasoning_gym": origin})
+
+
+@pytest.mark.parametrize("name", sorted(SAFE))
+def test_nothing_that_a_model_wrote_is_executed(name, tmp_path):
+    mark = tmp_path / "executed"
+    record = record_of(name)
+    for answer in (
+        f"__import__('pathlib').Path({str(mark)!r}).touch()",
+        f"[__import__('pathlib').Path({str(mark)!r}).touch()]",
+        f"open({str(mark)!r}, 'w')",
+    ):
+        assert score(answer, record)["accuracy"] == 0.0
+    assert not mark.exists()
+    if record["answer"] is not None:
+        right = record["answer"]
+        assert score(right, record) == RIGHT, "what reads literals and formulas understands the right answer"
+
+
+def test_formulas_are_read_without_evaluating_them():
+    record = record_of("countdown")
+    assert score(record["metadata"]["expression"], record) == RIGHT
+    assert score("9**9**9**9**9", record)["accuracy"] == 0.0
+
+
+def test_a_list_has_the_small_credit_that_the_dataset_gives_it():
+    record = record_of("spiral_matrix")
+    as_list = str([int(word) for word in record["answer"].split()])
+    assert score(as_list, record) == {"accuracy": 0.0, "partial_credit": 0.1}
+
+
+EVALUATES = re.compile(r"(?<![.\w])(?:eval|exec|compile|__import__)\(|\b(?:parse_expr|sympify|system|Popen)\(")
+HARMLESS = {
+    "basic_arithmetic": "expressions that it generated itself",
+    "bitwise_arithmetic": "the problem of the record",
+    "codeio": "its own data, while it generates",
+    "gsm_symbolic": "its own fractions, while it generates",
+    "propositional_logic": "a parser of its own, of that name",
+}
+
+
+def test_every_dataset_that_evaluates_anything_is_known():
+    """A new release may have more: look at whether they evaluate the answer, and say so in SAFE, REFUSED or here."""
+    folders = {
+        name: Path(sys.modules[kind.__module__].__file__)
+        for name, (kind, _) in reasoning_gym_scores.registered().items()
+    }
+    found = set()
+    for name, file in folders.items():
+        texts = [file, *file.parent.glob("generators_*.py")]
+        if any(EVALUATES.search(path.read_text(encoding="utf-8")) for path in texts):
+            found.add(name)
+    assert found == {*SAFE, *REFUSED, *HARMLESS}
+    assert REFUSED <= registered().keys()

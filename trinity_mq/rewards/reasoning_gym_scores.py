@@ -1,0 +1,194 @@
+"""Reward for tasks of reasoning-gym: each dataset scores answers itself, from the record alone."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any, Protocol, cast
+
+import structlog
+
+from trinity_mq.rewards.countdown import formula_value
+from trinity_mq.rewards.registry import RewardError
+from trinity_mq.rewards.text import boxed, tagged
+
+log = structlog.get_logger(__name__)
+
+EXTRA = "the package reasoning-gym, which is not installed: pip install 'trinity-mq[reasoning-gym]'"
+ORIGIN = "reasoning_gym"
+"""Key of a record that says which dataset it comes from: ``{"dataset": name, "args": {...}, "seed": 0}``."""
+
+REFUSED = frozenset({"intermediate_integration", "polynomial_multiplication", "simple_integration"})
+"""Datasets whose scoring has SymPy evaluate the answer as Python, for which there is no safe replacement here."""
+
+
+class DatasetError(ValueError):
+    """A dataset of reasoning-gym cannot be made; the message says why and what to do."""
+
+
+class Dataset(Protocol):
+    """The interface of a dataset of reasoning-gym that is needed here."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return an entry: question, answer and metadata."""
+
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        """Return the score of an answer, from 0 to 1."""
+
+
+def _formula(text: str, *_: Any, **__: Any) -> Fraction:
+    return formula_value(text)
+
+
+SAFE: Mapping[str, tuple[str, Callable[..., Any]]] = {
+    "binary_matrix": ("eval", ast.literal_eval),
+    "countdown": ("parse_expr", _formula),
+    "n_queens": ("eval", ast.literal_eval),
+    "number_sorting": ("eval", ast.literal_eval),
+    "puzzle24": ("parse_expr", _formula),
+    "spiral_matrix": ("eval", ast.literal_eval),
+    "string_insertion": ("eval", ast.literal_eval),
+}
+"""By dataset: the global name with which its module evaluates answers, and what reads literals or formulas instead."""
+
+
+@functools.cache
+def registered() -> Mapping[str, tuple[type, type]]:
+    """Return class and configuration of every dataset by name; those in SAFE evaluate no answer any more.
+
+    Raises:
+        DatasetError: reasoning-gym is not installed.
+    """
+    try:
+        import reasoning_gym  # noqa: F401  its import registers all
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise DatasetError(f"datasets of reasoning-gym need {EXTRA}") from error
+    for name, (attribute, replacement) in SAFE.items():
+        setattr(sys.modules[DATASETS[name][0].__module__], attribute, replacement)
+    return cast(Mapping[str, tuple[type, type]], DATASETS)
+
+
+def open_dataset(name: str, args: Mapping[str, Any], *, size: int = 1, seed: int = 0) -> Dataset:
+    """Return a dataset of reasoning-gym.
+
+    Args:
+        name: Its registered name.
+        args: Fields of its configuration, except ``size`` and ``seed``.
+        size: Number of entries that it has.
+        seed: Which entries those are.
+
+    Raises:
+        DatasetError: reasoning-gym is not installed, there is no such dataset, its scoring would evaluate what a model
+            wrote, or it does not take these arguments.
+    """
+    kind, configuration = _known(name)
+    fields = {field.name for field in dataclasses.fields(configuration)} - {"size", "seed"}
+    for unknown in args.keys() - fields:
+        if unknown == "size":
+            raise DatasetError("dataset_args.size does not exist: limit of the taskset is the number of records")
+        near = difflib.get_close_matches(str(unknown), fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(fields))}"
+        raise DatasetError(f"dataset_args.{unknown} does not exist in dataset {name!r}; {hint}")
+    given = dict(args)
+    if name == "composite":
+        given["datasets"] = _parts(given.get("datasets"))
+    try:
+        made = configuration(**given, size=size, seed=seed)
+        if hasattr(made, "validate"):
+            made.validate()
+        return cast(Dataset, kind(config=made))
+    except Exception as error:  # whatever the dataset raises, mostly assertions with a text
+        raise DatasetError(
+            f"dataset {name!r} does not take dataset_args {dict(args)!r:.200}: {str(error) or type(error).__name__}; "
+            f"it has {', '.join(sorted(fields))}"
+        ) from error
+
+
+def _known(name: str) -> tuple[type, Any]:
+    datasets = registered()
+    if name in REFUSED:
+        raise DatasetError(
+            f"dataset {name!r} scores by having SymPy evaluate the answer as Python code, and nothing that a model "
+            "wrote is executed here; use another dataset, or write its questions into a file and score them with "
+            "accuracy_reward"
+        )
+    if name not in datasets:
+        near = difflib.get_close_matches(name, datasets, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {', '.join(sorted(datasets))}"
+        raise DatasetError(f"reasoning-gym has no dataset {name!r}; {hint}")
+    return datasets[name]
+
+
+def _parts(given: object) -> list[Any]:
+    """Return the parts of a composite dataset, each checked as a dataset of its own."""
+    from reasoning_gym.composite import DatasetSpec
+
+    if not isinstance(given, list) or not given or not all(isinstance(one, Mapping) for one in given):
+        raise DatasetError(
+            f"dataset_args.datasets of 'composite' is {given!r:.80}; wanted a list such as "
+            "[{name: chain_sum, weight: 1, config: {max_terms: 3}}]"
+        )
+    for one in given:
+        _known(str(one.get("name")))
+        if unknown := one.keys() - {"name", "weight", "config"}:
+            raise DatasetError(f"dataset_args.datasets: {min(map(str, unknown))!r} is none of name, weight, config")
+    return [DatasetSpec(one["name"], one.get("weight", 1.0), dict(one.get("config", {}))) for one in given]
+
+
+@functools.lru_cache(maxsize=32)
+def _scorer(name: str, args: str) -> Dataset:
+    return open_dataset(name, json.loads(args))
+
+
+def reasoning_gym_reward(
+    response: str, truth: str | None, *, finished: bool, record: Mapping[str, Any] | None = None
+) -> dict[str, float]:
+    r"""Return accuracy 1 for an answer to which the dataset gives its full score, else ``partial_credit``: the score.
+
+    The answer is in the last ``<answer></answer>``, else in the last ``\boxed{}``, else it is the whole response, if
+    that ended by itself. Some datasets give a little for any answer. What a model wrote is never executed.
+
+    Args:
+        response: See above.
+        truth: Not looked at: the record says what is right.
+        finished: The response ended by itself.
+        record: The task's record, as a taskset of ``storage_type: reasoning_gym`` gives it.
+
+    Raises:
+        RewardError: The record is no such one, or the dataset cannot be made.
+    """
+    name, args, entry = _origin(record)
+    stated = tagged(response) or boxed(response)
+    if stated is None and not finished:
+        return {"accuracy": 0.0, "partial_credit": 0.0}
+    answer = (stated[1] if stated else response).strip()
+    try:
+        dataset = _scorer(name, json.dumps(args, sort_keys=True))
+    except DatasetError as error:
+        raise RewardError(f"reasoning_gym_reward: {error}") from error
+    try:
+        score = float(dataset.score_answer(answer, entry))
+    except Exception as error:  # scoring of some datasets raises on an answer that is not of the form they want
+        log.debug("answer_not_scored", dataset=name, error=f"{type(error).__name__}: {error}")
+        score = 0.0
+    return {"accuracy": 1.0, "partial_credit": 0.0} if score >= 1.0 else {"accuracy": 0.0, "partial_credit": score}
+
+
+def _origin(record: Mapping[str, Any] | None) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
+    """Return the dataset of a record, its arguments, and the entry that it scores with."""
+    match record:
+        case {"reasoning_gym": {"dataset": str(name), "args": Mapping() as args}, "metadata": Mapping()}:
+            return name, args, {key: record.get(key) for key in ("question", "answer", "metadata")}
+    keys = ", ".join(map(str, record)) if record is not None else "none"
+    raise RewardError(
+        "reasoning_gym_reward needs the task's record, with metadata and reasoning_gym: {dataset, args}, and its keys "
+        f"are: {keys}; use a taskset of storage_type: reasoning_gym, and a workflow that hands records to rewards, "
+        "such as async_simple_workflow"
+    )

@@ -1,0 +1,173 @@
+"""One environment of one run: made when it is first used, closed once, its faults told by its name."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trinity_mq.runtime.plugins import UnknownNameError, import_named
+from trinity_mq.workflows.workflow import TaskError
+
+T = TypeVar("T")
+
+EXTRA = "gymnasium is not installed: pip install 'trinity-mq[gymnasium]'"
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+"""The dotted path of a callable; the id of an environment has no point outside of its version, or a colon."""
+
+
+class EnvironmentFailedError(Exception):
+    """An environment raised an error or answered what it may not; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """What a step of an environment led to."""
+
+    observation: Any
+    reward: float
+    over: bool
+    """The environment has ended the episode, by itself or at its limit of steps."""
+    info: Mapping[str, Any]
+
+
+class Environment:
+    """An environment that one thread uses at a time and any thread may close.
+
+    Closed while a call is under way, as when a run is cancelled, it is closed by the thread that makes the call, as
+    soon as that returns.
+
+    Args:
+        name: The id of a registered environment, or the dotted path of a callable that makes one.
+        args: Keyword arguments that it is made with.
+    """
+
+    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
+        self.name = name
+        self._args = args
+        self._lock = threading.Lock()
+        self._made: Any = None
+        self._busy = self._closing = False
+
+    @property
+    def action_space(self) -> Any:
+        """The space of its actions; there after :meth:`reset`."""
+        return self._made.action_space
+
+    @property
+    def observation_space(self) -> Any:
+        """The space of its observations; there after :meth:`reset`."""
+        return self._made.observation_space
+
+    def reset(self, seed: int) -> tuple[Any, Mapping[str, Any]]:
+        """Make the environment if there is none, and return the first observation and what it says beside it. Blocks.
+
+        Args:
+            seed: Which episode it is.
+
+        Raises:
+            TaskError: There is no such environment, or it does not take its arguments.
+            EnvironmentFailedError: It raised anything else.
+        """
+
+        def begin() -> tuple[Any, Mapping[str, Any]]:
+            if self._made is None:
+                self._made = _make(self.name, self._args)
+            with self._faults("reset"):
+                observation, info = self._made.reset(seed=seed)
+                return observation, dict(info)
+
+        return self._use(begin)
+
+    def step(self, action: Any) -> Transition:
+        """Do an action and return what it led to. Blocks.
+
+        Raises:
+            EnvironmentFailedError: The environment raised an error, or its reward is no number.
+        """
+
+        def act() -> Transition:
+            with self._faults("step"):
+                observation, reward, terminated, truncated, info = self._made.step(action)
+                return Transition(observation, float(reward), bool(terminated or truncated), dict(info))
+
+        return self._use(act)
+
+    def close(self) -> None:
+        """Close what was made, once; where a call is under way, when that returns. Blocks.
+
+        Raises:
+            EnvironmentFailedError: The environment raised an error.
+        """
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            if self._busy:
+                return
+        self._close()
+
+    def _close(self) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            with self._faults("close"):
+                made.close()
+
+    def _use(self, call: Callable[[], T]) -> T:
+        with self._lock:
+            if self._closing:
+                raise EnvironmentFailedError(f"environment {self.name!r} is closed already")
+            self._busy = True
+        try:
+            return call()
+        finally:
+            with self._lock:
+                self._busy = False
+                is_last = self._closing
+            if is_last:
+                self._close()
+
+    @contextmanager
+    def _faults(self, method: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever the environment does
+            raise EnvironmentFailedError(
+                f"environment {self.name!r} failed in {method}(): {type(error).__name__}: {error}"
+            ) from error
+
+
+def _make(name: str, args: Mapping[str, Any]) -> Any:
+    """Return a new environment.
+
+    Raises:
+        TaskError: Gymnasium is not installed, there is no such environment, or it does not take the arguments.
+        EnvironmentFailedError: Making it raised anything else, or made something else.
+    """
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise TaskError(f"environment {name!r}: {EXTRA}") from error
+    try:
+        if _DOTTED.fullmatch(name):
+            made = import_named("environment", name)(**args)
+        else:  # its checks of the first step warn, and what is wrong is found out here anyway
+            made = gymnasium.make(name, **{"disable_env_checker": True, **args})
+    except UnknownNameError as error:
+        raise TaskError(str(error)) from error
+    except (ImportError, TypeError, gymnasium.error.Error) as error:
+        raise TaskError(
+            f"environment {name!r} cannot be made with env_args {dict(args)!r:.200}: {type(error).__name__}: {error}; "
+            "wanted the id of a registered environment ('module:Id-v0' imports the module that registers it), or the "
+            "dotted path of a callable that takes env_args"
+        ) from error
+    except Exception as error:  # whatever the environment does
+        raise EnvironmentFailedError(
+            f"environment {name!r} failed while it was made: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, gymnasium.Env):
+        raise TaskError(f"environment {name!r} made a {type(made).__name__}, wanted a gymnasium.Env")
+    return made

@@ -1,0 +1,212 @@
+"""Environments of Gymnasium as workflows: the model sees each observation as text and answers with an action."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import structlog
+from pydantic import Field, field_validator
+
+from trinity_mq.experience import Experience
+from trinity_mq.runtime.threads import in_thread
+from trinity_mq.workflows.dual import compute
+from trinity_mq.workflows.environments.environment import EXTRA, Environment, EnvironmentFailedError
+from trinity_mq.workflows.environments.spaces import (
+    CLOSING,
+    OPENING,
+    Actions,
+    IllegalActionError,
+    actions_of,
+    check_observations,
+    observation_text,
+)
+from trinity_mq.workflows.games.game import Episode, EpisodeArguments, EpisodeWorkflow, game_seed
+from trinity_mq.workflows.workflow import Task
+
+if TYPE_CHECKING:
+    from trinity_mq.models import ModelWrapper
+
+log = structlog.get_logger(__name__)
+
+SUCCESS = ("success", "is_success")
+"""Keys of an environment's info that say whether its task is done."""
+CLOSE_SECONDS = 10.0
+"""Time that an environment has to close; a thread that takes longer is left behind."""
+INSTRUCTIONS = """\
+You act in an environment, step by step. Each message shows what you observe.
+In each turn think as long as you need, then end your answer with one action, such as {example}.
+{form}."""
+
+
+class GymnasiumArguments(EpisodeArguments):
+    """Arguments of an environment; ``seed``, ``max_steps`` and ``env_args`` may be in the record too."""
+
+    env: str
+    """Id of a registered environment (``module:Id-v0`` imports the module that registers it), or the dotted path of a
+    callable that makes one."""
+    env_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that it is made with."""
+    actions: tuple[str, ...] = ()
+    """Names of discrete actions, in order; their numbers are understood too. Empty: numbers alone."""
+    reward: Literal["sum", "last"] = "sum"
+    """What a run is worth: the sum of the environment's rewards, or the last one."""
+    instructions: str = ""
+    """What the model is told before how actions are written."""
+
+    @field_validator("env")
+    @classmethod
+    def _is_installed(cls, env: str) -> str:
+        if importlib.util.find_spec("gymnasium") is None:
+            raise ValueError(EXTRA)
+        return env
+
+
+class EnvironmentEpisode(Episode):
+    """An environment in play. Its methods may block, but for :meth:`show`.
+
+    Args:
+        environment: Where it is played.
+        arguments: How.
+    """
+
+    longest_answer = None  # a text is an action as a whole, or it is none
+
+    def __init__(self, environment: Environment, arguments: GymnasiumArguments) -> None:
+        self._environment, self._arguments = environment, arguments
+        self._actions: Actions
+        self._shown = ""
+        self._over = False
+        self._success: float | None = None
+        self._rewards: list[float] = []
+        self.illegal = 0
+        """Answers that were no action."""
+
+    def start(self, seed: int) -> None:
+        """Reset the environment.
+
+        Args:
+            seed: Which episode it is.
+
+        Raises:
+            TaskError: There is no such environment, or its spaces have no form as text.
+            EnvironmentFailedError: It raised an error.
+        """
+        observation, info = self._environment.reset(seed)
+        given, name = self._arguments, self._environment.name
+        check_observations(self._environment.observation_space, name)
+        self._actions = actions_of(self._environment.action_space, given.actions, name)
+        form = INSTRUCTIONS.format(example=f"{OPENING}{self._actions.example}{CLOSING}", form=self._actions.form)
+        self.instructions = f"{given.instructions.strip()}\n\n{form}" if given.instructions else form
+        self._observe(observation, info)
+
+    def show(self) -> str:
+        return self._shown
+
+    def play(self, answer: str) -> str:
+        """Do the action that ``answer`` is.
+
+        Raises:
+            EnvironmentFailedError: The environment raised an error.
+        """
+        try:
+            action = self._actions.read(answer)
+        except IllegalActionError as error:
+            self.illegal += 1
+            return str(error)
+        transition = self._environment.step(action)
+        self._rewards.append(transition.reward)
+        self._over = transition.over
+        self._observe(transition.observation, transition.info)
+        return ""
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    @property
+    def worth(self) -> float:
+        """Sum of the rewards, or the last one, as the arguments say; 0 without a step."""
+        return sum(self._rewards) if self._arguments.reward == "sum" else [0.0, *self._rewards][-1]
+
+    def metrics(self) -> dict[str, float]:
+        known = {} if self._success is None else {"success": self._success}
+        return {
+            **known,
+            "steps": float(len(self._rewards)),
+            "illegal_actions": float(self.illegal),
+            "ended": float(self._over),
+        }
+
+    def _observe(self, observation: Any, info: Mapping[str, Any]) -> None:
+        try:
+            self._shown = observation_text(observation)
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailedError(
+                f"environment {self._environment.name!r} gave the observation {observation!r:.80}, which is not of its "
+                f"space: {error}"
+            ) from error
+        for value in (info[key] for key in SUCCESS if key in info):
+            self._success = float(bool(value))
+
+
+class GymnasiumWorkflow(EpisodeWorkflow[EnvironmentEpisode]):
+    """An episode of an environment in each run, the same one in all runs of a task: it is reset by the task's seed.
+
+    The environment is made for the run and closed at its end, however that comes. On the event loop its methods run in
+    threads, one at a time.
+    """
+
+    arguments_kind: ClassVar[type[EpisodeArguments]] = GymnasiumArguments
+    arguments: GymnasiumArguments
+
+    def __init__(
+        self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
+    ) -> None:
+        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
+        self._environment = Environment(self.arguments.env, self.arguments.env_args)
+
+    @classmethod
+    def record_keys(cls) -> Iterable[str]:
+        """Return the arguments that a record may give: data chooses no code."""
+        return ("seed", "max_steps", "env_args")
+
+    async def begin(self) -> EnvironmentEpisode:
+        episode = EnvironmentEpisode(self._environment, self.arguments)
+        seed = game_seed(self.task, self.arguments)
+        await compute(self.is_async, lambda: episode.start(seed), "environment")
+        return episode
+
+    async def played(self, answer: str) -> str:
+        return await compute(self.is_async, lambda: self.episode.play(answer), "environment")
+
+    def worth(self) -> float:
+        return self.episode.worth
+
+    async def body(self) -> list[Experience]:
+        """Play; return the experiences of all steps."""
+        try:
+            return await super().body()
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        """Close the environment; an error in that is logged, since what was played is there."""
+        try:
+            if self.is_async:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await in_thread(self._environment.close, "environment")
+            else:
+                self._environment.close()
+        except TimeoutError:
+            log.warning("environment_not_closed", env=self.arguments.env, seconds=CLOSE_SECONDS)
+        except EnvironmentFailedError as error:
+            log.warning("environment_not_closed", env=self.arguments.env, error=str(error))
+
+
+class AsyncGymnasiumWorkflow(GymnasiumWorkflow):
+    """:class:`GymnasiumWorkflow` on the event loop."""
+
+    is_async = True
