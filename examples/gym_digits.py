@@ -42,4 +42,4 @@ class LargestFirst(gymnasium.Env[str, str]):
         return ",".join(map(str, self.row)) + "=" if self.row else ""
 
 
-gymnasium.register(id="LargestFirst-v0", entry_point=LargestFirst)
+gymnasium.register(id="LargestFirst-v0", entry_point="gym_digits:LargestFirst")

@@ -1,4 +1,4 @@
-"""An environment of `verifiers`: any even digit will do. It is imported in the environment's own Python only."""
+"""An environment of `verifiers`: an even digit is asked for. It is imported in the environment's own Python only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ class Even(vf.Task[vf.TaskData]):
 
     @vf.reward
     async def even(self, trace: vf.Trace) -> float:
-        """Return 1 for one even digit alone, less for what begins with one."""
-        said = trace.last_reply or ""
-        return 1.0 if said in {"0", "2", "4", "6", "8"} else 0.3 * (said[:1] in "02468" and bool(said))
+        """Return 1 for an even digit at the beginning, else 0."""
+        return float((trace.last_reply or "")[:1] in {"0", "2", "4", "6", "8"})
 
 
 def make_task(record: dict[str, Any]) -> Even:

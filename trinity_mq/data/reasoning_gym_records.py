@@ -27,8 +27,8 @@ def reasoning_gym_rows(config: TasksetConfig, seed: int) -> Iterator[tuple[str, 
 
     Args:
         config: Its ``path`` is the dataset, its ``dataset_args`` are the dataset's and may hold a ``seed`` too.
-        seed: Of the run. It draws a seed where ``dataset_args`` has none: entries follow from the sum of the dataset's seed
-            and their place, so that seeds near one another would have nearly all entries in common.
+        seed: Of the run. It draws a seed where ``dataset_args`` has none: entries follow from the sum of the dataset's
+            seed and their place, so that seeds near one another would have nearly all entries in common.
 
     Raises:
         TasksetError: The dataset cannot be made, or none of its questions belongs to the split.

@@ -102,7 +102,8 @@ PREFERENCES: Mapping[str, tuple[str, Callable[[str, str], str]]] = {
 
 def problems(kind: str, split: str) -> list[dict[str, Any]]:
     """Return the problems of one set as records ``{"question": "+372=", "answer": "7"}``, in a fixed order; preferences
-    as ``{"question": "+372=", "chosen": "7", "rejected": "3"}``, seeds as ``{"question": "17", "answer": "", "seed": 17}``.
+    as ``{"question": "+372=", "chosen": "7", "rejected": "3"}``, seeds as ``{"question": "17", "answer": "", "seed":
+    17}``.
 
     Args:
         kind: A key of :data:`KINDS` or :data:`PREFERENCES`, or :data:`SEEDS`.

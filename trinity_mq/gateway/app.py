@@ -131,9 +131,9 @@ class GatewayApp:
 
     def _opened(self, body: OpenBody) -> tuple[SessionOpened, str]:
         settings, ledger = self.settings.gateway, self.book.ledger
-        if len(ledger.live) >= settings.max_open + settings.max_waiting:
+        if (count := len(ledger.live) - ledger.over) >= settings.max_open:
             raise Refused(
-                429, f"{len(ledger.live)} sessions are not settled; end some", "too_many_sessions", retry_after=10
+                429, f"{count} sessions are open (gateway.max_open); end some", "too_many_sessions", retry_after=10
             )
         if body.record == "train" and self.settings.compares_runs and not body.group:
             raise Refused(

@@ -66,6 +66,8 @@ class Ledger:
         """Bytes of the events of live sessions."""
         self.counts = dict.fromkeys(("opened", "calls", "tokens", "trained", "dropped", "evaluated", "sampled_out"), 0)
         """Since the first event that was read."""
+        self.over = 0
+        """Live sessions that have ended."""
         self.results_offset = 0
         """Position on the results stream up to which progress is known."""
 
@@ -114,7 +116,9 @@ class Ledger:
             if known.message_id != event.message_id:
                 continue
             if event.origin < known.origin and session is not None:
+                was_over = session.end is not None
                 session.replace(known, event)
+                self.over += (session.end is not None) - was_over
             else:
                 known.offset, known.position = event.offset, event.position
         return Applied("repeated")
@@ -125,7 +129,9 @@ class Ledger:
         is_newest = not session.events or event.origin > session.events[-1].origin
         if is_newest and (reason := session.too_late(event.body)) is not None:  # else it is judged in its place
             return Applied("refused", reason=reason)
+        was_over = session.end is not None
         session.add(event)
+        self.over += (session.end is not None) - was_over
         self.kept_bytes += event.size
         if isinstance(event.body, SessionCall):
             self.counts["calls"] += 1
@@ -196,6 +202,7 @@ class Ledger:
         if not session.is_settled or session.id not in self.live:
             return
         del self.live[session.id]
+        self.over -= session.end is not None
         self.kept_bytes -= session.size
         self.counts[session.state] += 1
         if session.decided is not None:

@@ -184,7 +184,7 @@ def reasoning_gym_reward(
 def _origin(record: Mapping[str, Any] | None) -> tuple[str, Mapping[str, Any], dict[str, Any]]:
     """Return the dataset of a record, its arguments, and the entry that it scores with."""
     match record:
-        case {"reasoning_gym": {"dataset": str(name), "args": Mapping() as args}, "metadata": Mapping()}:
+        case {"reasoning_gym": {"dataset": str(name), "args": Mapping() as args}, "metadata": Mapping()} if record:
             return name, args, {key: record.get(key) for key in ("question", "answer", "metadata")}
     keys = ", ".join(map(str, record)) if record is not None else "none"
     raise RewardError(

@@ -60,11 +60,11 @@ class RewardFn(Protocol):
             truth: What the dataset gives as the right answer.
             finished: The response ended by itself, and was not cut at a limit.
 
-        A function with a parameter ``tokens`` also gets the number of response tokens there, where it is known; one with
-        a parameter ``record`` gets the task's record as the dataset gave it. One that takes them by name, as those of Trinity-RFT do (``response``, ``prompt``, ``truth``, or ``**kwargs``), is
-        called so; the prompt is not known here, and None. One with a parameter ``messages`` judges the conversation, as
-        a reward model does, called as ``reward(experience, messages, ground_truth=truth)``: the workflow
-        ``math_rm_workflow`` gives it that.
+        A function with a parameter ``tokens`` also gets the number of response tokens there, where it is known; one
+        with a parameter ``record`` gets the task's record as the dataset gave it. One that takes them by name, as those
+        of Trinity-RFT do (``response``, ``prompt``, ``truth``, or ``**kwargs``), is called so; the prompt is not known
+        here, and None. One with a parameter ``messages`` judges the conversation, as a reward model does, called as
+        ``reward(experience, messages, ground_truth=truth)``: the workflow ``math_rm_workflow`` gives it that.
         """
         ...
 

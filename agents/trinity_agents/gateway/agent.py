@@ -77,7 +77,7 @@ class Gateway(Agent):
         if self.book is None or self._app is None:
             return GatewayStatus(url=self.url)
         ledger, app = self.book.ledger, self._app
-        open_ones = sum(session.end is None for session in ledger.live.values())
+        open_ones = len(ledger.live) - ledger.over
         return GatewayStatus(
             url=self.url if self.book.is_ready() else "",
             acting=self._acts,

@@ -359,6 +359,7 @@ def shape(ledger: Ledger) -> dict[str, tuple[object, ...]]:
 def test_who_reads_the_stream_anew_knows_the_same(seed: int) -> None:
     stream = random_run(seed)
     assert shape(read(stream.events)) == shape(stream.ledger)
+    assert stream.ledger.over == sum(one.end is not None for one in stream.ledger.live.values())
     twice = [event for event in stream.events for _ in range(2)]
     assert shape(read(twice)) == shape(stream.ledger), "a publish whose confirm was lost is on the stream twice"
 
@@ -372,7 +373,9 @@ def test_what_is_carried_survives_the_beginning_of_the_stream(seed: int, where: 
         for number, event in enumerate(event for one in stream.ledger.live.values() for event in one.events)
     ]
     cut = stream.events[len(stream.events) * where // 100 :]
-    again, before = shape(read(cut + carried)), shape(stream.ledger)
+    fresh = read(cut + carried)
+    again, before = shape(fresh), shape(stream.ledger)
+    assert fresh.over == sum(one.end is not None for one in fresh.live.values())
     for name in stream.ledger.live:
         if stream.ledger.live[name].batch is None:
             assert again[name] == before[name]

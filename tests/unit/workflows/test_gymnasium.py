@@ -13,6 +13,7 @@ from tests.unit.workflows import text_environments
 from tests.unit.workflows.running import running
 from tests.unit.workflows.text_environments import CREATED
 from tests.unit.workflows.tiny_engines import make_generator
+from tests.waiting import until
 from trinity_mq.config import FormatConfig
 from trinity_mq.runtime.threads import in_thread
 from trinity_mq.workflows import Task, TaskError, check_arguments, execute, load_workflow
@@ -185,7 +186,10 @@ async def test_an_environment_that_cannot_be_closed_costs_nothing(kind, stub_mod
         ({"env": "FrozenLak-v1"}, r"'FrozenLak-v1' cannot be made with env_args \{\}: NameNotFound: .*FrozenLake"),
         ({"env": "nowhere:Counting-v0"}, "cannot be made .*nowhere"),
         ({"env": f"{HERE}.Countin"}, "did you mean 'Counting'|Countin"),
-        ({"env": COUNTING, "env_args": {"speed": 3}}, "cannot be made with env_args .*speed.*callable that takes env_args"),
+        (
+            {"env": COUNTING, "env_args": {"speed": 3}},
+            "cannot be made with env_args .*speed.*callable that takes env_args",
+        ),
         ({"env": f"{HERE}.no_environment"}, "made a object, wanted a gymnasium.Env"),
         ({"env": f"{HERE}.Boxes"}, "has actions Box.*put it into a gymnasium.ActionWrapper"),
         ({"env": f"{HERE}.SeesBoxes"}, "has observations Box.*put it into a gymnasium.ObservationWrapper"),
@@ -212,8 +216,7 @@ async def test_a_cancelled_run_closes_its_environment_when_the_step_returns(stub
     model = stub_model(["1"], enable_history=True)
     made = Task(workflow=AsyncGymnasiumWorkflow, workflow_args={"env": COUNTING, "env_args": {"fails": "hang"}})
     running_task = asyncio.create_task(execute(lambda: made.to_workflow(model), AsyncGymnasiumWorkflow))
-    while not created:
-        await asyncio.sleep(0)
+    await until(lambda: bool(created))
     environment = created[0]
     await in_thread(environment.entered.wait, "waits")
     running_task.cancel()
@@ -221,8 +224,7 @@ async def test_a_cancelled_run_closes_its_environment_when_the_step_returns(stub
         await running_task
     assert environment.closed == 0, "its thread is in a step"
     environment.may_go_on.set()
-    while not environment.closed:
-        await asyncio.sleep(0)
+    await until(lambda: environment.closed > 0)
     assert environment.closed == 1
 
 
@@ -260,7 +262,7 @@ def test_closed_twice_it_is_closed_once_and_used_no_more(created):
 @BOTH
 def test_arguments_are_checked_before_a_run_starts(kind, monkeypatch):
     check_arguments({"env": "FrozenLake-v1"}, kind.arguments_kind)
-    with pytest.raises(TaskError, match="workflow_args.env_arg does not exist; did you mean 'env_args'"):
+    with pytest.raises(TaskError, match=r"workflow_args\.env_arg does not exist; did you mean 'env_args'"):
         check_arguments({"env": "FrozenLake-v1", "env_arg": {}}, kind.arguments_kind)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(TaskError, match=r"pip install 'trinity-mq\[gymnasium\]'"):
@@ -296,7 +298,7 @@ def test_discrete_actions_are_read(answer, action):
     if action is not None:
         assert actions.read(answer) == action
         return
-    with pytest.raises(IllegalActionError, match="is no action. The actions are left, RIGHT."):
+    with pytest.raises(IllegalActionError, match=r"is no action\. The actions are left, RIGHT\."):
         actions.read(answer)
 
 

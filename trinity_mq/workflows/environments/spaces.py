@@ -98,7 +98,9 @@ class DiscreteActions(Actions):
             )
         self._numbers = {name.casefold(): self._first + place for place, name in enumerate(self._names)}
         if len(self._numbers) != len(names):
-            raise TaskError(f"workflow_args.actions has a name twice: {', '.join(names)}; case does not tell them apart")
+            raise TaskError(
+                f"workflow_args.actions has a name twice: {', '.join(names)}; case does not tell them apart"
+            )
 
     @property
     def form(self) -> str:

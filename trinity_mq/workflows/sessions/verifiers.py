@@ -25,6 +25,9 @@ class VerifiersArguments(SessionArguments):
     """``module:function`` that makes a ``verifiers.v1.Task`` of a record; imported there."""
     harness: str = "null"
     """Id of the harness that runs the agent."""
+    at_once: int = Field(default=8, ge=1)
+    """Most rollouts at a time in each runner; harnesses are processes. Waiting counts towards ``explorer.max_timeout``.
+    """
     max_turns: int | None = Field(default=None, ge=1)
     """Most turns of the model. None: as the environment says."""
 
@@ -42,6 +45,7 @@ class VerifiersWorkflow(ProgramWorkflow):
         python = str(Path(given.python).expanduser().absolute())
         path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # harnesses are run by uv
         command = [python, str(CHILD), "--task", given.task, "--harness", given.harness]
+        command += ["--at-once", str(given.at_once)]
         return program_of(command, {"PATH": path, **given.env}, given.cwd)
 
     @property

@@ -67,10 +67,11 @@ async def rollout(asked: dict[str, Any], make_task: Any, harness: str) -> dict[s
     }
 
 
-async def answer(asked: dict[str, Any], make_task: Any, harness: str, out: Any) -> None:
-    """Answer one request, whatever happens."""
+async def answer(asked: dict[str, Any], make_task: Any, harness: str, out: Any, free: asyncio.Semaphore) -> None:
+    """Answer one request, whatever happens, once there is room for it."""
     try:
-        said = await rollout(asked, make_task, harness)
+        async with free:
+            said = await rollout(asked, make_task, harness)
     except Exception as error:
         kind = INFRASTRUCTURE.get(type(error).__name__)
         said = {"ok": False, "reward": None, "error": f"{type(error).__name__}: {error}"[:500], "kind": kind}
@@ -83,7 +84,9 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", required=True, help="module:function that makes a verifiers Task of a record")
     parser.add_argument("--harness", default="null", help="id of the harness")
+    parser.add_argument("--at-once", type=int, default=8, help="most rollouts at a time")
     options = parser.parse_args()
+    free = asyncio.Semaphore(options.at_once)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # prints are no answers
     make_task = named(options.task)
@@ -94,7 +97,7 @@ async def main() -> None:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     tasks: set[asyncio.Task[None]] = set()
     while line := await reader.readline():
-        task = asyncio.create_task(answer(json.loads(line), make_task, options.harness, out))
+        task = asyncio.create_task(answer(json.loads(line), make_task, options.harness, out, free))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     for task in tasks:
