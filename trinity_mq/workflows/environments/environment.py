@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trinity_mq.runtime.plugins import UnknownNameError, import_named
+from trinity_mq.workflows.errors import SandboxFailed
 from trinity_mq.workflows.workflow import TaskError
 
 T = TypeVar("T")
@@ -19,8 +20,10 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 """The dotted path of a callable; the id of an environment has no point outside of its version, or a colon."""
 
 
-class EnvironmentFailedError(Exception):
+class EnvironmentFailedError(SandboxFailed):
     """An environment raised an error or answered what it may not; the message names it."""
+
+    default_kind = "environment"
 
 
 @dataclass(frozen=True, slots=True)
