@@ -152,7 +152,7 @@ class ExplorerConfig(Section):
 class CircuitBreakerConfig(Section):
     """Pausing a lane (training or evaluation) while what its slices need beside the model is away: a sandbox, a tool, a
     provider, the environment. A slice none of whose runs finished for such a reason goes back to its queue and is tried
-    again, by any runner. It fails for good when other slices go well between its tries, or at ``tries``.
+    again, by any runner. It fails for good when other slices have gone well between its tries twice, or at ``tries``.
     """
 
     enable: bool = True

@@ -15,7 +15,9 @@ from trinity_mq.messages import INFRASTRUCTURE, Lane, PausedLane
 from trinity_mq.rollout.status import SliceOutcome
 
 LONE_ROW = 3
-"""Failures in a row at which the circuit opens where all are of one slice."""
+"""Failures in a row at which the circuit opens where all are of one slice, which fails alone then."""
+OWN_FAULTS = 2
+"""Times that others go well between two tries of a slice that fails. Once may be a sandbox that comes and goes."""
 REMEMBERED = 10_000
 """Slices that were put back and are remembered: another runner may have taken them."""
 NO_EVIDENCE = frozenset({"timeout", "engine", "process", "stopped"})
@@ -40,8 +42,8 @@ class Circuit:
         """Slices that failed in this row, at most two: more are not told apart."""
         self._kind = self._reason = ""
         self._worked = -math.inf
-        self._failed_at: dict[Hashable, float] = {}
-        """By slice that was put back: when it first failed here."""
+        self._failed: dict[Hashable, tuple[float, int]] = {}
+        """By slice that was put back: when it last failed here, and how often others went well between its tries."""
         self.pauses = 0
         """Times that the circuit opened."""
         self.probes = 0
@@ -71,8 +73,9 @@ class Circuit:
     def end(self, slice_key: Hashable, outcome: SliceOutcome | None, tries: int, now: float) -> bool:
         """Take note of how a try of a slice ended; return whether the slice is to be tried again later.
 
-        It is not where another slice went well since its first failure here, so that the fault is its own, and at the
-        limit of its tries, which is lower while no other slice fails.
+        It is not where other slices went well between two tries of it on this runner, :data:`OWN_FAULTS` times, or once
+        if it fails alone: then the fault is its own, and does not count for the lane. Nor is it at the limit of its
+        tries, which is lower if it fails alone.
 
         Args:
             slice_key: The slice.
@@ -88,13 +91,13 @@ class Circuit:
             return False
         if outcome.runs:
             self._worked = now
-            self._until, self._pause = None, 0.0
+            self._until, self._pause, self._probe = None, 0.0, None
             self._break_row()
         elif is_infrastructure(outcome):
             return self._fail(slice_key, outcome, tries, now, was_probe)
         elif outcome.failure_kind not in {*NO_EVIDENCE, *INFRASTRUCTURE} and self.is_closed:
             self._break_row()
-        self._failed_at.pop(slice_key, None)
+        self._failed.pop(slice_key, None)
         return False
 
     def status(self, lane: Lane, now: float) -> PausedLane | None:
@@ -108,26 +111,35 @@ class Circuit:
         return PausedLane(lane=lane, failures=self._row, kind=self._kind, reason=self._reason, pause=self._pause)
 
     def _fail(self, slice_key: Hashable, outcome: SliceOutcome, tries: int, now: float, was_probe: bool) -> bool:
+        """Take note of a failure for want of infrastructure; return whether the slice is to be tried again."""
+        last, own_faults = self._failed.pop(slice_key, (math.inf, 0))
+        own_faults += self._worked > last
         self._row += 1
         if len(self._failing) < 2:
             self._failing[slice_key] = None
         self._kind, self._reason = outcome.failure_kind or "", outcome.message or ""
+        alone = len(self._failing) == 1 and self._row >= LONE_ROW
+        if self.is_closed and own_faults >= (1 if alone else OWN_FAULTS):
+            self._row -= 1
+            if alone:
+                self._break_row()
+            return False
         if self._until is None:
-            if self._row >= (self._config.failures if len(self._failing) > 1 else min(LONE_ROW, self._config.failures)):
+            if self._row >= (min(LONE_ROW, self._config.failures) if alone else self._config.failures):
                 self.pauses += 1
                 self._pause = self._config.pause
                 self._until = now + self._pause
         elif was_probe:
             self._pause = min(2 * self._pause, self._config.max_pause)
             self._until = now + self._pause
-        first = self._failed_at.setdefault(slice_key, now)
-        if len(self._failed_at) > REMEMBERED:
-            del self._failed_at[next(iter(self._failed_at))]
-        limit = self._config.tries if len(self._failing) > 1 else self._config.tries_alone
-        if self._worked <= first and tries < limit:
-            return True
-        self._failed_at.pop(slice_key, None)
-        return False
+        if tries >= (self._config.tries_alone if alone else self._config.tries):
+            if alone and self._until is not None:
+                self._pause, self._until = self._config.pause, now  # the others need not wait for its sake
+            return False
+        self._failed[slice_key] = now, own_faults
+        if len(self._failed) > REMEMBERED:
+            del self._failed[next(iter(self._failed))]
+        return True
 
     def _break_row(self) -> None:
         self._row = 0
