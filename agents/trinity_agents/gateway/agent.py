@@ -196,7 +196,7 @@ class Gateway(Agent):
             )
             values = {f"serve/{name}": float(getattr(status, name)) for name in names}
             causes = ("new", "template", "retoken", "temperature")
-            values |= {f"serve/breaks_{cause}": float(app.counts[f"breaks_{cause}"]) for cause in causes}
+            values |= {f"serve/breaks/{cause}": float(app.counts[f"breaks_{cause}"]) for cause in causes}
             self.report(self.peers.trainer.step, values)
 
 
