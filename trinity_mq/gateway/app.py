@@ -82,7 +82,7 @@ class GatewayApp:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.settings, self.book = settings, book
-        self._engines, self._access, self._url, self._clock = engines, access_rules, url, clock
+        self._engines, self._access, self._url, self.clock = engines, access_rules, url, clock
         self._conversations = Conversations()
         self._draw = random.Random()
         self.counts: Counter[str] = Counter()
@@ -157,7 +157,7 @@ class GatewayApp:
         size = body.group_size or self.settings.group_size
         opened = SessionOpened(
             session=access.new_session_id(),
-            opened=self._clock(),
+            opened=self.clock(),
             key_hash=access.hash_of(key),
             scopes=list(SCOPES) if body.scopes is None else body.scopes,
             record=record,
@@ -383,10 +383,7 @@ class GatewayApp:
         if name:
             return await self._session(request, "call", name)
         if key.startswith(access.KEY_BEGINS):
-            digest = access.hash_of(key)
-            found = next(
-                (one for one in self.book.ledger.live.values() if one.opened and one.opened.key_hash == digest), None
-            )
+            found = await self.book.find_key(access.hash_of(key))
             if found is None:
                 raise Refused(401, "the session of this key is over, or not known here", "invalid_api_key")
             if not self._access.allows(found, key, "call"):
@@ -487,7 +484,7 @@ class _Recording:
             session=self.session.id,
             call=self.call,
             path=self._path,
-            at=time.time(),
+            at=self._app.clock(),
             request=self._asked.body,
             temperature=float(self._asked.body.get("temperature", 1.0)),
             supersedes=self._supersedes,

@@ -40,6 +40,9 @@ class Book(Protocol):
     async def find(self, session: str) -> Session | None:
         """Return a session; one that was begun elsewhere a moment ago is waited for."""
 
+    async def find_key(self, key_hash: str) -> Session | None:
+        """Return the live session whose key has this hash, likewise."""
+
     async def record(self, call: SessionCall) -> bool:
         """Keep an answer; return whether it is sure to be kept by now."""
 
@@ -71,6 +74,9 @@ class MemoryBook:
 
     async def find(self, session: str) -> Session | None:
         return self.ledger.get(session)
+
+    async def find_key(self, key_hash: str) -> Session | None:
+        return self.ledger.of_key(key_hash)
 
     async def record(self, call: SessionCall) -> bool:
         return self._apply(call, call.message_id).taken == "new"

@@ -62,6 +62,8 @@ class Ledger:
         """Sessions by the ticket of their batch, the settled ones too, as far as they are kept."""
         self._trained: OrderedDict[str, SessionsTrained] = OrderedDict()
         """What the trainer made of batches, by ticket: the outcomes of a batch's tasks may be read before or after."""
+        self._keys: dict[str, Session] = {}
+        """Live sessions by the hash of their key."""
         self.kept_bytes = 0
         """Bytes of the events of live sessions."""
         self.counts = dict.fromkeys(("opened", "calls", "tokens", "trained", "dropped", "evaluated", "sampled_out"), 0)
@@ -74,6 +76,10 @@ class Ledger:
     def get(self, session: str) -> Session | None:
         """Return a session whose beginning is known."""
         return self.live.get(session) or self._settled.get(session)
+
+    def of_key(self, key_hash: str) -> Session | None:
+        """Return the live session whose key has this hash."""
+        return self._keys.get(key_hash)
 
     def __iter__(self) -> Iterator[Session]:
         yield from self.live.values()
@@ -100,6 +106,8 @@ class Ledger:
 
     def _open(self, event: Event, body: SessionOpened) -> Applied:
         session = self.live[body.session] = Session(body.session)
+        if body.key_hash:
+            self._keys[body.key_hash] = session
         self.counts["opened"] += 1
         self.counts["sampled_out"] += body.sampled_out
         earlier = self._unknown.pop(body.session, _Unknown()).events
@@ -202,6 +210,8 @@ class Ledger:
         if not session.is_settled or session.id not in self.live:
             return
         del self.live[session.id]
+        if session.opened is not None:
+            self._keys.pop(session.opened.key_hash, None)
         self.over -= session.end is not None
         self.kept_bytes -= session.size
         self.counts[session.state] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,12 +115,16 @@ class StreamBook:
         await self._kept(opened, f"opened-{opened.session}")
 
     async def find(self, session: str) -> Session | None:
-        try:
+        return await self._known(lambda: self.ledger.get(session))
+
+    async def find_key(self, key_hash: str) -> Session | None:
+        return await self._known(lambda: self.ledger.of_key(key_hash))
+
+    async def _known(self, look: Callable[[], Session | None]) -> Session | None:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KNOWN_WITHIN):
-                await self.changed.until(lambda: self.ledger.get(session) is not None)
-        except TimeoutError:
-            return None
-        return self.ledger.get(session)
+                await self.changed.until(lambda: look() is not None)
+        return look()
 
     async def record(self, call: SessionCall) -> bool:
         publishing = self._tasks.create_task(self._publish_call(call), name="record call")

@@ -144,3 +144,19 @@ def test_a_reader_that_leaves_does_not_end_the_run() -> None:
     display.show(full(), ["news"], NOW)
     display.show(full(), ["more news"], NOW + 1.0)
     display.close()
+
+
+def test_the_sessions_of_a_run_are_shown_and_where_it_answers() -> None:
+    view = full()
+    status = {"url": "http://127.0.0.1:8710", "open": 3, "parked": 2, "waiting": 40, "trained": 1200, "acting": True}
+    beat(view, "gateway-1", "gateway", state="working", detail={"url": "http://127.0.0.1:8711"}, at=NOW)
+    beat(view, "gateway-0", "gateway", state="working", detail={**status, "dropped": 1, "unrecorded": 2}, at=NOW)
+    line = "sessions 3 open, 2 parked, 40 waiting, 1200 trained, 1 dropped, 2 not recorded"
+    assert line in plain_line(view, NOW)
+    assert line in drawn(view)
+    assert view.take_news()[-2:] == [
+        "gateway-1 answers at http://127.0.0.1:8711: POST http://127.0.0.1:8711/sessions",
+        "gateway-0 answers at http://127.0.0.1:8710: POST http://127.0.0.1:8710/sessions",
+    ]
+    beat(view, "gateway-0", "gateway", 2, state="working", detail=status, at=NOW)
+    assert view.take_news() == [], "told once"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from trinity_mq.cli.reports.figures import REWARD, duration
 from trinity_mq.cli.run.run_view import STALENESS, TOKENS_PER_SECOND, WAIT_SHOWN, RunView, version_text
-from trinity_mq.messages import GateStatus
+from trinity_mq.messages import GateStatus, GatewayStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,6 +93,8 @@ def plain_line(view: RunView, now: float) -> str:
     parts = [f"step {_steps(view)}", *(f"{name} {value}" for name, value in _figures(view, now))]
     if _gauges_hold(view, now):
         parts.append("queues " + " ".join(f"{name} {depth}" for name, depth in _depths(view)))
+    if (sessions := view.sessions) is not None:
+        parts.append(sessions_line(sessions))
     parts.append(f"agents {sum(agent.alive for agent in agents)}/{len(agents)}")
     for agent in agents:
         if agent.waits_for and agent.waits_seconds >= WAIT_SHOWN:
@@ -140,6 +142,8 @@ def picture(view: RunView, now: float) -> RenderableType:
     parts: list[RenderableType] = [head, _named(_figures(view, now)), agents]
     if _gauges_hold(view, now):
         parts.insert(2, queues)
+    if (sessions := view.sessions) is not None:
+        parts.insert(2, Text(sessions_line(sessions)))
     parts += [Text(failure.line(), style="red") for failure in view.failures]
     if view.gate.members:
         engines = _table("member of the gate", "version", "state")
@@ -161,6 +165,19 @@ def _named(values: Iterable[tuple[str, str]]) -> Text:
     from rich.text import Text
 
     return Text("   ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in values)
+
+
+def sessions_line(status: GatewayStatus) -> str:
+    """Return the sessions of a run in one line, by state."""
+    counts = (
+        ("open", status.open),
+        ("parked", status.parked),
+        ("waiting", status.waiting),
+        ("trained", status.trained),
+    )
+    others = (("dropped", status.dropped), ("not recorded", status.sampled_out + status.unrecorded))
+    shown = [f"{count} {name}" for name, count in (*counts, *((name, count) for name, count in others if count))]
+    return f"sessions {', '.join(shown)}"
 
 
 def sync_line(gate: GateStatus) -> str:

@@ -12,6 +12,7 @@ from trinity_mq.messages import (
     ExplorerStatus,
     FailureStatus,
     GateStatus,
+    GatewayStatus,
     Heartbeat,
     Metrics,
     TrainerStatus,
@@ -74,6 +75,8 @@ class RunView:
         """Texts of failures that were news."""
         self._empty: EmptyBatchStatus | None = None
         self._sync_trouble = ""
+        self._gateways: dict[str, str] = {}
+        """URLs of gateways that were news, by their ids."""
         self._news: list[str] = []
         self._told_left_over = False
 
@@ -96,6 +99,8 @@ class RunView:
         self._heartbeats[heartbeat.id] = (heartbeat, now)
         if isinstance(heartbeat.detail, ExplorerStatus):
             self._receive_explorer(heartbeat.detail)
+        elif isinstance(heartbeat.detail, GatewayStatus):
+            self._receive_gateway(heartbeat.id, heartbeat.detail)
         elif isinstance(heartbeat.detail, TrainerStatus):
             trouble = heartbeat.detail.sync.trouble if heartbeat.detail.sync else ""
             if trouble and trouble != self._sync_trouble:
@@ -108,6 +113,11 @@ class RunView:
                     self._passed.clear()  # went back to its checkpoint
                 self.step = step
                 self._passed.append((now, step))
+
+    def _receive_gateway(self, name: str, status: GatewayStatus) -> None:
+        if status.url and self._gateways.get(name) != status.url:
+            self._gateways[name] = status.url
+            self.add_news(f"{name} answers at {status.url}: POST {status.url}/sessions")
 
     def _receive_train_steps(self, steps: float | None) -> None:
         if steps is not None:
@@ -184,6 +194,13 @@ class RunView:
     def gate(self) -> GateStatus:
         """The trainer's status of its gate."""
         return next((trainer.sync for trainer in self._trainers() if trainer.sync), GateStatus())
+
+    @property
+    def sessions(self) -> GatewayStatus | None:
+        """The state of the sessions as the acting gateway reports it; None: no gateway does."""
+        details = (heartbeat.detail for heartbeat, _ in self._heartbeats.values() if heartbeat.state not in OVER)
+        gateways = [detail for detail in details if isinstance(detail, GatewayStatus) and detail.url]
+        return max(gateways, key=lambda one: one.acting, default=None)
 
     def _trainers(self) -> list[TrainerStatus]:
         details = (heartbeat.detail for heartbeat, _ in self._heartbeats.values())
