@@ -161,6 +161,22 @@ async def test_a_submitter_hands_in_tasks_and_nothing_else(node: PrivateNode, ot
     assert await others.depth(topology.tasks_train.name) == 0
 
 
+async def test_a_rewarder_rewards_sessions_and_nothing_else(node: PrivateNode, others: Bus, topology: Topology) -> None:
+    await others.declare(topology.sessions)
+    bus = await bus_of(await user(node, topology.run, permissions(topology.run, "rewarder")), topology)
+    sessions = topology.exchange("sessions")
+    try:
+        assert await bus.publish(sessions, "session", note("reward"))
+        assert "topic 'outcome' in exchange" in await refused(bus.publish(sessions, "outcome", note("of a batch")))
+        await refused(bus.publish(topology.exchange("tasks"), "submit", note("task")))
+        await refused(bus.consume(topology.sessions, offset=0))
+        await refused(bus.delete(topology.sessions.name))
+    finally:
+        await bus.close()
+    async with asyncio.timeout(10), await others.consume(topology.sessions, offset=0) as feed:
+        assert (await anext(feed)).body == b"reward"
+
+
 async def test_a_reader_reads_and_nothing_else(node: PrivateNode, others: Bus, topology: Topology) -> None:
     bus = await bus_of(await user(node, topology.run, permissions(topology.run, "reader")), topology)
     ready = topology.exchange("ready")

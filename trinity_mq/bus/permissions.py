@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from trinity_mq.bus.topology import Topology
 
-Role = Literal["agent", "submitter", "reader"]
+Role = Literal["agent", "submitter", "rewarder", "reader"]
 ROLES: tuple[Role, ...] = get_args(Role)
 NOTHING = "^$"
 
@@ -39,7 +39,8 @@ def permissions(run: str, role: Role, *, replies: bool = False) -> Permissions:
     Args:
         run: The run's name.
         role: ``agent`` runs explorer, runner, operator or trainer, declares everything and cleans up behind a run;
-            ``submitter`` hands in tasks and gets their outcomes; ``reader`` looks: status, inspect, dead list.
+            ``submitter`` hands in tasks and gets their outcomes; ``rewarder`` rewards and ends sessions; ``reader``
+            looks: status, inspect, dead list.
         replies: agent: may answer submitters. That takes the default exchange, by which a user can publish into every
             queue of the virtual host whose name it knows, so give it only where the virtual host is the run's own.
 
@@ -53,6 +54,10 @@ def permissions(run: str, role: Role, *, replies: bool = False) -> Permissions:
     if role == "submitter":
         own = rf"{prefix}replies\.submit\."
         return Permissions(own, f"{prefix}tasks$", own, (TopicPermission(tasks, "^submit$", NOTHING),))
+    if role == "rewarder":
+        own = rf"{prefix}replies\.reward\."  # it needs none; a pattern that matches nothing matches an empty name
+        sessions = TopicPermission(Topology(run).exchange("sessions"), "^session$", NOTHING)
+        return Permissions(own, f"{prefix}sessions$", own, (sessions,))
     own = rf"{prefix}telemetry\."
     return Permissions(
         own,
