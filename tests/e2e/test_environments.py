@@ -1,0 +1,32 @@
+"""The examples of environments that others keep: they run, and learn something in a few steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.testing.runs import LocalRun
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.extended, pytest.mark.e2e, pytest.mark.any_broker, pytest.mark.timeout(240)]
+
+
+async def test_an_environment_of_gymnasium(tmp_path: Path) -> None:
+    words = (f"plugin_dirs=['{ROOT / 'examples'}']", "explorer.eval_interval=100")
+    async with LocalRun(ROOT / "examples" / "gymnasium.yaml", tmp_path / "run", words) as run:
+        code, output = await run.ended(200.0)
+    assert code == 0, output
+    success = dict(run.values("eval/digits_held_out/success/mean@1"))
+    assert success[0] < 0.2 < 0.8 < success[100]
+    assert max(value for _, value in run.values("rollout/illegal_actions/mean")) > 0
+
+
+async def test_problems_of_reasoning_gym(tmp_path: Path) -> None:
+    words = ("buffer.total_steps=150", "explorer.eval_interval=150")
+    async with LocalRun(ROOT / "examples" / "reasoning-gym.yaml", tmp_path / "run", words) as run:
+        code, output = await run.ended(200.0)
+    assert code == 0, output
+    rewards = dict(run.values("rollout/reward/mean"))
+    assert rewards[1] < 0.05 < 0.1 < max(rewards.values())
