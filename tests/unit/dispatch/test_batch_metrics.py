@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_mq.dispatch.batch_metrics import OUTCOMES, eval_metrics, rollout_metrics, submission_outcome, task_status
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, new_ticket
-from trinity_mq.messages import TaskBody, TaskResult
+from trinity_mq.messages import FAILURE_KINDS, TaskBody, TaskResult
 
 
 def a_ticket(tasks: int = 2, runs: int = 4, per_slice: int | None = 2, **how: Any) -> Ticket:
@@ -46,9 +46,39 @@ def test_a_training_batch_from_the_runs_up() -> None:
         "rollout/slices/duplicate": 1.0,
         "rollout/slices/late": 3.0,
         "rollout/slices/given_back": 3.0,
+        **{f"rollout/failures/{kind}": 0.0 for kind in FAILURE_KINDS},
+        "rollout/failures/unknown": 2.0,
         "rollout/finished_task_count": 1.0,
         "rollout/finished_runs": 3.0,
     }
+
+
+def test_slices_that_failed_are_counted_by_kind() -> None:
+    ticket = a_ticket(tasks=4)
+    tell(ticket, 0, 0, "failed", failure_kind="sandbox", message="sandbox: connection refused")
+    tell(ticket, 0, 2, "failed", failure_kind="sandbox", message="sandbox: connection refused")
+    tell(ticket, 1, 0, "partial", runs=[0], failure_kind="timeout", message="too long")
+    tell(ticket, 1, 2, runs=[2, 3], failure_kind="tool", message="a later attempt went well")
+    tell(ticket, 2, 0, "poisoned", failure_kind="process", message="it killed its process")
+    tell(ticket, 2, 2, "failed", failure_kind="my_cluster", message="a kind of the workflow's own")
+    ticket.decide_rest(3, "failed", "too large for a message")
+    found = {name.rpartition("/")[2]: n for name, n in rollout_metrics(ticket).items() if "/failures/" in name}
+    assert found == {
+        **dict.fromkeys(FAILURE_KINDS, 0.0),
+        "sandbox": 2.0,
+        "timeout": 1.0,
+        "process": 1.0,
+        "my_cluster": 1.0,
+        "task": 2.0,
+    }
+
+
+def test_what_a_cut_off_left_unfinished_is_no_failure() -> None:
+    ticket = a_ticket(tasks=1)
+    ticket.grace = 1.0
+    tell(ticket, 0, 0, "partial", runs=[0], failure_kind="stopped", message="nobody waits for it any more")
+    ticket.cancel_rest("time")
+    assert sum(n for name, n in rollout_metrics(ticket).items() if "/failures/" in name) == 0
 
 
 def test_tasks_count_alike_however_many_of_their_runs_finished() -> None:

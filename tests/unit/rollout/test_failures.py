@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 
 from trinity_mq.experience import Experience
-from trinity_mq.rollout.failures import MAX_ERROR, describe, failure_key, reward_fault
-from trinity_mq.workflows import RunFailedError, Workflow
+from trinity_mq.models import InferenceModel
+from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, PromptTooLong
+from trinity_mq.rewards import UnknownNameError
+from trinity_mq.rollout.failures import MAX_ERROR, describe, failure_key, failure_of, kind_of, reward_fault
+from trinity_mq.rollout.status import Failure
+from trinity_mq.workflows import RunFailedError, SandboxFailed, TaskError, Workflow
+from trinity_mq.workflows.auxiliary import AuxiliaryError
 
 HERE = Path(__file__).name
 
@@ -68,6 +74,78 @@ def test_failures_of_one_place_are_of_one_kind() -> None:
     assert failure_key("KeyError: 'a' (x.py:7)") != failure_key("KeyError: 'a' (x.py:8)")
     assert failure_key("KeyError: 'a' (x.py:7)") != failure_key("ValueError: 'a' (x.py:7)")
     assert failure_key("not done within the 5 s of the slice") == failure_key("not done within the 6 s of the slice")
+
+
+def sandbox_away() -> None:
+    try:
+        raise ConnectionRefusedError(111, "refused")
+    except OSError as error:
+        raise SandboxFailed("no answer from\n10.0.0.3") from error
+
+
+def test_a_sandbox_says_its_kind_and_where_it_was_asked() -> None:
+    failure = failure_of(raised(sandbox_away), Own)
+    place = f"{HERE}:{line_of(sandbox_away) + 4}"
+    assert failure == Failure(failure.message, "sandbox", True)
+    assert failure.message.startswith("sandbox: no answer from 10.0.0.3 (")
+    assert failure.message.endswith(f"{place})")
+    assert failure_key(failure.message).startswith("sandbox ")
+
+
+def caused(cause: BaseException) -> BaseException:
+    """Return an error of a framework that was raised from ``cause``."""
+    error = ValueError("the agent failed")
+    error.__cause__ = cause
+    return error
+
+
+LOST = AuxiliaryError("the judge cannot be asked")
+LOST.lost = InferenceModel(id="judge", url="http://127.0.0.1:9", name="judge")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "retryable"),
+    [
+        (SandboxFailed("x"), "sandbox", True),
+        (SandboxFailed("x", kind="tool"), "tool", True),
+        (SandboxFailed("x", kind="environment", retryable=False), "environment", False),
+        (RunFailedError("x"), "workflow", True),
+        (RunFailedError("x", kind="my_cluster_7", retryable=False), "my_cluster_7", False),
+        (caused(SandboxFailed("x", kind="provider")), "provider", True),
+        (caused(RunFailedError("x", retryable=False)), "workflow", False),
+        (ExceptionGroup("", [SandboxFailed("x", retryable=False)]), "sandbox", False),
+        (KeyError("answer"), "workflow", True),
+        (TimeoutError("x"), "timeout", True),
+        (ConnectionRefusedError(111, "refused"), "environment", True),
+        (caused(ConnectionResetError(104, "reset")), "environment", True),
+        (socket.gaierror(-2, "no such name"), "environment", True),
+        (FileNotFoundError(2, "docker"), "workflow", True),
+        (EngineLost("x"), "engine", True),
+        (caused(EngineNotReady("x")), "engine", True),
+        (EngineRefused("x", 400), "engine", False),
+        (PromptTooLong("x", [1], 1), "task", False),
+        (TaskError("x"), "task", False),
+        (UnknownNameError("x"), "task", False),
+        (LOST, "provider", True),
+        (AuxiliaryError("what it answered cannot be used"), "workflow", True),
+    ],
+    ids=repr,
+)
+def test_each_exception_has_a_kind_and_a_class(error: Exception, kind: str, retryable: bool) -> None:
+    failure = failure_of(error, Own)
+    assert (failure.kind, failure.retryable) == (kind, retryable)
+
+
+def test_an_error_raised_from_itself_has_an_end() -> None:
+    error = ValueError("x")
+    error.__cause__ = error
+    assert kind_of(error) == "workflow"
+
+
+@pytest.mark.parametrize("kind", ["", "Sand box", "sandbox/7", "9", "x" * 33, 7, "sandbox\n"])
+def test_a_kind_is_a_short_name(kind) -> None:
+    with pytest.raises(ValueError, match=r"SandboxFailed\(kind=.*at most 32 characters.*It was: no answer"):
+        SandboxFailed("no answer", kind=kind)
 
 
 def one(reward: float | None, step: int = 0) -> Experience:

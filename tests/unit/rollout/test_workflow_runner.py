@@ -17,7 +17,7 @@ from trinity_mq.rollout import attempts
 from trinity_mq.rollout.attempts import consecutive
 from trinity_mq.rollout.seeds import stable_seed
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
-from trinity_mq.workflows import AsyncSimpleWorkflow, StepWiseRewardWorkflow, Task, Workflow
+from trinity_mq.workflows import AsyncSimpleWorkflow, SandboxFailed, StepWiseRewardWorkflow, Task, Workflow
 
 THIS = __name__
 
@@ -231,6 +231,61 @@ async def test_only_failed_runs_are_tried_again(runner, engine):
     assert len(engine.requests) == 4
     assert outcome.message.startswith("ArithmeticError: not this time (")
     assert "test_workflow_runner.py:" in outcome.message
+
+
+class SandboxAway(Asks):
+    """The sandbox is away for the first attempts, of which there are so many."""
+
+    attempts: ClassVar = Counter()
+
+    async def run_async(self):
+        how = self.task.workflow_args
+        self.attempts["all"] += 1
+        if self.attempts["all"] <= how["away"]:
+            raise SandboxFailed("connection refused", kind=how["kind"], retryable=how.get("retryable", True))
+        return await super().run_async()
+
+
+@pytest.mark.parametrize(
+    ("how", "attempts_made", "ends"),
+    [
+        ({"away": 2, "kind": "sandbox"}, 3, [0]),
+        ({"away": 9, "kind": "tool"}, 3, []),
+        ({"away": 9, "kind": "provider", "retryable": False}, 1, []),
+    ],
+)
+async def test_a_sandbox_that_is_away_is_tried_again_unless_it_is_final(runner, engine, how, attempts_made, ends):
+    SandboxAway.attempts.clear()
+    task = task_slice("SandboxAway", runs=1, task={"workflow_args": how})
+    outcome = await runner.run_slice(task, lambda: engine.model)
+    assert SandboxAway.attempts["all"] == attempts_made
+    assert outcome.runs == ends
+    assert (outcome.failure_kind, outcome.retryable) == (how["kind"], how.get("retryable", True))
+    assert outcome.message.startswith(f"{how['kind']}: connection refused (")
+    assert "test_workflow_runner.py:" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits", "failure_kind"),
+    [
+        ("Empty", {}, "workflow"),
+        ("Never", {"max_timeout": 0.05}, "timeout"),
+        ("Never", {"slice_timeout": 0.05}, "timeout"),
+        ("no.such.Workflow_", {}, "task"),
+    ],
+)
+async def test_what_happens_by_itself_has_a_kind_too(runner, engine, kind, limits, failure_kind):
+    task = task_slice(kind, runs=1, max_retry_times=0, **limits)
+    outcome = await runner.run_slice(task, lambda: engine.model)
+    assert (outcome.runs, outcome.failure_kind) == ([], failure_kind)
+
+
+async def test_without_an_engine_the_kind_says_so(runner):
+    def none():
+        raise EngineLost("no engine lives")
+
+    outcome = await runner.run_slice(task_slice("Asks", runs=1, slice_timeout=0.1), none)
+    assert (outcome.failure_kind, outcome.retryable) == ("engine", True)
 
 
 async def test_a_run_without_reward_is_told_where_a_batch_is_trained_on(runner, engine):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from trinity_mq.rewards import UnknownNameError
-from trinity_mq.workflows import TaskError
+from trinity_mq.workflows import SandboxFailed, TaskError
 from trinity_mq.workflows.builtin.tools import MAX_ARGUMENTS, Toolbox
 
 HERE = __name__
@@ -61,6 +61,10 @@ def untyped(thing: NoSuchType) -> None:  # noqa: F821
     ...
 
 
+def sandboxed(retryable: bool = True) -> str:
+    raise SandboxFailed("connection refused", kind="tool", retryable=retryable)
+
+
 class NotAFunction:
     pass
 
@@ -78,6 +82,15 @@ def test_a_function_is_described_by_its_signature():
     assert function["parameters"]["properties"]["b"]["description"] == "the second"
     assert function["parameters"]["required"] == ["a"]
     json.dumps(schema)
+
+
+async def test_a_tool_that_says_that_the_run_failed_is_no_result_for_the_model():
+    tools = box("sandboxed")
+    with pytest.raises(SandboxFailed, match="connection refused"):
+        tools.call("sandboxed", "{}")
+    with pytest.raises(SandboxFailed) as caught:
+        await tools.call_async("sandboxed", '{"retryable": false}', 5.0)
+    assert (caught.value.kind, caught.value.retryable) == ("tool", False)
 
 
 def test_results_are_text():

@@ -13,7 +13,7 @@ from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.dispatch.dispatcher import Dispatcher
-from trinity_mq.messages import Heartbeat, Progress, TaskBody
+from trinity_mq.messages import Heartbeat, PausedLane, Progress, RunnerStatus, TaskBody
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
@@ -117,3 +117,41 @@ def test_what_the_next_batch_waits_for_in_order() -> None:
         await desk.bus.close()
 
     run_virtually(scene(), limit=10)
+
+
+def test_a_batchs_time_stands_still_while_all_runners_have_paused_its_lane() -> None:
+    paused = PausedLane(lane="train", failures=8, kind="sandbox", reason="sandbox: refused", pause=10.0)
+
+    def runner(name: str, seq: int, *lanes: PausedLane) -> Heartbeat:
+        detail = RunnerStatus(paused=list(lanes), pauses=1).as_map()
+        return Heartbeat(role="runner", id=name, seq=seq, incarnation=name, lease=10, state="idle", detail=detail)
+
+    async def scene() -> None:
+        desk = Desk()
+        train, held_out = (
+            desk.dispatcher.make_ticket([TaskBody()], batch, deliver="none", lane=lane)
+            for batch, lane in ((1, "train"), ("1/held", "eval"))
+        )
+        for ticket in (train, held_out):
+            desk.dispatcher.tickets[ticket.ticket] = ticket
+        left = [train.time_left, held_out.time_left]
+
+        async def passed() -> list[float]:
+            before = [train.time_left, held_out.time_left]
+            await desk.batches.tick(1.0)
+            return [before[0] - train.time_left, before[1] - held_out.time_left]
+
+        assert await passed() == [1.0, 1.0], "without runners the caller says that nothing moves"
+        desk.peers.receive(runner("a", 1, paused))
+        assert await passed() == [0.0, 1.0]
+        assert list(desk.batches.paused_lanes()) == ["train"]
+        desk.peers.receive(runner("b", 1))
+        assert await passed() == [1.0, 1.0], "one of them works on"
+        desk.peers.receive(runner("b", 2, paused, paused.model_copy(update={"lane": "eval"})))
+        assert await passed() == [0.0, 1.0]
+        assert desk.batches.paused_lanes() == {"train": paused.line()}
+        desk.peers.receive(runner("a", 2))
+        assert await passed() == [1.0, 1.0]
+        assert (train.time_left, held_out.time_left) == (left[0] - 3.0, left[1] - 5.0)
+
+    run_virtually(scene())

@@ -19,7 +19,7 @@ from trinity_mq.rollout.workflow_runner import WorkflowRunner
 WORKFLOWS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from trinity_mq.workflows import Workflow
+from trinity_mq.workflows import SandboxFailed, Workflow
 
 HERE = Path(__file__).parent
 
@@ -41,6 +41,10 @@ class Exits(Asks):
 class Segfaults(Asks):
     def before(self):
         os.kill(os.getpid(), signal.SIGSEGV)
+
+class SandboxAway(Asks):
+    def before(self):
+        raise SandboxFailed("connection refused", kind="environment", retryable=False)
 
 class Hangs(Asks):
     def before(self):
@@ -221,6 +225,12 @@ async def test_memory_has_a_limit_that_costs_the_run_only(here, pool, tmp_path, 
     assert "MemoryError" in outcome.message
     outcome = await pool.run(task_slice("Asks", runs=1), config, lambda: engine.model)
     assert (outcome.runs, outcome.message) == ([6], None)
+
+
+async def test_the_kind_of_a_failure_and_that_it_is_final_come_out_of_the_process(here, pool, config, engine):
+    outcome = await pool.run(task_slice("SandboxAway", runs=1), config, lambda: engine.model)
+    assert (outcome.runs, outcome.failure_kind, outcome.retryable) == ([], "environment", False)
+    assert outcome.message.startswith("environment: connection refused (")
 
 
 async def test_the_process_tells_which_engine_did_not_answer(here, pool, config, engine):
