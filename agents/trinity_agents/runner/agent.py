@@ -6,7 +6,6 @@ Waits for: slices on ``tasks.train`` and ``tasks.eval``, and for an engine that 
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import itertools
 import os
@@ -123,7 +122,6 @@ class Runner(Agent):
                 start=lambda delivery: self._start(self._handle(delivery)),
                 woken=self.woken,
                 is_over=self._is_over,
-                is_idle=functools.partial(self._is_idle, lane),
             )
             for lane, count in slots.items()
         }
@@ -197,12 +195,6 @@ class Runner(Agent):
     def _is_over(self) -> bool:
         return bool(self._failure or self._restart_reason or self.draining.is_set() or self.peers.explorer.finished)
 
-    def _is_idle(self, lane: Lane) -> bool:
-        """Return whether no delivery of a lane is being worked on."""
-        queue = (self.topology.tasks_train if lane == "train" else self.topology.tasks_eval).name
-        waiting = any(delivery.queue == queue for delivery in self._waiting.values())
-        return not waiting and not any(each.task_slice.lane == lane for each in self._held.values())
-
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
@@ -271,7 +263,7 @@ class Runner(Agent):
             await group.take_apart(self.bus)
         else:
             for task_slice, own in group.deliveries:
-                self._start(self._hold(task_slice, own))
+                self._intakes[task_slice.lane].track(self._start(self._hold(task_slice, own)))
 
     async def _hold(self, task_slice: TaskSlice, delivery: Delivery) -> None:
         """Execute a slice when it has a slot, and answer its delivery."""
@@ -320,7 +312,8 @@ class Runner(Agent):
                 log.warning("lane_paused", runner=self.id, lane=lane, **paused.model_dump(exclude={"lane"}))
             self._show_state()
             self.heartbeat_now()
-        self.woken.notify()
+        if before is not None or paused is not None:
+            self.woken.notify()
         return again
 
     def _release(self, in_flight: InFlightSlice) -> None:
@@ -366,10 +359,12 @@ class Runner(Agent):
 
     def _take_over(self, in_flight: InFlightSlice) -> None:
         """Leave a workflow that ignores its cancellation in its task, and report its slice."""
+        intake = self._intakes[in_flight.task_slice.lane]
+        intake.track(self._start(self._finish_detached(in_flight)))
         if in_flight.task is not None:
+            intake.forget(in_flight.task)
             self._tasks.discard(in_flight.task)
             self._detached.add(in_flight.task)
-        self._start(self._finish_detached(in_flight))
         self._check_stuck()
 
     async def _finish_detached(self, in_flight: InFlightSlice) -> None:

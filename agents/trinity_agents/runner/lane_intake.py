@@ -19,10 +19,10 @@ class LaneIntake:
         slots: Slices at a time. prefetch is that number: of what is delivered only short slices that came together may
             wait.
         circuit: Says when to pause.
-        start: Starts the work on a delivery; the task ends when the delivery is answered, or was handed to other tasks.
+        start: Starts the work on a delivery; the task ends when the delivery is answered, or other tasks that answer it
+            are tracked.
         woken: Notified when the circuit changes or the runner ends.
         is_over: Whether to take no more.
-        is_idle: Whether no delivery of the lane is being worked on.
     """
 
     def __init__(
@@ -35,10 +35,11 @@ class LaneIntake:
         start: Callable[[Delivery], asyncio.Task[None]],
         woken: Notifier,
         is_over: Callable[[], bool],
-        is_idle: Callable[[], bool],
     ) -> None:
         self._bus, self._queue, self._slots, self.circuit = bus, queue, slots, circuit
-        self._start, self._woken, self._is_over, self._is_idle = start, woken, is_over, is_idle
+        self._start, self._woken, self._is_over = start, woken, is_over
+        self._work: set[asyncio.Task[None]] = set()
+        """Tasks that have a delivery of the lane to answer."""
         self._stopped: list[Consumer] = []
         """Consumers that take no more, of which deliveries may be unanswered."""
         self.taking = False
@@ -48,12 +49,21 @@ class LaneIntake:
         """Take slices until the runner's work is over."""
         clock = asyncio.get_running_loop().time
         while not self._is_over():
-            if self._is_idle():
+            if not self._work:
                 await self.close()
             if self.circuit.admits(clock()):
                 await self._take()
             else:
                 await self._woken.wait(self.circuit.seconds_left(clock()))
+
+    def track(self, task: asyncio.Task[None]) -> None:
+        """Leave consumers open while ``task`` is under way: it has a delivery of the lane to answer."""
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    def forget(self, task: asyncio.Task[None]) -> None:
+        """Wait for a task no longer: another one answers its delivery."""
+        self._work.discard(task)
 
     async def close(self) -> None:
         """Close the consumers that take no more; what is unanswered goes back to the queue."""
@@ -76,6 +86,7 @@ class LaneIntake:
             nonlocal probe
             async for delivery in consumer:
                 task = self._start(delivery)
+                self.track(task)
                 if probing and probe is None:
                     probe = task
                     task.add_done_callback(lambda task: self._woken.notify())
