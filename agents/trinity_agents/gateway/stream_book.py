@@ -128,7 +128,8 @@ class StreamBook:
 
     async def record(self, call: SessionCall) -> bool:
         publishing = self._tasks.create_task(self._publish_call(call), name="record call")
-        done, _ = await asyncio.wait([publishing], timeout=self._record_timeout)
+        # of a broker that is away it is known already that it does not confirm in time
+        done, _ = await asyncio.wait([publishing], timeout=self._record_timeout if self._bus.usable else 0.0)
         return bool(done) and publishing.result()
 
     async def say(self, event: Said, message_id: str) -> Applied:
@@ -165,6 +166,8 @@ class StreamBook:
 
     async def _kept(self, message: Message, message_id: str) -> Applied:
         """Publish an event and return its effect, once it was read back."""
+        if not self._bus.usable:
+            await self._patiently()
         effect: asyncio.Future[Applied] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(message_id, []).append(effect)
         try:
@@ -184,6 +187,19 @@ class StreamBook:
                 left.remove(effect)
             if not left:
                 self._waiting.pop(message_id, None)
+
+    async def _patiently(self) -> None:
+        """Wait a moment for a broker that is away.
+
+        Raises:
+            BookUnavailable: It stays away.
+        """
+        try:
+            async with asyncio.timeout(self._record_timeout):
+                await self._bus.wait_usable()
+        except (TimeoutError, BusUnavailable):
+            trouble = self._bus.trouble or "it was away for a moment"
+            raise BookUnavailable(f"the broker keeps nothing now: {trouble}; say it again later") from None
 
     # -- in
 
