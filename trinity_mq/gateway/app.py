@@ -274,6 +274,8 @@ class GatewayApp:
         conversation = self._conversations.of(session)
         self._check_limits(session, conversation)
         asked = self._sampled_as_configured(session, wanted)
+        if self.settings.gateway.merge == "renderer" and (before := _tokens_before(asked, conversation)):
+            asked.body["continue_tokens"] = before
         recording = _Recording(self, session, conversation, request, asked, call, path)
         self.asking += 1
         try:
@@ -495,6 +497,17 @@ class _Recording:
         self.conversation.turns.append(turn)
         self.conversation.asked[self._digest] = self.call
         return "yes"
+
+
+def _tokens_before(asked: EngineRequest, conversation: Conversation) -> list[int]:
+    """Return the tokens of the longest turn that a chat goes on from; none where it goes on from none."""
+    messages = asked.body.get("messages") or []
+    found = [
+        turn.tokens[0]
+        for turn in conversation.turns
+        if 0 < len(turn.messages) < len(messages) and messages[: len(turn.messages)] == list(turn.messages)
+    ]
+    return max(found, key=len, default=[])
 
 
 def _refusal(protocol: Protocol, error: Refused) -> web.Response:

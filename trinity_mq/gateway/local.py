@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from trinity_mq.config.modes.gateway import GatewayConfig
+from trinity_mq.config.modes.gateway import GatewayConfig, Merge
 from trinity_mq.gateway import access
 from trinity_mq.gateway.app import GatewayApp
 from trinity_mq.gateway.book import MemoryBook
@@ -66,6 +66,7 @@ async def local_session(
     max_response_tokens: int | None,
     not_ready_timeout: float,
     request_timeout: float,
+    merge: Merge = "prefix",
 ) -> AsyncIterator[LocalSession]:
     """Serve one session on loopback while the context lasts; only its key opens it, and only for calls.
 
@@ -77,10 +78,11 @@ async def local_session(
         max_response_tokens: Limit of an answer; None: the engine's own.
         not_ready_timeout: Seconds to wait for an engine with weights.
         request_timeout: Seconds for one answer.
+        merge: ``renderer`` has engines go on behind the tokens of earlier turns.
     """
     book, key, name = MemoryBook(), access.new_key(), access.new_session_id()
     settings = AppSettings(
-        gateway=GatewayConfig(port=0, calls_per_minute=1_000_000),
+        gateway=GatewayConfig(port=0, calls_per_minute=1_000_000, merge=merge),
         model_name=model.name,
         temperature=temperature,
         top_p=top_p,

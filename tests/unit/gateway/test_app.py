@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from tests.unit.gateway.serving import serving, serving_config
 from tests.waiting import until
+from trinity_mq.gateway.recorded_call import Answers
+from trinity_mq.models.engines.generation.request import Completion, GenerationRequest
+from trinity_mq.models.engines.generation.text import TextCodec
 from trinity_mq.models.inference import InferenceModel
-from trinity_mq.testing.scripted import scripted_server
+from trinity_mq.testing import scripted
+from trinity_mq.testing.scripted import ScriptedGenerator, logprob, scripted_server
 
 ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
 ADMIN = "an admin's secret key"
@@ -219,3 +225,48 @@ async def test_breaks_are_counted_by_cause() -> None:
         _, shown = await at.get(f"/s/{made['id']}")
         assert shown["breaks"] == ["template", "new"]
         assert (at.app.counts["breaks_template"], at.app.counts["breaks_new"]) == (1, 1)
+
+
+class Resampled(ScriptedGenerator):
+    """Samples ``ab`` as two tokens, which its tokenizer cuts as one."""
+
+    def _completion(self, request: GenerationRequest, text: str) -> Completion:
+        known = super()._completion(request, text)
+        ids = [part for token in known.token_ids for part in ((0, 1) if token == MERGED else (token,))]
+        return Completion(ids, [logprob(place) for place in range(len(ids))], known.text, known.finish_reason)
+
+
+MERGED = 2
+
+
+def merging_codec() -> TextCodec:
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": MERGED, "?": 3}, merges=[("a", "b")]))
+    backend.add_special_tokens([AddedToken("<eos>", special=True)])
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}<eos>{% endfor %}"
+    return TextCodec(tokenizer, frozenset({tokenizer.convert_tokens_to_ids("<eos>")}))
+
+
+@pytest.mark.parametrize("merge", ["prefix", "renderer"])
+async def test_a_turn_goes_on_behind_the_tokens_that_were_sampled(merge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted, "byte_codec", merging_codec)
+    monkeypatch.setattr(scripted, "ScriptedGenerator", Resampled)
+    async with serving(["aab", "b"], config=serving_config(gateway={"merge": merge})) as at:
+        made = await at.open()
+        path = f"/s/{made['id']}/v1/chat/completions"
+        question = {"role": "user", "content": "a?"}
+        _, first = await at.post(path, {"messages": [question]})
+        said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+        assert said["content"] == "aab"
+        await at.post(path, {"messages": [question, said, {"role": "user", "content": "ab?"}]})
+        calls = list(at.session(made["id"]).calls.values())
+        prompt = Answers(calls).prompt(calls[1])
+        sampled, cut = [0, 3, 4, 0, 0, 1, 4], [0, 3, 4, 0, MERGED, 4]
+        follows = [MERGED, 3, 4]
+        if merge == "renderer":
+            assert prompt == [*sampled, *follows]
+            assert (calls[1].continues, calls[1].break_cause) == (calls[0].call, "")
+        else:
+            assert prompt == [*cut, *follows]
+            assert (calls[1].continues, calls[1].break_cause) == ("", "retoken")

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from trinity_mq.config.base import Section
 
-Merge = Literal["prefix", "per_call"]
+Merge = Literal["prefix", "per_call", "renderer"]
 
 
 class GatewayConfig(Section):
@@ -41,7 +41,9 @@ class GatewayConfig(Section):
     """Sessions of a group. None: ``algorithm.repeat_times``."""
     merge: Merge = "prefix"
     """Experiences of a session. ``prefix``: turns whose prompt begins with exactly the tokens of an earlier turn become
-    one. ``per_call``: each answer is one."""
+    one. ``per_call``: each answer is one. ``renderer``: as ``prefix``, and a prompt of a chat is rendered behind the
+    tokens of the turn before where these are of its text, so that no turn is lost to another way to cut the same text
+    into tokens."""
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """Reward of an answer that has none of its own: that of the next one, times this."""
     sampling: Literal["configured", "agent"] = "configured"

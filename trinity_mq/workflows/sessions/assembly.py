@@ -63,7 +63,7 @@ def session_experiences(
             following = worth * turn_discount
         rewarded.append(experience)
     rewarded.reverse()
-    if merge == "prefix":
+    if merge != "per_call":
         rewarded = merge_turns(rewarded)
     return rewarded
 

@@ -97,6 +97,7 @@ class ProgramWorkflow(Workflow):
             max_response_tokens=sampling.get("max_tokens"),
             not_ready_timeout=self.model.not_ready_timeout,
             request_timeout=self.model.request_timeout,
+            merge=self.arguments.merge,
         ) as session:
             request, program = self.request(session), self.program()
             if self.keeps:

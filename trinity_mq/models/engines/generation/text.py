@@ -85,6 +85,23 @@ class TextCodec:
             ) from error
         return ids
 
+    def encode_after(self, tokens: Sequence[int], text: str) -> list[int]:
+        """Return tokens of ``text`` that begin with ``tokens``, where these are the tokens of its beginning; else as
+        :meth:`encode`.
+
+        What was sampled need not be what the tokenizer makes of its text. Whether they are of its beginning is seen by
+        decoding, and so is the whole that is returned.
+
+        Raises:
+            TextError: The vocabulary does not cover the text.
+        """
+        [beginning] = self.decode([tokens])
+        if text.startswith(beginning):
+            continued = [*tokens, *self.encode(text[len(beginning) :])]
+            if self.decode([continued]) == [text]:
+                return continued
+        return self.encode(text)
+
     def render(self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = True) -> str:
         """Return the conversation as the chat template writes it.
 

@@ -170,7 +170,10 @@ class OpenAIApi:
             body.logprobs = False
         tools = body.offered_tools()
         text = self._text(lambda: self._codec.render_with_tools(checked_messages(body.messages), tools))
-        prompt = self._text(lambda: self._codec.encode(text))
+        before = body.continue_tokens
+        if before:
+            self._check_prompt(before, self._max_model_len, "continue_tokens")
+        prompt = self._text(lambda: self._codec.encode_after(before, text) if before else self._codec.encode(text))
         wanted = self._request(body, prompt, body.max_completion_tokens or body.max_tokens, body.seed)
         return _Chat(body, text, tools, wanted)
 

@@ -105,6 +105,9 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     tools: list[Any] = Field(default_factory=list)
     tool_choice: Any = "auto"
+    continue_tokens: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """Ours: tokens of the conversation up to an earlier answer, which the prompt begins with where their text is the
+    beginning of its text."""
 
     def offered_tools(self) -> list[dict[str, Any]]:
         """Return the tools that the model may call.
