@@ -73,6 +73,22 @@ async def test_a_first_run_and_what_is_there_to_see_of_it(here: Path) -> None:
 
 
 @pytest.mark.extended
+async def test_an_agent_that_knows_only_a_base_url(here: Path) -> None:
+    serve, agent, *_ = commands("An agent that knows only a base URL")
+    python = here / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    async with shell(serve, here) as running:
+        log = here / "runs" / "serve" / "logs" / "gateway-0.jsonl"
+        await until(lambda: log.exists() and "sessions_read" in log.read_text(), 120.0)
+        told = await said(agent, here)
+        assert running.returncode is None
+    rewards = [float(one) for one in re.findall(r"reward of the last 500: ([\d.]+)", told)]
+    assert len(rewards) == 8
+    assert rewards[-1] > rewards[0] + 0.1
+
+
+@pytest.mark.extended
 async def test_a_task_from_outside_while_a_run_goes_on(here: Path) -> None:
     run, submit = commands("Write your own")
     folder = here / "runs" / "my-second-run"
