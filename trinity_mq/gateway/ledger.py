@@ -68,6 +68,8 @@ class Ledger:
         """Bytes of the events of live sessions."""
         self.counts = dict.fromkeys(("opened", "calls", "tokens", "trained", "dropped", "evaluated", "sampled_out"), 0)
         """Since the first event that was read."""
+        self.evaluated: list[float] = []
+        """Rewards of sessions that were opened for evaluation, since somebody took them."""
         self.over = 0
         """Live sessions that have ended."""
         self.results_offset = 0
@@ -215,6 +217,8 @@ class Ledger:
         self.over -= session.end is not None
         self.kept_bytes -= session.size
         self.counts[session.state] += 1
+        if session.state == "evaluated" and session.reward is not None:
+            self.evaluated.append(session.reward)
         if session.decided is not None:
             self._submissions.pop(session.decided.submission, None)
         session.forget_events()

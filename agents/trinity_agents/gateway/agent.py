@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import ssl
 import time
 from collections.abc import Callable
@@ -164,6 +165,7 @@ class Gateway(Agent):
     async def _act(self, book: StreamBook) -> None:
         """Act for the run while no other gateway does."""
         await book.changed.until(book.is_ready)
+        book.ledger.evaluated.clear()  # reported by earlier gateways
         self.heartbeat_now()
         if not await self.take_lock("gateway", "working", "", until=self.draining.is_set):
             return
@@ -197,6 +199,12 @@ class Gateway(Agent):
             values = {f"serve/{name}": float(getattr(status, name)) for name in names}
             causes = ("new", "template", "retoken", "temperature")
             values |= {f"serve/breaks/{cause}": float(app.counts[f"breaks_{cause}"]) for cause in causes}
+            rewards, app.book.ledger.evaluated = app.book.ledger.evaluated, []
+            if rewards and self._acts:
+                values |= {
+                    "serve/eval_reward": math.fsum(rewards) / len(rewards),
+                    "serve/eval_sessions": float(len(rewards)),
+                }
             self.report(self.peers.trainer.step, values)
 
 

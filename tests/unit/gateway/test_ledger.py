@@ -187,6 +187,7 @@ def test_reasons_for_which_a_session_becomes_no_task(
     assert isinstance(decided, SessionsDecided)
     assert decided.dropped == why
     assert stream.state("a") == ("evaluated" if why == "evaluation" else "dropped")
+    assert stream.ledger.evaluated == ([1.0] if why == "evaluation" else [])
 
 
 def test_limits_of_time() -> None:
