@@ -114,6 +114,16 @@ make_broker() {
     apt_install rabbitmq-server
 }
 
+# The package of generated tasks: one of those that it needs is built from C. Without it its tests are skipped.
+make_reasoning_gym() {
+    "$venv/bin/python" -c 'import reasoning_gym' 2>/dev/null && return
+    if command -v cc >/dev/null; then
+        say "reasoning-gym"
+        pip_install constraints-cpu.txt -c constraints-cpu.txt -e '.[reasoning-gym]' && return
+    fi
+    say "not there: reasoning-gym, which needs a C compiler; tests that need it are skipped"
+}
+
 # What the tests of clients in other languages (schemas/clients) and of PostgreSQL need; without it those tests are skipped.
 make_clients() {
     local go_sources=/usr/share/gocode/src/github.com wanted=()
@@ -123,6 +133,7 @@ make_clients() {
     [ -d $go_sources/vmihailenco/msgpack/v5 ] || wanted+=(golang-github-vmihailenco-msgpack.v5-dev)
     { command -v node && command -v npm; } >/dev/null || wanted+=(nodejs npm)
     { command -v initdb || compgen -G '/usr/lib/postgresql/*/bin/initdb'; } >/dev/null || wanted+=(postgresql)
+    make_reasoning_gym
     [ ${#wanted[@]} != 0 ] || return 0
     if may_install; then
         say "tools of the tests of clients and databases: ${wanted[*]}"

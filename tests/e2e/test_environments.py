@@ -24,6 +24,7 @@ async def test_an_environment_of_gymnasium(tmp_path: Path) -> None:
 
 
 async def test_problems_of_reasoning_gym(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: a part of it needs a C compiler")
     words = ("buffer.total_steps=150", "explorer.eval_interval=150")
     async with LocalRun(ROOT / "examples" / "reasoning-gym.yaml", tmp_path / "run", words) as run:
         code, output = await run.ended(200.0)

@@ -14,6 +14,8 @@ from trinity_mq.data.reasoning_gym_records import is_held_out
 from trinity_mq.messages import TaskSubmission, decode, encode
 from trinity_mq.rewards import reasoning_gym_scores
 
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: a part of it needs a C compiler")
+
 SUMS = {"min_terms": 2, "max_terms": 3, "max_digits": 2}
 
 

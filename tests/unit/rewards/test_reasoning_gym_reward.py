@@ -16,6 +16,8 @@ from trinity_mq.data import open_taskset
 from trinity_mq.rewards import RewardError, create_reward, parts_of, reasoning_gym_scores
 from trinity_mq.rewards.reasoning_gym_scores import REFUSED, SAFE, registered
 
+pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: a part of it needs a C compiler")
+
 
 def record_of(name, **args):
     taskset = TasksetConfig(storage_type="reasoning_gym", path=name, dataset_args=args, limit=1)

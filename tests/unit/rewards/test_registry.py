@@ -1,3 +1,4 @@
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -21,7 +22,10 @@ def test_every_registered_name_loads_and_can_be_called():
     truths = {"countdown_reward": '{"target": 7, "numbers": [7]}', "tool_call": "[]"}
     origin = {"dataset": "chain_sum", "args": {}, "seed": 0}
     record = {"question": "3 + 4 =", "answer": "7", "metadata": {}, "reasoning_gym": origin}
+    has_extra = importlib.util.find_spec("reasoning_gym") is not None
     for name in REWARDS:
+        if name == "reasoning_gym_reward" and not has_extra:
+            continue
         parts = parts_of(create_reward(name, {}), "7", truths.get(name, "7"), finished=True, record=record)
         assert parts, name
 
