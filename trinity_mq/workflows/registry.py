@@ -37,9 +37,9 @@ WORKFLOWS = Registry(
     | {f"async_{name}": path.replace(":", ":Async") for name, path in _SYNCHRONOUS.items()},
     "WORKFLOWS",
 )
-"""Built-in workflows, each in two forms. Installed packages add theirs under the entry-point group
-``trinity_mq.workflows``; your own are named by dotted path, from anywhere on ``PYTHONPATH`` or from a folder in
-``plugin_dirs`` of the configuration, or by the name that ``@WORKFLOWS.register_module`` gives them there."""
+"""Built-in workflows, those that ask the model themselves in two forms. Installed packages add theirs under the
+entry-point group ``trinity_mq.workflows``; your own are named by dotted path, from anywhere on ``PYTHONPATH`` or from a
+folder in ``plugin_dirs`` of the configuration, or by the name that ``@WORKFLOWS.register_module`` gives them there."""
 
 ENTRY_GROUP = "trinity_mq.workflows"
 

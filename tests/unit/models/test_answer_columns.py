@@ -14,7 +14,8 @@ from trinity_mq.experience import Experience, ExperienceError
 from trinity_mq.experience.eid import new_eids
 from trinity_mq.models.errors import EngineRefused
 from trinity_mq.models.recording.answer_columns import experiences_at_once
-from trinity_mq.models.recording.responses import _experience, _text, experiences_of
+from trinity_mq.models.recording.responses import _experience, experiences_of
+from trinity_mq.models.recording.sse import text_of
 
 TOKENS = st.integers(0, 2**31 - 1)
 LOGPROBS = st.floats(-9998, 0, width=32) | st.floats(-50, 0)
@@ -51,7 +52,7 @@ def one_by_one(answer: dict[str, Any], temperature: float) -> list[Experience]:
 
 
 def together(answer: dict[str, Any], temperature: float = 1.0) -> list[Experience] | None:
-    return experiences_at_once(answer, temperature, _text)
+    return experiences_at_once(answer, temperature, text_of)
 
 
 @given(answers(), st.sampled_from([0.0, 0.5, 1, 2.0]))

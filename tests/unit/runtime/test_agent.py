@@ -176,11 +176,12 @@ def test_an_agent_that_hears_nobody_notices_that_a_lease_has_run_out() -> None:
 @pytest.mark.parametrize(
     ("own", "heard"),
     [
-        ("explorer", {"explorer", "scheduler", "runner", "operator", "trainer", "engine", "supervisor"}),
+        ("explorer", set(get_args(Role))),
         ("runner", {"explorer", "scheduler", "trainer", "engine"}),
         ("operator", {"explorer", "trainer", "engine", "operator"}),
         ("trainer", {"explorer", "trainer", "engine", "operator"}),
         ("engine", {"explorer", "trainer", "engine"}),
+        ("gateway", {"explorer", "trainer", "engine", "gateway"}),
     ],
 )
 def test_each_role_hears_whom_it_needs(own: Any, heard: set[str]) -> None:

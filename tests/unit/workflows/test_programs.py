@@ -141,7 +141,7 @@ async def test_a_kept_program_answers_many_runs_and_is_started_again(tmp_path: P
         [again] = await run(command, keep=True)
         assert int(again.metrics["pid"]) != pid
         os.kill(int(again.metrics["pid"]), signal.SIGKILL)
-        await until(lambda: kept(program_of(command, {}, None))._process.returncode is not None)  # type: ignore[union-attr]
+        await until(lambda: not kept(program_of(command, {}, None)).runs)
         assert (await run(command, keep=True))[0].reward == 1.0
     finally:
         await close_kept()

@@ -88,29 +88,28 @@ async def run_once(program: Program, request: Mapping[str, Any], env: Mapping[st
     return _object(lines[-1] if lines else "", program)
 
 
-class KeptProgram:
-    """A program that answers many requests; started where one is made and it does not run."""
+class _Life:
+    """One process of a kept program, and who waits for its answers."""
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._process: asyncio.subprocess.Process | None = None
-        self._ready: asyncio.Future[None] | None = None
+    def __init__(self, program: Program, process: asyncio.subprocess.Process) -> None:
+        self._program, self._process = program, process
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may be gone
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL)
-        self._readers: list[asyncio.Task[None]] = []
+        self.over = False
+        """It answers no more."""
+        self._errors = asyncio.create_task(self._read_errors(), name="errors of a program")
+        self._answers = asyncio.create_task(self._read(), name="answers of a program")
+        self._timer = loop.call_later(READY_SECONDS, self._give_up)
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request.
-
-        Raises:
-            SandboxFailed: The program cannot be started, or ended before it answered.
-        """
-        if self._process is None or self._process.returncode is not None:
-            await self._start()
-        assert self._process is not None
-        assert self._ready is not None
+        """Return the answer to a request; errors as :meth:`KeptProgram.ask`."""
         await asyncio.shield(self._ready)
+        if self.over:
+            raise self._failed("ended")
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -124,78 +123,99 @@ class KeptProgram:
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """End its input, and kill it if it does not end."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
+        """End its input, and kill it if it does not end; return once all that it wrote was read."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         try:
             async with asyncio.timeout(END_SECONDS):
-                await process.wait()
+                await self._process.wait()
         except TimeoutError:
             log.warning("program_killed", program=self._program.name)
         finally:
-            _kill(process)
-        await asyncio.gather(*self._readers, return_exceptions=True)
+            _kill(self._process)
+        await asyncio.gather(self._answers, self._errors, return_exceptions=True)
 
-    async def _start(self) -> None:
-        ready = self._ready = asyncio.get_running_loop().create_future()
-        ready.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may be gone
-        self._tail.clear()
-        process = self._process = await self._program.start()
-        self._readers = [
-            asyncio.create_task(self._read(process, ready), name="answers of a program"),
-            asyncio.create_task(self._read_errors(process), name="errors of a program"),
-        ]
-        asyncio.get_running_loop().call_later(READY_SECONDS, self._give_up, process, ready)
+    def _give_up(self) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(self._failed(f"was not ready within {READY_SECONDS:g} s"))
+            _kill(self._process)
 
-    def _give_up(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
-        if not ready.done():
-            ready.set_exception(self._failed(f"was not ready within {READY_SECONDS:g} s"))
-            _kill(process)
-
-    async def _read(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
-        assert process.stdout is not None
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
         try:
-            while line := await process.stdout.readline():
-                self._take(line.decode(errors="replace"), ready)
+            while line := await self._process.stdout.readline():
+                self._take(line.decode(errors="replace"))
         except ValueError:
             log.warning("program_line_too_long", program=self._program.name, limit=LONGEST_LINE)
+        self.over = True
+        self._timer.cancel()
         with contextlib.suppress(TimeoutError):  # it closed its output and goes on: nobody hears it any more
             async with asyncio.timeout(END_SECONDS):
-                await process.wait()
-        _kill(process)
-        code = await process.wait()
-        await asyncio.gather(*self._readers[1:], return_exceptions=True)
+                await self._process.wait()
+        _kill(self._process)
+        code = await self._process.wait()
+        await self._errors
         error = self._failed(f"ended with {code}")
-        if not ready.done():
-            ready.set_exception(error)
+        if not self._ready.done():
+            self._ready.set_exception(error)
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)
 
-    def _take(self, line: str, ready: asyncio.Future[None]) -> None:
+    def _take(self, line: str) -> None:
         try:
             said = _object(line, self._program)
         except SandboxFailed as error:
             log.warning("program_said_no_answer", program=self._program.name, reason=str(error))
             return
-        if said.get("ready") and not ready.done():
-            ready.set_result(None)
+        if said.get("ready") and not self._ready.done():
+            self._ready.set_result(None)
         waiting = self._waiting.get(said["id"]) if isinstance(said.get("id"), int) else None
         if waiting is not None and not waiting.done():
             waiting.set_result(said)
 
-    async def _read_errors(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stderr is not None
+    async def _read_errors(self) -> None:
+        assert self._process.stderr is not None
         with contextlib.suppress(ValueError):  # a line without an end: the rest is not read
-            while line := await process.stderr.readline():
+            while line := await self._process.stderr.readline():
                 self._tail.append(line.decode(errors="replace").rstrip())
 
     def _failed(self, how: str) -> SandboxFailed:
         said = " | ".join(self._tail)[-1000:]
         return SandboxFailed(f"{self._program.name} {how}: {said}", kind="environment")
+
+
+class KeptProgram:
+    """A program that answers many requests; started where one is made and it does not run."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._lives: list[_Life] = []
+        """The latest one, and those before that have not been closed."""
+        self._starting = asyncio.Lock()
+
+    @property
+    def runs(self) -> bool:
+        """A process of it may answer."""
+        return bool(self._lives) and not self._lives[-1].over
+
+    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request.
+
+        Raises:
+            SandboxFailed: The program cannot be started, or ended before it answered.
+        """
+        async with self._starting:
+            if not self.runs:
+                await self.close()
+                self._lives.append(_Life(self._program, await self._program.start()))
+            life = self._lives[-1]
+        return await life.ask(request)
+
+    async def close(self) -> None:
+        """End its processes."""
+        lives, self._lives = self._lives, []
+        await asyncio.gather(*(life.close() for life in lives))
 
 
 @dataclass
