@@ -89,7 +89,7 @@ class BrokerConfig(Section):
     """Most bytes kept of the stream of results."""
     sessions_max_bytes: int = Field(default=2 * 1024**3, ge=256 * 1024**2)
     """Most bytes kept of the stream of sessions, which a gateway declares. The broker cuts 64 MiB at a time; what is
-    not settled is published again once it lies half of this back."""
+    not settled is published again once it lies a quarter of this back."""
     delivery_limit: int = Field(default=5, ge=1)
     """Deliveries after which a slice is poisoned or a batch failed, if one was seen to fail. What was given back in
     good order does not count."""

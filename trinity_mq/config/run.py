@@ -233,9 +233,9 @@ class Config(Section):
         if self.mode != "serve":
             return self
         gateway, broker = self.gateway, self.broker
-        if 2 * gateway.max_kept_bytes > broker.sessions_max_bytes:
+        if 4 * gateway.max_kept_bytes > broker.sessions_max_bytes:
             raise ValueError(
-                f"gateway.max_kept_bytes is {gateway.max_kept_bytes}, more than half of broker.sessions_max_bytes "
+                f"gateway.max_kept_bytes is {gateway.max_kept_bytes}, more than a quarter of broker.sessions_max_bytes "
                 f"{broker.sessions_max_bytes}: sessions that wait would be lost with the stream's beginning. Lower the "
                 "first or raise the second"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 import time
@@ -19,7 +20,7 @@ from trinity_mq.config.run import TRUNCATING
 from trinity_mq.gateway import access
 from trinity_mq.gateway.behind import is_recorded, recorded_share
 from trinity_mq.gateway.bodies import EndBody, FeedbackBody, OpenBody, RewardBody, shown
-from trinity_mq.gateway.book import Book, BookUnavailable, Said
+from trinity_mq.gateway.book import Book, BookUnavailable, EventTooLarge, Said
 from trinity_mq.gateway.conversations import Conversation, Conversations, digest_of
 from trinity_mq.gateway.engines import EngineCalls
 from trinity_mq.gateway.protocols.anthropic import AnthropicProtocol
@@ -49,13 +50,15 @@ RETRIED_HEADER = "x-stainless-retry-count"
 SHUTDOWN_SECONDS = 10.0
 """Time that calls have to end when the gateway ends."""
 GONE = 410
-CLIENT_CLOSED = 499
+"""HTTP status of a call in a session that has ended."""
 
 
 class Refused(Exception):
     """A request that is answered with an error."""
 
-    def __init__(self, status: int, message: str, kind: str, *, retry_after: float | None = None, param: Any = None):
+    def __init__(
+        self, status: int, message: str, kind: str, *, retry_after: float | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.kind, self.retry_after, self.param = status, kind, retry_after, param
 
@@ -64,10 +67,10 @@ class GatewayApp:
     """All routes over one book.
 
     Args:
-        settings: What it needs of a run's configuration.
-        book: Keeps the sessions.
-        engines: Answers calls.
-        access_rules: What keys allow.
+        settings: Its settings.
+        book: Storage of the sessions.
+        engines: Engines that answer calls.
+        access_rules: Decides what keys allow.
         url: Returns the base URL that sessions are given.
         clock: Returns seconds since the epoch.
     """
@@ -204,7 +207,8 @@ class GatewayApp:
         body = await _parsed(request, EndBody)
         event = SessionEnd(session=session.id, **body.model_dump(exclude={"replay"}), replay=body.replay)
         self._conversations.forget(session.id)
-        return await self._said(session, event, f"end-{session.id}-{body.outcome}")
+        digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()[:16]  # the same request again is no news
+        return await self._said(session, event, f"end-{session.id}-{digest}")
 
     async def discard(self, request: web.Request) -> web.Response:
         """Forget a session as far as it has not been trained on."""
@@ -228,7 +232,9 @@ class GatewayApp:
         refused: dict[str, str] = {}
         group = f"{body.task_id}" if self.settings.compares_runs else ""
         for name in body.msg_ids:
-            if await self.book.find(name) is None:
+            # one of them is waited for, in case it was given through another gateway a moment ago
+            known = self.book.ledger.get(name) or (None if unknown else await self.book.find(name))
+            if known is None:
                 unknown.append(name)
                 continue
             event = SessionReward(session=name, reward=body.reward, final=True, group=group)
@@ -316,6 +322,8 @@ class GatewayApp:
                     if found := events.of(chunk):
                         await response.write(b"".join(found))
                 answer = stream.answer()
+                if not answer["choices"]:
+                    raise EngineLost("the engine's stream ended without a token", stream.model)
                 await recording.keep(answer)
                 await response.write(b"".join(events.closing(answer)))
             except EngineError as error:
@@ -333,7 +341,7 @@ class GatewayApp:
         if trains and self.settings.gateway.sampling == "configured":
             for name in (*TRUNCATING, "seed"):
                 body.pop(name, None)
-            body |= {"temperature": self.settings.temperature, "top_p": self.settings.top_p}
+            body |= self.settings.sampling
         body["return_token_ids"] = True
         if wanted.streams:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -432,24 +440,32 @@ class GatewayApp:
             if not self.book.is_ready() and request.path != "/health":
                 raise Refused(503, "the gateway reads its sessions; ask again soon", "not_ready", retry_after=1)
             return await handler(request)
-        except Refused as error:
-            return _refusal(protocol, error)
-        except BadRequest as error:
-            return _refusal(protocol, Refused(400, str(error), "invalid_request_error", param=error.param))
-        except BookUnavailable as error:
-            return _refusal(protocol, Refused(503, str(error), "not_kept", retry_after=1))
-        except EngineNotReady as error:
-            return _refusal(protocol, Refused(503, str(error), "engine_not_ready", retry_after=error.retry_after))
-        except EngineLost as error:
-            return _refusal(protocol, Refused(502, str(error), "engine_lost", retry_after=1))
-        except EngineRefused as error:
-            return _refusal(
-                protocol,
-                Refused(error.status if error.status >= 400 else 502, str(error), error.code or "engine_refused"),
-            )
-        except web.HTTPException as error:
-            said = f"{request.method} {request.path}: {error.reason}"
-            return _refusal(protocol, Refused(error.status, said, "http_error"))
+        except (Refused, BadRequest, BookUnavailable, EventTooLarge, EngineError, web.HTTPException) as error:
+            refused = _refused_by(error, request)
+        headers = {} if refused.retry_after is None else {"Retry-After": f"{max(1, round(refused.retry_after))}"}
+        body = protocol.error(str(refused), refused.kind, refused.param)
+        return web.json_response(body, status=refused.status, headers=headers)
+
+
+def _refused_by(error: Exception, request: web.Request) -> Refused:
+    """Return the answer to a request that failed with ``error``."""
+    match error:
+        case Refused():
+            return error
+        case BadRequest():
+            return Refused(400, str(error), "invalid_request_error", param=error.param)
+        case BookUnavailable():
+            return Refused(503, str(error), "not_kept", retry_after=1)
+        case EventTooLarge():
+            return Refused(413, str(error), "too_large")
+        case EngineNotReady():
+            return Refused(503, str(error), "engine_not_ready", retry_after=error.retry_after)
+        case EngineRefused():
+            return Refused(error.status if error.status >= 400 else 502, str(error), error.code or "engine_refused")
+        case web.HTTPException():
+            return Refused(error.status, f"{request.method} {request.path}: {error.reason}", "http_error")
+        case _:
+            return Refused(502, str(error), "engine_lost", retry_after=1)
 
 
 class _Recording:
@@ -488,7 +504,7 @@ class _Recording:
             path=self._path,
             at=self._app.clock(),
             request=self._asked.body,
-            temperature=float(self._asked.body.get("temperature", 1.0)),
+            temperature=_temperature(self._asked.body),
             supersedes=self._supersedes,
         )
         if not await self._app.keep(event):
@@ -499,21 +515,23 @@ class _Recording:
         return "yes"
 
 
+def _temperature(body: Mapping[str, Any]) -> float:
+    """Return the temperature of a request that an engine has taken."""
+    given = body.get("temperature")
+    return 1.0 if given is None else float(given)
+
+
 def _tokens_before(asked: EngineRequest, conversation: Conversation) -> list[int]:
     """Return the tokens of the longest turn that a chat goes on from; none where it goes on from none."""
-    messages = asked.body.get("messages") or []
+    messages = asked.body.get("messages")
+    if not isinstance(messages, list):  # the engine says what is wrong with it
+        return []
     found = [
         turn.tokens[0]
         for turn in conversation.turns
         if 0 < len(turn.messages) < len(messages) and messages[: len(turn.messages)] == list(turn.messages)
     ]
     return max(found, key=len, default=[])
-
-
-def _refusal(protocol: Protocol, error: Refused) -> web.Response:
-    headers = {} if error.retry_after is None else {"Retry-After": f"{max(1, round(error.retry_after))}"}
-    body = protocol.error(str(error), error.kind, error.param)
-    return web.json_response(body, status=error.status, headers=headers)
 
 
 def _version_of(answer: Mapping[str, Any]) -> dict[str, str]:

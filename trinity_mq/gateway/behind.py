@@ -1,4 +1,4 @@
-"""Which sessions are recorded while training is behind; answers wait for nothing in any case."""
+"""Decides which new sessions are recorded while training is behind. Answers never wait for it."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def recorded_share(waiting: int, kept_bytes: int, config: GatewayConfig) -> floa
 
 
 def is_recorded(share: float, draw: random.Random) -> bool:
-    """Return whether a session is."""
+    """Return whether a new session is recorded."""
     return share >= 1.0 or draw.random() < share

@@ -1,4 +1,4 @@
-"""Bodies of the routes about sessions, and what ``GET`` tells of one."""
+"""Bodies of requests about sessions, and the answer that describes a session."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class FeedbackBody(Body):
 
 
 def shown(session: Session) -> dict[str, Any]:
-    """Return what is told of a session."""
+    """Return the description of a session, as ``GET`` answers it."""
     opened = session.opened
     found: dict[str, Any] = {
         "id": session.id,

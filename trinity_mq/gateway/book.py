@@ -1,4 +1,4 @@
-"""Where a gateway keeps its sessions: in this process for a workflow's own, on a stream for those of a run."""
+"""Storage of a gateway's sessions: in memory for those of a workflow's run, on a stream for those of a training run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ Said = SessionReward | SessionEnd | SessionsCommitted
 
 
 class BookUnavailable(Exception):
-    """What was said cannot be kept now; saying it again later may do."""
+    """An event cannot be kept now. Sending it again later may succeed."""
+
+
+class EventTooLarge(Exception):
+    """An event does not fit into a message. Sending it again does not help."""
 
 
 class Book(Protocol):
@@ -34,27 +38,29 @@ class Book(Protocol):
         """Begin a session.
 
         Raises:
-            BookUnavailable: It cannot be kept.
+            BookUnavailable: It cannot be kept now.
+            EventTooLarge: It is too large.
         """
 
     async def find(self, session: str) -> Session | None:
-        """Return a session; one that was begun elsewhere a moment ago is waited for."""
+        """Return a session, after a short wait where it is not known yet: another gateway may have begun it."""
 
     async def find_key(self, key_hash: str) -> Session | None:
-        """Return the live session whose key has this hash, likewise."""
+        """Return the live session whose key has this hash, after the same wait."""
 
     async def record(self, call: SessionCall) -> bool:
         """Keep an answer; return whether it is sure to be kept by now."""
 
     async def say(self, event: Said, message_id: str) -> Applied:
-        """Keep what came from outside, once by its id, and return its effect.
+        """Keep an event from outside, once by its id, and return its effect.
 
         Raises:
-            BookUnavailable: It cannot be kept.
+            BookUnavailable: It cannot be kept now.
+            EventTooLarge: It is too large.
         """
 
     def is_ready(self) -> bool:
-        """Return whether all that was said earlier is known."""
+        """Return whether all earlier events are known."""
 
 
 class MemoryBook:
@@ -92,4 +98,4 @@ class MemoryBook:
 
     def _apply(self, body: SessionOpened | SessionCall | SessionReward | SessionEnd, message_id: str) -> Applied:
         offset = next(self._offsets)
-        return self.ledger.apply(Event(offset, offset, 0, message_id, self._clock(), body, 0))
+        return self.ledger.apply(Event(offset, 0, message_id, self._clock(), body, 0))

@@ -1,4 +1,4 @@
-"""What a gateway remembers of sessions between their calls: the latest turns, who answered, how often they asked."""
+"""State of sessions between their calls: the latest turns, the engine that answered, the rate of calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trinity_mq.gateway.recorded_call import KEPT_TURNS, Answers, Turn
 from trinity_mq.gateway.session import Session
 
 REMEMBERED = 20_000
-"""Sessions of which this is kept; it is worked out anew from their events where they ask again."""
+"""Sessions whose conversation is kept. That of another one is worked out from its events when it calls."""
 MINUTE = 60.0
 
 
 @dataclass(slots=True)
 class Conversation:
-    """One session's."""
+    """State of one session between its calls."""
 
     turns: deque[Turn] = field(default_factory=lambda: deque(maxlen=KEPT_TURNS))
     asked: dict[str, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Conversation:
 
 
 class Conversations:
-    """All of them, the latest ones."""
+    """The conversations of the sessions that called last."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Conversation] = OrderedDict()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 import aiohttp
@@ -78,13 +78,23 @@ class EngineCalls:
         clients: Connections to engines.
         not_ready_timeout: Seconds to wait for an engine with weights.
         request_timeout: Seconds for one answer.
+        headers: Of every request.
+        try_others: Ask again where an engine is lost: ``choose`` may name another one.
     """
 
     def __init__(
-        self, choose: Choice, clients: EngineClients, *, not_ready_timeout: float, request_timeout: float
+        self,
+        choose: Choice,
+        clients: EngineClients,
+        *,
+        not_ready_timeout: float,
+        request_timeout: float,
+        headers: Mapping[str, str] | None = None,
+        try_others: bool = True,
     ) -> None:
         self._choose, self._clients = choose, clients
         self._not_ready_timeout, self._request_timeout = not_ready_timeout, request_timeout
+        self._headers, self._try_others = dict(headers or {}), try_others
 
     async def ask(self, path: str, body: Mapping[str, Any], prefer: str) -> tuple[dict[str, Any], InferenceModel]:
         """Return the answer to a request, and who gave it.
@@ -102,10 +112,12 @@ class EngineCalls:
 
         async def once() -> tuple[dict[str, Any], InferenceModel]:
             model = self._choose(prefer)
-            with self._named(model):
+            with self._reported(model):
                 sent = {**body, "model": model.name}
                 url = model.url + path
-                answer = await self._clients.post_async(url, sent, LOGPROBS_HEADERS, self._request_timeout)
+                answer = await self._clients.post_async(
+                    url, sent, {**self._headers, **LOGPROBS_HEADERS}, self._request_timeout
+                )
             return answer, model
 
         found: tuple[dict[str, Any], InferenceModel] = await self._patiently()(once)
@@ -120,10 +132,10 @@ class EngineCalls:
         async def begin() -> Stream:
             model = self._choose(prefer)
             url = model.url + path
-            with self._named(model):
+            with self._reported(model):
                 limit = aiohttp.ClientTimeout(total=self._request_timeout, sock_connect=CONNECT_SECONDS)
                 try:
-                    response = await self._clients.open_async(url, {**body, "model": model.name}, {}, limit)
+                    response = await self._clients.open_async(url, {**body, "model": model.name}, self._headers, limit)
                 except (aiohttp.ClientError, OSError) as error:
                     raise EngineLost(f"{url}: {type(error).__name__}: {error}") from error
                 if response.status == 200:
@@ -141,30 +153,23 @@ class EngineCalls:
             yield stream
 
     def _patiently(self) -> AsyncRetrying:
+        passing = (EngineNotReady, EngineLost) if self._try_others else EngineNotReady
         return AsyncRetrying(
-            retry=retry_if_exception_type((EngineNotReady, EngineLost)),
+            retry=retry_if_exception_type(passing),
             wait=_pause,
             stop=stop_after_delay(self._not_ready_timeout),
             reraise=True,
         )
 
-    def _named(self, model: InferenceModel) -> _Named:
-        return _Named(self._choose, model)
-
-
-class _Named:
-    """Reports an engine that did not answer to whoever chooses."""
-
-    def __init__(self, choose: Choice, model: InferenceModel) -> None:
-        self._choose, self._model = choose, model
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, EngineLost):
-            error.engine = self._model
-            self._choose.lost(self._model)
+    @contextmanager
+    def _reported(self, model: InferenceModel) -> Iterator[None]:
+        """Report the engine to whoever chooses engines where it did not answer."""
+        try:
+            yield
+        except EngineLost as error:
+            error.engine = model
+            self._choose.lost(model)
+            raise
 
 
 def _pause(state: RetryCallState) -> float:

@@ -1,4 +1,4 @@
-"""The sessions of a run, worked out from the events on their stream, and what is to be done about them.
+"""Works out the sessions of a run from the events on their stream, and what is due about them.
 
 Every gateway reads the whole stream and comes to the same sessions, for all follows from the events' order. One of them
 acts: it publishes what :meth:`Ledger.due` says, and submits the tasks of :meth:`Ledger.queued`, each under an id that
@@ -13,10 +13,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from trinity_mq.gateway.session import Body, Event, Session
+from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import SessionCall, SessionEnd, SessionOpened, SessionRefused, SessionsDecided, SessionsTrained
 from trinity_mq.messages.sessions import Drop
 from trinity_mq.messages.tasks import SubmissionOutcome
@@ -34,8 +34,6 @@ class Applied:
     """The effect of one event."""
 
     taken: Taken
-    sessions: list[Session] = field(default_factory=list)
-    """Those that it changed."""
     reason: str = ""
     """Why it was refused."""
 
@@ -72,6 +70,8 @@ class Ledger:
         """Rewards of sessions that were opened for evaluation, since somebody took them."""
         self.over = 0
         """Live sessions that have ended."""
+        self.waiting = 0
+        """Live sessions that became tasks."""
         self.results_offset = 0
         """Position on the results stream up to which progress is known."""
 
@@ -130,7 +130,7 @@ class Ledger:
                 session.replace(known, event)
                 self.over += (session.end is not None) - was_over
             else:
-                known.offset, known.position = event.offset, event.position
+                known.position = event.position
         return Applied("repeated")
 
     def _add(self, session: Session, event: Event) -> Applied:
@@ -146,10 +146,10 @@ class Ledger:
         if isinstance(event.body, SessionCall):
             self.counts["calls"] += 1
             self.counts["tokens"] += sum(len(choice.ids) for choice in event.body.choices)
-        return Applied("new", [session])
+        return Applied("new")
 
     def _apply_decision(self, event: Event, body: SessionsDecided) -> Applied:
-        changed: list[Session] = []
+        is_new = False
         for name in body.sessions:
             session = self.live.get(name)
             if session is None:
@@ -160,17 +160,17 @@ class Ledger:
             if session.decided is not None or session.has(event.message_id):
                 self._repeat(session, event)
                 continue
-            copy = Event(event.origin, event.offset, event.position, event.message_id, event.at, body, event.size)
-            session.add(copy)
+            is_new = True
+            session.add(replace(event))  # each session has its own copy, whose position changes
             self.kept_bytes += event.size
             if body.submission:
                 self._submissions.setdefault(body.submission, []).append(session)
-            changed.append(session)
+                self.waiting += 1
             self._settle(session)
-        return Applied("new" if changed else "repeated", changed)
+        return Applied("new" if is_new else "repeated")
 
-    def apply_outcome(self, outcome: SubmissionOutcome) -> list[Session]:
-        """Take in what a batch made of a task; return its sessions."""
+    def apply_outcome(self, outcome: SubmissionOutcome) -> None:
+        """Take in what a batch made of a task."""
         sessions = list(self._submissions.get(outcome.submission_id, ()))
         trained = self._trained.get(outcome.ticket) if outcome.ticket else None
         known = self._tickets.setdefault(outcome.ticket, []) if outcome.ticket else []
@@ -181,20 +181,17 @@ class Ledger:
             if session.trained is None:
                 session.trained = trained
             self._settle(session)
-        return sessions
 
-    def apply_trained(self, trained: SessionsTrained) -> list[Session]:
-        """Take in what the trainer made of a batch; return its sessions. A step that is done again is told again."""
+    def apply_trained(self, trained: SessionsTrained) -> None:
+        """Take in what the trainer made of a batch. A step that is done again is told again."""
         self.results_offset = max(self.results_offset, trained.offset)
         self._trained[trained.ticket] = trained
         while len(self._trained) > KEPT_SETTLED:
             self._trained.popitem(last=False)
-        known = self._tickets.get(trained.ticket, ())
-        sessions = [one for one in known if one.state != "dropped" or one.trained is not None]
-        for session in sessions:
-            session.trained = trained
-            self._settle(session)
-        return sessions
+        for session in self._tickets.get(trained.ticket, ()):
+            if session.state != "dropped" or session.trained is not None:
+                session.trained = trained
+                self._settle(session)
 
     def apply_committed(self) -> None:
         """Take in that groups wait no longer for further members."""
@@ -219,8 +216,9 @@ class Ledger:
         self.counts[session.state] += 1
         if session.state == "evaluated" and session.reward is not None:
             self.evaluated.append(session.reward)
-        if session.decided is not None:
+        if session.decided is not None and session.decided.submission:
             self._submissions.pop(session.decided.submission, None)
+            self.waiting -= 1
         session.forget_events()
         self._settled[session.id] = session
         while len(self._settled) > KEPT_SETTLED:
@@ -247,11 +245,6 @@ class Ledger:
     def queued(self) -> list[tuple[str, list[Session]]]:
         """Return the tasks, by submission, of which no batch has reported yet."""
         return [(name, list(found)) for name, found in self._submissions.items() if found[0].batch is None]
-
-    @property
-    def waiting(self) -> int:
-        """Number of sessions that became tasks and are not settled."""
-        return sum(len(found) for found in self._submissions.values())
 
     def due(self, now: float) -> list[SessionsDecided | SessionEnd]:
         """Return the events that are to be published now: ends of sessions whose time is over, and what becomes of
@@ -280,9 +273,10 @@ class Ledger:
 
     def to_carry(self, before: float) -> list[Session]:
         """Return the live sessions of which something lies before a position on the stream, for publishing all their
-        events again.
+        events again, the oldest first.
         """
-        return [session for session in self.live.values() if session.first_position < before]
+        found = [session for session in self.live.values() if session.first_position < before]
+        return sorted(found, key=lambda one: one.first_position)
 
 
 def _drop(session: Session, opened: SessionOpened, now: float) -> tuple[Drop, str] | None:
@@ -296,10 +290,10 @@ def _drop(session: Session, opened: SessionOpened, now: float) -> tuple[Drop, st
         return "not recorded", "training was behind" if opened.sampled_out else ""
     if not session.calls:
         return "no answers", end.reason or "it ended before the model was asked"
-    if opened.record == "eval":
-        return ("evaluation", "") if session.has_reward or over or end.outcome == "failed" else None
     if session.replay is not None:
         return None
+    if opened.record == "eval":
+        return ("evaluation", "") if session.has_reward or over or end.outcome == "failed" else None
     if end.outcome == "failed" and not session.has_reward:
         return "failed", end.reason
     if not session.has_reward and over:
@@ -334,8 +328,3 @@ def _task(sessions: Sequence[Session]) -> SessionsDecided:
     names = [session.id for session in sessions]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:24]
     return SessionsDecided(sessions=names, submission=f"sessions-{digest}")
-
-
-def event_of(body: Body, *, offset: int, position: int, message_id: str, at: float, size: int) -> Event:
-    """Return an event that is read where it was first published."""
-    return Event(offset, offset, position, message_id, at, body, size)

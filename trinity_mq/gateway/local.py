@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
@@ -23,6 +24,26 @@ ANSWER_SECONDS = 1.0
 """Time that calls have to end when the run does."""
 
 
+class OneEngine:
+    """The one engine of a run, which the runner has chosen.
+
+    Args:
+        model: The engine.
+    """
+
+    def __init__(self, model: InferenceModel) -> None:
+        self._model = model
+        self.is_lost = False
+        """It did not answer a call."""
+
+    def __call__(self, prefer: str = "") -> InferenceModel:
+        return self._model
+
+    def lost(self, engine: InferenceModel) -> None:
+        """Note that the engine did not answer: the run fails, and its next attempt may have another one."""
+        self.is_lost = True
+
+
 @dataclass(frozen=True, slots=True)
 class LocalSession:
     """A session that its program reaches over HTTP."""
@@ -34,6 +55,7 @@ class LocalSession:
     """Base URL of OpenAI's clients: ``url`` and ``/v1``."""
     key: str
     book: MemoryBook
+    engine: OneEngine
 
     @property
     def session(self) -> Session:
@@ -43,27 +65,13 @@ class LocalSession:
         return found
 
 
-class _One:
-    """The one engine of a run, which the runner has chosen."""
-
-    def __init__(self, model: InferenceModel) -> None:
-        self._model = model
-
-    def __call__(self, prefer: str = "") -> InferenceModel:
-        return self._model
-
-    def lost(self, engine: InferenceModel) -> None:
-        """Do nothing: the run fails, and its next attempt asks another engine."""
-
-
 @contextlib.asynccontextmanager
 async def local_session(
     model: InferenceModel,
     clients: EngineClients,
     *,
-    temperature: float,
-    top_p: float,
-    max_response_tokens: int | None,
+    sampling: Mapping[str, Any],
+    headers: Mapping[str, str],
     not_ready_timeout: float,
     request_timeout: float,
     merge: Merge = "prefix",
@@ -73,9 +81,8 @@ async def local_session(
     Args:
         model: The engine to ask.
         clients: Connections to engines.
-        temperature: Of sampling.
-        top_p: Of sampling.
-        max_response_tokens: Limit of an answer; None: the engine's own.
+        sampling: Sampling parameters of the run; a call may lower ``max_tokens``.
+        headers: Of every request to the engine.
         not_ready_timeout: Seconds to wait for an engine with weights.
         request_timeout: Seconds for one answer.
         merge: ``renderer`` has engines go on behind the tokens of earlier turns.
@@ -84,11 +91,18 @@ async def local_session(
     settings = AppSettings(
         gateway=GatewayConfig(port=0, calls_per_minute=1_000_000, merge=merge),
         model_name=model.name,
-        temperature=temperature,
-        top_p=top_p,
-        max_response_tokens=max_response_tokens,
+        sampling={name: value for name, value in sampling.items() if name != "max_tokens"},
+        max_response_tokens=sampling.get("max_tokens"),
     )
-    engines = EngineCalls(_One(model), clients, not_ready_timeout=not_ready_timeout, request_timeout=request_timeout)
+    engine = OneEngine(model)
+    engines = EngineCalls(
+        engine,
+        clients,
+        not_ready_timeout=not_ready_timeout,
+        request_timeout=request_timeout,
+        headers=headers,
+        try_others=False,
+    )
     app = GatewayApp(settings, book, engines, access.Access([access.hash_of(access.new_key())]), lambda: "")
     await book.open(
         SessionOpened(
@@ -103,6 +117,6 @@ async def local_session(
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         url = f"http://127.0.0.1:{site.port}/s/{name}"
-        yield LocalSession(name, url, f"{url}/v1", key, book)
+        yield LocalSession(name, url, f"{url}/v1", key, book, engine)
     finally:
         await runner.cleanup()

@@ -1,4 +1,4 @@
-"""An engine's answer as the event that records it, and back; tokens and logprobs stay exactly what the engine said."""
+"""Turns an engine's answer into the event that records it, and back. Tokens and logprobs stay those of the engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from trinity_mq.messages import SampledChoice, SessionCall
 from trinity_mq.models.errors import EngineRefused
 from trinity_mq.models.recording.sse import numbers, text_of
 
+RECORDED_SESSIONS = "recorded_sessions"
+"""Name of the workflow that makes experiences of recorded calls."""
 KEPT_TURNS = 4
 """Latest calls of a session that a new prompt is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A call as the next ones of its session are compared with it."""
+    """A call, for comparing the prompts of later calls of its session with it."""
 
     call: str
     tokens: Sequence[list[int]]
@@ -40,7 +42,7 @@ def recorded_call(
     temperature: float,
     supersedes: str = "",
 ) -> tuple[SessionCall, Turn]:
-    """Return the event of an answer, and what later calls are compared with.
+    """Return the event of an answer, and its turn, with which later calls are compared.
 
     Args:
         answer: The engine's, in the form of a chat or text completion made with ``return_token_ids``.
@@ -58,7 +60,7 @@ def recorded_call(
     """
     choices = answer["choices"]
     prompt = answer.get("prompt_token_ids") or (choices and choices[0].get("prompt_token_ids"))
-    if not prompt or any(choice.get("token_ids") is None for choice in choices):
+    if not choices or not prompt or any(choice.get("token_ids") is None for choice in choices):
         raise EngineRefused(
             "the engine's answer has no token ids: only engines that know return_token_ids are recorded", 200
         )

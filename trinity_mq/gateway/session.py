@@ -33,10 +33,8 @@ class Event:
 
     origin: int
     """Offset at which it was first published: the order of events."""
-    offset: int
-    """Offset of its newest copy."""
     position: int
-    """Bytes that were on the stream before that copy, as far as its reader has seen it."""
+    """Bytes that were on the stream before its newest copy, as far as its reader has seen it."""
     message_id: str
     at: float
     """Seconds since the epoch."""
@@ -148,7 +146,7 @@ class Session:
 
     def too_late(self, body: Body) -> str | None:
         """Return why it takes an event no more, None while it does."""
-        if isinstance(body, SessionReward | SessionEnd) and self.decided is not None:
+        if isinstance(body, SessionCall | SessionReward | SessionEnd) and self.decided is not None:
             where = f" in train step {self.trained.step}" if self.state == "trained" and self.trained else ""
             return f"session {self.id} is {self.state}{where}: what comes now changes nothing"
         if isinstance(body, SessionEnd) and self.end is not None and body.outcome == self.end.outcome == "done":

@@ -1,8 +1,10 @@
-"""What the gateway's routes need of a run's configuration."""
+"""Settings of the gateway's routes, taken from a run's configuration."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from trinity_mq.config import Config
 from trinity_mq.config.modes.gateway import GatewayConfig
@@ -15,9 +17,8 @@ class AppSettings:
     gateway: GatewayConfig
     model_name: str
     """The model's name in ``/v1/models``."""
-    temperature: float = 1.0
-    """Of sessions that are trained on, as ``top_p``."""
-    top_p: float = 1.0
+    sampling: Mapping[str, Any]
+    """Sampling parameters of sessions that are trained on."""
     max_response_tokens: int | None = None
     """Limit of an answer whose request gives none; None: the engine's own."""
     compares_runs: bool = False
@@ -33,8 +34,7 @@ class AppSettings:
         return cls(
             gateway=config.gateway,
             model_name=config.model.model_path or f"{config.name}-tiny",
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
+            sampling={"temperature": rollout.temperature, "top_p": rollout.top_p},
             max_response_tokens=config.model.max_response_tokens,
             compares_runs=config.algorithm.estimator.compares_runs,
             group_size=config.gateway.group_size or config.algorithm.repeat_times,

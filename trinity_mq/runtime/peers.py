@@ -27,7 +27,7 @@ HEARD_BY: Mapping[Role, tuple[Role, ...] | None] = {
     "operator": ("explorer", "engine", "trainer", "operator"),
     "trainer": ("explorer", "operator", "engine", "trainer"),
     "engine": ("explorer", "engine", "trainer"),
-    "gateway": ("explorer", "engine", "trainer", "gateway"),
+    "gateway": ("explorer", "engine", "trainer"),
 }
 """Roles whose heartbeats each role receives, None for all: were everybody's sent to everybody, N agents would make N²/2
 deliveries a second. Operators and trainers hear their own role, to wait for the one at work.

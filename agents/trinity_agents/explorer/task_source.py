@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,8 +59,8 @@ class TaskSource:
     def __init__(self, config: Config, state: ExplorerState, taskset: TaskReader | None) -> None:
         self._config, self._state, self._taskset = config, state, taskset
         self._learning = taskset if isinstance(taskset, LearningReader) and taskset.learns else None
-        self._pending_since: float | None = None
-        """Loop time since which tasks wait for their batch to be complete; None: none do."""
+        self._pending_since = -math.inf
+        """Monotonic time of the oldest task that waits for a batch of mode ``serve`` to be complete."""
         self._observed = {one.ticket for one in state.observations}
         """Tickets whose tasks were observed."""
         if self._learning is not None:
@@ -85,15 +85,10 @@ class TaskSource:
     def has_tasks(self) -> bool:
         """Return whether a batch is to be made now: in mode ``serve`` an incomplete one waits for further sessions."""
         pending = len(self._state.pending)
-        if self._taskset is not None or self._config.mode != "serve":
+        if self._taskset is not None or not pending or self._config.mode != "serve":
             return self._taskset is not None or pending > 0
-        now = asyncio.get_running_loop().time()
-        if not pending:
-            self._pending_since = None
-        elif self._pending_since is None:
-            self._pending_since = now
-        waited = 0.0 if self._pending_since is None else now - self._pending_since
-        return pending >= self._config.buffer.batch_size or (pending > 0 and waited >= self._config.gateway.batch_wait)
+        waited = time.monotonic() - self._pending_since
+        return pending >= self._config.buffer.batch_size or waited >= self._config.gateway.batch_wait
 
     def take(self, among: int = 1) -> list[PendingTask]:
         """Return the tasks of the next batch and move the position; the caller saves it with the batch's ticket.
@@ -106,9 +101,9 @@ class TaskSource:
         """
         state, buffer = self._state, self._config.buffer
         size = buffer.batch_size + min(math.ceil(state.refill_debt / among), self._config.max_refill)
-        self._pending_since = None
         batch = state.pending[:size]
         del state.pending[:size]
+        self._pending_since = time.monotonic()
         on_top = 0
         if self._taskset is not None:
             room = size - len(batch)
@@ -163,6 +158,8 @@ class TaskSource:
         self._state.submitted += 1
         self._state.accepted.append(ref.submission_id)
         if not task.is_eval:
+            if not self._state.pending:
+                self._pending_since = time.monotonic()
             self._state.pending.append(PendingTask(task=task, submission=ref))
 
     def completed(self, task: TaskBody, *, exact_runs: bool = False) -> TaskBody:

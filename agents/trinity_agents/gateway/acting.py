@@ -1,4 +1,4 @@
-"""What one gateway of a run does for all: decides about sessions that are over, and makes tasks of them.
+"""The duties that one gateway of a run has for all: deciding about sessions that are over, and making tasks of them.
 
 It may be killed anywhere: each publish has an id that follows from what it is about, and whoever acts next publishes
 again what has had no effect.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 import structlog
 
-from trinity_agents.gateway.stream_book import AT, KEY, ORIGIN, StreamBook, Unreadable
-from trinity_mq.bus import Bus, Incoming, MessageTooLarge, StreamCut, Topology
+from trinity_agents.gateway.stream_book import AT, EVENT, ORIGIN, StreamBook
+from trinity_mq.bus import Bus, BusUnavailable, Incoming, MessageTooLarge, StreamCut, Topology
 from trinity_mq.config import Config
+from trinity_mq.gateway.book import BookUnavailable
+from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
 from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import (
     DecodeError,
@@ -30,12 +33,16 @@ from trinity_mq.messages import (
     encode,
 )
 from trinity_mq.runtime.deliveries import dead_letter, envelope
+from trinity_mq.runtime.serve import first_leaf
 
 log = structlog.get_logger(__name__)
 
 TICK = 1.0
 """Seconds between two looks at limits of time."""
-WORKFLOW = "recorded_sessions"
+MIN_GAP = 0.05
+"""Least seconds between two looks: sessions change hundreds of times a second, and each look is at all of them."""
+AT_ONCE = 64
+"""Publishes under way at a time."""
 RESUBMIT_SECONDS = 600.0
 """Seconds after which a task whose outcome has not come is submitted once more; the explorer knows those it has."""
 
@@ -66,8 +73,8 @@ class Acting:
         self._id, self._clock = agent_id, clock
         self._submitted: dict[str, float] = {}
         """Loop times of submissions by id."""
-        self._carried = -1
-        """Position up to which sessions were published again."""
+        self._looked = 0
+        """Position at which was last looked for sessions to be published again."""
 
     async def run(self) -> None:
         """Act until cancelled."""
@@ -80,16 +87,27 @@ class Acting:
     async def _decide(self) -> None:
         book = self._book
         while True:
-            await self.once()
+            await self._through_outages(self.once)
+            await asyncio.sleep(MIN_GAP)
             await book.changed.wait(TICK)
+
+    async def _through_outages(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do some work, again after an outage that cut it off: the gateway answers agents meanwhile."""
+        while True:
+            try:
+                return await work()
+            except (BookUnavailable, BusUnavailable) as error:
+                log.warning("acting_waits", agent=self._id, reason=str(error))
+                await self._bus.wait_usable()
 
     async def once(self) -> None:
         """Do what is due now."""
         await self._refuse()
-        for event in self._book.ledger.due(self._clock()):
-            await self._book.publish(event, _id_of(event))
-        for submission, sessions in self._book.ledger.queued():
-            await self._submit(submission, sessions)
+        due = self._book.ledger.due(self._clock())
+        await _all(self._book.say(event, _id_of(event)) for event in due)
+        queued = self._book.ledger.queued()
+        await _all(self._submit(*one) for one in queued)
+        self._submitted = {name: self._submitted[name] for name, _ in queued if name in self._submitted}
         await self._carry()
 
     async def _refuse(self) -> None:
@@ -128,21 +146,20 @@ class Acting:
             )
             await self._book.publish(failed, f"too-large-{submission}")
         self._submitted[submission] = now
-        known = {name for name, _ in self._book.ledger.queued()}
-        if len(self._submitted) > 2 * len(known) + 1000:
-            self._submitted = {name: at for name, at in self._submitted.items() if name in known}
 
     async def _carry(self) -> None:
         """Publish the events of sessions again that retention would cut before they are settled."""
-        before = self._book.position - self._topology.sessions_max_bytes // 2
-        if before <= self._carried:
+        kept = self._topology.sessions_max_bytes
+        if self._book.position - self._looked < kept // 8:
             return
-        for session in self._book.ledger.to_carry(before):
+        self._looked = self._book.position
+        # of all that is kept: a quarter until an event is due, an eighth until it is looked at, a quarter of others
+        # that go first (gateway.max_kept_bytes); the broker cuts segments of at most a quarter
+        for session in self._book.ledger.to_carry(self._looked - kept // 4):
             log.info("session_carried", session=session.id, events=len(session.events), bytes=session.size)
             for event in list(session.events):
                 headers: dict[str, str | int | float | bool] = {ORIGIN: event.origin, AT: event.at}
                 await self._book.publish(event.body, event.message_id, headers, at=event.at)
-        self._carried = self._book.position
 
     # -- what became of batches
 
@@ -174,7 +191,24 @@ class Acting:
             reason=progress.reason or "",
             offset=offset,
         )
-        await self._book.publish(trained, f"trained-{progress.ticket}-{progress.generation}-{progress.step}")
+        name = f"trained-{progress.ticket}-{progress.generation}-{progress.step}"
+        await self._through_outages(lambda: self._book.publish(trained, name))
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Await all work, :data:`AT_ONCE` at a time. The first error ends it, as it is."""
+    waiting = list(work)
+    try:
+        while waiting:
+            now, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
+            async with asyncio.TaskGroup() as group:
+                for one in now:
+                    group.create_task(one)
+    except ExceptionGroup as errors:
+        raise first_leaf(errors) from None
+    finally:
+        for one in waiting:
+            one.close()
 
 
 def task_of(sessions: Sequence[Session], config: Config) -> TaskBody:
@@ -195,7 +229,7 @@ def task_of(sessions: Sequence[Session], config: Config) -> TaskBody:
     ]
     gateway = config.gateway
     raw_task = {"sessions": record, "merge": gateway.merge, "turn_discount": gateway.turn_discount}
-    return TaskBody(workflow=WORKFLOW, raw_task=raw_task, repeat_times=len(sessions), reward_fn=None)
+    return TaskBody(workflow=RECORDED_SESSIONS, raw_task=raw_task, repeat_times=len(sessions))
 
 
 def _replay(session: Session, config: Config) -> TaskBody:
@@ -225,12 +259,9 @@ def _incoming(event: Event, topology: Topology) -> Incoming:
     return Incoming(
         body=encode(body),
         exchange=topology.exchange("sessions"),
-        routing_key=KEY,
+        routing_key=EVENT,
         queue=topology.sessions.name,
         message_id=event.message_id,
         content_type="application/msgpack",
         headers={"kind": body.kind},
     )
-
-
-__all__ = ["Acting", "Unreadable", "task_of"]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import structlog
 
 from trinity_mq.bus import Bus, BusError, BusUnavailable, Delivery, Envelope, MessageTooLarge, StreamCut, Topology
 from trinity_mq.bus.base import HeaderValue
-from trinity_mq.gateway.book import BookUnavailable, Said
+from trinity_mq.gateway.book import BookUnavailable, EventTooLarge, Said
 from trinity_mq.gateway.ledger import Applied, Ledger
-from trinity_mq.gateway.session import Body, Event, Session
+from trinity_mq.gateway.session import Event, Session
 from trinity_mq.messages import (
     DecodeError,
     Mark,
@@ -37,25 +36,30 @@ from trinity_mq.runtime.notify import Notifier
 
 log = structlog.get_logger(__name__)
 
-KEY = "session"
-"""Routing key of all events."""
+EVENT, OUTSIDE, OUTCOME = "event", "session", "outcome"
+"""Routing keys: of what gateways publish, of rewards and ends by other programs, of what batches made of tasks."""
 ORIGIN, AT = "origin", "at"
-"""Headers: the offset of an event's first copy, and its time in seconds since the epoch."""
-KINDS: dict[str, type[Message]] = {
-    kind.kind: kind
-    for kind in (
-        SessionOpened,
-        SessionCall,
-        SessionReward,
-        SessionEnd,
-        SessionsCommitted,
-        SessionsDecided,
-        SessionsTrained,
-        SessionRefused,
-        SubmissionOutcome,
-        Mark,
-    )
+"""Headers of events of gateways: the offset of an event's first copy, and its time in seconds since the epoch."""
+FROM_OUTSIDE = (SessionReward, SessionEnd)
+KINDS: Mapping[str, Mapping[str, type[Message]]] = {
+    OUTSIDE: {kind.kind: kind for kind in FROM_OUTSIDE},
+    OUTCOME: {SubmissionOutcome.kind: SubmissionOutcome},
+    EVENT: {
+        kind.kind: kind
+        for kind in (
+            *FROM_OUTSIDE,
+            SessionOpened,
+            SessionCall,
+            SessionsCommitted,
+            SessionsDecided,
+            SessionsTrained,
+            SessionRefused,
+            SubmissionOutcome,
+            Mark,
+        )
+    },
 }
+"""Kinds of messages by routing key: who may only reward sessions can neither make one nor decide about it."""
 KNOWN_WITHIN = 2.0
 """Seconds to wait for a session that was begun through another gateway a moment ago."""
 SAID_WITHIN = 30.0
@@ -64,7 +68,7 @@ SAID_WITHIN = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """What lies on the stream and is no event."""
+    """A message on the stream that is no event."""
 
     offset: int
     delivery: Delivery
@@ -132,7 +136,7 @@ class StreamBook:
         done, _ = await asyncio.wait([publishing], timeout=self._record_timeout if self._bus.usable else 0.0)
         return bool(done) and publishing.result()
 
-    async def say(self, event: Said, message_id: str) -> Applied:
+    async def say(self, event: Said | SessionsDecided, message_id: str) -> Applied:
         return await self._kept(event, message_id)
 
     async def publish(
@@ -147,13 +151,13 @@ class StreamBook:
 
         Raises:
             BusUnavailable: It was not confirmed in time.
-            MessageTooLarge: It does not fit into a message.
+            MessageTooLarge: It is too large.
         """
         stamped: dict[str, HeaderValue] = {AT: self._clock() if at is None else at, **(headers or {})}
         await self._publish(envelope(message, message_id=message_id, headers=stamped))
 
     async def _publish(self, message: Envelope) -> None:
-        while not await self._bus.publish(self._topology.exchange("sessions"), KEY, message):
+        while not await self._bus.publish(self._topology.exchange("sessions"), EVENT, message):
             await self._bus.declare(self._topology.sessions)  # it was deleted under us
 
     async def _publish_call(self, call: SessionCall) -> bool:
@@ -178,7 +182,7 @@ class StreamBook:
             trouble = self._bus.trouble or "no answer"
             raise BookUnavailable(f"the broker has not kept it within {SAID_WITHIN:g} s: {trouble}") from None
         except MessageTooLarge as error:
-            raise BookUnavailable(str(error)) from error
+            raise EventTooLarge(str(error)) from error
         except BusUnavailable as error:
             raise BookUnavailable(str(error)) from error
         finally:
@@ -235,54 +239,53 @@ class StreamBook:
         except DecodeError as error:
             self.unreadable.append(Unreadable(offset, delivery, str(error)))
             return
-        at = delivery.headers.get(AT)
-        if isinstance(at, int | float):
-            self._time = max(self._time, float(at))
-        elif self._ready:  # of somebody who gives no time
+        given = delivery.headers.get(AT) if delivery.routing_key == EVENT else None
+        if isinstance(given, int | float):
+            self._time = max(self._time, float(given))
+        elif self._ready:  # of somebody else, who gives no time
             self._time = max(self._time, self._clock())
-        applied = self._apply(message, delivery, offset, float(at) if isinstance(at, int | float) else self._time)
+        applied = self._apply(message, delivery, offset, float(given) if isinstance(given, int | float) else self._time)
         for waiting in self._waiting.pop(delivery.message_id or "", ()):
             if not waiting.done():
                 waiting.set_result(applied)
 
     def _apply(self, message: Message, delivery: Delivery, offset: int, at: float) -> Applied:
         ledger = self.ledger
-        if isinstance(message, SessionsTrained):
-            return Applied("new", ledger.apply_trained(message))
-        if isinstance(message, SubmissionOutcome):
-            return Applied("new", ledger.apply_outcome(message))
-        if isinstance(message, SessionsCommitted):
-            ledger.apply_committed()
-            return Applied("new")
-        if isinstance(message, SessionRefused):
-            ledger.apply_refused(message)
-            self.unreadable = [one for one in self.unreadable if one.offset != message.offset]
-            return Applied("new")
-        if isinstance(message, Mark):
-            return Applied("new")
-        origin = delivery.headers.get(ORIGIN)
-        event = Event(
-            origin if isinstance(origin, int) else offset,
-            offset,
-            self.position - len(delivery.body),
-            delivery.message_id or f"offset-{offset}",
-            at,
-            cast("Body", message),
-            len(delivery.body),
-        )
-        return ledger.apply(event)
+        match message:
+            case SessionsTrained():
+                ledger.apply_trained(message)
+            case SubmissionOutcome():
+                ledger.apply_outcome(message)
+            case SessionsCommitted():
+                ledger.apply_committed()
+            case SessionRefused():
+                ledger.apply_refused(message)
+                self.unreadable = [one for one in self.unreadable if one.offset != message.offset]
+            case SessionOpened() | SessionCall() | SessionReward() | SessionEnd() | SessionsDecided():
+                origin = delivery.headers.get(ORIGIN) if delivery.routing_key == EVENT else None
+                event = Event(
+                    origin if isinstance(origin, int) else offset,
+                    self.position - len(delivery.body),
+                    delivery.message_id or f"offset-{offset}",
+                    at,
+                    message,
+                    len(delivery.body),
+                )
+                return ledger.apply(event)
+        return Applied("new")
 
 
 def _decoded(delivery: Delivery) -> Message:
-    """Return the event in a delivery; who publishes from outside may leave its kind to the header.
+    """Return the event in a delivery. The header ``kind`` may say what it is in place of the body.
 
     Raises:
-        DecodeError: It is none.
+        DecodeError: It is none, or none that its routing key allows.
     """
-    kind = KINDS.get(delivery.kind or "")
-    if kind is not None:
+    kinds = KINDS.get(delivery.routing_key, {})
+    if (kind := kinds.get(delivery.kind or "")) is not None:
         return decode(delivery.body, kind, delivery.content_type)
     message = decode_any(delivery.body, delivery.content_type)
-    if type(message) not in KINDS.values():
-        raise DecodeError(f"a {message.kind} is no event of a session; wanted one of {', '.join(sorted(KINDS))}")
+    if message.kind not in kinds:
+        wanted = ", ".join(sorted(kinds)) or "nothing"
+        raise DecodeError(f"a {message.kind} with the routing key {delivery.routing_key!r}, which takes {wanted}")
     return message

@@ -270,3 +270,12 @@ async def test_a_turn_goes_on_behind_the_tokens_that_were_sampled(merge: str, mo
         else:
             assert prompt == [*cut, *follows]
             assert (calls[1].continues, calls[1].break_cause) == ("", "retoken")
+
+
+async def test_an_end_that_is_sent_again_is_no_news_and_one_that_says_more_is() -> None:
+    async with serving(say) as at:
+        path = f"/s/{(await at.open())['id']}"
+        assert not (await at.post(f"{path}/end", {}))[1]["repeated"]
+        assert (await at.post(f"{path}/end", {}))[1]["repeated"]
+        _, shown = await at.post(f"{path}/end", {"reward": 0.5})
+        assert (shown["accepted"], shown["repeated"], shown["reward"]) == (True, False, 0.5)

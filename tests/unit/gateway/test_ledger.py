@@ -36,7 +36,7 @@ class Stream:
 
     def put(self, body: Body, message_id: str = "") -> str:
         offset = next(self._offsets)
-        event = Event(offset, offset, 100 * offset, message_id or f"m{offset}", self.now, body, 100)
+        event = Event(offset, 100 * offset, message_id or f"m{offset}", self.now, body, 100)
         self.events.append(event)
         return self.ledger.apply(event).taken
 
@@ -370,7 +370,7 @@ def test_who_reads_the_stream_anew_knows_the_same(seed: int) -> None:
 def test_what_is_carried_survives_the_beginning_of_the_stream(seed: int, where: int) -> None:
     stream = random_run(seed)
     carried = [
-        Event(event.origin, 10_000 + number, 10**6 + number, event.message_id, event.at, event.body, event.size)
+        Event(event.origin, 10**6 + number, event.message_id, event.at, event.body, event.size)
         for number, event in enumerate(event for one in stream.ledger.live.values() for event in one.events)
     ]
     cut = stream.events[len(stream.events) * where // 100 :]

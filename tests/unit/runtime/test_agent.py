@@ -181,7 +181,7 @@ def test_an_agent_that_hears_nobody_notices_that_a_lease_has_run_out() -> None:
         ("operator", {"explorer", "trainer", "engine", "operator"}),
         ("trainer", {"explorer", "trainer", "engine", "operator"}),
         ("engine", {"explorer", "trainer", "engine"}),
-        ("gateway", {"explorer", "trainer", "engine", "gateway"}),
+        ("gateway", {"explorer", "trainer", "engine"}),
     ],
 )
 def test_each_role_hears_whom_it_needs(own: Any, heard: set[str]) -> None:

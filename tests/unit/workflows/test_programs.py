@@ -95,7 +95,11 @@ async def test_a_program_asks_and_says_what_it_was_worth(tmp_path: Path) -> None
         ("", SandboxFailed, "printed 'by the way', wanted"),
         ('sys.exit("the database is away")', SandboxFailed, "ended with 1: the database is away"),
         ("print(json.dumps({}))", RunFailedError, "gave no reward: it has no key reward"),
-        ('print(json.dumps({"reward": "much"}))', RunFailedError, "gave the reward 'much', wanted a finite number"),
+        (
+            'print(json.dumps({"reward": "much"}))',
+            RunFailedError,
+            "gave the reward 'much': Input should be a valid number",
+        ),
         ('print(json.dumps({"rewards": [{"call": 7, "reward": 1}]}))', RunFailedError, "rewarded call 7; it made 2"),
         ('print(json.dumps({"kind": "tool", "error": "no search"}))', SandboxFailed, "no search"),
     ],

@@ -15,6 +15,8 @@ from trinity_mq.gateway.protocols.base import (
     EngineRequest,
     Events,
     Protocol,
+    as_list,
+    as_object,
     named_event,
     text_of_parts,
     usage_of,
@@ -24,6 +26,9 @@ from trinity_mq.gateway.protocols.openai import CHAT
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 PASSED = ("temperature", "top_p", "return_token_ids")
 """Options that mean the same in chat completions."""
+ROLES = ("user", "assistant", "system")  # tuples, not sets: what is looked up may be a list, which has no hash
+HIDDEN = ("thinking", "redacted_thinking")
+"""Blocks of another model, which this one does not see."""
 
 
 class AnthropicProtocol(Protocol):
@@ -38,9 +43,9 @@ class AnthropicProtocol(Protocol):
             chat["max_completion_tokens"] = body["max_tokens"]
         if body.get("stop_sequences"):
             chat["stop"] = body["stop_sequences"]
-        if tools := [_tool(number, tool) for number, tool in enumerate(body.get("tools") or ())]:
+        if tools := [_tool(number, tool) for number, tool in enumerate(as_list(body.get("tools"), "tools"))]:
             chat["tools"] = tools
-            choice = body.get("tool_choice") or {"type": "auto"}
+            choice = as_object(body.get("tool_choice"), "tool_choice") or {"type": "auto"}
             named = {"type": "function", "function": {"name": choice.get("name")}}
             chat["tool_choice"] = {"auto": "auto", "none": "none", "any": "required"}.get(
                 str(choice.get("type")), named
@@ -146,7 +151,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise BadRequest(f"messages is {given!r:.80}, wanted a list of messages", "messages")
     for number, message in enumerate(given):
         where = f"messages.{number}"
-        if not isinstance(message, dict) or message.get("role") not in {"user", "assistant", "system"}:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
             role = message.get("role") if isinstance(message, dict) else message
             raise BadRequest(f"{where}.role is {role!r:.80}, wanted user or assistant", where)
         content = message.get("content")
@@ -172,7 +177,7 @@ def _of_one(role: str, parts: list[Any], where: str) -> list[dict[str, Any]]:
         elif kind == "tool_result" and role == "user":
             text = text_of_parts(part.get("content"), ("text",), f"{where}.{number}.content")
             results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": text})
-        elif kind not in {"thinking", "redacted_thinking"}:  # of another model: this one does not see it
+        elif kind not in HIDDEN:
             raise BadRequest(f"{where}.{number} is of type {kind!r}; taken are text, tool_use and tool_result", where)
     text = "".join(texts)
     if role == "assistant":

@@ -1,4 +1,4 @@
-"""What an API translates, and its errors."""
+"""The interface of an API's translation, and what its translations share."""
 
 from __future__ import annotations
 
@@ -84,6 +84,32 @@ class Protocol(ABC):
     @abstractmethod
     def error(self, message: str, kind: str, param: str | None = None) -> dict[str, Any]:
         """Return the body of an error."""
+
+
+def as_object(value: Any, where: str) -> Mapping[str, Any]:
+    """Return a part of a request that is to be an object; an empty one where there is none.
+
+    Raises:
+        BadRequest: It is something else.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadRequest(f"{where} is a {type(value).__name__}, wanted an object", where)
+    return value
+
+
+def as_list(value: Any, where: str) -> list[Any]:
+    """Return a part of a request that is to be a list; an empty one where there is none.
+
+    Raises:
+        BadRequest: It is something else.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadRequest(f"{where} is a {type(value).__name__}, wanted a list", where)
+    return value
 
 
 def data_event(content: Any) -> bytes:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_mq.gateway.protocols.base import BadRequest, EngineRequest, Events, Protocol, data_event, usage_of
+from trinity_mq.gateway.protocols.base import (
+    BadRequest,
+    EngineRequest,
+    Events,
+    Protocol,
+    as_object,
+    data_event,
+    usage_of,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FOR_TRAINING = ("prompt_token_ids", "prompt_text", "weight_version")
@@ -43,6 +51,7 @@ class OpenAIProtocol(Protocol):
         self.prefix = "chatcmpl-" if path == CHAT else "cmpl-"
 
     def request(self, body: Mapping[str, Any]) -> EngineRequest:
+        as_object(body.get("stream_options"), "stream_options")
         prompt = body.get("prompt")
         if self._path == COMPLETIONS and isinstance(prompt, list) and len(prompt) != 1 and not _is_tokens(prompt):
             raise BadRequest(f"prompt is a list of {len(prompt)} prompts; send one prompt a request", "prompt")

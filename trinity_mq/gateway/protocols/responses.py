@@ -16,6 +16,7 @@ from trinity_mq.gateway.protocols.base import (
     EngineRequest,
     Events,
     Protocol,
+    as_list,
     named_event,
     text_of_parts,
     usage_of,
@@ -42,7 +43,7 @@ class ResponsesProtocol(Protocol):
         chat |= {"model": body.get("model"), "messages": _messages(body)}
         if body.get("max_output_tokens") is not None:
             chat["max_completion_tokens"] = body["max_output_tokens"]
-        if tools := [_tool(number, tool) for number, tool in enumerate(body.get("tools") or ())]:
+        if tools := [_tool(number, tool) for number, tool in enumerate(as_list(body.get("tools"), "tools"))]:
             chat["tools"] = tools
             choice = body.get("tool_choice", "auto")
             chat["tool_choice"] = (

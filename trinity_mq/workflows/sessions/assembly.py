@@ -1,4 +1,4 @@
-"""What a session is trained on: its calls as experiences, with their rewards. Nothing is tokenised again."""
+"""Makes experiences of a session's calls, with their rewards. Nothing is tokenised again."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -218,28 +218,22 @@ class KeptProgram:
         await asyncio.gather(*(life.close() for life in lives))
 
 
-@dataclass
-class _Kept:
-    """Those of one event loop."""
-
-    programs: dict[Program, KeptProgram] = field(default_factory=dict)
-
-
-_KEPT: dict[asyncio.AbstractEventLoop, _Kept] = {}
+_KEPT: dict[asyncio.AbstractEventLoop, dict[Program, KeptProgram]] = {}
+"""Kept programs by event loop."""
 
 
 def kept(program: Program) -> KeptProgram:
     """Return the kept program with this command and surroundings, on this event loop."""
     for loop in [loop for loop in _KEPT if loop.is_closed()]:
         del _KEPT[loop]
-    programs = _KEPT.setdefault(asyncio.get_running_loop(), _Kept()).programs
+    programs = _KEPT.setdefault(asyncio.get_running_loop(), {})
     return programs.setdefault(program, KeptProgram(program))
 
 
 async def close_kept() -> None:
     """End the kept programs of this event loop."""
-    known = _KEPT.pop(asyncio.get_running_loop(), _Kept())
-    await asyncio.gather(*(program.close() for program in known.programs.values()))
+    programs = _KEPT.pop(asyncio.get_running_loop(), {})
+    await asyncio.gather(*(program.close() for program in programs.values()))
 
 
 def _object(line: str, program: Program) -> dict[str, Any]:

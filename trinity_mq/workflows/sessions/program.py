@@ -1,22 +1,22 @@
 """A program as a workflow: it is given a base URL and a task, asks the model as it likes, and prints a reward.
 
-What is trained on is what the engine sampled for it, recorded below the URL; see
+The answers of the engine are recorded below the URL, and trained on; see
 :mod:`trinity_mq.workflows.sessions.assembly`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError
 
 from trinity_mq.config.modes.gateway import Merge
 from trinity_mq.experience import Experience
 from trinity_mq.gateway.local import LocalSession, local_session
+from trinity_mq.models.errors import EngineLost
 from trinity_mq.workflows.arguments import Arguments, arguments_of
-from trinity_mq.workflows.errors import RunFailedError, SandboxFailed
+from trinity_mq.workflows.errors import KIND, RunFailedError, SandboxFailed
 from trinity_mq.workflows.sessions.assembly import session_experiences, session_metrics
 from trinity_mq.workflows.sessions.children import Program, kept, program_of, run_once
 from trinity_mq.workflows.workflow import Task, Workflow
@@ -47,6 +47,27 @@ class ProgramArguments(SessionArguments):
     """The program answers many runs: see :mod:`trinity_mq.workflows.sessions.children`."""
 
 
+class CallReward(BaseModel):
+    """Reward of one answer."""
+
+    call: str | int
+    """Its id, or its number from 0."""
+    choice: int | None = None
+    """One of several answers to the same request."""
+    reward: float = Field(allow_inf_nan=False)
+
+
+class ProgramResult(BaseModel):
+    """The last line of a program's output, or an answer of a kept one; other keys are passed over."""
+
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+    rewards: list[CallReward] = Field(default_factory=list)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    kind: str | None = Field(default=None, pattern=KIND.pattern)
+    """Kind of a failure that is no fault of the task; None: it has not failed so."""
+    error: str | None = None
+
+
 class ProgramWorkflow(Workflow):
     """Runs a program with ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``
     set, and the task as JSON on its standard input; the last line of what it prints says ``{"reward": 1.0}``, and if it
@@ -72,7 +93,7 @@ class ProgramWorkflow(Workflow):
         return bool(self.arguments.keep)
 
     def request(self, session: LocalSession) -> dict[str, Any]:
-        """Return what the program is told."""
+        """Return the request to the program."""
         return {
             "task": self.task.raw_task,
             "base_url": session.base_url,
@@ -82,63 +103,69 @@ class ProgramWorkflow(Workflow):
         }
 
     async def run_async(self) -> list[Experience]:
-        """Run the program once; return what it asked, rewarded.
+        """Run the program once; return the answers that it got, rewarded.
 
         Raises:
+            EngineLost: The engine did not answer the program.
             SandboxFailed: The program failed, or something that it needs.
             RunFailedError: It asked the model nothing, or gave no usable reward.
         """
-        sampling = self.model.sampling
+        model, program = self.model, self.program()
         async with local_session(
-            self.model.model,
-            self.model.clients,
-            temperature=float(sampling.get("temperature", 1.0)),
-            top_p=float(sampling.get("top_p", 1.0)),
-            max_response_tokens=sampling.get("max_tokens"),
-            not_ready_timeout=self.model.not_ready_timeout,
-            request_timeout=self.model.request_timeout,
+            model.model,
+            model.clients,
+            sampling=model.sampling,
+            headers=model.headers,
+            not_ready_timeout=model.not_ready_timeout,
+            request_timeout=model.request_timeout,
             merge=self.arguments.merge,
         ) as session:
-            request, program = self.request(session), self.program()
-            if self.keeps:
-                said = await kept(program).ask(request)
-            else:
-                said = await run_once(program, request, _environment(session))
-            return self._experiences(session, said, program)
+            request = self.request(session)
+            try:
+                if self.keeps:
+                    said = await kept(program).ask(request)
+                else:
+                    said = await run_once(program, request, _environment(session))
+                return self._experiences(session, said, program)
+            except RunFailedError as error:
+                if session.engine.is_lost:
+                    raise EngineLost(f"{program.name} got no answer of it: {error}", model.model) from error
+                raise
 
     def _experiences(self, session: LocalSession, said: Mapping[str, Any], program: Program) -> list[Experience]:
-        if (kind := said.get("kind")) is not None:
-            raise SandboxFailed(str(said.get("error") or kind), kind=str(kind))
-        calls = list(session.session.calls.values())
-        reward = said.get("reward")
-        rewards = {_call(one, session): one.get("reward") for one in said.get("rewards") or ()}
-        for each in (reward, *rewards.values()):
-            if each is not None and not (isinstance(each, int | float) and math.isfinite(each)):
-                raise RunFailedError(f"{program.name} gave the reward {each!r:.80}, wanted a finite number")
-        if reward is None and not rewards:
-            why = said.get("error") or "it has no key reward"
+        try:
+            result = ProgramResult.model_validate(said)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise RunFailedError(f"{program.name} gave the {where} {first['input']!r:.80}: {first['msg']}") from error
+        if result.kind is not None:
+            raise SandboxFailed(result.error or result.kind, kind=result.kind)
+        if result.reward is None and not result.rewards:
+            why = result.error or "it has no key reward"
             raise RunFailedError(f'{program.name} gave no reward: {why}; wanted such as {{"reward": 1.0}}')
+        recorded = session.session
+        calls = list(recorded.calls.values())
         if not calls:
             raise RunFailedError(f"{program.name} has not asked the model: did it use the base URL that it was given?")
+        rewards: dict[tuple[str, int | None], float] = {}
+        for one in result.rewards:
+            if (call := recorded.call_of(one.call)) is None:
+                raise RunFailedError(f"{program.name} rewarded call {one.call!r}; it made {len(calls)}")
+            rewards[call.call, one.choice] = one.reward
         found = session_experiences(
             calls,
-            reward=reward,
-            call_rewards={key: float(value) for key, value in rewards.items() if value is not None},
+            reward=result.reward,
+            call_rewards=rewards,
             merge=self.arguments.merge,
             turn_discount=self.arguments.turn_discount,
         )
+        if not found:
+            raise RunFailedError(f"{program.name} rewarded none of the answers that its conversation went on with")
         for step, experience in enumerate(found):
             experience.eid.run, experience.eid.step = self.run_id_base, step
-        given = {str(name): float(value) for name, value in dict(said.get("metrics") or {}).items()}
-        found[-1].metrics |= session_metrics(calls, len(found)) | given
+        found[-1].metrics |= session_metrics(calls, len(found)) | result.metrics
         return found
-
-
-def _call(one: Mapping[str, Any], session: LocalSession) -> tuple[str, int | None]:
-    call = session.session.call_of(one.get("call", -1))
-    if call is None:
-        raise RunFailedError(f"the program rewarded call {one.get('call')!r}; it made {session.session.asked}")
-    return call.call, one.get("choice")
 
 
 def _environment(session: LocalSession) -> dict[str, str]:

@@ -12,8 +12,6 @@ from trinity_mq.messages import DecodeError, SessionCall, decode
 from trinity_mq.workflows.sessions.assembly import session_experiences, session_metrics
 from trinity_mq.workflows.workflow import TaskError, Workflow
 
-WORKFLOW = "recorded_sessions"
-
 
 class RecordedSession(BaseModel):
     """A session in a task's record."""

@@ -53,5 +53,5 @@ class VerifiersWorkflow(ProgramWorkflow):
         return True
 
     def request(self, session: LocalSession) -> dict[str, Any]:
-        """Return what the child is told."""
+        """Return the request to the child."""
         return {**super().request(session), "max_turns": self.arguments.max_turns}

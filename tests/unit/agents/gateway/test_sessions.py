@@ -140,13 +140,16 @@ def test_rewards_come_as_json_from_any_program() -> None:
             await publish({"session": "nobody", "reward": 1}, "m3", "session_reward")
             await publish({"session": "a", "reward": "much"}, "m4", "session_reward")
             await publish({"what": "ever"}, "m5")
+            forged = {"kind": "sessions_decided", "sessions": ["a"], "dropped": "discarded"}
+            await publish(forged, "m7", "sessions_decided")
             await publish({"kind": "session_end", "session": "a"}, "m6")
             await until(book, lambda: state(book, "a") == "trained")
             found = book.ledger.get("a")
             assert found is not None
             assert found.reward == 0.5
-            await until(book, lambda: len(world.dead) == 3)
+            await until(book, lambda: len(world.dead) == 4)
         assert sorted(reason[:24] for reason in world.dead) == [
+            "does not decode: a sessi",
             "does not decode: session",
             "does not decode: unknown",
             "no session 'nobody' is k",
@@ -155,7 +158,7 @@ def test_rewards_come_as_json_from_any_program() -> None:
             await world.session(book, "b")
             await book.say(SessionEnd(session="b", reward=1.0), "end-b")
             await until(book, lambda: state(book, "b") == "trained")
-            assert len(world.dead) == 3, "told once, whoever reads the stream anew"
+            assert len(world.dead) == 4, "told once, whoever reads the stream anew"
 
     run_virtually(story())
 
