@@ -1,4 +1,4 @@
-"""What the gateway costs a call: the same requests to the engine and through a session, in one run that trains.
+"""Measures what the gateway adds to a call, asking the engine directly and through a session, in one run that trains.
 
     python benchmarks/bench_gateway.py [--sessions 200] [--seconds 10] [--rounds 3]
 

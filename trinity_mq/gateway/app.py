@@ -46,7 +46,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
 """By route, behind a session's path or not."""
 RECORDED_HEADER, SESSION_HEADER = "X-TMQ-Recorded", access.SESSION_HEADER
 RETRIED_HEADER = "x-stainless-retry-count"
-"""Of the SDKs of OpenAI and Anthropic: how often they have sent this request before."""
+"""Header in which the SDKs of OpenAI and Anthropic count how often they have sent a request before."""
 SHUTDOWN_SECONDS = 10.0
 """Time that calls have to end when the gateway ends."""
 GONE = 410

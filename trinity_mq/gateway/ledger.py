@@ -59,7 +59,7 @@ class Ledger:
         self._tickets: dict[str, list[Session]] = {}
         """Sessions by the ticket of their batch, the settled ones too, as far as they are kept."""
         self._trained: OrderedDict[str, SessionsTrained] = OrderedDict()
-        """What the trainer made of batches, by ticket: the outcomes of a batch's tasks may be read before or after."""
+        """Outcomes of batches in the trainer, by ticket: those of the tasks may be read before or after."""
         self._keys: dict[str, Session] = {}
         """Live sessions by the hash of their key."""
         self.kept_bytes = 0

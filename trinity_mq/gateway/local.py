@@ -59,7 +59,7 @@ class LocalSession:
 
     @property
     def session(self) -> Session:
-        """What has been recorded of it."""
+        """The session as recorded so far."""
         found = self.book.ledger.get(self.id)
         assert found is not None  # it is never settled
         return found

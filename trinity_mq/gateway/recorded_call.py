@@ -27,7 +27,7 @@ class Turn:
     """The same as text; empty where the engine gave none."""
     temperature: float
     messages: Sequence[Any] = field(default=())
-    """Of the request, where it had any."""
+    """Messages of the request, where it had any."""
 
 
 def recorded_call(

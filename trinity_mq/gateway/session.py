@@ -45,7 +45,7 @@ class Event:
 
 @dataclass(slots=True)
 class Session:
-    """What is known about one session."""
+    """State of one session, as the stream has told it so far."""
 
     id: str
     opened: SessionOpened | None = None
@@ -55,7 +55,7 @@ class Session:
     calls: dict[str, SessionCall] = field(default_factory=dict)
     """By id, in the order of their answers."""
     reward: float | None = None
-    """Of the whole session."""
+    """Reward of the whole session."""
     call_rewards: dict[tuple[str, int | None], float] = field(default_factory=dict)
     """By call and choice; None: all its choices."""
     metrics: dict[str, float] = field(default_factory=dict)

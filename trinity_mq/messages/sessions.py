@@ -34,7 +34,7 @@ class SessionOpened(Message):
     key_hash: str = ""
     """SHA-256 of the session's key, in hexadecimal digits; empty: it has none."""
     scopes: list[Scope] = Field(default_factory=lambda: list(SCOPES))
-    """What the key allows."""
+    """Scopes of the key."""
     record: Record = "train"
     """``train``: its answers are trained on. ``eval``: its rewards are reported. ``off``: nothing is kept."""
     sampled_out: bool = False
@@ -89,7 +89,7 @@ class SessionCall(Message):
     prompt: list[int] = Field(default_factory=list)
     """Token ids of the prompt, without those of the call that it continues."""
     prompt_text: str = ""
-    """What the template rendered; with ``continues`` what is new in it, where that is known."""
+    """Text that the template rendered; with ``continues`` only its new part, where that is known."""
     choices: list[SampledChoice] = Field(default_factory=list)
     version: Version | None = None
     """Version of the weights, where the choices do not say."""
@@ -162,7 +162,7 @@ class SessionsCommitted(Message):
 
 
 class SessionsDecided(Message):
-    """What becomes of sessions that are over; by the gateway that acts for the run."""
+    """A decision about sessions that are over, by the gateway that acts for the run."""
 
     kind: ClassVar[str] = "sessions_decided"
 
@@ -197,7 +197,7 @@ class SessionRefused(Message):
     kind: ClassVar[str] = "session_refused"
 
     offset: int
-    """Of the event."""
+    """Offset of the event in the stream."""
     reason: str
 
 

@@ -32,12 +32,12 @@ class Status:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in an attempt at a run."""
+    """An error that ended an attempt at a run."""
 
     message: str
     """Error and place in one line."""
     kind: str = "workflow"
-    """Under which it is counted."""
+    """Label under which metrics count it."""
     retryable: bool = True
     """Whether a further attempt may go well."""
 

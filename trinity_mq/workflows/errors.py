@@ -38,7 +38,7 @@ class RunFailedError(Exception):
 
 
 class SandboxFailed(RunFailedError):
-    """What a run needs beside the model did not work: its sandbox, a tool, a provider, the environment of its process.
+    """Something that a run needs beside the model failed: its sandbox, a tool, a provider, or its process.
 
     It is no fault of the task, so that the run may be tried again. When slices of a lane keep failing in this way, and
     no other way, runners pause the lane (``runner.circuit_breaker``). Only the kinds ``sandbox``, ``tool``,

@@ -107,7 +107,7 @@ class StreamBook:
         self._time = 0.0
         """Time of the latest event."""
         self._waiting: dict[str, list[asyncio.Future[Applied]]] = {}
-        """Who waits for the effect of an event, by message id."""
+        """Callers that wait for the effect of an event, by message id."""
         self._offset = 0
 
     def is_ready(self) -> bool:

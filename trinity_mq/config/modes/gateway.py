@@ -54,7 +54,7 @@ class GatewayConfig(Section):
     record_timeout: float = Field(default=2.0, gt=0)
     """Seconds that an answer waits for the broker's confirm. Then it is given as not recorded, and counted."""
     when_behind: Literal["sample", "refuse"] = "sample"
-    """What becomes of new sessions while training is behind. ``sample``: a part of them is recorded, the others are
+    """Treatment of new sessions while training is behind. ``sample``: a part of them is recorded, the others are
     answered and not. ``refuse``: 429."""
     max_waiting: int = Field(default=4096, ge=1)
     """Sessions that wait to be trained on, from which on training counts as behind."""

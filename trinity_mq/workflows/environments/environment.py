@@ -28,7 +28,7 @@ class EnvironmentFailedError(SandboxFailed):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What a step of an environment led to."""
+    """Result of a step of an environment."""
 
     observation: Any
     reward: float

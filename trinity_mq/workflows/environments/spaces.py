@@ -27,7 +27,7 @@ class Actions(ABC):
     @property
     @abstractmethod
     def form(self) -> str:
-        """What an action is, in words for the model."""
+        """Description of an action, for the model."""
 
     @property
     @abstractmethod

@@ -52,9 +52,9 @@ class GymnasiumArguments(EpisodeArguments):
     actions: tuple[str, ...] = ()
     """Names of discrete actions, in order; their numbers are understood too. Empty: numbers alone."""
     reward: Literal["sum", "last"] = "sum"
-    """What a run is worth: the sum of the environment's rewards, or the last one."""
+    """Reward of a run: the sum of the environment's rewards, or the last one."""
     instructions: str = ""
-    """What the model is told before how actions are written."""
+    """Text that the model is given before the description of actions."""
 
     @field_validator("env")
     @classmethod

@@ -49,7 +49,7 @@ class GameArguments(EpisodeArguments):
 
 
 class Episode(ABC):
-    """What is played in one run, as its workflow sees it."""
+    """Game of one run, as its workflow sees it."""
 
     instructions: str = ""
     """The system prompt, unless the taskset's format has one."""
@@ -113,7 +113,7 @@ class EpisodeWorkflow(RewardedAtTheEnd, Generic[E]):
     arguments_kind: ClassVar[type[EpisodeArguments]] = EpisodeArguments
     arguments: EpisodeArguments
     episode: E
-    """What is played; there from the first step on."""
+    """The episode of this run; set by the first step."""
 
     def __init__(
         self, *, task: Task, model: ModelWrapper, auxiliary_models: Sequence[ModelWrapper] | None = None
