@@ -30,10 +30,14 @@ async def session(gateway: httpx.AsyncClient, openai: AsyncOpenAI, draw: random.
     return worth
 
 
-async def main(url: str, sessions: int) -> None:
+async def main(url: str, key: str, sessions: int) -> None:
     """Run sessions, some at a time, and print how their reward goes."""
     draw, rewards, left = random.Random(0), list[float](), iter(range(sessions))
-    async with httpx.AsyncClient(base_url=url, timeout=120) as gateway, AsyncOpenAI(api_key="of-the-session") as openai:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with (
+        httpx.AsyncClient(base_url=url, headers=headers, timeout=120) as gateway,
+        AsyncOpenAI(api_key="of-the-session") as openai,
+    ):
 
         async def work() -> None:
             for _ in left:
@@ -51,6 +55,7 @@ async def main(url: str, sessions: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8710", help="the gateway (default: %(default)s)")
+    parser.add_argument("--key", default="", help="a key of gateway.key_file, where the gateway has one")
     parser.add_argument("--sessions", type=int, default=4000, help="how many (default: %(default)s)")
     options = parser.parse_args()
-    asyncio.run(main(options.url, options.sessions))
+    asyncio.run(main(options.url, options.key, options.sessions))

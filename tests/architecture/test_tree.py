@@ -105,6 +105,15 @@ def test_pins_name_every_dependency() -> None:
     assert names - pins == set()
 
 
+def test_no_package_is_pinned_twice() -> None:
+    """Two files that go into one environment: pip refuses to choose between their versions."""
+    ours, of_vllm = (
+        {line.partition("==")[0].lower().replace("_", "-") for line in text(ROOT / name).splitlines() if "==" in line}
+        for name in ("constraints-cpu.txt", "constraints-vllm-cpu.txt")
+    )
+    assert ours & of_vllm == set()
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in EXAMPLES.items():

@@ -85,15 +85,21 @@ class ComposeStack:
 
     Args:
         environment: As :func:`prepared` returns it.
-        settings: Over those of examples/smoke.yaml.
+        settings: Over those of the example.
+        example: The configuration, of the folder examples/.
     """
 
-    def __init__(self, environment: Mapping[str, str], settings: Sequence[str] = ()) -> None:
-        self._env = {**environment, "TRINITY_MQ_SETTINGS": " ".join(settings)}
+    def __init__(self, environment: Mapping[str, str], settings: Sequence[str] = (), example: str = "smoke") -> None:
+        self._env = {
+            **environment,
+            "TRINITY_MQ_SETTINGS": " ".join(settings),
+            "TRINITY_MQ_CONFIG": f"examples/{example}.yaml",
+        }
         self._compose = environment["TRINITY_MQ_COMPOSE"].split()
         self.project = f"{PROJECT}{os.getpid()}"
         self._copy = Path(tempfile.mkdtemp(prefix="tmq-compose-"))
-        self.run_dir = self._copy / "smoke"
+        self.run_dir = self._copy / example
+        self._run = f"/srv/trinity-mq/runs/{example}"
         """A copy of the run's folder, once :meth:`fetch` has made it."""
 
     async def __aenter__(self) -> Self:
@@ -128,10 +134,18 @@ class ComposeStack:
         """Return what ``docker`` says."""
         return await output_of("docker", *words, env=self._env)
 
+    async def read(self, service: str, path: str) -> str:
+        """Return the text of a file in a service's first container."""
+        return await self.docker("exec", (await self.containers(service))[0], "cat", path)
+
     async def up(self, *services: str, **scale: int) -> None:
         """Start ``services`` (default: all), so many containers of each."""
         words = [word for name, number in scale.items() for word in ("--scale", f"{name}={number}")]
         await self.compose("up", "--detach", "--no-build", *words, *services)
+
+    async def port(self, service: str, inside: int) -> str:
+        """Return where a service's port is reached from here: host and port."""
+        return (await self.compose("port", service, str(inside))).strip()
 
     async def containers(self, *services: str) -> list[str]:
         """Return the ids of the containers of services, ended ones too."""
@@ -153,7 +167,7 @@ class ComposeStack:
         """Return the metrics written so far."""
         explorer = (await self.containers("explorer"))[0]
         try:
-            await self.docker("cp", f"{explorer}:/srv/trinity-mq/runs/smoke/{METRICS_FILE}", str(self._copy))
+            await self.docker("cp", f"{explorer}:{self._run}/{METRICS_FILE}", str(self._copy))
         except StackError as error:
             if "Could not find the file" in str(error) or "No such container:path" in str(error):
                 return []  # nothing is written yet
@@ -163,7 +177,7 @@ class ComposeStack:
     async def fetch(self) -> Path:
         """Copy the run's folder here and return where it is."""
         explorer = (await self.containers("explorer"))[0]
-        await self.docker("cp", f"{explorer}:/srv/trinity-mq/runs/smoke", str(self._copy))
+        await self.docker("cp", f"{explorer}:{self._run}", str(self._copy))
         return self.run_dir
 
     async def until_progress(self, progress: int, seconds: float) -> None:

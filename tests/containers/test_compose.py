@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
+import aiohttp
 import pytest
 import yaml
 
-from tests.containers.compose_stack import AGENTS, CANNOT, ComposeStack, StackError, prepared, say
+from tests.containers.compose_stack import AGENTS, CANNOT, ComposeStack, StackError, output_of, prepared, say
+from tests.serve_clients import Agents, until_settled
 from trinity_agents.trainer.history import lineage
 from trinity_mq.cli.reports.text import make_report
 from trinity_mq.config import load_config
+from trinity_mq.local_broker.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 BATCHES = 40
@@ -31,8 +37,8 @@ def compose_file() -> dict[str, dict[str, dict[str, object]]]:
 
 def test_what_is_over_is_not_started_again_and_no_secret_is_in_the_file() -> None:
     services = compose_file()["services"]
-    assert set(services) == {"password", "broker", *AGENTS}
-    for name in AGENTS:
+    assert set(services) == {"password", "broker", "gateway", *AGENTS}
+    for name in ("gateway", *AGENTS):
         assert services[name]["restart"] == "on-failure", "an agent whose work is over ends with 0 and stays so"
         assert not {"PASSWORD", "PASS"} & {word for key in services[name]["environment"] for word in key.split("_")}
     assert "RABBITMQ_DEFAULT_PASS" not in services["broker"]["environment"]
@@ -47,6 +53,18 @@ def test_every_agent_is_given_the_same_settings_and_they_are_right() -> None:
     assert config.synchronizer.host == "trainer"
 
 
+def test_the_gateway_is_given_them_too_and_is_reached_from_this_machine_alone() -> None:
+    gateway = compose_file()["services"]["gateway"]
+    words = str(gateway["command"]).replace(
+        "${TRINITY_MQ_GATEWAY_URL:-http://127.0.0.1:${TRINITY_MQ_GATEWAY_PORT:-8710}}", "x"
+    )
+    settings = [word for word in words.split("examples/serve.yaml} ")[1].split() if re.match(r"[\w.]+=", word)]
+    config = load_config(ROOT / "examples" / "serve.yaml", ["mode=serve", *settings])
+    assert config.explorer.rollout_model.host == "explorer"
+    assert config.gateway.key_file is not None
+    assert gateway["ports"] == ["127.0.0.1:${TRINITY_MQ_GATEWAY_PORT:-8710}:8710"], "its key travels in clear"
+
+
 def engine_answers() -> bool:
     try:
         return subprocess.run(["docker", "version"], check=False, capture_output=True, timeout=30).returncode == 0
@@ -54,19 +72,45 @@ def engine_answers() -> bool:
         return False
 
 
-@pytest.mark.compose
-@pytest.mark.chaos
-@pytest.mark.e2e
-@pytest.mark.timeout(3000)
-async def test_killing_containers_at_random_costs_time_and_nothing_else() -> None:
+@pytest.fixture
+async def environment() -> dict[str, str]:
+    """Engine, compose and images, as the environment that names them."""
     if not engine_answers():
         pytest.skip('no Docker engine answers: eval "$(scripts/docker-engine start)"')
     try:
-        environment = await prepared()
+        return await prepared()
     except StackError as error:
         if error.code != CANNOT:
             raise
         pytest.skip(f"docker compose cannot run here: {str(error).splitlines()[-1]}")
+
+
+@pytest.mark.compose
+@pytest.mark.e2e
+@pytest.mark.timeout(1800)
+async def test_an_agent_outside_trains_through_the_gateway(environment: dict[str, str]) -> None:
+    [port] = free_ports(1)
+    settings = ("mode=serve", "gateway.batch_wait=1", "buffer.batch_size=32", "explorer.eval_on_startup=false")
+    environment |= {"COMPOSE_PROFILES": "serve", "TRINITY_MQ_GATEWAY_PORT": str(port)}
+    async with ComposeStack(environment, settings, "serve") as stack, aiohttp.ClientSession() as http:
+        await stack.up()
+        url = f"http://{await stack.port('gateway', 8710)}"
+        key = await stack.read("gateway", "/run/trinity-mq/gateway-key")
+        agents = Agents(url, http)
+        async with asyncio.timeout(PATIENCE):
+            assert (await agents.send("GET", "/health"))[0] == 200
+            assert (await agents.send("POST", "/sessions", {}))[0] == 401, "only who has the key may open sessions"
+        http.headers["Authorization"] = f"Bearer {key}"
+        client = ROOT / "examples" / "agents" / "openai_python.py"
+        say(await output_of(sys.executable, client, "--url", url, "--key", key, "--sessions", "160"))
+        assert (await until_settled(agents, 160, PATIENCE))["states"] == {"trained": 160}
+
+
+@pytest.mark.compose
+@pytest.mark.chaos
+@pytest.mark.e2e
+@pytest.mark.timeout(3000)
+async def test_killing_containers_at_random_costs_time_and_nothing_else(environment: dict[str, str]) -> None:
     seed = int(os.environ.get("CHAOS_SEED", time.time()))
     say(f"CHAOS_SEED={seed}")
     chance = random.Random(seed)
