@@ -37,6 +37,7 @@ from trinity_mq.messages.status import (
     PausedLane,
     RunnerStatus,
     SchedulerStatus,
+    SilentAgent,
     Status,
     TrainerStatus,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "SessionsCommitted",
     "SessionsDecided",
     "SessionsTrained",
+    "SilentAgent",
     "Status",
     "SubmissionOutcome",
     "SyncEvent",

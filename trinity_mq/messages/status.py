@@ -79,6 +79,17 @@ class EmptyBatchStatus(Status):
         return f"batch {self.batch} had nothing to train on ({left}): {self.reason}"
 
 
+class SilentAgent(Status):
+    """An agent that ended without a last heartbeat, or whose process is frozen."""
+
+    id: str = ""
+    role: str = ""
+    seconds: float = 0.0
+    """Seconds since its last heartbeat was received."""
+    slices: list[tuple[str, int, int, float]] = Field(default_factory=list)
+    """Slices of its last heartbeat (``RunnerStatus.slices``), where it is a runner's."""
+
+
 class ExplorerStatus(SchedulerStatus):
     """Status of an explorer."""
 
@@ -112,6 +123,9 @@ class ExplorerStatus(SchedulerStatus):
     """The most frequent kinds of failures of slices, at most 4."""
     empty: EmptyBatchStatus | None = None
     """The last batch that had nothing to train on; null where none had, or the trainer has trained on one since."""
+    silent: list[SilentAgent] = Field(default_factory=list)
+    """Agents that send no heartbeats though they have not said goodbye, at most 8; one that is heard again is left out.
+    An observer that begins to listen later cannot know of them otherwise."""
 
 
 class PausedLane(Status):
@@ -163,6 +177,10 @@ class RunnerStatus(Status):
     """Times that a lane was paused."""
     grouped_slices: bool = False
     """It takes several slices in one message (``task_slices``)."""
+    slots: int = 0
+    """Slices that it takes at a time, of both lanes together; 0: not known."""
+    usual_seconds: float = 0.0
+    """Median duration of the last slices done in seconds; 0: none is done."""
 
 
 class OperatorStatus(Status):
@@ -170,6 +188,10 @@ class OperatorStatus(Status):
 
     ticket: str | None = None
     """Ticket of the batch being processed; null: none."""
+    seconds: float = 0.0
+    """Seconds since that batch was taken."""
+    usual_seconds: float = 0.0
+    """Median duration of the last batches in seconds; 0: none is done."""
 
 
 class MemberStatus(Status):
@@ -237,6 +259,12 @@ class TrainerStatus(Status):
     """The gate in detail."""
     finished: bool = False
     """The last batch has been consumed and its weights are committed."""
+    doing: str = ""
+    """Work under way, such as ``the train step on batch 7``; empty: it waits."""
+    doing_seconds: float = 0.0
+    """Seconds since that work began."""
+    usual_seconds: float = 0.0
+    """Median duration in seconds of such work in the last batches; 0: none was done."""
 
 
 class EngineStatus(Status):
@@ -268,6 +296,9 @@ class EngineStatus(Status):
     """Tokens sampled since the engine's process started."""
     restarts: int = 0
     """Starts of the engine's process after its first."""
+    unanswered: float = 0.0
+    """Seconds for which the engine's process has left its host's oldest question unanswered; 0: none is open. A living
+    process answers at once, also while it generates."""
     hosts: list[str] = Field(default_factory=list)
     """Ids of the engines that the sender hosts."""
 

@@ -61,13 +61,19 @@ class EngineSnapshot:
     tokens: int = 0
     """Sampled since the process started."""
     restarts: int = 0
+    asked_at: float | None = None
+    """Loop time in seconds of the host's oldest question that is unanswered; None: all are answered."""
 
     def model(self, role: ModelRole = "rollout") -> InferenceModel:
         """Return the handle that runners use."""
         return InferenceModel(self.id, self.url, self.name, self.model_path, self.version, role)
 
+    def unanswered(self, now: float) -> float:
+        """Return the seconds for which the oldest question has been open at loop time ``now``."""
+        return 0.0 if self.asked_at is None else round(now - self.asked_at, 1)
+
     def detail(self, role: ModelRole = "rollout") -> EngineStatus:
         """Return the status in the engine's heartbeat."""
         fields = asdict(self)
-        del fields["alive"]
+        del fields["alive"], fields["asked_at"]
         return EngineStatus(role=role, **fields)

@@ -38,6 +38,10 @@ HEARTBEAT_LEASE = 10.0
 """Seconds after which an agent that sends nothing is taken for dead."""
 REMEMBERED_LEASES = 6
 """Leases after which an agent that sends nothing is forgotten. Before, its last heartbeat is still known."""
+SILENT_AFTER = 3 * HEARTBEAT_INTERVAL
+"""Seconds without a heartbeat after which an agent is reported as silent, before its lease is over."""
+UNHEARD = 8
+"""Silent agents that are reported and, once forgotten, remembered."""
 CHANGE_GAP = 0.5
 """Least seconds from one heartbeat to the next for a change that nobody waits for. In a run with many short steps each
 agent changes several times a step, and every heartbeat goes to all who listen.
@@ -71,6 +75,8 @@ class Peers:
     def __init__(self) -> None:
         self._known: dict[str, Peer] = {}
         self._living: defaultdict[Role, dict[str, Peer]] = defaultdict(dict)
+        self._unheard: dict[str, Peer] = {}
+        """Forgotten agents that have not said goodbye, the latest last."""
         self._suspended_since: float | None = None
         self._next_sweep = 0.0
         self.changed = Notifier()
@@ -82,6 +88,7 @@ class Peers:
             return
         if known:
             self._living[known.beat.role].pop(beat.id, None)
+        self._unheard.pop(beat.id, None)
         peer = self._known[beat.id] = Peer(beat, asyncio.get_running_loop().time())
         if beat.state != "gone":
             self._living[beat.role][beat.id] = peer
@@ -120,11 +127,26 @@ class Peers:
     def _forget(self, now: float) -> None:
         """Forget agents that were not heard of for so long; once a lease is enough."""
         self._next_sweep = now + HEARTBEAT_LEASE
+        known = self._known
         self._known = {
             name: peer
-            for name, peer in self._known.items()
+            for name, peer in known.items()
             if now - peer.received < REMEMBERED_LEASES * max(peer.beat.lease, HEARTBEAT_LEASE)
         }
+        forgotten = {name: peer for name, peer in known.items() if name not in self._known}
+        self._unheard = dict([*self._unheard.items(), *forgotten.items()][-UNHEARD:])
+
+    def silent(self) -> list[tuple[Heartbeat, float]]:
+        """Return the last heartbeats of agents that have left out several and have not said goodbye, each with the
+        seconds since it was received; longest silent first, at most :data:`UNHEARD`. Nobody is silent while we are
+        disconnected.
+        """
+        if self._suspended_since is not None:
+            return []
+        now = asyncio.get_running_loop().time()
+        peers = [*self._unheard.values(), *self._known.values()]
+        quiet = [(peer.beat, now - peer.received) for peer in peers if peer.beat.state not in {"gone", "finished"}]
+        return sorted((one for one in quiet if one[1] >= SILENT_AFTER), key=lambda one: -one[1])[:UNHEARD]
 
     def latest(self, agent_id: str) -> Heartbeat | None:
         """Return the last heartbeat of an agent, alive or not; None once it is forgotten."""

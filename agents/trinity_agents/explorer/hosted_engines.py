@@ -158,7 +158,9 @@ class HostedEngines:
             lease=ENGINE_LEASE,
             state=state,
             waits_for=waits_for,
-            detail=snapshot.detail(role).model_copy(update={"version": version}),
+            detail=snapshot.detail(role).model_copy(
+                update={"version": version, "unanswered": snapshot.unanswered(asyncio.get_running_loop().time())}
+            ),
         )
 
     def _elsewhere(self) -> list[Version]:

@@ -21,8 +21,11 @@ from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
 from trinity_mq.messages import (
     BatchCounters,
     ExplorerStatus,
+    Heartbeat,
     Outcome,
     RunEnd,
+    RunnerStatus,
+    SilentAgent,
     SubmissionOutcome,
     TaskBody,
     TaskSubmission,
@@ -142,6 +145,7 @@ class ExplorerLoop:
             finished=self.state.finished,
             failures=self.dispatcher.failures.listed(),
             empty=self.batches.empty,
+            silent=[_silent(beat, seconds) for beat, seconds in self.agent.peers.silent()],
         )
 
     async def background(self) -> list[Any]:
@@ -429,3 +433,8 @@ class ExplorerLoop:
 
     def _on_commit(self, version: Version | None, progress: int) -> None:
         self.batches.update_counters(version[0] if version else self.batches.generation, committed=progress)
+
+
+def _silent(beat: Heartbeat, seconds: float) -> SilentAgent:
+    slices = beat.detail.slices if isinstance(beat.detail, RunnerStatus) else []
+    return SilentAgent(id=beat.id, role=beat.role, seconds=round(seconds, 1), slices=slices)

@@ -31,6 +31,7 @@ from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.telemetry.durations import WorkUnderWay
 from trinity_mq.telemetry.trace import span, works_on
 from trinity_mq.transport.batch_blobs import Sweep
 from trinity_mq.transport.blobs import open_store
@@ -61,6 +62,7 @@ class Operator(Agent):
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self._crash_notes = crash_notes or CrashNotes()
         self._ticket: str | None = None
+        self._work = WorkUnderWay()
         self._delivery: Delivery | None = None
         """The manifest at work."""
         self._restart_reason: RestartMe | None = None
@@ -81,7 +83,7 @@ class Operator(Agent):
 
     def detail(self) -> OperatorStatus:
         """Return the ticket at work: the explorer's deadline for it does not run meanwhile."""
-        return OperatorStatus(ticket=self._ticket)
+        return OperatorStatus(ticket=self._ticket, seconds=self._work.seconds, usual_seconds=self._work.usual_seconds)
 
     async def serve(self) -> None:
         """Process batches until drained or the run is over."""
@@ -127,7 +129,9 @@ class Operator(Agent):
             self.set_state("working")
             self.heartbeat_soon()
             try:
-                if await self._process(delivery, manifest):
+                with self._work.doing("batch", f"batch {manifest.batch}"):
+                    done = await self._process(delivery, manifest)
+                if done:
                     deletions.create_task(self._publisher.delete_queue(manifest))
                 self._delivery = None
             finally:

@@ -49,6 +49,7 @@ from trinity_mq.runtime.deliveries import (
 from trinity_mq.runtime.errors import EXIT_RECYCLE, EXIT_RESTART, RecycleMe, RestartMe
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
+from trinity_mq.telemetry.durations import UsualDuration
 from trinity_mq.telemetry.trace import BATCH, span
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
@@ -136,6 +137,8 @@ class Runner(Agent):
         self._idle_timer: asyncio.TimerHandle | None = None
         self._attempts = itertools.count(uuid.uuid4().int >> 1)  # unique, without asking the kernel for each
         self._done = 0
+        self._usual = UsualDuration()
+        self._slot_count = sum(slots.values())
         self._counts: Counter[str] = Counter()
 
     def detail(self) -> RunnerStatus:
@@ -151,6 +154,8 @@ class Runner(Agent):
             slices=[(*work.key, round(work.seconds, 1)) for work in oldest],
             done=self._done,
             grouped_slices=True,
+            slots=self._slot_count,
+            usual_seconds=self._usual.seconds,
         ).model_copy(update=changed)
 
     # -- taking slices
@@ -403,6 +408,7 @@ class Runner(Agent):
             await self._publisher.report(in_flight, result)
         self._remember(in_flight)
         self._done += 1
+        self._usual.add(in_flight.seconds)
         with span("acknowledge", wait=True):
             await acknowledge(in_flight.delivery)
         if self.config.runner.recycle_after is not None and self._done >= self.config.runner.recycle_after:

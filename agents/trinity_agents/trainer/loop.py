@@ -29,6 +29,7 @@ from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.gate.canary import FIRST_IDS
 from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
+from trinity_mq.telemetry.durations import WorkUnderWay
 from trinity_mq.telemetry.trace import record, span, works_on
 from trinity_mq.training.checkpoints.checkpoint import (
     Checkpoint,
@@ -124,6 +125,7 @@ class TrainLoop:
         """The last batch for which the explorer asked for our newest weights and for which they were committed."""
         self._in_hand: list[str] = []
         self._waited = self._counts_since = 0.0
+        self._work = WorkUnderWay()
         self.gate = CoordinatorDriver(
             name=agent.id,
             config=config.synchronizer,
@@ -161,6 +163,9 @@ class TrainLoop:
             in_hand=[*self.source.waiting, *self._in_hand],
             sync=self.gate.report(),
             finished=self.finished,
+            doing=self._work.what,
+            doing_seconds=self._work.seconds,
+            usual_seconds=self._work.usual_seconds,
         )
 
     async def restore(self) -> None:
@@ -355,7 +360,9 @@ class TrainLoop:
         self.agent.set_state("working" if self.gate.has_members else "holding", "engines to take the weights")
         started = asyncio.get_running_loop().time()
         syncing = self.gate.sync(self.version, self.progress)
-        if await self.agent.woken.unless(lambda: self.agent.draining.is_set() or self.is_run_over, syncing):
+        with self._work.doing("sync", f"the weight sync of version {self.version[0]}.{self.version[1]}"):
+            done = await self.agent.woken.unless(lambda: self.agent.draining.is_set() or self.is_run_over, syncing)
+        if done:
             spent = asyncio.get_running_loop().time() - started
             self._answered = max(self._answered, wanted)
             self.agent.report(self.progress, {"time/sync": spent, **self.gate.metrics()})
@@ -378,13 +385,14 @@ class TrainLoop:
         self._in_hand = [one.ticket for one in batches]
         started = loop.time()
         try:
-            result = await train_on(
-                batch,
-                self.step,
-                learner=self.learner,
-                attempts=self._attempts,
-                max_staleness=self._max_staleness,
-            )
+            with self._work.doing("step", f"the train step on batch {batch.batch}"):
+                result = await train_on(
+                    batch,
+                    self.step,
+                    learner=self.learner,
+                    attempts=self._attempts,
+                    max_staleness=self._max_staleness,
+                )
         except TrainingStopped as error:
             tokenizer = self.folder / "model" if self.config.model.tiny else Path(str(self.config.model.model_path))
             kept = await asyncio.to_thread(keep_for_a_look, batch, self.folder, tokenizer)
@@ -495,7 +503,7 @@ class TrainLoop:
         assert self._history is not None
         await asyncio.to_thread(self._history.sync)
         self._last_save, self._bytes_saved = self.progress, self.source.bytes_since_save
-        with span("save checkpoint", threads=True):
+        with span("save checkpoint", threads=True), self._work.doing("save", f"checkpoint {self.progress}"):
             await self.saver.save(state, self._saved)
         self.agent.report(self.progress, {"time/save": asyncio.get_running_loop().time() - started})
 
@@ -512,8 +520,9 @@ class TrainLoop:
     async def _finish(self) -> None:
         """All batches are consumed and the engines hold the final weights: save them for good."""
         self.agent.set_state("working", "the final model to be written")
-        await self._save()
-        await self.saver.idle()
+        with self._work.doing("final", "the final model"):
+            await self._save()
+            await self.saver.idle()
         checkpoint = self.store.latest()
         if checkpoint is None:
             raise FatalError("the final checkpoint cannot be found again")

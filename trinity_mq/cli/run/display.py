@@ -145,6 +145,9 @@ def picture(view: RunView, now: float) -> RenderableType:
     if (sessions := view.sessions) is not None:
         parts.insert(2, Text(sessions_line(sessions)))
     parts += [Text(failure.line(), style="red") for failure in view.failures]
+    if view.finding is not None:
+        still = f"nothing has moved for {duration(view.still(now))}: "
+        parts.append(Text(still + view.finding.sentence, style="bold red"))
     if view.gate.members:
         engines = _table("member of the gate", "version", "state")
         for name, member in sorted(view.gate.members.items()):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trinity_mq.cli.reports.figures import TRAIN_STEPS, evaluations
+from trinity_mq.diagnosis import Finding, Watch, diagnose
 from trinity_mq.messages import (
     EmptyBatchStatus,
     ExplorerStatus,
@@ -27,6 +28,8 @@ RATE_WINDOW = 50
 """Steps over which the time left is estimated."""
 WAIT_SHOWN = 10.0
 """Seconds; shorter waits are normal and not shown."""
+STILL_SHOWN = 30.0
+"""Seconds without any progress after which the reason is shown."""
 OVER = ("finished", "gone")
 """States after which no heartbeats are expected."""
 ROLES = ("explorer", "engine", "gateway", "runner", "operator", "trainer")
@@ -79,10 +82,19 @@ class RunView:
         """URLs of gateways that were news, by their ids."""
         self._news: list[str] = []
         self._told_left_over = False
+        self._watch: Watch | None = None
+        """Made at the first heartbeat."""
+        self.finding: Finding | None = None
+        """The reason why nothing moves; None while something does, or has a moment ago."""
+        self._told_culprits: set[str | None] = set()
+        """Culprits that were news since something moved."""
 
     def receive(self, message: object, now: float) -> None:
         """Take in a heartbeat or metrics; other messages are ignored."""
         if isinstance(message, Heartbeat):
+            if self._watch is None:
+                self._watch = Watch(now)
+            self._watch.receive(message, now)
             self._receive_heartbeat(message, now)
         elif isinstance(message, Metrics):
             self.metrics.update(message.values)
@@ -147,6 +159,37 @@ class RunView:
         if dead and dead > (before or 0):
             self.add_news(f"{dead} dead letter{'s' if dead > 1 else ''}: see `trinity-mq dead list {self.run}`")
         self.depths = dict(depths)
+
+    def still(self, now: float) -> float:
+        """Return the seconds since anything progressed, 0 before the first heartbeat."""
+        return 0.0 if self._watch is None else now - self._watch.moved_at
+
+    def explain(
+        self,
+        now: float,
+        *,
+        broker: str = "",
+        expected: Mapping[str, int] | None = None,
+        limits: Mapping[str, float] | None = None,
+    ) -> None:
+        """Work out why nothing moves, once that has lasted for :data:`STILL_SHOWN`; each culprit is news once.
+
+        The arguments are those of :class:`trinity_mq.diagnosis.Observation`.
+        """
+        self.finding = None
+        if self._watch is None or self.still(now) < STILL_SHOWN:
+            self._told_culprits.clear()
+            return
+        depths = self.depths
+        observation = self._watch.observation(now, depths=depths, broker=broker, expected=expected, limits=limits)
+        finding = diagnose(observation)
+        if finding.state in {"moving", "over"}:
+            return
+        self.finding = finding
+        if finding.culprit not in self._told_culprits:
+            self._told_culprits.add(finding.culprit)
+            what = f"; what to do: {finding.lever}" if finding.lever else ""
+            self.add_news(f"nothing has moved for {self.still(now):.0f} s: {finding.sentence}{what}")
 
     def add_event(self, event: ProcessEvent) -> None:
         """Add news of a process event, if it is worth a line."""

@@ -18,7 +18,8 @@ from trinity_mq.cli.broker.connection import connected
 from trinity_mq.cli.broker.own import own_broker
 from trinity_mq.cli.run.display import Display
 from trinity_mq.cli.run.follow import MetricsTail, depths, follow, listen
-from trinity_mq.cli.run.run_view import RunView
+from trinity_mq.cli.run.observe import broker_trouble, expected_agents, limits
+from trinity_mq.cli.run.run_view import STILL_SHOWN, RunView
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.trackers.process import TrackerProcess
 from trinity_mq.config import Config
@@ -184,8 +185,13 @@ class Session:
                 await follow(bus, topology, self.run_view, "supervisor", self._changed.notify, pattern="beat.#")
 
     async def _depths(self, bus: Bus, topology: Topology) -> None:
+        clock = asyncio.get_running_loop().time
+        expected, bounds = expected_agents(self._config), limits(self._config)
         while True:
             self.run_view.set_depths(await depths(bus, topology, QUEUES))
+            broker = await broker_trouble(bus, topology) if self.run_view.still(clock()) >= STILL_SHOWN else ""
+            if self.signal is None:
+                self.run_view.explain(clock(), broker=broker, expected=expected, limits=bounds)
             await asyncio.sleep(DEPTH_SECONDS)
 
     async def _restart_on_request(

@@ -283,9 +283,12 @@ class EngineHost:
         answered = loop.time()
         while True:
             await asyncio.sleep(interval)
+            # not a change to tell at once: the next heartbeat says for how long the engine has not answered
+            self.snapshot = dataclasses.replace(self.snapshot, asked_at=self.snapshot.asked_at or loop.time())
             try:
                 await self._command_engine("lease", {"seconds": self._lease}, self._lease / 4)
                 answered = loop.time()
+                self.snapshot = dataclasses.replace(self.snapshot, asked_at=None)
             except EngineError as error:
                 log.warning("lease_not_renewed", engine=self.id, reason=str(error))
                 if loop.time() - answered > self._lease:
@@ -298,7 +301,7 @@ class EngineHost:
 
     def _gone(self, state: str) -> None:
         self._process = None
-        self._change(alive=False, state=state, url="", version=None, load=0)
+        self._change(alive=False, state=state, url="", version=None, load=0, asked_at=None)
 
     def _change(self, **fields: Any) -> None:
         changed = dataclasses.replace(self.snapshot, **fields)

@@ -1,0 +1,8 @@
+"""Names the agent that a run waits for, and the stage that limits its throughput, from heartbeats. Pure."""
+
+from trinity_mq.diagnosis.limits import bottleneck
+from trinity_mq.diagnosis.records import Bottleneck, Edge, Finding, Observation, Stage, State
+from trinity_mq.diagnosis.verdict import diagnose
+from trinity_mq.diagnosis.watch import Watch
+
+__all__ = ["Bottleneck", "Edge", "Finding", "Observation", "Stage", "State", "Watch", "bottleneck", "diagnose"]

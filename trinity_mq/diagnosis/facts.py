@@ -1,0 +1,172 @@
+"""Lookups over an observation, and the edges from agents that wait to what they wait for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+from trinity_mq.diagnosis.records import OVER, Edge, Observation
+from trinity_mq.messages import (
+    EngineStatus,
+    ExplorerStatus,
+    Heartbeat,
+    OperatorStatus,
+    Role,
+    RunnerStatus,
+    SilentAgent,
+    Status,
+    TrainerStatus,
+)
+
+S = TypeVar("S", bound=Status)
+
+SILENT_SECONDS = 6.0
+"""Three heartbeats left out: the process is dead, frozen, or its event loop is blocked."""
+ROLES: tuple[Role, ...] = ("explorer", "trainer", "operator", "runner", "engine", "gateway", "scheduler")
+"""The order in which silent agents are blamed: an explorer's silence is its engines' too."""
+
+
+def text_of(seconds: float) -> str:
+    """Return a duration for a person.
+
+    >>> text_of(0.25), text_of(9.4), text_of(212), text_of(4000)
+    ('0.2 s', '9 s', '212 s', '67 min')
+    """
+    if not math.isfinite(seconds):
+        return "a long time"
+    if seconds >= 600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if seconds >= 2 else f"{seconds:.1f} s"
+
+
+class Facts:
+    """One observation, by role."""
+
+    def __init__(self, observation: Observation) -> None:
+        self.observation = observation
+        beats = observation.heartbeats
+        self.living: list[tuple[Heartbeat, float]] = [
+            (beat, age) for beat, age in beats.values() if beat.state not in OVER and age < SILENT_SECONDS
+        ]
+        self.silent = self._silent(beats)
+        """Agents that are silent, in the order in which they are blamed."""
+        self.explorer = self.first("explorer", ExplorerStatus)
+        self.trainer = self.first("trainer", TrainerStatus)
+
+    def _silent(self, beats: Mapping[str, tuple[Heartbeat, float]]) -> list[SilentAgent]:
+        found = {
+            beat.id: SilentAgent(
+                id=beat.id,
+                role=beat.role,
+                seconds=age,
+                slices=beat.detail.slices if isinstance(beat.detail, RunnerStatus) else [],
+            )
+            for beat, age in beats.values()
+            if beat.state not in OVER and age >= SILENT_SECONDS
+        }
+        heard = {beat.id for beat, age in beats.values() if age < SILENT_SECONDS or beat.state in OVER}
+        for beat, age in self.living:
+            if isinstance(beat.detail, ExplorerStatus):
+                for one in beat.detail.silent:
+                    if one.id not in heard and one.id not in found:
+                        found[one.id] = one.model_copy(update={"seconds": one.seconds + age})
+        order = {role: n for n, role in enumerate(ROLES)}
+        return sorted(found.values(), key=lambda one: (order.get(one.role, len(order)), -one.seconds, one.id))  # type: ignore[call-overload]
+
+    def of_role(self, role: str) -> list[tuple[Heartbeat, float]]:
+        """Return the heartbeats of a role's living agents with their ages; hosts of engines are no engines."""
+        return [
+            (beat, age)
+            for beat, age in self.living
+            if beat.role == role and not (isinstance(beat.detail, EngineStatus) and beat.detail.id is None)
+        ]
+
+    def first(self, role: str, status: type[S]) -> tuple[Heartbeat, S] | None:
+        """Return the first living agent of a role."""
+        found = sorted(self.of_role(role), key=lambda item: item[0].id)
+        return next(((beat, beat.detail) for beat, _ in found if isinstance(beat.detail, status)), None)
+
+    def depth(self, queue: str) -> int:
+        """Return the ready messages of a queue, 0 where that is not known."""
+        return self.observation.depths.get(queue) or 0
+
+    @property
+    def unprocessed(self) -> bool:
+        """Return whether a closed batch has not come to the trainer yet."""
+        if self.depth("closed"):
+            return True
+        following = self.explorer[1].following if self.explorer else []
+        in_hand = self.trainer[1].in_hand if self.trainer else []
+        return bool(set(following) - set(in_hand)) and not (self.trainer and self.trainer[1].doing)
+
+    def edges(self) -> tuple[Edge, ...]:
+        """Return the waits of all living agents, longest first."""
+        found = [
+            Edge(beat.id, beat.waits_for, max(0.0, beat.waits_seconds) + age, self._leads_to(beat))
+            for beat, age in self.living
+            if beat.waits_for
+        ]
+        return tuple(sorted(found, key=lambda edge: (-edge.seconds, edge.waiter)))
+
+    def _leads_to(self, beat: Heartbeat) -> str | None:
+        """Return the agent or role that a waiting agent waits for. It follows from what the others report, so that it
+        holds for any wording.
+        """
+        detail = beat.detail
+        match beat.role:
+            case "runner":
+                outside = isinstance(detail, RunnerStatus) and bool(detail.paused)
+                return None if outside else self._one("explorer")
+            case "operator":
+                busy = isinstance(detail, OperatorStatus) and detail.ticket is not None
+                return self._holder() if busy else self._source_of_batches()
+            case "engine":
+                return self._one("trainer")
+            case "trainer":
+                return self._trainer_leads_to(beat)
+            case "explorer":
+                return self._explorer_leads_to()
+            case _:
+                return self._one("explorer")
+
+    def _trainer_leads_to(self, beat: Heartbeat) -> str | None:
+        if beat.state == "starting":
+            return None
+        syncs = isinstance(beat.detail, TrainerStatus) and bool(beat.detail.doing)
+        if syncs or beat.state == "holding":
+            return self._one("engine")
+        return self._one("operator") if self.unprocessed else self._source_of_batches()
+
+    def _explorer_leads_to(self) -> str | None:
+        versions = [beat.detail.version for beat, _ in self.of_role("engine") if isinstance(beat.detail, EngineStatus)]
+        if not any(versions):
+            return self._one("engine")
+        if self.trainer is None or self.trainer[1].doing:
+            return self._one("trainer")
+        if self.unprocessed:
+            return self._one("operator")
+        return self._holder() if self.explorer_waits_for_rollouts else None
+
+    def _source_of_batches(self) -> str:
+        """Return who makes the next closed batch: the runner with the oldest slice, else the explorer."""
+        return self._holder() if self.explorer_waits_for_rollouts else self._one("explorer")
+
+    @property
+    def explorer_waits_for_rollouts(self) -> bool:
+        """Return whether batches are open."""
+        return self.explorer is not None and bool(self.explorer[1].open)
+
+    def _one(self, role: str) -> str:
+        """Return the first living agent of a role, else the role."""
+        return min((beat.id for beat, _ in self.of_role(role)), default=role)
+
+    def _holder(self) -> str:
+        """Return the runner with the oldest slice, else the role."""
+        held = [(one[3], beat.id) for beat, _ in self.of_role("runner") for one in slices_of(beat)]
+        return max(held)[1] if held else self._one("runner")
+
+
+def slices_of(beat: Heartbeat) -> list[tuple[str, int, int, float]]:
+    """Return the oldest slices in flight of a runner."""
+    return beat.detail.slices if isinstance(beat.detail, RunnerStatus) else []

@@ -1,0 +1,294 @@
+"""Names the culprit for whom a run waits. Pure: one observation in, one finding out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from trinity_mq.diagnosis.facts import Facts, slices_of, text_of
+from trinity_mq.diagnosis.levers import lever
+from trinity_mq.diagnosis.limits import bottleneck
+from trinity_mq.diagnosis.records import BROKER, OVER, Edge, Finding, Observation, State
+from trinity_mq.messages import EngineStatus, ExplorerStatus, OperatorStatus, RunnerStatus, SilentAgent, TrainerStatus
+
+MOVING_SECONDS = 4.0
+"""Seconds without progress up to which a run counts as moving: two heartbeats."""
+OVERDUE_SECONDS = 8.0
+"""Work shorter than this is never blamed."""
+OVERDUE_TIMES = 3.0
+"""Times of the usual duration from which work is blamed."""
+UNANSWERED_SECONDS = 5.0
+"""Seconds without an answer from which an engine counts as frozen."""
+MISSING_SECONDS = 5.0
+"""Seconds of listening after which a role of which no heartbeat came is missing: two heartbeats and a delay."""
+REDELIVERED_SECONDS = 180.0
+"""Seconds after which the work of a silent agent has gone to another one of its role: the broker has noticed."""
+STILL_SECONDS = 30.0
+"""Seconds without progress from which the longest wait is named although nobody takes longer than usual."""
+NO_TASKS = "tasks to be submitted"
+"""The explorer's reason where a taskset gives no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cause:
+    state: State
+    culprit: str | None
+    words: str
+    lever: str
+    evidence: tuple[str, ...] = ()
+
+
+def diagnose(observation: Observation) -> Finding:
+    """Return who the run waits for, with evidence and remedy; it never raises, whatever the heartbeats say."""
+    facts = Facts(observation)
+    edges = facts.edges()
+    if observation.broker:
+        what = "unreachable" if "block" not in observation.broker and "alarm" not in observation.broker else "broker"
+        sentence = f"everybody waits for the broker: {observation.broker}"
+        return Finding("stuck", sentence, BROKER, _heard(facts), lever(what), edges)
+    if _is_over(facts):
+        return Finding("over", "the run is over: its last batch and its last evaluation are done", edges=edges)
+    if not facts.living and not facts.silent:
+        sentence = f"no agent of the run has sent a heartbeat in {text_of(observation.listened)}"
+        return Finding("silent", sentence, lever=lever("nobody"))
+    cause = next((cause for rule in RULES for cause in rule(facts)), None)
+    if cause is None:
+        cause = _longest_wait(facts, edges)
+    still = observation.still
+    if cause is not None and still >= MOVING_SECONDS:
+        waits = _who_waits(edges, cause.culprit)
+        evidence = (*cause.evidence, *_heard(facts), f"nothing has progressed for {text_of(still)}")
+        return Finding(cause.state, f"{waits}{cause.words}", cause.culprit, evidence, cause.lever, edges)
+    limit = bottleneck(observation)
+    if still < MOVING_SECONDS:
+        sentence = "the run moves" if limit is None else f"the run moves; {limit.sentence}"
+        evidence = () if cause is None else (f"but {cause.words}",)
+    else:
+        sentence = f"nothing has progressed for {text_of(still)}, and nobody takes longer than usual"
+        evidence = ()
+    return Finding("moving", sentence, None, (*evidence, *_heard(facts)), "" if limit is None else limit.lever, edges)
+
+
+# -- the rules, in the order in which they are asked; each yields causes, worst first
+
+
+def _frozen_engine(facts: Facts) -> Iterator[_Cause]:
+    frozen = [
+        (one.unanswered + age, beat.id, one)
+        for beat, age in facts.of_role("engine")
+        if isinstance(one := beat.detail, EngineStatus) and one.unanswered >= UNANSWERED_SECONDS
+    ]
+    for seconds, name, one in sorted(frozen, key=lambda item: (-item[0], item[1])):
+        words = f"engine {name} has not answered its host for {text_of(seconds)}: its process is frozen"
+        evidence = (f"{name} last reported state {one.state or 'unknown'}, {one.load} sequences to generate",)
+        yield _Cause("stuck", name, words, lever("engine", name), evidence)
+
+
+def _silent(facts: Facts, *, long: bool) -> Iterator[_Cause]:
+    for one in facts.silent:
+        others = bool(facts.of_role(one.role))
+        if (others and one.seconds >= REDELIVERED_SECONDS) == long and (one.role != "gateway" or long):
+            yield _silence(facts, one)
+
+
+def _silence(facts: Facts, one: SilentAgent) -> _Cause:
+    words = f"{one.id} has sent no heartbeat for {text_of(one.seconds)}: its process is frozen, blocked or dead"
+    evidence = []
+    if one.slices:
+        _, task, first, seconds = max(one.slices, key=lambda item: item[3])
+        evidence.append(
+            f"{one.id} held {len(one.slices)} slices or more, the oldest of task {task} (from run {first}) since "
+            f"{text_of(seconds + one.seconds)}"
+        )
+    heard = [beat.id for beat, _ in facts.of_role(one.role)]
+    evidence.append(f"heard of its role: {', '.join(heard) or 'nobody'}")
+    remedy = lever("silent_runner" if one.role == "runner" else "silent", one.id)
+    return _Cause("stuck", one.id, words, remedy, tuple(evidence))
+
+
+def _silent_now(facts: Facts) -> Iterator[_Cause]:
+    yield from _silent(facts, long=False)
+
+
+def _silent_long(facts: Facts) -> Iterator[_Cause]:
+    yield from _silent(facts, long=True)
+
+
+def _missing(facts: Facts) -> Iterator[_Cause]:
+    if facts.observation.listened < MISSING_SECONDS:
+        return
+    expected = facts.observation.expected
+    alone = set(expected) == {"trainer"}
+    rolling = facts.explorer_waits_for_rollouts
+    needs = (
+        ("explorer", "explorer" in expected or (bool(facts.living) and not alone), "nobody schedules"),
+        ("trainer", "trainer" in expected or facts.explorer is not None, "nobody trains, and nobody gives weights"),
+        ("runner", rolling, f"{facts.depth('tasks.train')} messages wait in tasks.train"),
+        ("operator", facts.unprocessed, f"{facts.depth('closed')} closed batches wait"),
+    )
+    for role, needed, why in needs:
+        if needed and not facts.of_role(role) and not _has_ended(facts, role):
+            words = f"no {role} lives: {why}"
+            listened = f"no heartbeat of one came in {text_of(facts.observation.listened)} of listening"
+            yield _Cause("stuck", role, words, lever(role), (listened,))
+
+
+def _starting(facts: Facts) -> Iterator[_Cause]:
+    for beat, age in facts.living:
+        if beat.state == "starting" and beat.role in {"explorer", "trainer", "engine"}:
+            what = f", for {beat.waits_for}" if beat.waits_for else ""
+            since = f" since {text_of(beat.waits_seconds + age)}" if beat.waits_for else ""
+            yield _Cause("waiting", beat.id, f"{beat.id} is starting{what}{since}", lever("loading"))
+    for beat, _ in facts.observation.heartbeats.values():
+        if beat.role == "engine" and beat.state == "gone" and facts.explorer is not None:
+            words = f"engine {beat.id} has died and its host starts it anew"
+            yield _Cause("waiting", beat.id, words, lever("engine_starting", beat.id))
+
+
+def _overdue_trainer(facts: Facts) -> Iterator[_Cause]:
+    for beat, age in facts.of_role("trainer"):
+        one = beat.detail
+        if not isinstance(one, TrainerStatus) or not one.doing:
+            continue
+        seconds = one.doing_seconds + age
+        if not _overdue(seconds, one.usual_seconds):
+            continue
+        usual = _median(one.usual_seconds)
+        words = f"{beat.id} is at {one.doing} for {text_of(seconds)}; {usual}"
+        if "sync" not in one.doing:
+            queued = (f"{len(one.in_hand)} batches have arrived at {beat.id}",) if one.in_hand else ()
+            yield _Cause("waiting", beat.id, words, lever("step"), queued)
+            continue
+        members = one.sync.members if one.sync else {}
+        behind = sorted(name for name, member in members.items() if member.state and member.state != "current")
+        evidence = tuple(f"engine {name} is {members[name].state}" for name in behind)
+        trouble = (f"the last attempt was aborted: {one.sync.trouble}",) if one.sync and one.sync.trouble else ()
+        culprit = behind[0] if behind else beat.id
+        if behind:
+            words = f"{words}; engine {culprit} has not taken the weights"
+        yield _Cause("waiting", culprit, words, lever("sync"), (*evidence, *trouble))
+
+
+def _overdue_operator(facts: Facts) -> Iterator[_Cause]:
+    for beat, age in facts.of_role("operator"):
+        one = beat.detail
+        if not isinstance(one, OperatorStatus) or one.ticket is None or beat.waits_for:
+            continue
+        seconds = one.seconds + age
+        if one.seconds and _overdue(seconds, one.usual_seconds):
+            words = f"{beat.id} processes a batch for {text_of(seconds)}; {_median(one.usual_seconds)}"
+            queued = f"{facts.depth('closed')} more closed batches wait"
+            yield _Cause("waiting", beat.id, words, lever("batch"), (f"its ticket is {one.ticket}", queued))
+
+
+def _paused_lane(facts: Facts) -> Iterator[_Cause]:
+    for beat, _ in facts.of_role("runner"):
+        paused = beat.detail.paused if isinstance(beat.detail, RunnerStatus) else []
+        for lane in paused:
+            yield _Cause("waiting", beat.id, f"{beat.id} waits for {lane.line()}", lever("lane"))
+
+
+def _overdue_slice(facts: Facts) -> Iterator[_Cause]:
+    held = [
+        (seconds + age, beat.id, task, first, beat.detail.usual_seconds if isinstance(beat.detail, RunnerStatus) else 0)
+        for beat, age in facts.of_role("runner")
+        for _, task, first, seconds in slices_of(beat)
+    ]
+    for seconds, name, task, first, usual in sorted(held, key=lambda item: (-item[0], item[1:]))[:1]:
+        if _overdue(seconds, usual):
+            words = f"task {task} (from run {first}) runs on {name} for {text_of(seconds)}; {_median(usual)}"
+            limit = facts.observation.limits.get("explorer.max_timeout")
+            ends = (f"explorer.max_timeout bounds an attempt at {text_of(limit)}",) if limit else ()
+            yield _Cause("waiting", name, words, lever("slice"), (*_engines_fine(facts), *ends))
+
+
+def _no_tasks(facts: Facts) -> Iterator[_Cause]:
+    if facts.explorer and facts.explorer[0].waits_for == NO_TASKS and not facts.explorer_waits_for_rollouts:
+        yield _Cause("waiting", None, "the run waits for tasks to be submitted", lever("tasks"))
+
+
+RULES: tuple[Callable[[Facts], Iterator[_Cause]], ...] = (
+    _frozen_engine,
+    _silent_now,
+    _missing,
+    _starting,
+    _overdue_trainer,
+    _overdue_operator,
+    _paused_lane,
+    _overdue_slice,
+    _silent_long,
+    _no_tasks,
+)
+
+
+def _longest_wait(facts: Facts, edges: tuple[Edge, ...]) -> _Cause | None:
+    """Follow the waits from the trainer, or the longest one, to an agent that waits for nobody."""
+    if facts.observation.still < STILL_SECONDS:
+        return None
+    by_waiter = {edge.waiter: edge for edge in edges}
+    trainer = facts.trainer[0].id if facts.trainer else ""
+    edge = by_waiter.get(trainer) or next(iter(edges), None)
+    if edge is None:
+        busy = [beat.id for beat, _ in facts.living if beat.state == "working"]
+        culprit = busy[0] if busy else None
+        words = f"{', '.join(busy) or 'nobody'} works, and nothing comes of it"
+        return _Cause("waiting", culprit, words, lever("wait"))
+    passed = [edge.waiter]
+    while edge.on is not None and edge.on not in passed and edge.on in by_waiter:
+        edge = by_waiter[edge.on]
+        passed.append(edge.waiter)
+    culprit = edge.on if edge.on is not None and edge.on not in passed else edge.waiter
+    words = f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}"
+    return _Cause("waiting", culprit, words, lever("wait"), (f"followed: {' -> '.join([*passed, culprit])}",))
+
+
+def _overdue(seconds: float, usual: float) -> bool:
+    return seconds >= max(OVERDUE_SECONDS, OVERDUE_TIMES * usual)
+
+
+def _median(usual: float) -> str:
+    return f"the median is {text_of(usual)}" if usual else "none was done before"
+
+
+def _engines_fine(facts: Facts) -> tuple[str, ...]:
+    """Return that the engines answer and have nothing to do, so that the workflow itself takes the time."""
+    engines = [beat.detail for beat, _ in facts.of_role("engine") if isinstance(beat.detail, EngineStatus)]
+    if engines and all(one.load == 0 for one in engines):
+        return ("no engine generates anything: the workflow or its reward function takes the time",)
+    return ()
+
+
+def _has_ended(facts: Facts, role: str) -> bool:
+    """Return whether an agent of the role has ended in order, as at the end of a run."""
+    ended = any(b.role == role and b.state == "finished" for b, _ in facts.observation.heartbeats.values())
+    return ended and role != "runner"
+
+
+def _is_over(facts: Facts) -> bool:
+    beats = [beat for beat, _ in facts.observation.heartbeats.values()]
+    explorers = [beat for beat in beats if isinstance(beat.detail, ExplorerStatus)]
+    if explorers:
+        return any(isinstance(one.detail, ExplorerStatus) and one.detail.finished for one in explorers)
+    return bool(beats) and all(beat.state in OVER for beat in beats)
+
+
+def _who_waits(edges: tuple[Edge, ...], culprit: str | None) -> str:
+    """Return the beginning of the sentence: the trainer's wait, else the explorer's."""
+    waits = [edge for edge in edges if edge.waiter != culprit and edge.waiter.startswith(("trainer", "explorer"))]
+    if not waits or culprit is None:
+        return ""
+    edge = min(waits, key=lambda one: (not one.waiter.startswith("trainer"), -one.seconds))
+    return f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}: "
+
+
+def _heard(facts: Facts) -> tuple[str, ...]:
+    """Return lines about waiting agents, and queues that are not empty."""
+    lines = [f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}" for edge in facts.edges()[:6]]
+    depths = {name: depth for name, depth in facts.observation.depths.items() if depth}
+    if depths:
+        lines.append("queues: " + ", ".join(f"{name} {depth}" for name, depth in depths.items()))
+    for role, count in facts.observation.expected.items():
+        living = len(facts.of_role(role))
+        if living < count:
+            lines.append(f"{living} of {count} agents of role {role} are heard")
+    return tuple(lines)

@@ -1,0 +1,126 @@
+"""Collects heartbeats over time and makes observations of them: what moves, since when, how busy each stage is."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_mq.diagnosis.records import OVER, Observation
+from trinity_mq.messages import (
+    EngineStatus,
+    ExplorerStatus,
+    GatewayStatus,
+    Heartbeat,
+    Metrics,
+    OperatorStatus,
+    RunnerStatus,
+    TrainerStatus,
+)
+
+WINDOW = 60.0
+"""Seconds over which busy shares are measured."""
+MIN_SAMPLES = 5
+"""Heartbeats of a stage in the window below which its share is not known."""
+
+
+class Watch:
+    """The latest heartbeat of each agent, and what has changed since. Time is an argument, in seconds of any clock.
+
+    Args:
+        now: The time at which listening begins.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._began = self.moved_at = now
+        """Time of the last progress."""
+        self.moves = 0
+        """Changes of progress that were seen."""
+        self._heartbeats: dict[str, tuple[Heartbeat, float]] = {}
+        self._progress: dict[str, tuple[Any, ...]] = {}
+        self._busy: dict[str, collections.deque[tuple[float, float]]] = {}
+        self._metrics: dict[str, float] = {}
+
+    def receive(self, message: object, now: float) -> None:
+        """Take in a heartbeat or metrics; other messages are ignored."""
+        if isinstance(message, Metrics):
+            self._metrics.update(message.values)
+        if not isinstance(message, Heartbeat):
+            return
+        known, _ = self._heartbeats.get(message.id, (None, 0.0))
+        if known and known.incarnation == message.incarnation and known.seq >= message.seq:
+            return
+        self._heartbeats[message.id] = message, now
+        progress = _progress(message)
+        before = self._progress.get(message.id)
+        self._progress[message.id] = progress
+        if before is not None and progress != before:
+            self.moved_at, self.moves = now, self.moves + 1
+        for stage, share in _busy(message):
+            samples = self._busy.setdefault(stage, collections.deque())
+            samples.append((now, share))
+            while samples[0][0] < now - WINDOW:
+                samples.popleft()
+
+    def observation(
+        self,
+        now: float,
+        *,
+        depths: Mapping[str, int | None] | None = None,
+        broker: str = "",
+        expected: Mapping[str, int] | None = None,
+        limits: Mapping[str, float] | None = None,
+    ) -> Observation:
+        """Return what is known at ``now``; the arguments are those of :class:`Observation`."""
+        recent = {
+            stage: [share for at, share in samples if at >= now - WINDOW] for stage, samples in self._busy.items()
+        }
+        return Observation(
+            heartbeats={name: (beat, now - at) for name, (beat, at) in self._heartbeats.items()},
+            depths=depths or {},
+            broker=broker,
+            still=now - self.moved_at,
+            listened=now - self._began,
+            expected=expected or {},
+            limits=limits or {},
+            busy={stage: sum(shares) / len(shares) for stage, shares in recent.items() if len(shares) >= MIN_SAMPLES},
+            metrics=self._metrics,
+        )
+
+
+def _progress(beat: Heartbeat) -> tuple[Any, ...]:
+    """Return the parts of a heartbeat that change when the agent gets on."""
+    match beat.detail:
+        case ExplorerStatus() as one:
+            return beat.incarnation, one.opened, one.closed, one.evaluating, one.finished
+        case RunnerStatus() as one:
+            return (one.done,)
+        case TrainerStatus() as one:
+            return beat.incarnation, one.progress, one.step, one.committed, one.finished
+        case EngineStatus() as one:
+            return one.tokens, one.version
+        case GatewayStatus() as one:
+            return one.calls, one.trained, one.open, one.parked
+        case OperatorStatus() as one:
+            return (one.ticket,)
+        case _:
+            return ()
+
+
+def _busy(beat: Heartbeat) -> list[tuple[str, float]]:
+    """Return the stages that a heartbeat tells about, and the share of each that is at work at that moment."""
+    if beat.state in OVER:
+        return []
+    match beat.detail:
+        case RunnerStatus(slots=slots, running=running) if slots:
+            return [("runner", min(1.0, running / slots))]
+        case TrainerStatus(doing=doing):
+            return [("trainer", float(bool(doing) and "sync" not in doing)), ("sync", float("sync" in doing))]
+        case EngineStatus(url=str(), role="rollout", load=load):
+            return [("engine", float(load > 0))]
+        case OperatorStatus(ticket=ticket):
+            return [("operator", float(ticket is not None))]
+        case ExplorerStatus():
+            return [("explorer", float(beat.state == "working"))]
+        case _:
+            return []
