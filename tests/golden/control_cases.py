@@ -286,6 +286,53 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
     },
     ("beat", 1): {
         "minimal": {"role": "runner", "id": "r", "seq": 0, "incarnation": "i", "lease": 10.0, "state": "idle"},
+        "silent_agents": {
+            "role": "explorer",
+            "id": "explorer-0",
+            "seq": 9,
+            "incarnation": "b1946ac92492",
+            "lease": 10.0,
+            "state": "holding",
+            "detail": {
+                "silent": [{"id": "runner-3", "role": "runner", "seconds": 12.5, "slices": [["t1", 41, 4, 30.5]]}]
+            },
+        },
+        "train_step": {
+            "role": "trainer",
+            "id": "trainer-0",
+            "seq": 9,
+            "incarnation": "b1946ac92492",
+            "lease": 10.0,
+            "state": "working",
+            "detail": {"doing": "the train step on batch 7", "doing_seconds": 40.5, "usual_seconds": 1.25},
+        },
+        "batch_at_work": {
+            "role": "operator",
+            "id": "operator-0",
+            "seq": 9,
+            "incarnation": "b1946ac92492",
+            "lease": 10.0,
+            "state": "working",
+            "detail": {"ticket": "t1", "seconds": 3.5, "usual_seconds": 0.25},
+        },
+        "slots": {
+            "role": "runner",
+            "id": "runner-0",
+            "seq": 9,
+            "incarnation": "b1946ac92492",
+            "lease": 10.0,
+            "state": "working",
+            "detail": {"running": 2, "slots": 32, "usual_seconds": 9.25},
+        },
+        "frozen_engine": {
+            "role": "engine",
+            "id": "engine-0",
+            "seq": 9,
+            "incarnation": "b1946ac92492",
+            "lease": 10.0,
+            "state": "working",
+            "detail": {"id": "e", "url": "http://h:1", "name": "m", "role": "rollout", "unanswered": 14.5},
+        },
         "full": {
             "role": "explorer",
             "id": "explorer-0",

@@ -53,7 +53,7 @@ COMMANDS = (
     ("submit", "commands.submit:submit", "publish a task to a run"),
     ("list", "run.list:list_runs", "show the runs below a folder: how far each is, and whether it runs"),
     ("status", "run.status:status", "show the agents of a run and the depths of its queues"),
-    ("why", "commands.why:why", "say in one sentence what a run waits for, with the evidence and what to do"),
+    ("why", "run.why:why", "say in one sentence what a run waits for, with the evidence and what to do"),
     (
         "timeline",
         "commands.timeline:timeline",

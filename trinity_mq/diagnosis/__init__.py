@@ -2,7 +2,20 @@
 
 from trinity_mq.diagnosis.limits import bottleneck
 from trinity_mq.diagnosis.records import Bottleneck, Edge, Finding, Observation, Stage, State
+from trinity_mq.diagnosis.settings import expected_agents, limits
 from trinity_mq.diagnosis.verdict import diagnose
 from trinity_mq.diagnosis.watch import Watch
 
-__all__ = ["Bottleneck", "Edge", "Finding", "Observation", "Stage", "State", "Watch", "bottleneck", "diagnose"]
+__all__ = [
+    "Bottleneck",
+    "Edge",
+    "Finding",
+    "Observation",
+    "Stage",
+    "State",
+    "Watch",
+    "bottleneck",
+    "diagnose",
+    "expected_agents",
+    "limits",
+]

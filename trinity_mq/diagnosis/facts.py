@@ -30,14 +30,25 @@ ROLES: tuple[Role, ...] = ("explorer", "trainer", "operator", "runner", "engine"
 def text_of(seconds: float) -> str:
     """Return a duration for a person.
 
-    >>> text_of(0.25), text_of(9.4), text_of(212), text_of(4000)
-    ('0.2 s', '9 s', '212 s', '67 min')
+    >>> text_of(0.03), text_of(0.25), text_of(9.4), text_of(212), text_of(4000)
+    ('30 ms', '0.2 s', '9 s', '212 s', '67 min')
     """
     if not math.isfinite(seconds):
         return "a long time"
     if seconds >= 600:
         return f"{seconds / 60:.0f} min"
+    if seconds < 0.1:
+        return f"{1000 * seconds:.0f} ms"
     return f"{seconds:.0f} s" if seconds >= 2 else f"{seconds:.1f} s"
+
+
+def counted(number: int, thing: str, plural: str = "") -> str:
+    """Return a number of things in words.
+
+    >>> counted(1, "slice"), counted(2, "batch", "batches")
+    ('1 slice', '2 batches')
+    """
+    return f"{number} {thing if number == 1 else plural or thing + 's'}"
 
 
 class Facts:

@@ -9,7 +9,8 @@ LEVERS = {
     ),
     "unreachable": "start the broker, or mend the way to it, then everything goes on by itself (`trinity-mq doctor`)",
     "silent": (
-        "end its process ({id}, `kill -9`): its work goes to others, and a supervisor (`trinity-mq run`) starts it anew"
+        "end its process ({id}, `kill -9`): what it had in hand is done again, and a supervisor (`trinity-mq run`) "
+        "starts it anew"
     ),
     "silent_runner": (
         "end its process ({id}, `kill -9`): the broker gives its slices to others, and a supervisor (`trinity-mq run`) "
@@ -20,10 +21,16 @@ LEVERS = {
         "explorer.rollout_model.lease seconds without an answer"
     ),
     "engine_starting": "see logs/engine-{id}.out in the run's folder; explorer.rollout_model chooses engine and number",
-    "explorer": "start it: `trinity-mq explorer CONFIG`, or the whole run again with `trinity-mq run CONFIG`",
+    "explorer": (
+        "start it: `trinity-mq explorer CONFIG`, or the whole run again with `trinity-mq run CONFIG`; if its process "
+        "is there it is frozen: end it (`kill -9`)"
+    ),
     "runner": "start one: `trinity-mq runner CONFIG`; runner.num_runners says how many `trinity-mq run` starts",
     "operator": "start one: `trinity-mq operator CONFIG`; operator.num_operators says how many `trinity-mq run` starts",
-    "trainer": "start it: `trinity-mq trainer CONFIG`, or the whole run again with `trinity-mq run CONFIG`",
+    "trainer": (
+        "start it: `trinity-mq trainer CONFIG`, or the whole run again with `trinity-mq run CONFIG`; if its process "
+        "is there it is frozen: end it (`kill -9`)"
+    ),
     "slice": (
         "look at its workflow and reward function; to wait less lower explorer.max_timeout, or raise "
         "explorer.over_rollout.ratio so that batches close without the slowest tasks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from trinity_mq.diagnosis.facts import Facts, slices_of, text_of
+from trinity_mq.diagnosis.facts import Facts, counted, slices_of, text_of
 from trinity_mq.diagnosis.levers import lever
 from trinity_mq.diagnosis.limits import bottleneck
 from trinity_mq.diagnosis.records import BROKER, OVER, Edge, Finding, Observation, State
@@ -19,12 +19,18 @@ OVERDUE_TIMES = 3.0
 """Times of the usual duration from which work is blamed."""
 UNANSWERED_SECONDS = 5.0
 """Seconds without an answer from which an engine counts as frozen."""
-MISSING_SECONDS = 5.0
-"""Seconds of listening after which a role of which no heartbeat came is missing: two heartbeats and a delay."""
+SUSPECT_SECONDS = 1.0
+"""The same from which nobody is blamed for what an engine may delay: a living one answers at once."""
+MISSING_SECONDS = 9.0
+"""Seconds of listening after which a role of which no heartbeat came is missing. By then the explorer has reported one
+that has fallen silent.
+"""
 REDELIVERED_SECONDS = 180.0
 """Seconds after which the work of a silent agent has gone to another one of its role: the broker has noticed."""
 STILL_SECONDS = 30.0
 """Seconds without progress from which the longest wait is named although nobody takes longer than usual."""
+WAIT_SHOWN, MOST_WAITS = 2.0, 6
+"""Seconds from which a wait is evidence, and the number of waits that are."""
 NO_TASKS = "tasks to be submitted"
 """The explorer's reason where a taskset gives no more."""
 
@@ -97,8 +103,8 @@ def _silence(facts: Facts, one: SilentAgent) -> _Cause:
     if one.slices:
         _, task, first, seconds = max(one.slices, key=lambda item: item[3])
         evidence.append(
-            f"{one.id} held {len(one.slices)} slices or more, the oldest of task {task} (from run {first}) since "
-            f"{text_of(seconds + one.seconds)}"
+            f"{one.id} held at least {counted(len(one.slices), 'slice')}, the oldest of task {task} (from run {first}) "
+            f"since {text_of(seconds + one.seconds)}"
         )
     heard = [beat.id for beat, _ in facts.of_role(one.role)]
     evidence.append(f"heard of its role: {', '.join(heard) or 'nobody'}")
@@ -123,8 +129,12 @@ def _missing(facts: Facts) -> Iterator[_Cause]:
     needs = (
         ("explorer", "explorer" in expected or (bool(facts.living) and not alone), "nobody schedules"),
         ("trainer", "trainer" in expected or facts.explorer is not None, "nobody trains, and nobody gives weights"),
-        ("runner", rolling, f"{facts.depth('tasks.train')} messages wait in tasks.train"),
-        ("operator", facts.unprocessed, f"{facts.depth('closed')} closed batches wait"),
+        ("runner", rolling, f"{counted(facts.depth('tasks.train'), 'message')} in the queue tasks.train"),
+        (
+            "operator",
+            facts.unprocessed,
+            f"{counted(facts.depth('closed'), 'closed batch', 'closed batches')} in the queue",
+        ),
     )
     for role, needed, why in needs:
         if needed and not facts.of_role(role) and not _has_ended(facts, role):
@@ -151,12 +161,12 @@ def _overdue_trainer(facts: Facts) -> Iterator[_Cause]:
         if not isinstance(one, TrainerStatus) or not one.doing:
             continue
         seconds = one.doing_seconds + age
-        if not _overdue(seconds, one.usual_seconds):
+        if not _overdue(seconds, one.usual_seconds) or ("sync" in one.doing and _engine_suspected(facts)):
             continue
         usual = _median(one.usual_seconds)
         words = f"{beat.id} is at {one.doing} for {text_of(seconds)}; {usual}"
         if "sync" not in one.doing:
-            queued = (f"{len(one.in_hand)} batches have arrived at {beat.id}",) if one.in_hand else ()
+            queued = (f"{counted(len(one.in_hand), 'batch', 'batches')} in hand at {beat.id}",) if one.in_hand else ()
             yield _Cause("waiting", beat.id, words, lever("step"), queued)
             continue
         members = one.sync.members if one.sync else {}
@@ -177,7 +187,7 @@ def _overdue_operator(facts: Facts) -> Iterator[_Cause]:
         seconds = one.seconds + age
         if one.seconds and _overdue(seconds, one.usual_seconds):
             words = f"{beat.id} processes a batch for {text_of(seconds)}; {_median(one.usual_seconds)}"
-            queued = f"{facts.depth('closed')} more closed batches wait"
+            queued = f"{counted(facts.depth('closed'), 'closed batch', 'closed batches')} in the queue"
             yield _Cause("waiting", beat.id, words, lever("batch"), (f"its ticket is {one.ticket}", queued))
 
 
@@ -194,6 +204,8 @@ def _overdue_slice(facts: Facts) -> Iterator[_Cause]:
         for beat, age in facts.of_role("runner")
         for _, task, first, seconds in slices_of(beat)
     ]
+    if _engine_suspected(facts):
+        return  # the slice may wait for its answer
     for seconds, name, task, first, usual in sorted(held, key=lambda item: (-item[0], item[1:]))[:1]:
         if _overdue(seconds, usual):
             words = f"task {task} (from run {first}) runs on {name} for {text_of(seconds)}; {_median(usual)}"
@@ -242,6 +254,12 @@ def _longest_wait(facts: Facts, edges: tuple[Edge, ...]) -> _Cause | None:
     return _Cause("waiting", culprit, words, lever("wait"), (f"followed: {' -> '.join([*passed, culprit])}",))
 
 
+def _engine_suspected(facts: Facts) -> bool:
+    """Return whether an engine leaves a question unanswered, not yet for long enough to be called frozen."""
+    engines = [beat.detail for beat, _ in facts.of_role("engine") if isinstance(beat.detail, EngineStatus)]
+    return any(SUSPECT_SECONDS <= one.unanswered < UNANSWERED_SECONDS for one in engines)
+
+
 def _overdue(seconds: float, usual: float) -> bool:
     return seconds >= max(OVERDUE_SECONDS, OVERDUE_TIMES * usual)
 
@@ -282,8 +300,9 @@ def _who_waits(edges: tuple[Edge, ...], culprit: str | None) -> str:
 
 
 def _heard(facts: Facts) -> tuple[str, ...]:
-    """Return lines about waiting agents, and queues that are not empty."""
-    lines = [f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}" for edge in facts.edges()[:6]]
+    """Return lines about waits of some length, and queues that are not empty."""
+    waits = [edge for edge in facts.edges() if not edge.seconds < WAIT_SHOWN][:MOST_WAITS]
+    lines = [f"{edge.waiter} waits {text_of(edge.seconds)} for {edge.waits_for}" for edge in waits]
     depths = {name: depth for name, depth in facts.observation.depths.items() if depth}
     if depths:
         lines.append("queues: " + ", ".join(f"{name} {depth}" for name, depth in depths.items()))

@@ -88,6 +88,7 @@ def test_every_command_leads_to_a_function() -> None:
         "list": [],
         "audit": ["r", "--offline"],
         "status": ["r", "--broker", "amqp://h/"],
+        "why": ["r", "--json"],
         "dead": ["list", "x"],
         "clean": ["r"],
         "broker": ["start", "folder"],

@@ -87,7 +87,7 @@ class RunView:
         self.finding: Finding | None = None
         """The reason why nothing moves; None while something does, or has a moment ago."""
         self._told_culprits: set[str | None] = set()
-        """Culprits that were news since something moved."""
+        """Culprits, and remedies, that were news since something moved: two runners may take turns at being last."""
 
     def receive(self, message: object, now: float) -> None:
         """Take in a heartbeat or metrics; other messages are ignored."""
@@ -186,8 +186,8 @@ class RunView:
         if finding.state in {"moving", "over"}:
             return
         self.finding = finding
-        if finding.culprit not in self._told_culprits:
-            self._told_culprits.add(finding.culprit)
+        if not {finding.culprit, finding.lever} & self._told_culprits:
+            self._told_culprits |= {finding.culprit, finding.lever}
             what = f"; what to do: {finding.lever}" if finding.lever else ""
             self.add_news(f"nothing has moved for {self.still(now):.0f} s: {finding.sentence}{what}")
 

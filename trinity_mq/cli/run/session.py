@@ -16,15 +16,16 @@ from trinity_mq.bus.addresses import URL_VARIABLE, Addresses
 from trinity_mq.bus.retry import retrying
 from trinity_mq.cli.broker.connection import connected
 from trinity_mq.cli.broker.own import own_broker
+from trinity_mq.cli.broker.probe import broker_trouble
 from trinity_mq.cli.run.display import Display
 from trinity_mq.cli.run.follow import MetricsTail, depths, follow, listen
-from trinity_mq.cli.run.observe import broker_trouble, expected_agents, limits
 from trinity_mq.cli.run.run_view import STILL_SHOWN, RunView
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.trackers.process import TrackerProcess
 from trinity_mq.config import Config
 from trinity_mq.config.modes.mode import AGENTS
 from trinity_mq.config.threads import cpu_threads
+from trinity_mq.diagnosis import expected_agents, limits
 from trinity_mq.messages import ControlEvent
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.processes.fork_server_process import ForkServer

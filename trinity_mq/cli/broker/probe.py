@@ -1,13 +1,10 @@
-"""What a run's configuration and broker add to the heartbeats, for a diagnosis."""
+"""A message that finds out whether a broker takes messages."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
 
 from trinity_mq.bus import Bus, BusRefused, BusUnavailable, Envelope, Topology
-from trinity_mq.config import Config
-from trinity_mq.config.modes.mode import AGENTS
 
 PROBE_TIMEOUT = 4.0
 """Seconds for the broker to confirm a message; longer than the bus takes to notice that publishers are blocked."""
@@ -27,20 +24,3 @@ async def broker_trouble(bus: Bus, topology: Topology) -> str:
     except BusUnavailable as error:
         return bus.trouble or str(error)
     return bus.trouble or ""
-
-
-def expected_agents(config: Config | None) -> Mapping[str, int]:
-    """Return the number of agents of each role that ``trinity-mq run`` starts; empty without a configuration."""
-    if config is None:
-        return {}
-    counts = {
-        "operator": config.operator.num_operators,
-        "runner": config.runner.num_runners,
-        "gateway": config.gateway.num_gateways,
-    }
-    return {role: counts.get(role, 1) for role in AGENTS[config.mode].roles}
-
-
-def limits(config: Config | None) -> Mapping[str, float]:
-    """Return the settings in seconds that end waits, by key."""
-    return {} if config is None else {"explorer.max_timeout": config.explorer.max_timeout}

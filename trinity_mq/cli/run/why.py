@@ -13,10 +13,10 @@ from collections.abc import Callable
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.broker.connection import Target, connected, find_target
+from trinity_mq.cli.broker.probe import broker_trouble
 from trinity_mq.cli.run.follow import depths, listen
-from trinity_mq.cli.run.observe import broker_trouble, expected_agents, limits
 from trinity_mq.cli.run_folder import RunFolder
-from trinity_mq.diagnosis import Finding, Watch, diagnose
+from trinity_mq.diagnosis import Finding, Watch, diagnose, expected_agents, limits
 
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
 MOVES, NOBODY, WAITS = 0, 1, 3
@@ -27,7 +27,7 @@ EPILOG = (
 LISTEN_SECONDS = 12.0
 """Default of ``--seconds``: longer than work must take to count as overdue."""
 LEAST_SECONDS = 5.5
-"""Seconds of listening before a missing agent is blamed, and before silence is taken for nobody."""
+"""Seconds of listening before anybody but the broker is blamed: things may be about to move."""
 LOOK_SECONDS = 0.5
 """Seconds between two looks at what has come."""
 SURE_MOVES = 2
