@@ -222,7 +222,7 @@ class Config(Section):
             )
         if tapped == self.name:
             raise ValueError(f"source.tap is {tapped!r}, the name of this run itself: give this run another name")
-        if not _compares_with_sampler(loss):
+        if "rl" in components(loss) and not _compares_with_sampler(loss):
             raise ValueError(
                 f"source.tap is {tapped!r}, and algorithm_type {loss.algorithm_type} does not compare the policy with "
                 "the one that sampled: what another policy sampled would count as this one's own. Take an algorithm "
