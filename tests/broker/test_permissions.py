@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import shlex
 import shutil
@@ -177,6 +178,29 @@ async def test_a_rewarder_rewards_sessions_and_nothing_else(node: PrivateNode, o
         assert (await anext(feed)).body == b"reward"
 
 
+async def test_a_run_that_taps_another_reads_its_stream_and_nothing_else(
+    node: PrivateNode, others: Bus, topology: Topology
+) -> None:
+    mine = f"{topology.run}-y"
+    url = await user(node, mine, permissions(mine, "agent", taps=topology.run))
+    ready, stream = topology.exchange("ready"), dataclasses.replace(topology.ready, redeclare=False)
+    assert await others.publish(ready, "1", note("a batch"))
+    bus, own = await bus_of(url, topology), await bus_of(url, Topology(mine))
+    try:
+        await own.declare(*Topology(mine).durable)
+        assert await own.publish(Topology(mine).exchange("ready"), "1", note("a batch of mine"))
+        assert await bus.publish(ready, "mark", note("mark"))
+        async with asyncio.timeout(10), await bus.consume(stream, offset=0) as feed:
+            assert [(await anext(feed)).body for _ in range(2)] == [b"a batch", b"mark"]
+        await refused(bus.publish(ready, "17", note("a batch")))
+        await refused(bus.publish(topology.exchange("dead"), "k", note("x")))
+        await refused(bus.consume(topology.closed))
+        await refused(bus.delete(topology.ready.name))
+    finally:
+        await bus.close()
+        await own.close()
+
+
 async def test_a_reader_reads_and_nothing_else(node: PrivateNode, others: Bus, topology: Topology) -> None:
     bus = await bus_of(await user(node, topology.run, permissions(topology.run, "reader")), topology)
     ready = topology.exchange("ready")
@@ -226,16 +250,21 @@ async def test_a_whole_run_works_with_them(
     few = (f"name={run}", "buffer.eval_tasksets=[]", "buffer.batch_size=4")
     async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", (*few, "buffer.total_steps=500")) as going:
         await going.until_progress(1, 180.0)
-        answer, told, letters, shown = await asyncio.gather(
+        answer, told, letters, shown, tapped, regraded = await asyncio.gather(
             command("submit", run, "--task", TASK, "--wait", "90", url=submitter),
             command("status", run, "--seconds", "3", url=reader),
             command("dead", "list", run, url=reader),
             command("inspect", run, url=reader),
+            command("tap", run, "--from", "beginning", "--no-follow", "--fields", "uid", url=reader),
+            command("regrade", str(tmp_path / "run"), "--reward", "char_match", "--json", "-", url=reader),
         )
         assert json.loads(answer.splitlines()[-1])["outcome"] == "finished"
         assert [name for name in ("explorer-0", "trainer-0", "operator-0", "runner-0") if name not in told] == []
         assert run in letters
         assert "reward" in shown
+        assert '"uid"' in tapped
+        regrading = json.loads(regraded[regraded.index("{") :])
+        assert (regrading["changed"], regrading["experiences"] > 0) == (0, True)
         assert going.process is not None
         going.process.send_signal(signal.SIGINT)
         code, output = await going.ended(60.0)

@@ -33,23 +33,31 @@ class Permissions:
     topics: tuple[TopicPermission, ...] = ()
 
 
-def permissions(run: str, role: Role, *, replies: bool = False) -> Permissions:
+def permissions(run: str, role: Role, *, replies: bool = False, taps: str | None = None) -> Permissions:
     """Return the fewest permissions that suffice.
 
     Args:
         run: The run's name.
         role: ``agent`` runs explorer, runner, operator or trainer, declares everything and cleans up behind a run;
             ``submitter`` hands in tasks and gets their outcomes; ``rewarder`` rewards and ends sessions; ``reader``
-            looks: status, inspect, dead list.
+            looks: status, inspect, tap, regrade, dead list.
         replies: agent: may answer submitters. That takes the default exchange, by which a user can publish into every
             queue of the virtual host whose name it knows, so give it only where the virtual host is the run's own.
+        taps: agent: another run on whose stream it trains (``source.tap``), and which it only reads.
 
     Raises:
-        ValueError: The name is none of a run.
+        ValueError: A name is none of a run.
     """
     prefix = "^" + re.escape(Topology(run).prefix).replace("\\-", "-")
     if role == "agent":
-        return Permissions(prefix, f"{prefix}|^amq\\.default$" if replies else prefix, prefix)
+        write = f"{prefix}|^amq\\.default$" if replies else prefix
+        if taps is None:
+            return Permissions(prefix, write, prefix)
+        stream = Topology(taps).exchange("ready")  # its queue has the same name
+        pattern = f"^{re.escape(stream)}$".replace("\\-", "-")
+        return Permissions(
+            prefix, f"{write}|{pattern}", f"{prefix}|{pattern}", (TopicPermission(stream, "^mark$", NOTHING),)
+        )
     tasks, ready = Topology(run).exchange("tasks"), Topology(run).exchange("ready")
     if role == "submitter":
         own = rf"{prefix}replies\.submit\."

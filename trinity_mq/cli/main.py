@@ -66,6 +66,16 @@ COMMANDS = (
         "inspect.command:inspect",
         "show experiences of a run, or of a file, token by token; takes nothing from anybody",
     ),
+    (
+        "tap",
+        "inspect.tap:tap",
+        "print the experiences of a run as JSON lines while it goes on; takes nothing from anybody",
+    ),
+    (
+        "regrade",
+        "regrade.command:regrade",
+        "recompute rewards and advantages of what a run sampled with another reward function; show what would change",
+    ),
     ("audit", "commands.audit:audit", "prove from a run's records which experiences made a checkpoint, each once"),
     ("debug", "debug.command", "try one thing by itself, without a broker"),
     ("dead", "commands.dead", "list dead letters, and run batches among them again"),

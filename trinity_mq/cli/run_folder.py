@@ -18,7 +18,7 @@ from trinity_mq.runtime.process import is_run_over, mark_run_over, unmark_run_ov
 
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = "lock"
-NEW_RUN = ("model.", "algorithm.", "seed", "buffer.taskset.selector", "buffer.taskset.data_selector")
+NEW_RUN = ("model.", "algorithm.", "seed", "source.", "buffer.taskset.selector", "buffer.taskset.data_selector")
 """Keys, or their beginnings, on which checkpoint, schedule and the order of the tasks depend; a run cannot go on with
 others. All other settings may change between its starts.
 """

@@ -19,7 +19,7 @@ from trinity_mq.config.agents import (
 )
 from trinity_mq.config.algorithm import AlgorithmConfig
 from trinity_mq.config.algorithm.checks import contradictions
-from trinity_mq.config.algorithm.needs import components
+from trinity_mq.config.algorithm.needs import components, needs
 from trinity_mq.config.algorithm.pieces import LogLinear, LossConfig, Reduction
 from trinity_mq.config.algorithm.translate import with_critic
 from trinity_mq.config.base import Section
@@ -29,6 +29,7 @@ from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.modes.bench import BenchConfig, beside
 from trinity_mq.config.modes.gateway import GatewayConfig
 from trinity_mq.config.modes.mode import AGENTS, Mode
+from trinity_mq.config.modes.tap import SourceConfig, trains_on_tap
 from trinity_mq.config.sync import SyncConfig
 
 STOP_SECONDS = 10.0
@@ -69,7 +70,8 @@ class Config(Section):
     """Folder of checkpoints, logs, metrics and state. Empty: ``runs/<name>``."""
     mode: Mode = "both"
     """What the run does. ``both``: rolls out and trains. ``train``: trains on the records of
-    ``buffer.trainer_input.experience_buffer``, without explorer, runners and engines. ``explore``: rolls out,
+    ``buffer.trainer_input.experience_buffer``, or on what another run saw (``source.tap``), without explorer, runners
+    and engines. ``explore``: rolls out,
     and writes the experiences to ``buffer.explorer_output``; the model stays as it is. ``bench``: evaluates the
     checkpoints of a run, as ``bench`` says. ``serve``: answers agents through a gateway, and trains on what they did
     and were rewarded for."""
@@ -81,6 +83,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     model: ModelConfig
     buffer: BufferConfig = Field(default_factory=BufferConfig)
+    source: SourceConfig = Field(default_factory=SourceConfig)
     explorer: ExplorerConfig = Field(default_factory=ExplorerConfig)
     runner: RunnerConfig = Field(default_factory=RunnerConfig)
     operator: OperatorsConfig = Field(default_factory=OperatorsConfig)
@@ -95,8 +98,10 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _translated(cls, data: Any) -> Any:
-        """Bring the settings of Trinity-RFT's critic to their place, and those of an evaluation to one of its own."""
-        return beside(with_critic(data)) if isinstance(data, dict) else data
+        """Bring the settings of Trinity-RFT's critic to their place, those of an evaluation to one of its own, and what
+        taps another run to mode train.
+        """
+        return trains_on_tap(beside(with_critic(data))) if isinstance(data, dict) else data
 
     @field_validator("mode")
     @classmethod
@@ -160,10 +165,10 @@ class Config(Section):
             return self
         data = self.buffer.trainer_input.experience_buffer
         where = "buffer.trainer_input.experience_buffer"
-        if self.mode == "train" and data.storage_type == "stream":
+        if self.mode == "train" and data.storage_type == "stream" and not self.source.tap:
             raise ValueError(
                 f"mode is train and {where}.storage_type stream, which nobody would write to: set it to file, "
-                "huggingface or synthetic, with a path; or mode to both"
+                "huggingface or synthetic, with a path; or mode to both; or source.tap to the run to train on"
             )
         if self.mode != "train" and data.storage_type != "stream":
             raise ValueError(
@@ -197,6 +202,43 @@ class Config(Section):
                 f"{where}.schema_type is {data.schema_type}, and algorithm_type {self.algorithm.algorithm_type} has no "
                 f"loss for it: it gives no weight to {' or '.join(sorted(wanted))}. Fitting presets: "
                 f"{', '.join(FITTING[data.schema_type])}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _source(self) -> Config:
+        tapped, loss, data = self.source.tap, self.algorithm, self.buffer.trainer_input.experience_buffer
+        if not tapped or self.mode == "bench":
+            return self
+        if self.mode != "train":
+            raise ValueError(
+                f"source.tap is {tapped!r} in mode {self.mode}, which makes its own rollouts: set mode to train, or "
+                "leave source.tap out"
+            )
+        if data.storage_type != "stream":
+            raise ValueError(
+                f"source.tap is {tapped!r} and buffer.trainer_input.experience_buffer.storage_type "
+                f"{data.storage_type}: a run trains on one of the two, leave the other out"
+            )
+        if tapped == self.name:
+            raise ValueError(f"source.tap is {tapped!r}, the name of this run itself: give this run another name")
+        if "rl" in components(loss) and not _compares_with_sampler(loss):
+            raise ValueError(
+                f"source.tap is {tapped!r}, and algorithm_type {loss.algorithm_type} does not compare the policy with "
+                "the one that sampled: what another policy sampled would count as this one's own. Take an algorithm "
+                "with a ratio to the sampler, such as grpo, or set algorithm.correction, for example "
+                "[{kind: weight}]"
+            )
+        if "staleness" in needs(loss, dict.fromkeys(components(loss), 1.0)):
+            raise ValueError(
+                f"source.tap is {tapped!r}, and algorithm_type {loss.algorithm_type} weighs tokens by their age in "
+                "train steps, which those of another run do not tell: take algorithm.anchor mu or old, and no "
+                "correction of kind staleness"
+            )
+        if self.trainer.guard.max_mismatch is not None:
+            raise ValueError(
+                f"source.tap is {tapped!r}, and trainer.guard.max_mismatch {self.trainer.guard.max_mismatch:g}: the "
+                "sampler is another policy, which differs as it may. Leave trainer.guard.max_mismatch out"
             )
         return self
 
@@ -343,6 +385,8 @@ class Config(Section):
         staleness, longest = self.synchronizer.effective_max_staleness, self.model.max_response_tokens
         replay = self.buffer.trainer_input.replay
         staleness = max(staleness, replay.max_age) if replay.share else staleness
+        if self.source.tap and self.mode == "train":
+            staleness = max(staleness, self.buffer.total_steps or 1)  # the sampler is another run's
         found = list(contradictions(self.algorithm, staleness, longest))
         if found:
             raise ValueError("; ".join(found))

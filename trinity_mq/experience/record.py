@@ -349,7 +349,7 @@ class Experience:
         }
         if self.experience_type == DPO and self.rejected is not None:
             result["rejected_length"] = self.rejected.shape[0]
-        for name in _OPTIONAL_IN_DICT:
+        for name in OPTIONAL_IN_DICT:
             value = getattr(self, name)
             if value is not None:
                 result[name] = value
@@ -380,7 +380,7 @@ def _stamped(rows: Versions | None, which: Callable[[Iterable[tuple[int, int]]],
 FIELD_NAMES = tuple(item.name for item in fields(Experience))
 """Every field of an experience."""
 
-_OPTIONAL_IN_DICT = (
+OPTIONAL_IN_DICT = (
     "prompt_text",
     "response_text",
     "messages",
@@ -394,3 +394,8 @@ _OPTIONAL_IN_DICT = (
     "taskset",
     "index",
 )
+READABLE_FIELDS = (
+    *("eid", "type", "prompt_length", "response_length", "info", "metrics", "rejected_length"),
+    *OPTIONAL_IN_DICT,
+)
+"""Keys that :meth:`Experience.to_dict` may have."""

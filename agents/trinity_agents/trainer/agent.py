@@ -1,7 +1,7 @@
 """The trainer agent.
 
-Input: processed batches of the ``ready`` stream, or records in mode ``train``. One batch is one unit of progress,
-whatever is left in it.
+Input: processed batches of the ``ready`` stream; in mode ``train`` records, or those of another run's stream. One batch
+is one unit of progress, whatever is left in it.
 Output: train steps, checkpoints, progress, and weights for the engines: it leads the weight sync.
 Waits for: the next batch, an engine to give weights to, and at the end the explorer's last evaluation.
 """
@@ -21,6 +21,7 @@ from trinity_agents.trainer.recorder import RecordingLearner
 from trinity_agents.trainer.sources.base import Source
 from trinity_agents.trainer.sources.mix import open_experts
 from trinity_agents.trainer.sources.records import RecordSource, open_records
+from trinity_agents.trainer.sources.tap import TapSource
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.config import Config
 from trinity_mq.data.sinks import open_sink
@@ -154,7 +155,10 @@ def main(config: Config, agent_id: str = "trainer-0") -> int:
                 canary=canary_tokens(codec),
             )
         learner: Learner
-        source = open_records(config, codec) if config.mode == "train" else None
+        source: Source | None = None
+        if config.mode == "train":
+            tapped = bool(config.source.tap)
+            source = TapSource(config, bus, topology, agent_id, codec) if tapped else open_records(config, codec)
         learner = TorchLearner(config, model, config.train_steps if source is None else source.ended, ranks)
         if config.mode == "explore":
             learner = RecordingLearner(learner, open_sink(config.buffer.explorer_output, config.path))
@@ -184,7 +188,7 @@ def follow(config: Config, agent_id: str, world: int) -> int:
     add_plugins(config.plugin_dirs)
     model = ensure_model_folder(config.model, config.path / "model", config.seed)
     total = config.train_steps
-    if config.mode == "train":
+    if config.mode == "train" and not config.source.tap:
         total = open_records(config, TextCodec.load(model, trust_remote_code=config.model.trust_remote_code)).ended
     learner = TorchLearner(config, model, total, Ranks(rank, world, config.trainer.rank_timeout))
     try:

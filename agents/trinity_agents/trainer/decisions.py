@@ -157,6 +157,11 @@ class Decider:
         if ticket not in self._failed:
             self.consumed.add(ticket)
 
+    def forget(self, ticket: str) -> None:
+        """Forget a consumed ticket: a further set of it would count again."""
+        self.consumed.discard(ticket)
+        self._failed.discard(ticket)
+
     @property
     def failed(self) -> set[str]:
         """Tickets consumed as failed, of which operators may still make a set that counts."""

@@ -49,7 +49,7 @@ from trinity_mq.transport.blobs import open_store
 
 log = structlog.get_logger(__name__)
 
-OF_SOURCES = ("data/unfit_records", "data/too_long", "replay/")
+OF_SOURCES = ("data/unfit_records", "data/too_long", "replay/", "tap/")
 """Beginnings of the metrics of sources that the trainer reports; operators report those of rollouts."""
 QUIET_SECONDS = 10.0
 """How long a restarted trainer waits for the next batch that it has trained on before; the stream holds them all."""

@@ -97,6 +97,8 @@ def test_every_command_leads_to_a_function() -> None:
         "health": [],
         "timeline": ["r"],
         "inspect": ["r", "--last"],
+        "tap": ["r", "--from", "now"],
+        "regrade": ["r", "--reward", "char_match"],
         "convert-experiences": ["x", "--out", "y"],
         "schema": ["--check"],
         "migrate": ["x", "-o", "y"],

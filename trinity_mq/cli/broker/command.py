@@ -49,11 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("agent", "submitter", "rewarder", "reader"),
         default="agent",
         help="agent: what every daemon needs; submitter: `submit`; rewarder: rewards of sessions; reader: `status`, "
-        "`inspect`, `dead list`",
+        "`inspect`, `tap`, `regrade`, `dead list`",
     )
     users.add_argument("--user", metavar="NAME", help="the broker's user (default: RUN-ROLE)")
     users.add_argument("--vhost", metavar="NAME", default="/", help="the virtual host (default: /)")
     users.add_argument("--replies", action="store_true", help="agent: may answer submitters; see deploy/permissions.md")
+    users.add_argument("--taps", metavar="RUN", help="agent: another run, on whose stream it trains (source.tap)")
     add_clean_arguments(add("clean", "the same as `trinity-mq clean`", clean))
 
 
@@ -144,8 +145,10 @@ def show_permissions(arguments: argparse.Namespace) -> int:
     """Print ``rabbitmqctl`` lines; nothing is done."""
     if arguments.replies and arguments.role != "agent":
         raise CommandError(f"--replies is for agents, who answer submitters; role {arguments.role} answers nobody")
+    if arguments.taps and arguments.role != "agent":
+        raise CommandError(f"--taps is for agents, who train on another run; role {arguments.role} trains on nothing")
     try:
-        wanted = permissions(arguments.run_name, arguments.role, replies=arguments.replies)
+        wanted = permissions(arguments.run_name, arguments.role, replies=arguments.replies, taps=arguments.taps)
     except ValueError as error:
         raise CommandError(str(error)) from error
     user = arguments.user or f"{arguments.run_name}-{arguments.role}"

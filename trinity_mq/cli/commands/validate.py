@@ -128,6 +128,8 @@ def check_tasksets(config: Config) -> list[str]:
         FatalError: A folder of ``plugin_dirs`` cannot be used.
     """
     add_plugins(config.plugin_dirs)
+    if config.mode == "train" and config.source.tap:
+        return [_check_tapped(config)]
     if config.mode == "train":
         return [_check_records(config.buffer.trainer_input.experience_buffer)]
     found = []
@@ -145,6 +147,14 @@ def check_tasksets(config: Config) -> list[str]:
             selector = "" if kind == taskset.selector else f", chosen by {kind}"
             found.append(f"taskset {taskset.name!r}: {len(tasks)} tasks from {taskset.path}{selector}")
     return found
+
+
+def _check_tapped(config: Config) -> str:
+    from trinity_agents.trainer.sources.tapped_run import TappedRun
+
+    run = TappedRun.of(config)
+    where = "on the same broker" if run.config is None else f"in {run.config.path}"
+    return f"training data: what run {run.name!r} {where} saw, from {config.source.start} on"
 
 
 def _check_records(data: ExperienceBufferConfig) -> str:

@@ -48,7 +48,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     if path.suffix == BODY_SUFFIX or _is_body(path):
         return _file(path, choice, arguments)
     target = find_target(arguments, arguments.blob_store)
-    printer = Printer(_texts(arguments, target.config), arguments)
+    printer = Printer(known_texts(arguments, target.config), arguments)
     with contextlib.redirect_stdout(sys.stderr):  # what the library logs must not get between
         summary = run_to_the_end(_stream(target, choice, printer))
     printer.end()
@@ -65,7 +65,12 @@ def _is_body(path: Path) -> bool:
         return False
 
 
-def _texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:
+def known_texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:
+    """Return the texts of tokens of ``--tokenizer``, else of the run's model; that there are none is said.
+
+    Raises:
+        CommandError: ``--tokenizer`` holds none.
+    """
     if arguments.tokenizer is not None:
         texts = TokenTexts(Path(arguments.tokenizer).expanduser())
         if texts.problem:
@@ -73,7 +78,7 @@ def _texts(arguments: argparse.Namespace, config: Config | None) -> TokenTexts:
         return texts
     texts = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
     if texts.problem:
-        _note(f"token ids without texts: {texts.problem}; --tokenizer FOLDER names one")
+        note(f"token ids without texts: {texts.problem}; --tokenizer FOLDER names one")
     return texts
 
 
@@ -88,8 +93,8 @@ async def _stream(target: Target, choice: Choice, printer: Printer) -> StreamSum
         try:
             return await reader.read()
         finally:
-            for note in reader.summary.notes:
-                _note(note)
+            for remark in reader.summary.notes:
+                note(remark)
 
 
 def _file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int:
@@ -107,7 +112,7 @@ def _file(path: Path, choice: Choice, arguments: argparse.Namespace) -> int:
         whole = ExperienceBatch.decode(data).settle()
     except DecodeError as error:
         raise CommandError(f"{path}: {error}") from error
-    printer = Printer(_texts(arguments, None), arguments)
+    printer = Printer(known_texts(arguments, None), arguments)
     printer.take([choice.of(whole)])
     printer.end()
     return _verdict(StreamSummary(experiences=len(whole)), printer, choice, str(path))
@@ -166,7 +171,7 @@ def _verdict(summary: StreamSummary, printer: Printer, choice: Choice, where: st
     """Explain on stderr why experiences are missing, and return the exit code."""
     if printer.printed:
         if printer.more:
-            _note(f"{printer.printed} shown; there are more (--limit, --last, --batch, --task, --run, --step)")
+            note(f"{printer.printed} shown; there are more (--limit, --last, --batch, --task, --run, --step)")
         return 0
     if summary.experiences:
         words = f"none of {summary.experiences} experiences matches {choice}"
@@ -178,7 +183,7 @@ def _verdict(summary: StreamSummary, printer: Printer, choice: Choice, where: st
         words = f"{where} holds no processed batch yet"
     if summary.incomplete:
         words += f"; under way: {_span(summary.incomplete)}"
-    _note(words)
+    note(words)
     return 1
 
 
@@ -186,5 +191,6 @@ def _span(batches: Sequence[str]) -> str:
     return f"batch {batches[0]}" if len(batches) == 1 else f"{len(batches)} batches, {batches[0]} to {batches[-1]}"
 
 
-def _note(line: str) -> None:
+def note(line: str) -> None:
+    """Print a line for a person beside the output."""
     print(line, file=sys.stderr, flush=True)

@@ -38,6 +38,13 @@ def as_json(experience: Experience, texts: TokenTexts) -> dict[str, Any]:
     return fields
 
 
+def json_fields() -> tuple[str, ...]:
+    """Return the names of the fields that :func:`as_json` may return."""
+    from trinity_mq.experience.record import READABLE_FIELDS
+
+    return (*READABLE_FIELDS, "uid", "tokens", "token_texts", "action_mask", *COLUMNS, "chosen", "rejected")
+
+
 def open_console(out: TextIO) -> Console:
     """Return a console on ``out``; what is no terminal has room for all columns."""
     from rich.console import Console

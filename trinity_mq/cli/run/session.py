@@ -20,6 +20,7 @@ from trinity_mq.cli.broker.probe import broker_trouble
 from trinity_mq.cli.run.display import Display
 from trinity_mq.cli.run.follow import MetricsTail, depths, follow, listen
 from trinity_mq.cli.run.run_view import STILL_SHOWN, RunView
+from trinity_mq.cli.run.tapped_broker import tapped_broker
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.trackers.process import TrackerProcess
 from trinity_mq.config import Config
@@ -116,7 +117,10 @@ class Session:
                 if not self._in_file:
                     broker = broker.model_copy(update={"url": url})
                 await self._trackers.start()
-                async with connected(self._config.name, broker, "supervisor", self._tell) as (bus, topology):
+                async with (
+                    tapped_broker(self._config, self.run_view.add_news),
+                    connected(self._config.name, broker, "supervisor", self._tell) as (bus, topology),
+                ):
                     await self._supervise(bus, topology, url)
         except asyncio.CancelledError:
             if self.signal is None or task is None:

@@ -7,6 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -32,6 +33,25 @@ from trinity_mq.transport.blobs import BlobStore, StoreUnavailable, patiently, r
 
 log = structlog.get_logger(__name__)
 
+
+@dataclass(frozen=True)
+class Tapped:
+    """How the stream of another run is read: nothing of that run is changed, and what cannot be read costs its batches
+    only.
+    """
+
+    bus: Bus
+    """Of the run that reads: what does not decode goes to its dead letters."""
+    topology: Topology
+    """Of the run that reads."""
+    came: Callable[[BatchReady, int], bool]
+    """Called with each BatchReady and its offset; False: the batch is not wanted."""
+    ends: Callable[[RunEnd], None]
+    """Called when the other run says that it ends."""
+    cut: Callable[[StreamCut], None]
+    """Called when retention has cut what comes next; the reading goes on behind."""
+
+
 MARK_TIMEOUT = 60.0
 """Seconds on a usable bus without anything new until a missing own mark means: not the stream the checkpoint knows."""
 
@@ -54,8 +74,11 @@ class StreamSource:
         in_batch_order: bool = True,
         batches_per_step: int = 1,
         starts: Callable[[str], int] = lambda _: 0,
+        tapped: Tapped | None = None,
     ) -> None:
         self._bus, self._topology, self._by, self._store = bus, topology, by, store
+        self._tapped = tapped
+        self._stream = topology.ready if tapped is None else replace(topology.ready, redeclare=False)
         self._in_batch_order, self._batches_per_step = in_batch_order, batches_per_step
         self._starts = starts
         self._decider = Decider(starts=starts)
@@ -135,7 +158,13 @@ class StreamSource:
             offset=decision.offset,
             announced=ready.experiences,
         )
-        await self._fetch([chunk for chunk in decision.chunks if not chunk.body])
+        try:
+            await self._fetch([chunk for chunk in decision.chunks if not chunk.body])
+        except FatalError as error:
+            if self._tapped is None:
+                raise
+            batch.state, batch.reason = "gone", str(error)
+            return batch
         try:
             is_stored = any(chunk.content_type == REFERENCE for chunk in decision.chunks)
             with span("decode chunks", decision.batch, threads=True):
@@ -164,7 +193,7 @@ class StreamSource:
             FatalError: The stream does not hold them any more.
         """
         try:
-            found = await read_at(self._bus, self._topology.ready, [chunk.offset for chunk in released], MARK_TIMEOUT)
+            found = await read_at(self._bus, self._stream, [chunk.offset for chunk in released], MARK_TIMEOUT)
         except StreamCut as error:
             raise _cut_off(error) from error
         for chunk in released:
@@ -183,7 +212,7 @@ class StreamSource:
             RestartMe: They lie in the blob store, and that does not answer.
         """
         try:
-            found = await read_at(self._bus, self._topology.ready, offsets, MARK_TIMEOUT)
+            found = await read_at(self._bus, self._stream, offsets, MARK_TIMEOUT)
             if missing := set(offsets) - set(found):
                 raise LostError(f"nothing is at offset {min(missing)} of the ready stream")
             chunks = [Chunk(found[one].body, found[one].content_type, one) for one in offsets]
@@ -207,6 +236,11 @@ class StreamSource:
         while self._consumed_batches + 1 in self._ahead:
             self._consumed_batches += 1
             self._ahead.discard(self._consumed_batches)
+
+    @property
+    def has_caught_up(self) -> bool:
+        """All that was on the stream at our start was read."""
+        return self._marked
 
     def state(self) -> dict[str, Any]:
         """Return consumed tickets and the offset to read on from."""
@@ -242,6 +276,10 @@ class StreamSource:
             try:
                 await self._read_from(offset, nonce)
             except StreamCut as error:
+                if self._tapped is not None:
+                    self._tapped.cut(error)
+                    self._decider.other(error.got - 1)
+                    continue
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(MARK_TIMEOUT):
                         await self._know_run()
@@ -256,7 +294,7 @@ class StreamSource:
             FatalError: The stream is shorter than ``offset``.
             StreamCut: Retention has cut what is at ``offset``.
         """
-        async with await self._bus.consume(self._topology.ready, offset=offset) as feed:
+        async with await self._bus.consume(self._stream, offset=offset) as feed:
             await self._bus.publish(
                 self._topology.exchange("ready"), "mark", envelope(Mark(nonce=nonce), message_id=f"mark-{nonce}")
             )
@@ -279,18 +317,22 @@ class StreamSource:
         offset = delivery.offset
         assert offset is not None
         if delivery.run_id is not None:
+            if self._tapped is not None and self._bus.run_id is None:
+                self._bus.run_id = delivery.run_id
             await self._know_run()
         if offset < self._begins or await drop_foreign(self._bus, delivery):
             self._decider.other(offset)
         elif delivery.content_type in {EXPERIENCES, REFERENCE}:
             await self._take_chunk(delivery, offset)
         else:
-            message = await decode_or_dead_letter(self._bus, self._topology, delivery, self._by)
+            message = await decode_or_dead_letter(*self._dead_letters, delivery, self._by)
             if isinstance(message, BatchReady):
                 now = time.monotonic()
                 record("batch is here", now, now, batch=message.batch, wait=True)
                 decision = self._decider.ready(message, offset)
-                if decision is not None and not self._is_near(decision):
+                if self._tapped is not None and not self._tapped.came(message, offset) and decision is not None:
+                    self._decider.consume(decision)
+                elif decision is not None and not self._is_near(decision):
                     for chunk in decision.chunks:
                         chunk.body = b""
             else:
@@ -299,7 +341,14 @@ class StreamSource:
                     self._marked = True
                 if isinstance(message, RunEnd):
                     self._decider.ended = message.batches
+                    if self._tapped is not None:
+                        self._tapped.ends(message)
         self.changed.notify()
+
+    @property
+    def _dead_letters(self) -> tuple[Bus, Topology]:
+        tapped = self._tapped
+        return (self._bus, self._topology) if tapped is None else (tapped.bus, tapped.topology)
 
     async def _take_chunk(self, delivery: Delivery, offset: int) -> None:
         ticket, op, n = (delivery.headers.get(name) for name in ("ticket", "op", "n"))
@@ -308,9 +357,7 @@ class StreamSource:
             self._decider.chunk(ticket, op, n, Chunk(delivery.body, delivery.content_type, offset), offset)
         else:
             self._decider.other(offset)
-            await dead_letter(
-                self._bus, self._topology, delivery, "a chunk needs the headers ticket, op and n", self._by
-            )
+            await dead_letter(*self._dead_letters, delivery, "a chunk needs the headers ticket, op and n", self._by)
 
 
 def _cut_off(error: StreamCut) -> FatalError:

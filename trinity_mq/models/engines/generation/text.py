@@ -65,6 +65,11 @@ class TextCodec:
         """Whether there is a chat template."""
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def size(self) -> int:
+        """Number of the tokenizer's tokens, added ones included."""
+        return len(self._tokenizer)
+
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the token ids of ``text``; ``special`` adds what the tokenizer puts around a bare prompt.
 

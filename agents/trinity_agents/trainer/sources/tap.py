@@ -1,0 +1,303 @@
+"""Train batches from what another run saw: its stream of processed batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from trinity_agents.trainer.sources.base import TrainBatch
+from trinity_agents.trainer.sources.last_batch import LastBatch
+from trinity_agents.trainer.sources.stream import StreamSource, Tapped
+from trinity_agents.trainer.sources.tapped_run import TappedRun
+from trinity_mq.bus import Bus, StreamCut, Topology, create_bus
+from trinity_mq.bus.streams import read_up_to_now
+from trinity_mq.bus.topology import Queue
+from trinity_mq.config import Config
+from trinity_mq.experience import ExperienceBatch
+from trinity_mq.messages import BatchReady, RunEnd
+from trinity_mq.models.engines.generation.text import TextCodec
+from trinity_mq.operators import AdvantageOperator, create_operators
+from trinity_mq.operators.base import ExperienceOperatorV1
+from trinity_mq.operators.chain import OperatorError, run_chain
+from trinity_mq.runtime.deliveries import new_mark
+from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.transport.blobs import open_store
+
+log = structlog.get_logger(__name__)
+
+LOOK_SECONDS = 1.0
+"""Seconds between looks at whether the broker of the other run is there."""
+COMPARED = 64
+"""Texts of the first batch by which the tokenizers are compared."""
+
+
+class TapSource:
+    """Batches of another run in the order in which its operators publish them, with the advantages of this run's own
+    operators and algorithm. Each is one train step.
+
+    The position is part of the checkpoint: killed at any point, a trainer goes on with the batches that would have
+    come. The versions of the other run's weights count its own steps, so they are replaced by this run's first one:
+    ages are train steps of this run.
+
+    Args:
+        config: Of the run that trains.
+        bus: Its own bus, for dead letters.
+        topology: Its names.
+        by: Id of the trainer.
+        codec: Its tokenizer.
+    """
+
+    def __init__(self, config: Config, bus: Bus, topology: Topology, by: str, codec: TextCodec) -> None:
+        self._config, self._own_bus, self._own_topology, self._by, self._codec = config, bus, topology, by, codec
+        self._run = TappedRun.of(config)
+        self._stream: StreamSource | None = None
+        """None until the other run's broker is connected."""
+        self._chain: list[ExperienceOperatorV1] = []
+        self._total = config.buffer.total_steps
+        self._state: dict[str, Any] = {}
+        """The position that the reading begins at."""
+        self._last = LastBatch()
+        self._run_id: str | None = None
+        self._consumed = 0
+        self._made: TrainBatch | None = None
+        """The batch that was made last."""
+        self._is_checked = False
+        self._changed = Notifier()
+
+    @property
+    def changed(self) -> Notifier:
+        """Notified when a batch may have come."""
+        return self._changed
+
+    @changed.setter
+    def changed(self, notifier: Notifier) -> None:
+        self._changed = notifier
+        if self._stream is not None:
+            self._stream.changed = notifier
+
+    @property
+    def bytes_since_save(self) -> int:
+        """Bytes read since the last checkpoint was committed."""
+        return 0 if self._stream is None else self._stream.bytes_since_save
+
+    @bytes_since_save.setter
+    def bytes_since_save(self, count: int) -> None:
+        if self._stream is not None:
+            self._stream.bytes_since_save = count
+
+    @property
+    def ended(self) -> int | None:
+        """Batches of this run: ``buffer.total_steps``, less where the other run has ended before; None: not known."""
+        if self._stream is None or not (self._stream.has_caught_up and self._last.has_come):
+            return self._total
+        found = self._consumed + len(self._stream.waiting)
+        return found if self._total is None else min(found, self._total)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Tickets of the other run that are here and not consumed."""
+        return [] if self._stream is None else self._stream.waiting
+
+    @property
+    def unused(self) -> list[int]:
+        """Batches that were repaired too late to be trained on."""
+        return [] if self._stream is None else self._stream.unused
+
+    def available(self) -> bool:
+        """Return whether a batch is here."""
+        return self._stream is not None and self._stream.available()
+
+    async def next(self) -> TrainBatch:
+        """Return the next batch, with this run's advantages.
+
+        Raises:
+            FatalError: Its tokens are those of another tokenizer.
+            RestartMe: A chunk lies in the blob store, and that does not answer.
+        """
+        await self._changed.until(self.available)
+        assert self._stream is not None
+        if self._made is None:
+            made = await self._stream.next()
+            for one in (made, *made.repaired):
+                await self._prepare(one)
+            made.metrics["tap/waiting"] = float(len(self._stream.waiting))
+            self._made = made
+        return self._made
+
+    def consumed(self) -> None:
+        """Move on behind the batch that :meth:`next` returned last."""
+        assert self._stream is not None
+        self._stream.consumed()
+        self._consumed, self._made = self._consumed + 1, None
+
+    def state(self) -> dict[str, Any]:
+        """Return the position on the other run's stream."""
+        if self._stream is None:
+            return self._state
+        return {
+            "tap": self._run.name,
+            "run_id": self._run_id,
+            "batches": self._consumed,
+            "last": self._last.state(),
+            "stream": self._stream.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken.
+
+        Raises:
+            FatalError: It is a position in something else.
+        """
+        if state and state.get("tap") != self._run.name:
+            was = f"run {state['tap']!r}" if state.get("tap") else "other data"
+            raise FatalError(
+                f"source.tap is {self._run.name!r}, and the checkpoint's position is in {was}: put the old source "
+                "back, or train anew with --fresh"
+            )
+        self._state = state
+        if state:
+            self._consumed, self._run_id = int(state["batches"]), state["run_id"]
+            self._last = LastBatch.restored(state["last"])
+
+    def run_begins(self, offset: int) -> None:
+        """Do nothing: an offset on this run's stream says nothing of the other's."""
+
+    async def run(self) -> None:
+        """Read the other run's stream until cancelled."""
+        async with contextlib.AsyncExitStack() as stack:
+            self._chain = [
+                *create_operators(self._config.operator.operators),
+                AdvantageOperator(self._config.algorithm),
+            ]
+            for operator in self._chain:
+                stack.push_async_callback(operator.close)
+                await operator.prepare()
+            await self._broker_is_there()
+            topology = Topology.on(self._run.name, self._run.broker)
+            bus = create_bus(self._run.broker, topology, f"{self._by} of {self._own_topology.run}, tap")
+            await bus.connect()
+            stack.push_async_callback(bus.close)
+            if self._run_id is None:
+                offset, self._run_id = await self._beginning(bus, topology)
+                log.info("tap_begins", run=self._run.name, run_id=self._run_id, offset=offset)
+                position = {"consumed": [], "offset": offset, "batches": 0}
+            else:
+                position = self._state["stream"]
+            bus.run_id = self._run_id
+            stream = StreamSource(
+                bus,
+                topology,
+                self._by,
+                open_store(self._run.broker, self._run.name),
+                in_batch_order=False,
+                tapped=Tapped(self._own_bus, self._own_topology, self._came, self._ends, self._cut),
+            )
+            stream.changed = self._changed
+            stream.restore(position)
+            self._stream = stream
+            await stream.run()
+
+    async def _broker_is_there(self) -> None:
+        """Return once the private broker of the other run lives; another one is waited for by connecting to it."""
+        file = self._run.url_file
+        if file is not None and not file.is_file():
+            log.warning("tap_waits", run=self._run.name, reason=f"its private broker does not run: there is no {file}")
+            while not file.is_file():  # noqa: ASYNC110  # another process writes it
+                await asyncio.sleep(LOOK_SECONDS)
+
+    async def _beginning(self, bus: Bus, topology: Topology) -> tuple[int, str | None]:
+        """Return the first offset that is read, and the id of the newest run of that name on the stream, None where it
+        holds nothing yet.
+        """
+        mark, run_id, end = new_mark(), None, 0
+        async for delivery in read_up_to_now(bus, _unmade(topology), mark, offset=0):
+            run_id = delivery.run_id or run_id
+            end = (delivery.offset or 0) + 1
+        return (end if self._config.source.start == "now" else 0), run_id
+
+    def _came(self, ready: BatchReady, _offset: int) -> bool:
+        start = self._config.source.start
+        if isinstance(ready.batch, int):
+            self._last.batch(ready.batch)
+        return not isinstance(start, int) or (isinstance(ready.batch, int) and ready.batch >= start)
+
+    def _ends(self, end: RunEnd) -> None:
+        self._last.run_ends(end.batches)
+
+    def _cut(self, cut: StreamCut) -> None:
+        if cut.asked:
+            log.warning("tap_lost_batches", run=self._run.name, asked=cut.asked, begins=cut.got, reason="retention")
+        else:
+            log.warning(
+                "tap_begins_late", run=self._run.name, begins=cut.got, reason="retention has cut what was before"
+            )
+        self._last.cut()
+
+    async def _prepare(self, batch: TrainBatch) -> None:
+        """Give a batch this run's versions and advantages; one that the operators fail on is a failed one."""
+        if not batch.experiences:
+            return
+        came = batch.experiences
+        self._check_tokens(came)
+        groups = set(came.ids("tid"))
+        rewards = [reward for reward in came.values("reward") if reward is not None]
+        try:
+            left, _ = await run_chain(self._chain, as_sampled(came), timeout=self._config.operator.timeout)
+        except OperatorError as error:
+            batch.state, batch.reason = "failed", str(error)
+            batch.experiences = ExperienceBatch.of([])
+            return
+        batch.experiences = ExperienceBatch.of(left)
+        batch.filtered_groups = len(groups - set(batch.experiences.ids("tid")))
+        batch.metrics = {
+            "tap/batch": float(batch.batch),
+            "tap/experiences": float(len(came)),
+            "tap/left": float(len(left)),
+            "tap/filtered_groups": float(batch.filtered_groups),
+        }
+        if rewards:
+            batch.metrics["tap/reward"] = sum(rewards) / len(rewards)
+        if not left:
+            batch.state, batch.reason = "empty", "the operators and the algorithm of this run kept no experience"
+
+    def _check_tokens(self, came: ExperienceBatch) -> None:
+        """Compare the other run's tokens with this run's tokenizer.
+
+        Raises:
+            FatalError: They are of another one.
+        """
+        largest = int(came.dense("tokens").max())
+        if largest >= self._codec.size:
+            raise FatalError(
+                f"source.tap: run {self._run.name!r} has a token {largest}, and this run's model knows "
+                f"{self._codec.size} tokens: the two have different tokenizers. Take a model with the same one"
+            )
+        if self._is_checked:
+            return
+        self._is_checked = True
+        known = [one for one in came[:COMPARED].to_list() if one.response_text and one.experience_type != "dpo"]
+        texts = self._codec.decode([one.tokens[one.prompt_length :].tolist() for one in known])
+        if known and not any((one.response_text or "") in text for one, text in zip(known, texts, strict=True)):
+            raise FatalError(
+                f"source.tap: run {self._run.name!r} answered {known[0].response_text!r:.60}, and this run's tokenizer "
+                f"makes {texts[0]!r:.60} of its tokens: the two have different tokenizers. Take a model with the same "
+                "one"
+            )
+
+
+def as_sampled(came: ExperienceBatch) -> ExperienceBatch:
+    """Return experiences without what the other run's algorithm added, and of this run's first version."""
+    nothing: Sequence[None] = [None] * len(came)
+    versions = [None if rows is None else [(0, 0, 0)] for rows in came.values("versions")]
+    return came.replace(advantages=nothing, returns=nothing, versions=versions)
+
+
+def _unmade(topology: Topology) -> Queue:
+    """Return the stream as it is read: a reader must not make it."""
+    return dataclasses.replace(topology.ready, redeclare=False)

@@ -1,0 +1,63 @@
+"""The run that another one trains on: its name, its folder and its broker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_mq.bus.topology import RUN_NAME
+from trinity_mq.config import BrokerConfig, Config, ConfigError, load_config
+from trinity_mq.runtime.errors import FatalError
+
+RUNS = Path("runs")
+"""The folder of the runs whose configuration names no other."""
+CONFIG_FILE, URL_FILE, BROKER_FOLDER = "config.yaml", "broker.url", "broker"
+"""In a run's folder: its configuration, the URL of the broker while that lives, and the data of a private one."""
+
+
+@dataclass(frozen=True)
+class TappedRun:
+    """A run that is read and not changed."""
+
+    name: str
+    broker: BrokerConfig
+    """How its stream and its blobs are reached."""
+    config: Config | None = None
+    """None: only its name is known."""
+    url_file: Path | None = None
+    """Its private broker's URL, which is there while that lives. None: its broker is one that others keep."""
+
+    @classmethod
+    def of(cls, config: Config) -> TappedRun:
+        """Return the run that ``source.tap`` of a configuration names.
+
+        Raises:
+            FatalError: It names no run, or the run itself.
+        """
+        tapped = config.source.tap
+        folders = [folder for folder in (Path(tapped).expanduser(), RUNS / tapped) if (folder / CONFIG_FILE).is_file()]
+        if not folders:
+            if not RUN_NAME.fullmatch(tapped):
+                raise FatalError(
+                    f"source.tap is {tapped!r}, which is neither a run's folder (with a {CONFIG_FILE}) nor a run's "
+                    "name; `trinity-mq list` shows the runs on this machine"
+                )
+            return cls(tapped, config.broker)
+        folder = folders[0].absolute()
+        if folder == config.path.absolute():
+            raise FatalError(f"source.tap is {tapped!r}, the folder of this run itself: give this run another name")
+        try:
+            other = load_config(folder / CONFIG_FILE)
+        except ConfigError as error:
+            raise FatalError(f"source.tap: the configuration of run {tapped!r} cannot be used: {error}") from error
+        own, url_file = config.broker, folder / URL_FILE
+        if (folder / BROKER_FOLDER).is_dir():
+            found = other.broker.model_copy(update={"url": None, "url_file": str(url_file), "password_file": None})
+            return cls(other.name, found, other, url_file)
+        where = other.broker
+        if not (where.url or where.url_file):  # agents are told the URL, and the file of settings holds none
+            here = {"url": own.url, "url_file": own.url_file, "password_file": own.password_file, "tls": own.tls}
+            if url_file.is_file():
+                here["url"] = url_file.read_text().strip()
+            where = where.model_copy(update=here)
+        return cls(other.name, where, other)

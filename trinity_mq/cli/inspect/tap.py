@@ -1,0 +1,243 @@
+"""``trinity-mq tap``: prints the experiences of a run as JSON lines while it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import select
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.broker.connection import Target, find_target, reached, saved_run_id
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.inspect.command import known_texts, note
+from trinity_mq.cli.interrupts import run_to_the_end
+
+if TYPE_CHECKING:
+    from trinity_mq.bus import Bus, Topology
+    from trinity_mq.cli.inspect.stream import ReadyReader
+    from trinity_mq.cli.inspect.token_texts import TokenTexts
+    from trinity_mq.experience import Experience, ExperienceBatch
+
+LOOK_SECONDS = 1.0
+"""Seconds between looks at whether the run is over and whether the reader of our output has left."""
+LAST_SECONDS = 10.0
+"""Seconds for what is on the stream when the run is over."""
+TEXTS = "token_texts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq tap``."""
+    add_target(parser)
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="PLACE",
+        default="now",
+        help="beginning, now (default), or the number of a batch",
+    )
+    parser.add_argument(
+        "--follow",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on until the run is over (default); --no-follow: end at the present end of the stream",
+    )
+    parser.add_argument(
+        "--fields", metavar="NAMES", help="only these, commas between; eid.batch is a part of eid (default: all)"
+    )
+    parser.add_argument("--every", metavar="N", type=int, default=1, help="only each N-th experience (default: 1)")
+    add_broker(parser)
+    parser.add_argument("--blob-store", metavar="URL", help="where large bodies are (default: that of the YAML file)")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="with a tokenizer.json (default: the run's model)")
+
+
+def tap(arguments: argparse.Namespace) -> int:
+    """Print experiences as they are published; returns 0 at the end of the run or of the stream."""
+    start = _start(arguments.start)
+    if start is None and not arguments.follow:
+        raise CommandError("--from now with --no-follow shows nothing: give --from beginning, or a batch")
+    if arguments.every < 1:
+        raise CommandError(f"--every is {arguments.every}, wanted at least 1")
+    fields = _fields(arguments.fields)
+    target = find_target(arguments, arguments.blob_store)
+    lines = Lines(known_texts(arguments, target.config) if _names_texts(fields) else None, fields, arguments.every)
+    with contextlib.redirect_stdout(sys.stderr):  # what the library logs must not get between
+        run_to_the_end(_tapped(target, lines, start, follow=arguments.follow))
+    return 0
+
+
+def _start(text: str) -> int | None:
+    """Return the first batch wanted, 0 for the beginning of the stream; None: what comes from now on."""
+    if text == "now":
+        return None
+    if text == "beginning":
+        return 0
+    if text.isdecimal():
+        return int(text)
+    raise CommandError(f"--from is {text!r}, wanted beginning, now, or the number of a batch such as 12")
+
+
+def _fields(text: str | None) -> list[str] | None:
+    """Return the names of the fields wanted, None for all.
+
+    Raises:
+        CommandError: An experience has no such field.
+    """
+    if text is None:
+        return None
+    from trinity_mq.cli.inspect.show_experience import json_fields
+
+    wanted, known = [name.strip() for name in text.split(",") if name.strip()], json_fields()
+    unknown = [name for name in wanted if name.partition(".")[0] not in known]
+    if unknown or not wanted:
+        raise CommandError(f"--fields is {text!r}, wanted names with commas between, of: {', '.join(known)}")
+    return wanted
+
+
+def _names_texts(fields: Sequence[str] | None) -> bool:
+    return fields is None or TEXTS in fields
+
+
+def selected(whole: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """Return the fields by the names given; of ``a.b`` the part ``b`` of ``a``, None where there is none."""
+    found: dict[str, Any] = {}
+    for name in fields:
+        value: Any = whole
+        first, *rest = (name,) if name in whole else name.split(".")
+        for part in (first, *rest):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        found[name] = value
+    return found
+
+
+class Lines:
+    """Prints experiences, a JSON object a line.
+
+    Args:
+        texts: Of tokens; None: the lines have none.
+        fields: Of each line; None: all.
+        every: Of so many experiences one is printed.
+    """
+
+    def __init__(self, texts: TokenTexts | None, fields: Sequence[str] | None, every: int) -> None:
+        from trinity_mq.cli.inspect.token_texts import TokenTexts
+
+        self._texts, self._fields, self._every, self.out = texts or TokenTexts(), fields, every, sys.stdout
+        self._seen = 0
+        self.printed = 0
+
+    def take(self, batches: Sequence[ExperienceBatch]) -> bool:
+        """Print those of some batches whose turn it is; never the end of the reading."""
+        for batch in batches:
+            first = -self._seen % self._every
+            self._seen += len(batch)
+            for experience in batch.select(range(first, len(batch), self._every)).to_list():
+                self._print(experience)
+        return False
+
+    def _print(self, experience: Experience) -> None:
+        from trinity_mq.cli.inspect.show_experience import as_json
+        from trinity_mq.telemetry.jsonline import dump_line
+
+        whole = as_json(experience, self._texts)
+        print(dump_line(whole if self._fields is None else selected(whole, self._fields)), file=self.out, flush=True)
+        self.printed += 1
+
+
+async def _tapped(target: Target, lines: Lines, start: int | None, *, follow: bool) -> None:
+    from trinity_mq.cli.inspect.stream import Choice, ReadyReader
+    from trinity_mq.transport.blobs import open_store
+
+    is_ours = target.broker.url is None
+    """Nobody else uses the broker: it is the private one of a run that does not run now."""
+    async with reached(target, "tap") as (bus, topology):
+        if target.folder is not None:
+            bus.run_id = saved_run_id(target.folder.path)
+        store = open_store(target.broker, target.run)
+        reader = ReadyReader(bus, topology, Choice(), store, lines.take, since=start or None, note=note)
+        if not follow or is_ours:
+            await reader.read()
+            return
+        reading = asyncio.create_task(reader.follow(None if start is None else 0), name="follow the stream")
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = [
+                    group.create_task(_end_with_run(bus, topology, target, reader, reading), name="the run's end"),
+                    group.create_task(_watch_output(lines.out), name="the reader of our output"),
+                ]
+                await asyncio.wait([reading])
+                for task in watching:
+                    task.cancel()
+            if not reading.cancelled():
+                reading.result()
+        finally:
+            reading.cancel()
+
+
+async def _end_with_run(
+    bus: Bus, topology: Topology, target: Target, reader: ReadyReader, reading: asyncio.Task[Any]
+) -> None:
+    """End the reading once the run is over and what it has published was read, or cannot be."""
+    over = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        listening = group.create_task(_listen(bus, topology, over), name="heartbeats")
+        marker = group.create_task(_watch_folder(target, over), name="run marker")
+        await over.wait()
+        listening.cancel()
+        marker.cancel()
+    from trinity_mq.bus import BusUnavailable
+
+    with contextlib.suppress(BusUnavailable, TimeoutError):
+        async with asyncio.timeout(LAST_SECONDS):
+            await reader.end()
+            await asyncio.wait([reading])
+    if not reading.done():
+        note(
+            "the run is over and its broker does not answer any more; what came last may be missing: "
+            f"`trinity-mq tap {target.run} --no-follow --from BATCH` shows it"
+        )
+        reading.cancel()
+
+
+async def _listen(bus: Bus, topology: Topology, over: asyncio.Event) -> None:
+    """Set ``over`` once an explorer's heartbeat says that the run is."""
+    import uuid
+
+    from trinity_mq.bus import BusUnavailable
+    from trinity_mq.bus.retry import retrying
+    from trinity_mq.cli.run.follow import listen
+    from trinity_mq.messages import ExplorerStatus, Heartbeat
+
+    def receive(message: object) -> None:
+        if isinstance(message, Heartbeat) and isinstance(message.detail, ExplorerStatus) and message.detail.finished:
+            over.set()
+
+    queue = topology.listener("tap", uuid.uuid4().hex[:12], "telemetry", "beat.explorer.#")
+    async for attempt in retrying(BusUnavailable):
+        with attempt:
+            await listen(bus, queue, receive)
+
+
+async def _watch_folder(target: Target, over: asyncio.Event) -> None:
+    """Set ``over`` once the folder of the run, where it is on this machine, says that it has finished."""
+    folder = target.folder
+    while folder is None or not folder.finished:  # noqa: ASYNC110  # another process writes it
+        await asyncio.sleep(LOOK_SECONDS)
+    over.set()
+
+
+async def _watch_output(out: TextIO) -> None:
+    """Return never; raise BrokenPipeError once the reader of our output has left, though nothing is to be printed."""
+    try:
+        number = out.fileno()
+    except (OSError, ValueError):  # it is no file
+        return
+    poll = select.poll()
+    poll.register(number, 0)
+    gone = select.POLLERR | select.POLLNVAL
+    while not any(event & gone for _, event in poll.poll(0)):  # noqa: ASYNC110  # a poll in a thread never ends
+        await asyncio.sleep(LOOK_SECONDS)
+    raise BrokenPipeError

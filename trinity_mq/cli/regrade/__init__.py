@@ -1,0 +1,1 @@
+"""``trinity-mq regrade``: rewards of what was sampled, by another reward function."""

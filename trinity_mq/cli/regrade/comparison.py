@@ -1,0 +1,172 @@
+"""Figures of what another reward would change. Pure: graded experiences in, figures out."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import statistics
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SHOWN = 10
+"""Experiences that change most."""
+QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+BINARY = {0.0, 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """An experience before and after."""
+
+    uid: str
+    group: str
+    """Its task: the runs that are compared with each other."""
+    old: float
+    new: float
+    old_advantage: float | None = None
+    """Mean over its trained tokens. None: it was given none."""
+    new_advantage: float | None = None
+    text: str = ""
+    """Its response."""
+
+
+@dataclass
+class Comparison:
+    """Adds up what changes. Beside two numbers for each experience it keeps those that change most."""
+
+    old: array[float] = field(default_factory=lambda: array("d"))
+    new: array[float] = field(default_factory=lambda: array("d"))
+    old_advantages: array[float] = field(default_factory=lambda: array("d"))
+    """Absolute values, of those that have one before and after."""
+    new_advantages: array[float] = field(default_factory=lambda: array("d"))
+    pairs: Counter[tuple[float, float]] = field(default_factory=Counter)
+    """Old and new reward, as long as all are 0 or 1."""
+    changed: int = 0
+    groups: int = 0
+    inverted_groups: int = 0
+    """Groups in which the order of two runs is turned round."""
+    inverted_pairs: int = 0
+    ties_broken: int = 0
+    ties_made: int = 0
+    compared_pairs: int = 0
+    gain_spread: int = 0
+    """Groups whose rewards were all alike and are not any more: they begin to teach."""
+    lose_spread: int = 0
+    sign_flips: int = 0
+    """Experiences that were encouraged and would be discouraged, or the other way round."""
+    advantages_appear: int = 0
+    """From an advantage of 0, or none, to another."""
+    advantages_vanish: int = 0
+    _most: list[tuple[float, float, int, Graded]] = field(default_factory=list)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def add(self, experiences: Sequence[Graded]) -> None:
+        """Add whole groups."""
+        by_group: dict[str, list[Graded]] = {}
+        for one in experiences:
+            by_group.setdefault(one.group, []).append(one)
+            self._add_one(one)
+        for members in by_group.values():
+            self._add_group(members)
+
+    def _add_one(self, one: Graded) -> None:
+        self.old.append(one.old)
+        self.new.append(one.new)
+        self.changed += one.old != one.new
+        self.pairs[one.old, one.new] += {one.old, one.new} <= BINARY
+        before, after = one.old_advantage or 0.0, one.new_advantage or 0.0
+        if one.old_advantage is not None and one.new_advantage is not None:
+            self.old_advantages.append(abs(before))
+            self.new_advantages.append(abs(after))
+        self.sign_flips += before * after < 0
+        self.advantages_appear += not before and bool(after)
+        self.advantages_vanish += bool(before) and not after
+        difference = abs(one.new - one.old)
+        if difference or before != after:
+            entry = (difference, abs(after - before), -next(self._numbers), one)
+            (heapq.heappush if len(self._most) < SHOWN else heapq.heappushpop)(self._most, entry)
+
+    def _add_group(self, members: Sequence[Graded]) -> None:
+        self.groups += 1
+        inverted = 0
+        for first, second in itertools.combinations(members, 2):
+            before, after = first.old - second.old, first.new - second.new
+            inverted += before * after < 0
+            self.ties_broken += before == 0 and after != 0
+            self.ties_made += before != 0 and after == 0
+            self.compared_pairs += 1
+        self.inverted_pairs += inverted
+        self.inverted_groups += inverted > 0
+        had, has = len({one.old for one in members}) > 1, len({one.new for one in members}) > 1
+        self.gain_spread += has and not had
+        self.lose_spread += had and not has
+
+    @property
+    def most(self) -> list[Graded]:
+        """The experiences that change most, by reward, then by advantage."""
+        return [entry[-1] for entry in sorted(self._most, key=lambda entry: entry[:3], reverse=True)]
+
+    @property
+    def is_binary(self) -> bool:
+        """All rewards before and after are 0 or 1."""
+        return sum(self.pairs.values()) == len(self.old)
+
+    def figures(self) -> dict[str, Any]:
+        """Return all of it as JSON; means of nothing are null."""
+        return {
+            "experiences": len(self.old),
+            "changed": self.changed,
+            "reward": {"old": _mean(self.old), "new": _mean(self.new)},
+            **({"confusion": self._confusion()} if self.is_binary else {"quantiles": self._quantiles()}),
+            "groups": {
+                "count": self.groups,
+                "inverted": self.inverted_groups,
+                "gain_spread": self.gain_spread,
+                "lose_spread": self.lose_spread,
+            },
+            "pairs": {
+                "compared": self.compared_pairs,
+                "inverted": self.inverted_pairs,
+                "ties_broken": self.ties_broken,
+                "ties_made": self.ties_made,
+            },
+            "advantage": {
+                "compared": len(self.old_advantages),
+                "old_abs_mean": _mean(self.old_advantages),
+                "new_abs_mean": _mean(self.new_advantages),
+                "sign_flips": self.sign_flips,
+                "appear": self.advantages_appear,
+                "vanish": self.advantages_vanish,
+            },
+            "most_changed": [
+                {
+                    "uid": one.uid,
+                    "reward": {"old": one.old, "new": one.new},
+                    "advantage": {"old": one.old_advantage, "new": one.new_advantage},
+                    "response_text": one.text,
+                }
+                for one in self.most
+            ],
+        }
+
+    def _confusion(self) -> dict[str, dict[str, int]]:
+        return {f"{old:g}": {f"{new:g}": self.pairs[old, new] for new in (0.0, 1.0)} for old in (0.0, 1.0)}
+
+    def _quantiles(self) -> list[dict[str, float]]:
+        old, new = sorted(self.old), sorted(self.new)
+        return [{"quantile": q, "old": _quantile(old, q), "new": _quantile(new, q)} for q in QUANTILES]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if len(values) else None
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the quantile by linear interpolation."""
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

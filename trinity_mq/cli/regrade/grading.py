@@ -1,0 +1,163 @@
+"""Gives recorded experiences the reward of another function, with the answers of the run's tasksets."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trinity_mq.config import Config, TasksetConfig
+from trinity_mq.data import TasksetError
+from trinity_mq.data.records import Record, read_tasks
+from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import DPO, PROMPT_TRUNCATED
+from trinity_mq.rewards import RewardFn, judge_conversation, parts_of
+from trinity_mq.rewards.truth import truth_text
+from trinity_mq.runtime.threads import in_thread, interrupt
+
+SHOWN = 100
+"""Characters of an error that are shown."""
+
+
+class NotGradable(Exception):
+    """An experience cannot be regraded; the message says why, for all that have the same reason."""
+
+
+@dataclass(slots=True)
+class GradingTime:
+    """Seconds that the reward function has taken."""
+
+    calls: int = 0
+    total: float = 0.0
+    longest: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a call."""
+        self.calls, self.total, self.longest = self.calls + 1, self.total + seconds, max(self.longest, seconds)
+
+
+class Tasks:
+    """The records behind experiences, by the tasksets of a run. Each is read when it is first needed.
+
+    Args:
+        config: Of the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        buffer = config.buffer
+        self._known = {one.name: one for one in (*buffer.training_tasksets, *buffer.eval_tasksets)}
+        self._seed = config.seed
+        self._records: dict[str, list[Record] | NotGradable] = {}
+
+    def of(self, experience: Experience) -> tuple[Record, TasksetConfig]:
+        """Return the record of an experience's task, and its taskset's section.
+
+        Raises:
+            NotGradable: It is not known any more.
+        """
+        name, index = experience.taskset, experience.index
+        if name is None or index is None:
+            raise NotGradable("its task came from outside, and nothing keeps the record of such a one")
+        taskset = self._known.get(name)
+        if taskset is None:
+            raise NotGradable(f"the configuration has no taskset {name!r}")
+        records = self._read(taskset)
+        if not 0 <= index < len(records):
+            raise NotGradable(f"taskset {name!r} has {len(records)} records now, and not the one that it came from")
+        return records[index], taskset
+
+    def _read(self, taskset: TasksetConfig) -> list[Record]:
+        if taskset.name not in self._records:
+            try:
+                self._records[taskset.name] = read_tasks(taskset, seed=self._seed)[0]
+            except TasksetError as error:
+                self._records[taskset.name] = NotGradable(str(error))
+        found = self._records[taskset.name]
+        if isinstance(found, NotGradable):
+            raise NotGradable(str(found))
+        return found
+
+
+@dataclass
+class Grader:
+    """Calls a reward function on what its workflow's would have got.
+
+    One call at a time, in a thread of its own. A call that takes too long costs that experience alone: its thread is
+    interrupted as soon as it executes Python code, and not waited for.
+    """
+
+    function: RewardFn
+    """As :func:`trinity_mq.rewards.create_reward` makes it."""
+    tasks: Tasks
+    limit: float
+    """Seconds for one call."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Experiences that have no new reward, by the reason."""
+    time: GradingTime = field(default_factory=GradingTime)
+
+    async def grade(self, experience: Experience) -> float | None:
+        """Return the new reward of an experience, None where there is none, which is counted."""
+        try:
+            call = self._call(experience)
+        except NotGradable as error:
+            self.failures[str(error)] += 1
+            return None
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self.limit):
+                parts = await in_thread(call, "reward", interrupt)
+        except TimeoutError:
+            self.failures[f"the reward function took more than {self.limit:g} s (--timeout)"] += 1
+            return None
+        except Exception as error:
+            line = " ".join(str(error).split())[:SHOWN]
+            self.failures[f"the reward function raised {type(error).__name__}: {line}"] += 1
+            return None
+        finally:
+            self.time.add(time.monotonic() - started)
+        return float(sum(parts.values()))
+
+    def _call(self, experience: Experience) -> Callable[[], Mapping[str, float]]:
+        """Return the call of the function.
+
+        Raises:
+            NotGradable: The experience has not what it takes.
+        """
+        if experience.experience_type == DPO:
+            raise NotGradable("it is a pair of answers")
+        record, taskset = self.tasks.of(experience)
+        truth = record.get(taskset.format.response_key)
+        if getattr(self.function, "judges_conversation", False):
+            if not experience.messages:
+                raise NotGradable("the reward function judges the conversation, which the experience does not keep")
+            asked = experience.messages
+            while asked and asked[-1].get("role") == "assistant":
+                asked = asked[:-1]
+            return functools.partial(judge_conversation, self.function, experience, asked, truth_text(truth))
+        return functools.partial(
+            parts_of,
+            self.function,
+            "" if experience.truncate_status == PROMPT_TRUNCATED else answer_of(experience),
+            truth_text(truth),
+            finished=experience.truncate_status is None,
+            tokens=experience.response_length,
+            record=dict(record),
+        )
+
+
+def answer_of(experience: Experience) -> str:
+    """Return the text that was rewarded: the response, of a conversation without one its last answer.
+
+    Raises:
+        NotGradable: The experience keeps neither.
+    """
+    if experience.response_text is not None:
+        return experience.response_text
+    answers: list[Any] = [one.get("content") for one in experience.messages or () if one.get("role") == "assistant"]
+    if answers and isinstance(answers[-1], str):
+        return answers[-1]
+    raise NotGradable("it keeps no text of the response")

@@ -1,0 +1,106 @@
+"""Regrades batches of experiences: new rewards, the advantages of the run's algorithm over them, and the comparison."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from trinity_mq.cli.regrade.comparison import Comparison, Graded
+from trinity_mq.cli.regrade.grading import Grader
+from trinity_mq.config import Config
+from trinity_mq.experience import Experience, ExperienceBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TEXT = 200
+"""Characters of a response that are kept for those that change most."""
+
+
+class Regrading:
+    """Regrades one batch after the other.
+
+    Args:
+        config: Of the run: its algorithm.
+        grader: Calls the reward function.
+        limit: Experiences after which no further batch is taken: advantages compare those of a batch, so it is not cut.
+            None: none.
+    """
+
+    def __init__(self, config: Config, grader: Grader, limit: int | None) -> None:
+        self._grader, self._left = grader, math.inf if limit is None else limit
+        from trinity_mq.operators import AdvantageOperator
+
+        self._algorithm = config.algorithm
+        self._advantages = AdvantageOperator(config.algorithm) if config.algorithm.advantages_in == "operator" else None
+        self.comparison = Comparison()
+        self.seen = 0
+        """Experiences that were looked at."""
+        self.batches = 0
+        self.problems: Counter[str] = Counter()
+        """Batches of which advantages could not be computed, by the reason."""
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader of the figures has to know."""
+        if self._advantages is None:
+            kind = self._algorithm.estimator.kind
+            return [f"advantages are not shown: the estimator {kind} computes them in the trainer, from its own state"]
+        return []
+
+    async def take(self, batch: ExperienceBatch) -> bool:
+        """Regrade the experiences of one batch; return whether the limit is reached."""
+        self._left -= len(batch)
+        self.seen += len(batch)
+        self.batches += 1
+        new: list[float] = []
+        kept: list[Experience] = []
+        for one in await asyncio.to_thread(batch.to_list):
+            if one.reward is None:
+                self._grader.failures["it had no reward before"] += 1
+            elif (reward := await self._grader.grade(one)) is not None:
+                new.append(reward)
+                kept.append(one)
+        self.comparison.add(await asyncio.to_thread(self._compared, kept, new))
+        return self._left <= 0
+
+    def _compared(self, kept: Sequence[Experience], new: Sequence[float]) -> list[Graded]:
+        advantages = self._new_advantages(kept, new)
+        return [
+            Graded(
+                uid=one.eid.uid,
+                group=one.eid.tid,
+                old=float(one.reward or 0.0),
+                new=reward,
+                old_advantage=None if self._advantages is None else _mean_of(one.advantages, one.action_mask),
+                new_advantage=advantages.get(one.eid.uid),
+                text=(one.response_text or "")[:TEXT],
+            )
+            for one, reward in zip(kept, new, strict=True)
+        ]
+
+    def _new_advantages(self, kept: Sequence[Experience], new: Sequence[float]) -> dict[str, float | None]:
+        """Return the mean advantages under the new rewards by uid; those that the algorithm leaves out have none."""
+        if self._advantages is None or not kept:
+            return {}
+        before = ExperienceBatch.of(kept)
+        nothing: list[Any] = [None] * len(before)
+        # rewards of tokens are the old function's
+        graded = before.replace(reward=list(new), advantages=nothing, returns=nothing, token_level_reward=nothing)
+        try:
+            left, _ = self._advantages.apply(graded)
+        except ValueError as error:
+            self.problems[f"no advantages: {error}"] += 1
+            return {}
+        return {one.eid.uid: _mean_of(one.advantages, one.action_mask) for one in left.to_list()}
+
+
+def _mean_of(advantages: Tensor | None, mask: Tensor | None) -> float | None:
+    """Return the mean of advantages, float32 ``[response]``, over the trained tokens."""
+    if advantages is None:
+        return None
+    chosen = advantages if mask is None else advantages[mask.bool()]
+    return float(chosen.float().mean()) if chosen.numel() else 0.0
