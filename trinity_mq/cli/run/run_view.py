@@ -220,6 +220,10 @@ class RunView:
         heartbeat, _ = self._heartbeats.get(agent, (None, 0.0))
         return heartbeat.state if heartbeat and heartbeat.state in OVER else None
 
+    def heartbeats(self, now: float) -> dict[str, tuple[Heartbeat, float]]:
+        """Return the last heartbeat of each agent, with its age in seconds at ``now``, by the agent's id."""
+        return {name: (heartbeat, max(0.0, now - at)) for name, (heartbeat, at) in self._heartbeats.items()}
+
     def agents(self, now: float) -> list[AgentRow]:
         """Return the agents at ``now``, on the clock of :meth:`receive`."""
         order = sorted(
