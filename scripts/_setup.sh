@@ -124,7 +124,21 @@ make_reasoning_gym() {
     say "not there: reasoning-gym, which needs a C compiler; tests that need it are skipped"
 }
 
-# What the tests of clients in other languages (schemas/clients) and of PostgreSQL need; without it those tests are skipped.
+# A browser for the tests of the page of a run, for --all; without it those tests are skipped.
+make_browser() {
+    if ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null; then
+        if may_install; then
+            say "chromium"
+            (apt_install chromium) || say "not there: chromium; the tests of the page in a browser are skipped"
+        else
+            say "not there: chromium; the tests of the page in a browser are skipped"
+        fi
+    fi
+    "$venv/bin/python" -c 'import playwright' 2>/dev/null ||
+        pip_install constraints-cpu.txt -c constraints-cpu.txt -e '.[browser]' || say "not there: playwright"
+}
+
+# What the tests of clients in other languages (schemas/clients), of PostgreSQL and of Prometheus need; without it those tests are skipped.
 make_clients() {
     local go_sources=/usr/share/gocode/src/github.com wanted=()
     command -v go >/dev/null || wanted+=(golang-go)
@@ -132,6 +146,7 @@ make_clients() {
     [ -d $go_sources/rabbitmq/amqp091-go ] || wanted+=(golang-github-rabbitmq-amqp091-go-dev)
     [ -d $go_sources/vmihailenco/msgpack/v5 ] || wanted+=(golang-github-vmihailenco-msgpack.v5-dev)
     { command -v node && command -v npm; } >/dev/null || wanted+=(nodejs npm)
+    command -v promtool >/dev/null || wanted+=(prometheus)
     { command -v initdb || compgen -G '/usr/lib/postgresql/*/bin/initdb'; } >/dev/null || wanted+=(postgresql)
     make_reasoning_gym
     [ ${#wanted[@]} != 0 ] || return 0

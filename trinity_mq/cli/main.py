@@ -54,6 +54,8 @@ COMMANDS = (
     ("list", "run.list:list_runs", "show the runs below a folder: how far each is, and whether it runs"),
     ("status", "run.status:status", "show the agents of a run and the depths of its queues"),
     ("why", "run.why:why", "say in one sentence what a run waits for, with the evidence and what to do"),
+    ("dash", "dash.command:dash", "serve one page that shows a run: live from its broker, or from its folder alone"),
+    ("exporter", "exporter.command:exporter", "serve the state and metrics of a run to Prometheus"),
     (
         "timeline",
         "commands.timeline:timeline",

@@ -330,6 +330,11 @@ class MonitorConfig(Section):
     mean alone."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level written to the log files."""
+    samples_per_step: int = Field(default=16, ge=0)
+    """Experiences of each train step that are kept in ``samples/`` of the run's folder, as whole groups, so that
+    ``trinity-mq dash`` shows them without the broker; 0: none."""
+    samples_max_bytes: int = Field(default=64 * 1024**2, ge=1024**2)
+    """Bytes of all of these; the oldest go first."""
     trace: bool = False
     """Write what every process does for each batch, and when, into ``trace/`` of the run's folder: about 50 kB a
     batch of 32 tasks. ``trinity-mq timeline RUN --batch N`` shows it."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 METRICS_FILE = "metrics.jsonl"
+LINE_FIELDS = ("time", "role", "agent", "step")
+"""Fields of a line that say when and whose it is; all others are metrics."""
 TENSORBOARD_FLUSH_SECONDS = 5
 
 
@@ -43,7 +45,7 @@ class MetricsWriter:
         now = time.time()
         numbers = {name: _number(value) for name, value in values.items()}
         line = numbers | {"time": round(now, 3), **self._whose, "step": step}
-        first = {key: line[key] for key in ("time", "role", "agent", "step")}
+        first = {key: line[key] for key in LINE_FIELDS}
         data = (dump_line(first | line) + "\n").encode()
         try:
             written = os.write(self._file, data)

@@ -16,6 +16,7 @@ import structlog
 from trinity_agents.trainer.batch_result import BatchResult, keep_for_a_look, skipped_batch_dead_letter, train_on
 from trinity_agents.trainer.history import History, StreamPlace, last_generation, last_progress, last_saved
 from trinity_agents.trainer.pinning import evaluation_ended
+from trinity_agents.trainer.samples import Samples
 from trinity_agents.trainer.saving import CheckpointSaver
 from trinity_agents.trainer.sources.base import Source, TrainBatch
 from trinity_agents.trainer.sources.mix import MixSource
@@ -111,6 +112,8 @@ class TrainLoop:
             self.source = MixSource(self.source, experts)
         self.source.changed = agent.woken
         self._blobs = ChunkBlobs(blobs, config.trainer.max_checkpoints_to_keep)
+        monitor = config.monitor
+        self._samples = Samples(folder, monitor.samples_per_step, monitor.samples_max_bytes)
         self._saved_progress = self._first_step = 0
         self._last_save = 0
         """Progress at which the last save was begun."""
@@ -256,6 +259,7 @@ class TrainLoop:
         await self.learner.close()
         if self._history is not None:
             self._history.close()
+        self._samples.close()
 
     async def follow_gate(self) -> None:
         """Let each change of the gate wake this loop and show in a heartbeat."""
@@ -418,6 +422,8 @@ class TrainLoop:
         record("write history", began, time.monotonic(), version=self.version, batch=batch.batch)
         for _, _, event in [] if self._is_alone else ended:
             await agent.publish("results", "progress", event, message_id=f"progress-{self.generation}-{event.progress}")
+        with span("keep samples", threads=True):
+            await self._samples.keep(self.step, [one.experiences for one, end, _ in ended if end.outcome == "trained"])
         metrics = result.counts | result.metrics | _of_sources(batch)
         metrics["time/batch"] = loop.time() - started
         metrics |= self._waits()

@@ -206,7 +206,13 @@ async def _publish(bus: Bus, topology: Topology, exchange: str, key: str, messag
 async def _letters(target: Target, limit: int) -> tuple[Sequence[Incoming], int]:
     async with reached(target, "dead") as (bus, topology):
         total = await bus.depth(topology.dead.name) or 0
-        return [letter async for letter in _each(bus, topology, min(total, limit))], total
+        return await letters(bus, topology, min(total, limit)), total
+
+
+async def letters(bus: Bus, topology: Topology, most: int) -> list[Incoming]:
+    """Return the oldest dead letters, at most so many; they stay where they are."""
+    count = min(await bus.depth(topology.dead.name) or 0, most)
+    return [letter async for letter in _each(bus, topology, count)]
 
 
 async def _each(bus: Bus, topology: Topology, count: int) -> AsyncIterator[Delivery]:

@@ -40,6 +40,12 @@ PICTURES = (
     Picture("Evaluation: pass@k", ["eval/*/pass@*"], "one of k answers is right"),
     Picture("Evaluation: reward", ["eval/*/reward/mean@*"], "on tasks that are not trained on"),
     Picture("Reward", ["rollout/reward/mean", "rollout/accuracy/mean"], "of the rollouts that are trained on"),
+    Picture("Spread of rewards", ["reward_std_within_group"], "standard deviation in a group; 0 teaches nothing"),
+    Picture(
+        "Groups without spread",
+        ["groups/zero_std_all_correct", "groups/zero_std_all_wrong", "rollout/zero_variance_groups"],
+        "groups that teach a comparison of runs nothing",
+    ),
     Picture("Loss", ["actor/pg_loss", "actor/ce_loss", "actor/pair_margin", "critic/vf_loss"], "by component"),
     Picture("Entropy", ["actor/entropy"], "nats a token; a fall to 0 ends exploration"),
     Picture("Distance from the reference", ["actor/ref_kl", "advantage/kl/mean"], "nats a token"),

@@ -14,7 +14,7 @@ from trinity_mq.cli.reports.curves import PICTURES, as_svg, drawn
 from trinity_mq.cli.reports.evaluations import evaluation_table
 from trinity_mq.cli.reports.text import curve, distinct, load_failures, lost, make_report
 from trinity_mq.config import Config
-from trinity_mq.telemetry import METRICS_FILE, mask_passwords, read_metrics
+from trinity_mq.telemetry import LINE_FIELDS, METRICS_FILE, mask_passwords, read_metrics
 
 LIBRARIES = ("trinity-mq", "torch", "transformers", "vllm")
 TEMPLATE = """\
@@ -67,7 +67,7 @@ def page(config: Config) -> str:
     if not every:
         raise CommandError(f"run {config.name!r} has no metrics yet in {folder / METRICS_FILE}")
     lines = distinct(every)
-    names = sorted({name for line in lines for name in line if "/" in name})
+    names = sorted({name for line in lines for name in line if name not in LINE_FIELDS})
     curves = {name: points for name in names if (points := curve(lines, name))}
     pictures = []
     for number, picture in enumerate(PICTURES):

@@ -90,7 +90,7 @@ INSTEAD_OF_REWARD = (("reward", REWARD), ("preference margin", "actor/pair_margi
 def plain_line(view: RunView, now: float) -> str:
     """Return the state in one line."""
     agents = view.agents(now)
-    parts = [f"step {_steps(view)}", *(f"{name} {value}" for name, value in _figures(view, now))]
+    parts = [f"step {_steps(view)}", *(f"{name} {value}" for name, value in figures(view, now))]
     if _gauges_hold(view, now):
         parts.append("queues " + " ".join(f"{name} {depth}" for name, depth in _depths(view)))
     if (sessions := view.sessions) is not None:
@@ -139,7 +139,7 @@ def picture(view: RunView, now: float) -> RenderableType:
         since = duration(agent.waits_seconds) if agent.waits_for else ""
         agents.add_row(agent.id, agent.state, agent.waits_for or "", since, style=style)
     queues = Text.assemble(("queues  ", "dim"), _named(_depths(view)))
-    parts: list[RenderableType] = [head, _named(_figures(view, now)), agents]
+    parts: list[RenderableType] = [head, _named(figures(view, now)), agents]
     if _gauges_hold(view, now):
         parts.insert(2, queues)
     if (sessions := view.sessions) is not None:
@@ -205,11 +205,12 @@ def _gauges_hold(view: RunView, now: float) -> bool:
     return not agents or any(agent.alive for agent in agents)
 
 
-def _figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
+def figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
+    """Return the figures of a run that a person looks at first: what it learns by, evaluations, rates, what is left."""
     tokens = next((view.metrics[name] for name in TOKENS_PER_SECOND if name in view.metrics), None)
     left = view.seconds_left(now)
     learnt = next((one for one in INSTEAD_OF_REWARD if one[1] in view.metrics), ("reward", REWARD))
-    figures = [
+    found = [
         (learnt[0], _number(view.metrics.get(learnt[1]), ".3f")),
         *((f"{taskset} accuracy", f"{value:.3f} (step {step})") for taskset, (step, value) in view.results.items()),
         ("tokens/s", _number(tokens, ",.0f")),
@@ -218,7 +219,7 @@ def _figures(view: RunView, now: float) -> Sequence[tuple[str, str]]:
         ("left", "-" if left is None else duration(left)),
     ]
     gauges = {"tokens/s", "staleness", "left"}
-    return figures if _gauges_hold(view, now) else [(name, text) for name, text in figures if name not in gauges]
+    return found if _gauges_hold(view, now) else [(name, text) for name, text in found if name not in gauges]
 
 
 def _number(value: float | None, form: str) -> str:

@@ -13,7 +13,7 @@ from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.topology import Queue
 from trinity_mq.cli.run.run_view import RunView
 from trinity_mq.messages import DecodeError, Metrics, decode_any
-from trinity_mq.telemetry import METRICS_FILE
+from trinity_mq.telemetry import LINE_FIELDS, METRICS_FILE
 
 
 async def listen(bus: Bus, queue: Queue, receive: Callable[[object], None]) -> None:
@@ -69,7 +69,9 @@ class MetricsTail:
 def _metrics(line: bytes) -> Metrics | None:
     try:
         fields = json.loads(line)
-        values = {key: value for key, value in fields.items() if "/" in key and isinstance(value, int | float)}
+        values = {
+            name: value for name, value in fields.items() if name not in LINE_FIELDS and isinstance(value, int | float)
+        }
         return Metrics(role=fields["role"], id=fields["agent"], step=fields["step"], values=values)
     except (ValueError, KeyError, AttributeError):
         return None  # torn by a writer that was killed

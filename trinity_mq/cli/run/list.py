@@ -46,9 +46,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
     top = Path(arguments.folder)
     if not top.is_dir() and arguments.folder != str(RUNS):
         raise CommandError(f"{top} is no folder; give one that holds run folders, such as {RUNS}")
-    # agents by themselves leave metrics and no configuration, a run that has just begun the reverse
-    found = sorted({path.parent for name in (METRICS_FILE, CONFIG_FILE) for path in top.glob(f"**/{name}")})
-    found = [folder for folder in found if (folder / METRICS_FILE).exists() or (folder / LOCK_FILE).exists()]
+    found = found_runs(top)
     if not found:
         print(f"no run has left a folder below {top.absolute()}", file=sys.stderr)
         return 1
@@ -59,6 +57,13 @@ def list_runs(arguments: argparse.Namespace) -> int:
     for line in aligned([COLUMNS, *table]):
         print(line)
     return 0
+
+
+def found_runs(top: Path) -> list[Path]:
+    """Return the folders of runs below ``top``."""
+    # agents by themselves leave metrics and no configuration, a run that has just begun the reverse
+    found = sorted({path.parent for name in (METRICS_FILE, CONFIG_FILE) for path in top.glob(f"**/{name}")})
+    return [folder for folder in found if (folder / METRICS_FILE).exists() or (folder / LOCK_FILE).exists()]
 
 
 def row(folder: Path) -> RunRow:

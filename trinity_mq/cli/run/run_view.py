@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trinity_mq.cli.reports.figures import TRAIN_STEPS, evaluations
-from trinity_mq.diagnosis import Finding, Watch, diagnose
+from trinity_mq.diagnosis import Finding, Observation, Watch, diagnose
 from trinity_mq.messages import (
     EmptyBatchStatus,
     ExplorerStatus,
@@ -97,6 +97,8 @@ class RunView:
             self._watch.receive(message, now)
             self._receive_heartbeat(message, now)
         elif isinstance(message, Metrics):
+            if self._watch is not None:
+                self._watch.receive(message, now)
             self.metrics.update(message.values)
             self._receive_train_steps(message.values.get(TRAIN_STEPS))
             for taskset, value in evaluations(message.values).items():
@@ -164,6 +166,18 @@ class RunView:
         """Return the seconds since anything progressed, 0 before the first heartbeat."""
         return 0.0 if self._watch is None else now - self._watch.moved_at
 
+    def observation(
+        self,
+        now: float,
+        *,
+        broker: str = "",
+        expected: Mapping[str, int] | None = None,
+        limits: Mapping[str, float] | None = None,
+    ) -> Observation:
+        """Return what is known at ``now``, for a diagnosis; the arguments are those of :class:`Observation`."""
+        watch = self._watch or Watch(now)
+        return watch.observation(now, depths=self.depths, broker=broker, expected=expected, limits=limits)
+
     def explain(
         self,
         now: float,
@@ -180,9 +194,7 @@ class RunView:
         if self._watch is None or self.still(now) < STILL_SHOWN:
             self._told_culprits.clear()
             return
-        depths = self.depths
-        observation = self._watch.observation(now, depths=depths, broker=broker, expected=expected, limits=limits)
-        finding = diagnose(observation)
+        finding = diagnose(self.observation(now, broker=broker, expected=expected, limits=limits))
         if finding.state in {"moving", "over"}:
             return
         self.finding = finding
@@ -219,6 +231,10 @@ class RunView:
         """Return the state in which an agent ended, ``finished`` or ``gone``; None while it has not."""
         heartbeat, _ = self._heartbeats.get(agent, (None, 0.0))
         return heartbeat.state if heartbeat and heartbeat.state in OVER else None
+
+    def heartbeats(self, now: float) -> dict[str, tuple[Heartbeat, float]]:
+        """Return the last heartbeat of each agent, with its age in seconds at ``now``, by the agent's id."""
+        return {name: (heartbeat, max(0.0, now - at)) for name, (heartbeat, at) in self._heartbeats.items()}
 
     def agents(self, now: float) -> list[AgentRow]:
         """Return the agents at ``now``, on the clock of :meth:`receive`."""

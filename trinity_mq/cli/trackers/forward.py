@@ -13,7 +13,7 @@ import structlog
 from trinity_mq.cli.trackers.base import Tracker, TrackerError
 from trinity_mq.cli.trackers.services import FOLDER
 from trinity_mq.runtime.process import write_atomic
-from trinity_mq.telemetry.metrics import METRICS_FILE
+from trinity_mq.telemetry.metrics import LINE_FIELDS, METRICS_FILE
 
 log = structlog.get_logger(__name__)
 
@@ -115,7 +115,7 @@ def _send(tracker: Tracker, line: bytes) -> None:
     values = {
         name: float(value)
         for name, value in fields.items()
-        if "/" in name and isinstance(value, int | float) and math.isfinite(value)
+        if name not in LINE_FIELDS and isinstance(value, int | float) and math.isfinite(value)
     }
     if values:
         tracker.log(step, seconds, values)

@@ -1,0 +1,198 @@
+"""What the page shows, as data: curves, intervals, samples, and the state of a run, in time that is an argument."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.unit.agents.world import experience
+from tests.unit.cli.test_run_view import beat, metrics
+from trinity_mq.cli.dash import curves, samples
+from trinity_mq.cli.dash.broker_runs import broker_runs, runs_of
+from trinity_mq.cli.dash.curves import Curves
+from trinity_mq.cli.dash.intervals import KEPT_SECONDS, AgentState, Intervals
+from trinity_mq.cli.dash.observatory import Observatory
+from trinity_mq.cli.dash.samples import COLUMNS, SampleStore, decoded, experience_at
+from trinity_mq.experience import DecodeError, ExperienceBatch
+from trinity_mq.local_broker.ports import free_ports
+from trinity_mq.messages import Metrics
+from trinity_mq.telemetry.jsonline import dump_line
+
+
+def test_a_later_value_of_a_step_replaces_the_earlier_one() -> None:
+    found = Curves()
+    found.add_all([metrics("explorer", step, **{"rollout/reward/mean": step / 10}) for step in (1, 2, 3)])
+    found.add(metrics("explorer", 2, **{"rollout/reward/mean": 0.9}))
+    assert found.named("rollout/reward/mean") == [(1, 0.1), (2, 0.9), (3, 0.3)]
+    [picture] = found.pictures()
+    assert picture["title"] == "Reward"
+
+
+def test_curves_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "MOST_POINTS", 100)
+    found = Curves()
+    for step in range(1000):
+        found.add(metrics("trainer", step, **{"actor/entropy": float(step), "odd": float("nan")}))
+    points = found.named("actor/entropy")
+    assert len(points) <= 100
+    assert points[-1] == (999, 999.0)
+    assert "odd" not in found.names
+
+
+def test_equal_observations_are_one_interval() -> None:
+    found = Intervals()
+    for now in range(10):
+        state = "working" if now < 5 else "idle"
+        found.observe([AgentState("runner-0", "runner", state, None if now < 5 else "a slice")], float(now))
+    [lane] = found.since(0.0)
+    assert lane["intervals"] == [[0.0, 5.0, "working", None], [5.0, 9.0, "idle", "a slice"]]
+    assert found.busy(100.0, 9.0) == {"runner": pytest.approx(5 / 9)}
+    assert found.busy(2.0, 9.0) == {"runner": 0.0}
+
+
+def test_old_intervals_are_forgotten_and_lanes_are_in_the_order_of_the_flow() -> None:
+    found = Intervals()
+    for now in (0.0, 1.0, KEPT_SECONDS + 10):
+        found.observe([AgentState(role, role, f"{now}") for role in ("trainer", "explorer", "mystery")], now)
+    assert [lane["agent"] for lane in found.since(0.0)] == ["explorer", "trainer", "mystery"]
+    assert found.since(0.0)[0]["intervals"][0][0] == 1.0
+
+
+def body(batch: int, runs: int = 4, **fields: Any) -> bytes:
+    made = [experience(1, run, **fields) for run in range(runs)]
+    for run, one in enumerate(made):
+        one.eid.batch, one.eid.suffix, one.reward = batch, f"{batch}-{run}", run / 4
+        one.response_text = "answer " * 30
+    return ExperienceBatch.of(made).encode()
+
+
+def test_rows_tell_what_the_table_shows() -> None:
+    store = SampleStore()
+    versions = [(0, 1, 3), (1, 1, 5)]
+    assert store.add(decoded(body(7, versions=versions, taskset="sums"), 8, {"sums": "math_workflow"})) == 4
+    first = dict(zip(COLUMNS, store.rows()[0], strict=True))
+    assert (first["number"], first["step"], first["batch"], first["workflow"]) == (1, 8, 7, "math_workflow")
+    assert (first["staleness"], first["version"]) == (4, "1.3 1.5"), "the oldest token is of weights 4 steps old"
+    assert len(first["text"]) == samples.PREVIEW + 1
+    kept = store.body_of(first["uid"])
+    assert kept is not None
+    assert experience_at(*kept).eid.uid == first["uid"]
+
+
+def test_the_same_sample_is_shown_once_and_only_what_is_new_is_asked_for() -> None:
+    store = SampleStore()
+    assert store.add(decoded(body(1), 1, {})) == 4
+    assert store.add(decoded(body(1), 2, {})) == 0
+    assert store.add(decoded(body(2), 2, {})) == 4
+    assert [row[0] for row in store.rows(after=4)] == [5, 6, 7, 8]
+
+
+def test_the_oldest_samples_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_ROWS", 10)
+    store = SampleStore()
+    first = decoded(body(0), 0, {})
+    store.add(first)
+    for batch in range(1, 20):
+        store.add(decoded(body(batch), batch, {}))
+        assert len(store) <= 10
+    assert store.body_of(next(iter(first.rows))) is None
+    assert [row[COLUMNS.index("batch")] for row in store.rows()] == [18] * 4 + [19] * 4
+
+
+def test_a_damaged_body_is_an_error_and_changes_nothing() -> None:
+    with pytest.raises(DecodeError):
+        decoded(body(1)[:-20], 1, {})
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def observed() -> tuple[Observatory, Clock]:
+    clock = Clock()
+    found = Observatory("r", 100, clock=clock)
+    found.is_live = True
+    return found, clock
+
+
+def test_rates_are_rises_of_counters_and_a_restart_is_no_fall() -> None:
+    found, clock = observed()
+    for second in range(11):
+        clock.now = 1000.0 + second
+        done = 5 * second if second < 6 else 5 * (second - 6)
+        found.receive(beat("runner", "runner-0", second + 1, detail={"done": done}))
+        found.receive(beat("runner", "runner-1", second + 1, detail={"done": 2 * second}))
+    assert found.rate("slices", clock.now, "runner-1") == pytest.approx(2.0)
+    assert found.rate("slices", clock.now) == pytest.approx(7.0)
+
+
+def test_the_state_is_json_whatever_came() -> None:
+    found, clock = observed()
+    json.loads(dump_line(found.state()))
+    found.receive(beat("explorer", "explorer-0", detail={"opened": 3, "closed": 2, "open": ["a"]}))
+    found.receive(beat("engine", "explorer-0-engine", detail={"load": 0, "tokens": 5, "version": (1, 2)}))
+    found.receive(beat("trainer", "trainer-0", state="idle", waits_for="batch 3", detail={"progress": 2, "step": 2}))
+    found.receive(Metrics(role="trainer", id="trainer-0", step=2, values={"actor/entropy": float("nan")}))
+    found.set_depths({"tasks.train": 4, "tasks.eval": None, "closed": 1, "dead": 2})
+    clock.now += 1
+    found.tick()
+    state = json.loads(dump_line(found.state()))
+    assert (state["step"], state["total"], state["over"]) == (2, 100, False)
+    assert [one["role"] for one in state["flow"]["nodes"]] == ["explorer", "engine", "trainer"]
+    assert state["flow"]["arrows"][0]["depth"] == 4
+    assert {lane["agent"]: lane["intervals"][0][2] for lane in found.intervals.since(0.0)} == {
+        "explorer-0": "working",
+        "explorer-0-engine": "idle",  # it samples nothing
+        "trainer-0": "idle",
+    }
+    assert any("2 dead letters" in text for _, text in state["news"])
+
+
+def test_a_run_that_stands_still_has_a_culprit_and_one_that_moves_none() -> None:
+    found, clock = observed()
+    for second in range(5):
+        clock.now += 1
+        found.receive(beat("runner", "runner-0", second + 1, detail={"done": second}))
+        found.tick()
+    assert found.state()["finding"]["state"] == "moving"
+    for second in range(100):
+        clock.now += 1
+        found.receive(beat("trainer", "trainer-0", second, state="idle", waits_for="batch 3"))
+        found.tick()
+    state = found.state()
+    assert found.observation().still == 100.0
+    assert state["finding"]["culprit"] == "runner-0", "its heartbeats have ceased"
+    assert state["finding"]["sentence"]
+
+
+def test_runs_on_a_broker_are_known_by_the_names_of_queues() -> None:
+    queues = [
+        {"name": "tmq.one.tasks.train", "messages": 3, "consumers": 2},
+        {"name": "tmq.one.dead", "messages": 1, "consumers": 0},
+        {"name": "tmq.two.ready", "messages": 9},
+        {"name": "somebody.elses", "messages": 7, "consumers": 7},
+    ]
+    assert runs_of(queues) == [
+        {"run": "one", "messages": 4, "dead": 1, "consumers": 2, "queues": 2},
+        {"run": "two", "messages": 9, "dead": 0, "consumers": 0, "queues": 1},
+    ]
+
+
+async def test_a_broker_without_management_says_so() -> None:
+    [port] = free_ports(1)
+    found, why = await broker_runs(f"amqp://u:p@127.0.0.1:{port}/v")
+    assert found == []
+    assert "no management API" in why
+    assert "p@" not in why
+
+
+def test_a_run_is_over_once_every_agent_has_ended() -> None:
+    found, _ = observed()
+    for seq, state in enumerate(("working", "finished"), 1):
+        found.receive(beat("explorer", "explorer-0", seq, state=state))
+        assert found.state()["over"] is (state == "finished")

@@ -1,0 +1,86 @@
+"""Samples in a run's folder: what was written is read, whatever was torn or removed meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trinity_mq.experience.sample_log import SEGMENTS, SampleLog, SampleLogReader, segments
+
+Opened = Callable[[Path, int], SampleLog]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """Opens logs, which are closed at the end."""
+    logs: list[SampleLog] = []
+
+    def open_log(folder: Path, max_bytes: int) -> SampleLog:
+        logs.append(SampleLog(folder, max_bytes))
+        return logs[-1]
+
+    yield open_log
+    for log in logs:
+        log.close()
+
+
+def test_a_reader_follows_what_is_appended(tmp_path: Path, opened: Opened) -> None:
+    reader, log = SampleLogReader(tmp_path / "samples"), opened(tmp_path / "samples", 2**20)
+    assert list(reader.read()) == []
+    log.append(1, b"first")
+    log.append(2, b"second")
+    assert [(one.step, one.body) for one in reader.read()] == [(1, b"first"), (2, b"second")]
+    assert list(reader.read()) == []
+    log.append(3, b"third")
+    assert [one.step for one in reader.read()] == [3]
+
+
+def test_another_process_goes_on_in_a_segment_of_its_own(tmp_path: Path, opened: Opened) -> None:
+    for step in (1, 2):
+        log = opened(tmp_path, 2**20)
+        log.append(step, b"body")
+        log.close()
+    assert len(segments(tmp_path)) == 2
+    assert [one.step for one in SampleLogReader(tmp_path).read()] == [1, 2]
+
+
+def test_the_oldest_go_first(tmp_path: Path, opened: Opened) -> None:
+    limit = 2**20
+    log, reader = opened(tmp_path, limit), SampleLogReader(tmp_path)
+    for step in range(40):
+        log.append(step, bytes(limit // 20))
+        assert sum(path.stat().st_size for path in segments(tmp_path)) <= limit + limit // 20 + 24
+    steps = [one.step for one in reader.read()]
+    assert steps == list(range(steps[0], 40))
+    assert 20 - 20 // SEGMENTS - 2 <= len(steps) <= 20
+
+
+def test_what_is_not_whole_yet_comes_with_a_later_call(tmp_path: Path, opened: Opened) -> None:
+    log, reader = opened(tmp_path, 2**20), SampleLogReader(tmp_path)
+    log.append(1, b"whole")
+    log.append(2, b"under way")
+    [path] = segments(tmp_path)
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        found = [one.step for one in SampleLogReader(tmp_path).read()]
+        assert found == ([1] if length >= 24 + len(b"whole") else [])
+    path.write_bytes(data[:-1])
+    assert [one.step for one in reader.read()] == [1]
+    path.write_bytes(data)
+    assert [one.body for one in reader.read()] == [b"under way"]
+
+
+def test_a_record_torn_by_a_kill_hides_nothing_of_the_next_process(tmp_path: Path, opened: Opened) -> None:
+    log = opened(tmp_path, 2**20)
+    log.append(1, b"body")
+    [path] = segments(tmp_path)
+    path.write_bytes(path.read_bytes() + b"TMQSMPL1 torn in the header's mid")
+    after = opened(tmp_path, 2**20)
+    after.append(2, b"body")
+    reader = SampleLogReader(tmp_path)
+    assert [one.step for one in reader.read()] == [1, 2]
+    after.append(3, b"body")
+    assert [one.step for one in reader.read()] == [3]

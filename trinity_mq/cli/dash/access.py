@@ -1,0 +1,86 @@
+"""Access to the page: everybody on this machine may look; who acts, or looks from elsewhere, needs the key."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+KEY_PARAMETER, KEY_COOKIE, KEY_HEADER = "key", "tmq-dash", "X-TMQ-Key"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content security policy: nothing is loaded from, or sent to, any other address."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only programs on this machine reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class PageAccess:
+    """The rules.
+
+    Args:
+        host: Address that is listened on.
+        operate: Requests may change the run.
+    """
+
+    def __init__(self, host: str, *, operate: bool) -> None:
+        self.operate, self._is_local = operate, is_loopback(host)
+        self.key = secrets.token_urlsafe(24)
+
+    @property
+    def needs_key(self) -> bool:
+        """The page's address has the key in it."""
+        return self.operate or not self._is_local
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse what is not allowed, and add the headers of security to all that is answered."""
+        given = request.query.get(KEY_PARAMETER) or request.cookies.get(KEY_COOKIE) or ""
+        knows = hmac.compare_digest(given.encode(), self.key.encode())
+        if self._is_local and not is_loopback(_host_of(request)):
+            # a page of another site that resolves its name to 127.0.0.1
+            raise web.HTTPForbidden(text=f"Host is {request.host!r}, wanted 127.0.0.1 or localhost")
+        if not (self._is_local or knows):
+            raise web.HTTPUnauthorized(text="open the address with the key that `trinity-mq dash` printed")
+        if request.method not in {"GET", "HEAD"}:
+            self._may_act(request)
+        response = await handler(request)
+        if not response.prepared:
+            _secure(response)
+            if knows and KEY_PARAMETER in request.query:
+                response.set_cookie(KEY_COOKIE, self.key, httponly=True, samesite="Strict")
+        return response
+
+    def _may_act(self, request: web.Request) -> None:
+        if not self.operate:
+            raise web.HTTPForbidden(text="this page only shows: start `trinity-mq dash` with --operate to act")
+        given = request.headers.get(KEY_HEADER, "")
+        if not hmac.compare_digest(given.encode(), self.key.encode()):
+            raise web.HTTPUnauthorized(text="open the address with the key that `trinity-mq dash` printed")
+
+
+def _host_of(request: web.Request) -> str:
+    host = request.host
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _secure(response: web.StreamResponse) -> None:
+    response.headers.setdefault("Content-Security-Policy", POLICY)
+    response.headers.setdefault("X-Content-Type-Options", "nosniff")
+    response.headers.setdefault("Referrer-Policy", "no-referrer")
+    response.headers.setdefault("Cache-Control", "no-store")

@@ -1,0 +1,267 @@
+"""HTTP routes of the page: its files, the state as server-sent events, and JSON of what is looked at closely."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from trinity_mq.bus import BusError
+from trinity_mq.cli.dash.access import PageAccess
+from trinity_mq.cli.dash.actions import ActionError, Actions
+from trinity_mq.cli.dash.curves import Curves
+from trinity_mq.cli.dash.observatory import Observatory
+from trinity_mq.cli.dash.samples import COLUMNS, MOST_ROWS, experience_at
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.exporter.families import RunCollector
+from trinity_mq.cli.exporter.handler import metrics_handler
+from trinity_mq.cli.inspect.show_experience import as_json
+from trinity_mq.cli.inspect.token_texts import TokenTexts
+from trinity_mq.runtime.notify import Notifier
+from trinity_mq.telemetry import METRICS_FILE, read_metrics
+from trinity_mq.telemetry.jsonline import dump_line
+from trinity_mq.telemetry.timeline import spans
+
+log = structlog.get_logger(__name__)
+
+EVENT_SECONDS = 1.0
+"""Seconds between two states that are sent to a page."""
+MOST_SPANS = 3000
+PAGE_FILES: Mapping[str, str] = {
+    "index.html": "text/html",
+    "dash.css": "text/css",
+    "dash.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+STATIC = files("trinity_mq.cli.dash") / "static"
+
+Runs = Callable[[], list[dict[str, Any]]]
+
+
+class DashApp:
+    """All routes over one observatory.
+
+    Args:
+        observatory: What is shown.
+        actions: What can be asked of the broker.
+        access: Who may do what.
+        texts: Texts of tokens.
+        folder: The run's folder, None where it is not on this machine.
+        runs: Returns a row for each run that is known here.
+        others: Curves of other runs to be drawn beside, by their names.
+    """
+
+    def __init__(
+        self,
+        observatory: Observatory,
+        actions: Actions,
+        access: PageAccess,
+        texts: TokenTexts,
+        *,
+        folder: Path | None = None,
+        runs: Runs = list,
+        others: Mapping[str, Curves] | None = None,
+    ) -> None:
+        self._observatory, self._actions, self._access, self._texts = observatory, actions, access, texts
+        self._folder, self._runs, self._others = folder, runs, others or {}
+        self._state = ""
+        self._changed = Notifier()
+        self._closing = False
+
+    def application(self) -> web.Application:
+        """Return the application."""
+        made = web.Application(middlewares=[self._access.middleware, self._errors])
+        made.add_routes(
+            [
+                web.get("/", self.page),
+                web.get("/static/{name}", self.static),
+                web.get("/events", self.events),
+                web.get("/metrics", metrics_handler(RunCollector(self._observatory.view, time.time))),
+                web.get("/api/state", self.state),
+                web.get("/api/timeline", self.timeline),
+                web.get("/api/samples", self.samples),
+                web.get("/api/sample", self.sample),
+                web.get("/api/curves", self.curves),
+                web.get("/api/curve", self.curve),
+                web.get("/api/runs", self.runs),
+                web.get("/api/dead", self.dead),
+                web.post("/api/dead/replay", self.replay),
+                web.get("/api/reviews", self.reviews),
+                web.post("/api/reviews/{request}", self.give_verdict),
+                web.post("/api/agents/{agent}/{verb}", self.control),
+            ]
+        )
+        made.on_shutdown.append(self._close)
+        return made
+
+    async def _close(self, _: web.Application) -> None:
+        self._closing = True
+        self._changed.notify()
+
+    async def tick(self) -> None:
+        """Make the state anew for all pages, every second, until cancelled."""
+        while True:
+            self.make_state()
+            await asyncio.sleep(EVENT_SECONDS)
+
+    def make_state(self) -> None:
+        """Make the state anew, and send it to all pages."""
+        self._observatory.tick()
+        self._state = dump_line(self._observatory.state() | {"operate": self._access.operate})
+        self._changed.notify()
+
+    @web.middleware
+    async def _errors(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (ActionError, BusError, CommandError) as error:
+            return _json({"error": str(error)}, status=409)
+        except ValueError as error:
+            return _json({"error": str(error)}, status=400)
+
+    # -- the page
+
+    async def page(self, _: web.Request) -> web.Response:
+        """Return the page."""
+        return _file("index.html")
+
+    async def static(self, request: web.Request) -> web.Response:
+        """Return a file that the page is made of."""
+        name = request.match_info["name"]
+        if name not in PAGE_FILES:
+            raise web.HTTPNotFound
+        return _file(name)
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Send the state each second as server-sent events."""
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        )
+        await response.prepare(request)
+        try:
+            while not self._closing:
+                if self._state:
+                    await response.write(f"event: state\ndata: {self._state}\n\n".encode())
+                await self._changed.wait()
+        except ConnectionResetError:  # the page was closed
+            log.debug("page_closed")
+        return response
+
+    # -- JSON
+
+    async def state(self, _: web.Request) -> web.Response:
+        """Return the state once."""
+        return web.Response(text=self._state, content_type="application/json")
+
+    async def timeline(self, request: web.Request) -> web.Response:
+        """Return what agents did and waited for in the last ``seconds``."""
+        seconds = _number(request, "seconds", 120.0)
+        found = [] if self._folder is None else await asyncio.to_thread(_activities, self._folder)
+        live = self._observatory.is_live
+        end = time.time() if live or not found else max(one["end"] for one in found)
+        start = end - seconds
+        lanes = self._observatory.intervals.since(start)
+        shown = [one for one in found if one["end"] >= start][-MOST_SPANS:]
+        return _json({"start": start, "end": end, "lanes": lanes, "spans": shown})
+
+    async def samples(self, request: web.Request) -> web.Response:
+        """Return the rows of samples with a number above ``after``."""
+        after = int(_number(request, "after", 0))
+        store = self._observatory.samples
+        return _json({"columns": COLUMNS, "last": store.number, "rows": store.rows(after)})
+
+    async def sample(self, request: web.Request) -> web.Response:
+        """Return one sample token by token, by its ``uid``."""
+        uid = request.query.get("uid", "")
+        found = self._observatory.samples.body_of(uid)
+        if found is None:
+            return _json({"error": f"sample {uid!r} is not kept: the latest {MOST_ROWS} are"}, status=404)
+        return _json(await asyncio.to_thread(lambda: as_json(experience_at(*found), self._texts)))
+
+    async def curves(self, _: web.Request) -> web.Response:
+        """Return the curves of the page, those of other runs beside them."""
+        curves = self._observatory.curves
+        others = {name: one.pictures() for name, one in self._others.items()}
+        return _json({"pictures": curves.pictures(), "names": curves.names, "others": others})
+
+    async def curve(self, request: web.Request) -> web.Response:
+        """Return the curve of one metric, by its ``name``."""
+        name = request.query.get("name", "")
+        return _json({"name": name, "points": self._observatory.curves.named(name)})
+
+    async def runs(self, _: web.Request) -> web.Response:
+        """Return the runs that are known here."""
+        return _json({"runs": await asyncio.to_thread(self._runs), **await self._actions.runs()})
+
+    async def dead(self, _: web.Request) -> web.Response:
+        """Return the dead letters."""
+        return _json({"letters": await self._actions.dead_letters()})
+
+    async def replay(self, request: web.Request) -> web.Response:
+        """Publish dead batches again."""
+        body = await _body(request)
+        batches = body.get("batches", [])
+        if not isinstance(batches, list):
+            raise ValueError(f"batches is {batches!r}, wanted a list of batches")
+        return _json(await self._actions.replay({str(batch) for batch in batches}))
+
+    async def reviews(self, _: web.Request) -> web.Response:
+        """Return the runs that wait for a verdict."""
+        return _json({"reviews": self._actions.reviews()})
+
+    async def give_verdict(self, request: web.Request) -> web.Response:
+        """Give a verdict on a run."""
+        return _json(await self._actions.give_verdict(request.match_info["request"], await _body(request)))
+
+    async def control(self, request: web.Request) -> web.Response:
+        """Send a command to an agent."""
+        await self._actions.control(request.match_info["agent"], request.match_info["verb"])
+        return _json({"sent": True})
+
+
+def _file(name: str) -> web.Response:
+    return web.Response(body=(STATIC / name).read_bytes(), content_type=PAGE_FILES[name], charset="utf-8")
+
+
+def _json(fields: Mapping[str, Any], *, status: int = 200) -> web.Response:
+    return web.Response(text=dump_line(fields), content_type="application/json", status=status)
+
+
+def _number(request: web.Request, name: str, default: float) -> float:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is {text!r}, wanted a number") from error
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    body = await request.json()
+    if not isinstance(body, dict):
+        raise ValueError(f"the body is {type(body).__name__}, wanted a JSON object")
+    return body
+
+
+def _activities(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {
+            "agent": one.agent,
+            "role": one.role,
+            "what": one.what,
+            "step": one.step,
+            "start": round(one.start, 2),
+            "end": round(one.end, 2),
+            "phases": dict(one.phases),
+        }
+        for one in spans(read_metrics(folder / METRICS_FILE))
+    ]

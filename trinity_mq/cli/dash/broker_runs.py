@@ -1,0 +1,49 @@
+"""The runs that share a broker, from the names of its queues, which its management API lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from trinity_mq.cli.doctor.facts import API_PATHS, Facts, ask_management, management_url
+
+QUEUE = re.compile(r"tmq\.(?P<run>[a-z0-9-]{1,40})\.(?P<name>.+)")
+
+
+def runs_of(queues: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each run among queues: its name, its messages by queue, and how many consumers it has.
+
+    A run without a consumer is not at work: it is over, or has stopped.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for queue in queues:
+        match = QUEUE.fullmatch(str(queue.get("name", "")))
+        if match is None:
+            continue
+        row = found.setdefault(
+            match["run"], {"run": match["run"], "messages": 0, "dead": 0, "consumers": 0, "queues": 0}
+        )
+        messages = int(queue.get("messages") or 0)
+        row["queues"] += 1
+        row["consumers"] += int(queue.get("consumers") or 0)
+        row["messages"] += messages
+        if match["name"] == "dead":
+            row["dead"] = messages
+    return [found[name] for name in sorted(found)]
+
+
+async def broker_runs(url: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the runs on a broker's virtual host, or none and why they are not known.
+
+    Args:
+        url: AMQP URL of the broker; the first one where several have commas between.
+    """
+    first = url.split(",", maxsplit=1)[0]
+    parts = urlsplit(first)
+    known = dict.fromkeys(name for name in API_PATHS if name != "queues")
+    facts = Facts(vhost=unquote(parts.path[1:]) or "/", user=unquote(parts.username or "guest"), clock=None, **known)
+    await ask_management(management_url(first, None), None, facts)
+    queues = facts.get("queues")
+    return (runs_of(queues), "") if queues is not None else ([], facts.why("queues"))

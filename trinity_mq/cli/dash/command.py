@@ -1,0 +1,175 @@
+"""``trinity-mq dash``: serves the page of one run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from trinity_mq.cli.broker.connection import Target
+    from trinity_mq.cli.dash.curves import Curves
+    from trinity_mq.config import Config
+
+PORT = 8720
+SHUTDOWN_SECONDS = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq dash``."""
+    add_target(parser, "(default: the run in runs/ that was written to last)", optional=True)
+    add_broker(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0: a free one (default: {PORT})")
+    parser.add_argument(
+        "--operate", action="store_true", help="let the page act: replay dead letters, restart agents, give verdicts"
+    )
+    parser.add_argument(
+        "--beside", metavar="RUN", action="append", default=[], help="draw the curves of this run too; may be repeated"
+    )
+
+
+def dash(arguments: argparse.Namespace) -> int:
+    """Serve the page until interrupted."""
+    from trinity_mq.cli.target import find_configuration
+    from trinity_mq.telemetry import setup_logging
+
+    setup_logging("dash", "dash", None, "warning")
+    if arguments.target is None:
+        arguments.target = str(_latest())
+    config = find_configuration(arguments.target, arguments.overrides)
+    _find_broker(arguments, config)
+    others = {name: _curves_of(name) for name in arguments.beside}
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(arguments, config, others))
+    return 0
+
+
+def _find_broker(arguments: argparse.Namespace, config: Config | None) -> Target | None:
+    """Return the run and its broker, None where that does not run and the run's folder says what there is.
+
+    Raises:
+        CommandError: There is no folder either.
+    """
+    from trinity_mq.cli.broker.connection import find_target
+
+    try:
+        target = find_target(arguments)
+    except CommandError:
+        if config is None or not config.path.is_dir():
+            raise
+        return None
+    return None if target.broker.url is None else target
+
+
+def _latest() -> Path:
+    from trinity_mq.cli.target import RUNS
+    from trinity_mq.telemetry import METRICS_FILE
+
+    found = [path.parent for path in RUNS.glob(f"**/{METRICS_FILE}")]
+    if not found:
+        raise CommandError(f"no run has left a folder below {RUNS.absolute()}; name one: trinity-mq dash TARGET")
+    return max(found, key=lambda folder: (folder / METRICS_FILE).stat().st_mtime)
+
+
+def _curves_of(name: str) -> Curves:
+    from trinity_mq.cli.dash.curves import Curves
+    from trinity_mq.cli.run.follow import MetricsTail
+    from trinity_mq.cli.target import find_configuration
+
+    config = find_configuration(name, ())
+    if config is None or not config.path.is_dir():
+        raise CommandError(f"--beside {name}: there is no folder of such a run")
+    curves = Curves()
+    curves.add_all(MetricsTail(config.path).read())
+    return curves
+
+
+async def _serve(arguments: argparse.Namespace, config: Config | None, others: dict[str, Curves]) -> None:
+    from aiohttp import web
+
+    from trinity_mq.cli.dash.access import PageAccess
+    from trinity_mq.cli.dash.actions import Actions
+    from trinity_mq.cli.dash.app import DashApp
+    from trinity_mq.cli.dash.observatory import Observatory
+    from trinity_mq.cli.dash.sources import BrokerSource, FolderSource
+    from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
+    from trinity_mq.diagnosis import expected_agents, limits
+
+    folder = config.path if config is not None and config.path.is_dir() else None
+    run = arguments.target if config is None else config.name
+    total = None if config is None else config.buffer.total_steps
+    observatory = Observatory(
+        run,
+        total,
+        {} if config is None else _workflows(config),
+        expected=expected_agents(config),
+        limits=limits(config),
+    )
+    access = PageAccess(arguments.host, operate=arguments.operate)
+    far = folder is None
+    broker = BrokerSource(lambda: _find_broker(arguments, config), observatory, metrics=far, samples=far)
+    texts = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
+    app = DashApp(
+        observatory,
+        Actions(broker),
+        access,
+        texts,
+        folder=folder,
+        runs=lambda: _runs(folder),
+        others=others,
+    )
+    runner = web.AppRunner(app.application(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, arguments.host, arguments.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise CommandError(
+                f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}; choose "
+                "another --port, or 0 for a free one"
+            ) from error
+        async with asyncio.TaskGroup() as group:
+            if folder is not None:
+                group.create_task(FolderSource(folder, observatory).run())
+            group.create_task(broker.run())
+            group.create_task(app.tick())
+            key = f"?key={access.key}" if access.needs_key else ""
+            print(f"{run}: http://{arguments.host}:{site.port}/{key}", flush=True)
+    finally:
+        await runner.cleanup()
+
+
+def _workflows(config: Config) -> dict[str, str]:
+    buffer = config.buffer
+    tasksets = [*buffer.training_tasksets, *buffer.eval_tasksets]
+    return {one.name: str(one.workflow) for one in tasksets if one.name}
+
+
+def _runs(folder: Path | None) -> list[dict[str, Any]]:
+    from trinity_mq.cli.run.list import found_runs, row
+    from trinity_mq.cli.target import RUNS
+
+    top = RUNS if folder is None else folder.parent
+    rows = []
+    for path in found_runs(top):
+        one = row(path)
+        rows.append(
+            {
+                "name": one.name,
+                "state": one.state,
+                "step": one.step,
+                "accuracy": one.accuracy,
+                "reward": one.reward,
+                "age": one.age,
+                "folder": str(path),
+                "here": folder is not None and path.resolve() == folder.resolve(),
+            }
+        )
+    return rows

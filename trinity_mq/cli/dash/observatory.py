@@ -1,0 +1,278 @@
+"""Everything that the page shows, collected from messages and files. Pure: sources call it, and time is an argument."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from trinity_mq.cli.dash.curves import Curves
+from trinity_mq.cli.dash.intervals import AgentState, Intervals
+from trinity_mq.cli.dash.samples import SampleStore
+from trinity_mq.cli.reports.figures import REWARD
+from trinity_mq.cli.run.display import figures
+from trinity_mq.cli.run.run_view import AgentRow, RunView, version_text
+from trinity_mq.diagnosis import Observation, bottleneck, diagnose
+from trinity_mq.messages import EngineStatus, ExplorerStatus, Heartbeat, Metrics, RunnerStatus, TrainerStatus
+
+RATE_SECONDS = 20.0
+"""Seconds over which rates are taken."""
+BUSY_SECONDS = 60.0
+"""Seconds over which busy shares are taken."""
+MOST_NEWS = 200
+FLOW = ("explorer", "runner", "engine", "operator", "trainer", "gateway")
+
+
+class Observatory:
+    """The state of one run.
+
+    Args:
+        run: The run's name.
+        total: Steps of the run, None where that is not known.
+        workflows: By taskset, the workflow of its tasks.
+        expected: Number of agents that the configuration asks for, by role.
+        limits: Settings in seconds that end waits, by key.
+        clock: Returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        total: int | None = None,
+        workflows: Mapping[str, str] | None = None,
+        *,
+        expected: Mapping[str, int] | None = None,
+        limits: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.view = RunView(run, total)
+        self.curves, self.intervals = Curves(), Intervals()
+        self.samples = SampleStore()
+        self.workflows = workflows or {}
+        """By taskset, the workflow of its tasks."""
+        self.connection = ""
+        """Trouble with the broker; empty: connected, or none is wanted."""
+        self.broker_trouble = ""
+        """Reason why the broker takes no messages, such as an alarm; empty: it does."""
+        self.is_live = False
+        """Heartbeats are listened to."""
+        self.reviews = 0
+        """Runs that wait for a person's verdict."""
+        self.news: collections.deque[tuple[float, str]] = collections.deque(maxlen=MOST_NEWS)
+        self.problems: collections.deque[str] = collections.deque(maxlen=20)
+        """Data that could not be read."""
+        self._clock = clock
+        self._progress = 0
+        """Batches consumed, as the trainer's last metrics say."""
+        self._counters: dict[str, collections.deque[tuple[float, float]]] = {}
+        self._expected, self._limits = expected or {}, limits or {}
+
+    # -- what comes in
+
+    def receive(self, message: object) -> None:
+        """Take in a message of the telemetry exchange."""
+        now = self._clock()
+        self.view.receive(message, now)
+        if isinstance(message, Metrics):
+            self.curves.add(message)
+        elif isinstance(message, Heartbeat):
+            self._count(message, now)
+
+    def receive_metrics(self, message: Metrics) -> None:
+        """Take in metrics from the run's file."""
+        now = self._clock()
+        self.view.receive(message, now)
+        self.curves.add(message)
+        if message.role == "trainer":
+            self._progress = message.step
+
+    def set_depths(self, depths: Mapping[str, int | None]) -> None:
+        """Take in the depths of queues by their short names."""
+        self.view.set_depths(depths)
+
+    def tick(self) -> None:
+        """Take in that time has passed."""
+        now = self._clock()
+        self.intervals.observe(self._states(now), now)
+        self.news.extend((now, text) for text in self.view.take_news())
+
+    def _states(self, now: float) -> list[AgentState]:
+        beats = self.view.heartbeats(now)
+        return [_state_of(row, beats[row.id][0]) for row in self.view.agents(now) if row.id in beats]
+
+    def _count(self, heartbeat: Heartbeat, now: float) -> None:
+        detail = heartbeat.detail
+        counters: dict[str, float] = {}
+        if isinstance(detail, ExplorerStatus):
+            counters = {"opened": detail.opened, "closed": detail.closed}
+        elif isinstance(detail, RunnerStatus):
+            counters = {"slices": detail.done}
+        elif isinstance(detail, EngineStatus):
+            counters = {"tokens": detail.tokens}
+        elif isinstance(detail, TrainerStatus) and detail.progress is not None:
+            counters = {"progress": detail.progress}
+        for name, value in counters.items():
+            own = self._counters.setdefault(f"{heartbeat.id} {name}", collections.deque(maxlen=256))
+            if own and value < own[-1][1]:
+                own.clear()  # a process that was started anew counts from the beginning
+            own.append((now, float(value)))
+
+    def rate(self, name: str, now: float, agent: str | None = None) -> float:
+        """Return a counter's rise a second, summed over the agents, or of one agent."""
+        total = 0.0
+        for key, own in self._counters.items():
+            owner, _, counter = key.partition(" ")
+            if counter != name or agent not in {None, owner}:
+                continue
+            recent = [(at, value) for at, value in own if at >= now - RATE_SECONDS]
+            if len(recent) > 1 and recent[-1][0] > recent[0][0]:
+                total += (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
+        return total
+
+    # -- what goes out
+
+    def observation(self) -> Observation:
+        """Return what is known now, for a diagnosis."""
+        return self.view.observation(
+            self._clock(),
+            broker=self.connection or self.broker_trouble,
+            expected=self._expected,
+            limits=self._limits,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the run as JSON."""
+        now, view = self._clock(), self.view
+        beats = view.heartbeats(now)
+        agents = [
+            {
+                "id": row.id,
+                "role": beats[row.id][0].role if row.id in beats else "",
+                "state": row.state,
+                "waits_for": row.waits_for,
+                "waits_seconds": round(row.waits_seconds, 1),
+                "alive": row.alive,
+                "detail": beats[row.id][0].detail.as_map() if row.id in beats else {},
+            }
+            for row in view.agents(now)
+        ]
+        observation = self.observation()
+        limit = bottleneck(observation) if self.is_live else None
+        found = diagnose(observation) if self.is_live else None
+        return {
+            "run": view.run,
+            "now": round(now, 2),
+            "live": self.is_live,
+            "connection": self.connection,
+            "over": bool(agents) and not any(one["alive"] for one in agents),
+            "step": view.step or self._progress,
+            "total": view.total,
+            "figures": [list(one) for one in figures(view, now)],
+            "reward": view.metrics.get(REWARD),
+            "agents": agents,
+            "depths": dict(view.depths),
+            "flow": self._flow(now, agents, observation.busy),
+            "finding": None if found is None else _as_map(found),
+            "bottleneck": None if limit is None else _as_map(limit),
+            "sync": {
+                "version": version_text(view.gate.version),
+                "phases": dict(view.gate.phases),
+                "counts": {
+                    name: getattr(view.gate, name)
+                    for name in ("syncs", "aborts", "pulls", "canary_failures", "quarantined")
+                },
+                "trouble": view.gate.trouble,
+                "members": {
+                    name: {"version": version_text(one.version), "state": one.state}
+                    for name, one in sorted(view.gate.members.items())
+                },
+            },
+            "sessions": None if view.sessions is None else view.sessions.as_map(),
+            "failures": [one.line() for one in view.failures],
+            "news": [[round(at, 1), text] for at, text in self.news],
+            "problems": list(self.problems),
+            "reviews": self.reviews,
+            "samples": self.samples.number,
+            "curves": self.curves.changes,
+        }
+
+    def _flow(self, now: float, agents: list[dict[str, Any]], shares: Mapping[str, float]) -> dict[str, Any]:
+        busy, depths = {**self.intervals.busy(BUSY_SECONDS, now), **shares}, self.view.depths
+        nodes = [
+            {
+                "role": role,
+                "alive": sum(one["alive"] for one in agents if one["role"] == role),
+                "count": sum(one["role"] == role for one in agents),
+                "busy": None if role not in busy else round(busy[role], 3),
+                "item": _item(role, [one["detail"] for one in agents if one["role"] == role and one["alive"]]),
+            }
+            for role in FLOW
+            if any(one["role"] == role for one in agents)
+        ]
+        in_hand = sum(len(one["detail"].get("in_hand", ())) for one in agents if one["role"] == "trainer")
+        tasks = [depths.get("tasks.train"), depths.get("tasks.eval")]
+        arrows = [
+            {
+                "from": "explorer",
+                "to": "runner",
+                "depth": _sum(tasks),
+                "rate": self.rate("slices", now),
+                "of": "slices",
+            },
+            {"from": "runner", "to": "engine", "depth": None, "rate": self.rate("tokens", now), "of": "tokens"},
+            {
+                "from": "runner",
+                "to": "operator",
+                "depth": depths.get("closed"),
+                "rate": self.rate("closed", now),
+                "of": "batches",
+            },
+            {
+                "from": "operator",
+                "to": "trainer",
+                "depth": in_hand,
+                "rate": self.rate("progress", now),
+                "of": "batches",
+            },
+        ]
+        return {"nodes": nodes, "arrows": arrows}
+
+
+def _state_of(row: AgentRow, heartbeat: Heartbeat) -> AgentState:
+    """Return what an agent does: an engine that samples nothing is idle, whatever it could do."""
+    state, detail = row.state, heartbeat.detail
+    if state == "working" and isinstance(detail, EngineStatus) and detail.load == 0:
+        state = "idle"
+    return AgentState(row.id, heartbeat.role, state, row.waits_for)
+
+
+def _as_map(found: Any) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(found).items()}
+
+
+def _sum(values: list[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _item(role: str, details: list[dict[str, Any]]) -> str:
+    """Return what agents of a role have in hand, in a few words."""
+
+    def total(name: str) -> float:
+        return sum(float(detail.get(name, 0)) for detail in details)
+
+    match role:
+        case "explorer":
+            return f"{len([one for detail in details for one in detail.get('open', ())])} open"
+        case "runner":
+            return f"{total('running'):.0f} slices"
+        case "engine":
+            return f"{total('load'):.0f} sequences"
+        case "operator":
+            return f"{sum(detail.get('ticket') is not None for detail in details)} batches"
+        case "trainer":
+            return f"step {total('step'):.0f}"
+        case _:
+            return f"{total('asking'):.0f} asking"

@@ -1,0 +1,201 @@
+"""Sources of the page: the run's folder on this machine, and its broker."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from trinity_mq.bus import Bus, BusError, BusUnavailable, QueueGone, StreamCut, Topology
+from trinity_mq.cli.broker.connection import Target, connected
+from trinity_mq.cli.broker.probe import broker_trouble
+from trinity_mq.cli.dash.observatory import Observatory
+from trinity_mq.cli.dash.samples import decoded
+from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.run.follow import MetricsTail, depths, listen
+from trinity_mq.experience import ExperienceBatch
+from trinity_mq.experience.sample_log import SAMPLES_FOLDER, SampleLogReader
+from trinity_mq.messages import DecodeError, Metrics
+from trinity_mq.reviews.stream import NoReviews, ReviewStream
+from trinity_mq.runtime.deliveries import EXPERIENCES
+
+log = structlog.get_logger(__name__)
+
+QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
+FOLDER_SECONDS = 1.0
+"""Seconds between two looks at the run's files."""
+DEPTH_SECONDS = 2.0
+AGAIN_SECONDS = 5.0
+"""Seconds from a connection that failed to the next try."""
+GONE_SECONDS = 10.0
+"""Seconds without a connection after which the broker is looked for anew."""
+STREAM_PER_SECOND = 32
+"""Experiences a second that are taken from the stream: decoding all of a fast run's would cost it processor time."""
+
+
+class FolderSource:
+    """Metrics and samples of a run's folder, as they are written.
+
+    Args:
+        folder: The run's folder.
+        observatory: Takes them in.
+    """
+
+    def __init__(self, folder: Path, observatory: Observatory) -> None:
+        self._metrics = MetricsTail(folder)
+        self._samples = SampleLogReader(folder / SAMPLES_FOLDER)
+        self._observatory = observatory
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        while True:
+            await self.read()
+            await asyncio.sleep(FOLDER_SECONDS)
+
+    async def read(self) -> None:
+        """Take in what is new."""
+        for message in await asyncio.to_thread(self._metrics.read):
+            self._observatory.receive_metrics(message)
+        for record in await asyncio.to_thread(lambda: list(self._samples.read())):
+            await _take(self._observatory, record.body, record.step, f"samples of step {record.step}")
+
+
+class BrokerSource:
+    """Heartbeats, metrics and depths from the broker; samples too where the run's folder is not here.
+
+    Args:
+        find: Returns the run and its broker as they are now; None: no broker runs. A private broker has another address
+            after each start of its run.
+        observatory: Takes them in.
+        metrics: Take metrics too, which else are read from the run's folder.
+        samples: Take some experiences of the ready stream, likewise.
+    """
+
+    def __init__(
+        self, find: Callable[[], Target | None], observatory: Observatory, *, metrics: bool, samples: bool
+    ) -> None:
+        self._find, self._observatory = find, observatory
+        self._takes_metrics, self._takes_samples = metrics, samples
+        self.bus: Bus | None = None
+        """The connected bus, None while there is none."""
+        self.topology: Topology | None = None
+        self.reviews: ReviewStream | None = None
+        """Runs that wait for a person's verdict, None where nobody is asked."""
+        self.url: str | None = None
+        """URL of the broker that was found last."""
+
+    async def run(self) -> None:
+        """Follow the broker until cancelled; a connection that is lost is made again."""
+        observatory = self._observatory
+        while True:
+            target = self._find()
+            try:
+                if target is not None:
+                    self.url = target.broker.url
+                    await self._follow(target)
+                observatory.connection = ""
+            except (BusError, CommandError, TimeoutError) as error:
+                observatory.connection = str(error)
+                log.warning("dash_disconnected", reason=str(error))
+            except ExceptionGroup as errors:
+                if errors.split((BusError, TimeoutError))[1] is not None:
+                    raise
+                observatory.connection = str(errors.exceptions[0])
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _follow(self, target: Target) -> None:
+        async with connected(target.run, target.broker, "dash") as (bus, topology):
+            queue = topology.listener("dash", uuid.uuid4().hex[:12], "telemetry", "#")
+            self.bus, self.topology, self._observatory.is_live = bus, topology, True
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(listen(bus, queue, self._receive))
+                    group.create_task(self._depths(bus, topology))
+                    group.create_task(self._reviews(bus, topology))
+                    if self._takes_samples:
+                        group.create_task(self._stream(bus, topology))
+            finally:
+                self.bus, self.reviews, self._observatory.is_live = None, None, False
+
+    def _receive(self, message: object) -> None:
+        if self._takes_metrics or not isinstance(message, Metrics):
+            self._observatory.receive(message)
+
+    async def _depths(self, bus: Bus, topology: Topology) -> None:
+        loop = asyncio.get_running_loop()
+        usable = loop.time()
+        while True:
+            if bus.usable:
+                usable, self._observatory.connection = loop.time(), ""
+                self._observatory.set_depths(await depths(bus, topology, QUEUES))
+                self._observatory.broker_trouble = await broker_trouble(bus, topology)
+            else:
+                self._observatory.connection = str(bus.trouble)
+                if loop.time() - usable > GONE_SECONDS:
+                    raise BusUnavailable(str(bus.trouble))
+            await asyncio.sleep(DEPTH_SECONDS)
+
+    async def _reviews(self, bus: Bus, topology: Topology) -> None:
+        """Follow the reviews, once an operator has asked the first time."""
+        while True:
+            try:
+                async with ReviewStream(bus, topology).following() as reviews:
+                    self.reviews = reviews
+                    while True:
+                        self._observatory.reviews = len(reviews.pending())
+                        await reviews.changed.wait()
+            except (NoReviews, QueueGone):
+                self.reviews = None
+            except BusUnavailable:
+                await bus.wait_usable()
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _stream(self, bus: Bus, topology: Topology) -> None:
+        """Take some experiences of the ready stream from its present end on."""
+        loop = asyncio.get_running_loop()
+        offset: int | None = None
+        allowance, since = float(STREAM_PER_SECOND), loop.time()
+        while True:
+            try:
+                async with await bus.consume(topology.ready, offset=offset) as feed:
+                    async for delivery in feed:
+                        offset = (delivery.offset or 0) + 1
+                        if delivery.content_type != EXPERIENCES:
+                            continue
+                        now = loop.time()
+                        allowance = min(STREAM_PER_SECOND, allowance + STREAM_PER_SECOND * (now - since))
+                        since = now
+                        if allowance >= 1:
+                            part = await asyncio.to_thread(_part, delivery.body, int(allowance))
+                            allowance -= await _take(self._observatory, part, None, "experiences on the stream")
+                return
+            except StreamCut as cut:
+                offset = cut.got
+            except BusUnavailable:
+                await bus.wait_usable()
+
+
+async def _take(observatory: Observatory, body: bytes, step: int | None, what: str) -> int:
+    """Show the experiences of a body, and return how many of them are new; what cannot be read is a remark."""
+    try:
+        samples = await asyncio.to_thread(decoded, body, step, observatory.workflows)
+    except DecodeError as error:
+        observatory.problems.append(f"{what} cannot be read: {error}")
+        return 0
+    return observatory.samples.add(samples)
+
+
+def _part(body: bytes, most: int) -> bytes:
+    """Return the body of at most so many neighbours among the experiences of a body, drawn at random."""
+    try:
+        batch = ExperienceBatch.decode(body)
+    except DecodeError:
+        return body  # whoever decodes it says so
+    if len(batch) <= most:
+        return body
+    start = random.randrange(len(batch) - most + 1)
+    return batch.select(range(start, start + most)).encode()

@@ -1,0 +1,1 @@
+"""``trinity-mq exporter``: the state of a run as metrics for Prometheus."""

@@ -1,0 +1,73 @@
+"""``trinity-mq exporter``: serves the metrics of one run to Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from trinity_mq.cli.arguments import add_broker, add_target
+from trinity_mq.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from trinity_mq.cli.broker.connection import Target
+
+PORT = 9464
+SHUTDOWN_SECONDS = 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``trinity-mq exporter``."""
+    add_target(parser)
+    add_broker(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on; 0: a free one (default: {PORT})")
+
+
+def exporter(arguments: argparse.Namespace) -> int:
+    """Serve ``/metrics`` until interrupted."""
+    from trinity_mq.cli.target import find_configuration
+    from trinity_mq.telemetry import setup_logging
+
+    setup_logging("exporter", "exporter", None, "warning")
+    config = find_configuration(arguments.target, arguments.overrides)
+    run = arguments.target if config is None else config.name
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(arguments, run))
+    return 0
+
+
+async def _serve(arguments: argparse.Namespace, run: str) -> None:
+    from aiohttp import web
+
+    from trinity_mq.cli.broker.connection import find_target
+    from trinity_mq.cli.dash.observatory import Observatory
+    from trinity_mq.cli.dash.sources import BrokerSource
+    from trinity_mq.cli.exporter.families import RunCollector
+    from trinity_mq.cli.exporter.handler import metrics_handler
+
+    observatory = Observatory(run)
+
+    def target() -> Target | None:
+        found = find_target(arguments)
+        return None if found.broker.url is None else found
+
+    find_target(arguments)  # a run that is not known is said at once
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics_handler(RunCollector(observatory.view, time.time)))])
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, arguments.host, arguments.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise CommandError(
+                f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}; choose another --port"
+            ) from error
+        print(f"{run}: http://{arguments.host}:{site.port}/metrics", flush=True)
+        await BrokerSource(target, observatory, metrics=True, samples=False).run()
+    finally:
+        await runner.cleanup()
