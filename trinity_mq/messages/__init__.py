@@ -12,6 +12,7 @@ from trinity_mq.messages.batches import (
     Wanted,
 )
 from trinity_mq.messages.codec import CONTENT_TYPE, JSON_CONTENT_TYPE, DecodeError, decode, decode_any, encode
+from trinity_mq.messages.reviews import ReviewClosed, ReviewedCall, ReviewRequest, ReviewVerdict, Verdict
 from trinity_mq.messages.sessions import (
     SampledChoice,
     SessionCall,
@@ -87,6 +88,10 @@ __all__ = [
     "Outcome",
     "PausedLane",
     "Progress",
+    "ReviewClosed",
+    "ReviewRequest",
+    "ReviewVerdict",
+    "ReviewedCall",
     "Role",
     "RunEnd",
     "RunnerStatus",
@@ -112,6 +117,7 @@ __all__ = [
     "TaskSlices",
     "TaskSubmission",
     "TrainerStatus",
+    "Verdict",
     "Version",
     "Wanted",
     "decode",
