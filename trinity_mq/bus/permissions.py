@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from trinity_mq.bus.topology import Topology
 
-Role = Literal["agent", "submitter", "rewarder", "reader"]
+Role = Literal["agent", "submitter", "rewarder", "reviewer", "reader"]
 ROLES: tuple[Role, ...] = get_args(Role)
 NOTHING = "^$"
 
@@ -39,8 +39,9 @@ def permissions(run: str, role: Role, *, replies: bool = False, taps: str | None
     Args:
         run: The run's name.
         role: ``agent`` runs explorer, runner, operator or trainer, declares everything and cleans up behind a run;
-            ``submitter`` hands in tasks and gets their outcomes; ``rewarder`` rewards and ends sessions; ``reader``
-            looks: status, inspect, tap, regrade, dead list.
+            ``submitter`` hands in tasks and gets their outcomes; ``rewarder`` rewards and ends sessions;
+            ``reviewer`` reads requests for human review and gives verdicts; ``reader`` looks: status, inspect, tap,
+            regrade, dead list, review list.
         replies: agent: may answer submitters. That takes the default exchange, by which a user can publish into every
             queue of the virtual host whose name it knows, so give it only where the virtual host is the run's own.
         taps: agent: another run on whose stream it trains (``source.tap``), and which it only reads.
@@ -66,12 +67,17 @@ def permissions(run: str, role: Role, *, replies: bool = False, taps: str | None
         own = rf"{prefix}replies\.reward\."  # it needs none; a pattern that matches nothing matches an empty name
         sessions = TopicPermission(Topology(run).exchange("sessions"), "^session$", NOTHING)
         return Permissions(own, f"{prefix}sessions$", own, (sessions,))
+    review = Topology(run).exchange("review")
+    if role == "reviewer":
+        own = rf"{prefix}replies\.review\."  # it needs none, as a rewarder
+        verdicts = TopicPermission(review, "^(verdict|mark)$", NOTHING)
+        return Permissions(own, f"{prefix}review$", f"{prefix}review$", (verdicts,))
     own = rf"{prefix}telemetry\."
     return Permissions(
         own,
-        rf"{prefix}(telemetry\.|ready$)",  # inspect finds the end of the stream by a mark of its own
-        rf"{prefix}(telemetry(\..*)?|ready|dead)$",
-        (TopicPermission(ready, "^mark$", ".*"),),
+        rf"{prefix}(telemetry\.|ready$|review$)",  # the end of a stream is found by a mark of one's own
+        rf"{prefix}(telemetry(\..*)?|ready|review|dead)$",
+        (TopicPermission(ready, "^mark$", ".*"), TopicPermission(review, "^mark$", ".*")),
     )
 
 

@@ -18,7 +18,22 @@ BROKER_DELIVERY_LIMIT = 1_000_000
 BATCH_QUEUE_EXPIRES_MS = 7 * 24 * 3600 * 1000
 STREAM_SEGMENT_BYTES = 64 * 1024 * 1024
 
-EXCHANGES = ("tasks", "experiences", "batches", "results", "ready", "sync", "control", "telemetry", "sessions", "dead")
+REVIEW_MAX_BYTES = 256 * 1024 * 1024
+"""Retention of the stream of human review: requests hold the texts of runs, bounded by the operator that asks."""
+
+EXCHANGES = (
+    "tasks",
+    "experiences",
+    "batches",
+    "results",
+    "ready",
+    "sync",
+    "control",
+    "telemetry",
+    "sessions",
+    "review",
+    "dead",
+)
 
 RUN_NAME = re.compile(r"[a-z0-9-]{1,40}")
 
@@ -174,6 +189,11 @@ class Topology:
     def sessions(self) -> Queue:
         """Stream of the events of sessions; declared by gateways."""
         return self._stream("sessions", self.sessions_max_bytes)
+
+    @property
+    def review(self) -> Queue:
+        """Stream of human review: requests, verdicts and what counted; declared by operators that ask."""
+        return self._stream("review", REVIEW_MAX_BYTES)
 
     @property
     def dead(self) -> Queue:

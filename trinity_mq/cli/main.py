@@ -81,6 +81,12 @@ COMMANDS = (
     ("audit", "commands.audit:audit", "prove from a run's records which experiences made a checkpoint, each once"),
     ("debug", "debug.command", "try one thing by itself, without a broker"),
     ("dead", "commands.dead", "list dead letters, and run batches among them again"),
+    ("review", "review.command", "show the runs that wait for a person's verdict, and give verdicts"),
+    (
+        "logs",
+        "logs.command:logs",
+        "show what the agents of a run logged, in the order of time: of all, of one agent or of one batch",
+    ),
     ("clean", "broker.clean:clean", "delete the queues, exchanges and blobs of a run that is over for good"),
     ("broker", "broker.command", "run a private RabbitMQ node in a folder, or clean up after a run on any broker"),
     (

@@ -11,6 +11,11 @@ from trinity_mq.config.base import Section, Threads
 from trinity_mq.config.engines import AuxiliaryModelConfig
 from trinity_mq.config.vllm import VllmConfig
 
+REVIEW_SECONDS = 300.0
+"""Seconds for which the operator ``human_review`` waits unless its arguments say otherwise."""
+REVIEW_MARGIN = 15.0
+"""Seconds beyond them that an operator of people's verdicts needs: what counted is written down."""
+
 ConcurrentMode = Literal["sequential", "asynchronous", "multi-threading"]
 
 
@@ -232,7 +237,29 @@ class OperatorsConfig(Section):
     operators: tuple[OperatorConfig, ...] = ()
     """The chain, which runs before the algorithm's advantage function."""
     timeout: float = Field(default=800.0, gt=0)
-    """Seconds for the chain on one batch."""
+    """Seconds for the chain on one batch. The waits of ``human_review`` are part of it: with several in the chain their
+    sum."""
+
+    @property
+    def review_seconds(self) -> float:
+        """Longest time that a batch waits for people: the sum over the ``human_review`` operators of the chain."""
+        waits = [one.args.get("seconds", REVIEW_SECONDS) for one in self.operators if _asks_people(one)]
+        return float(sum(wait + REVIEW_MARGIN for wait in waits if isinstance(wait, int | float)))
+
+    @model_validator(mode="after")
+    def _reviews(self) -> OperatorsConfig:
+        if (waits := self.review_seconds) >= self.timeout:
+            raise ValueError(
+                f"human_review may wait {waits:g} s for people (seconds, and {REVIEW_MARGIN:g} s to write down what "
+                f"counted, each), and operator.timeout is {self.timeout:g} s for the whole chain: raise that, and "
+                "broker.consumer_timeout with it where that is asked for, or lower seconds. An operator process does "
+                "nothing else meanwhile: operator.num_operators says how many batches may wait at a time"
+            )
+        return self
+
+
+def _asks_people(operator: OperatorConfig) -> bool:
+    return operator.name == "human_review" or operator.name.endswith(".HumanReview")
 
 
 class GuardConfig(Section):

@@ -147,6 +147,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _reviews(self) -> Config:
+        waits, limit = self.operator.review_seconds, self.explorer.stall_timeout
+        if waits >= limit:
+            raise ValueError(
+                f"human_review may wait {waits:g} s for people, and explorer.stall_timeout ends a run in which nothing "
+                f"has moved for {limit:g} s: raise that, or lower seconds"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _manifest(self) -> Config:
         tasks, runs, limit = self.largest_batch, self.algorithm.repeat_times, self.broker.max_message_bytes
         slices = tasks * math.ceil(runs / (self.explorer.max_repeat_times_per_runner or runs))

@@ -12,6 +12,7 @@ from trinity_mq.messages.batches import (
     Wanted,
 )
 from trinity_mq.messages.codec import CONTENT_TYPE, JSON_CONTENT_TYPE, DecodeError, decode, decode_any, encode
+from trinity_mq.messages.reviews import ReviewClosed, ReviewedCall, ReviewRequest, ReviewVerdict, Verdict
 from trinity_mq.messages.sessions import (
     SampledChoice,
     SessionCall,
@@ -88,6 +89,10 @@ __all__ = [
     "Outcome",
     "PausedLane",
     "Progress",
+    "ReviewClosed",
+    "ReviewRequest",
+    "ReviewVerdict",
+    "ReviewedCall",
     "Role",
     "RunEnd",
     "RunnerStatus",
@@ -114,6 +119,7 @@ __all__ = [
     "TaskSlices",
     "TaskSubmission",
     "TrainerStatus",
+    "Verdict",
     "Version",
     "Wanted",
     "decode",

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from trinity_mq.messages.base import Message
 from trinity_mq.messages.batches import BatchClosed, BatchReady, ExperienceReference, Mark, Progress, RunEnd
 from trinity_mq.messages.msgpack_scan import MAX_CONTAINERS, MAX_NESTING, QUICK_ARRAY_LENGTH, measure, scan
+from trinity_mq.messages.reviews import ReviewClosed, ReviewRequest, ReviewVerdict
 from trinity_mq.messages.sessions import (
     SessionCall,
     SessionEnd,
@@ -54,6 +55,9 @@ CATALOGUE: Mapping[tuple[str, int], type[Message]] = {
         SessionsDecided,
         SessionsTrained,
         SessionRefused,
+        ReviewRequest,
+        ReviewVerdict,
+        ReviewClosed,
         SyncEvent,
         Heartbeat,
         Metrics,

@@ -6,13 +6,15 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trinity_mq.experience import Experience, ExperienceBatch
 from trinity_mq.runtime.threads import in_thread
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+    from trinity_mq.reviews.base import Reviews
 
 AuxiliaryModels = Mapping[str | int, "list[AsyncOpenAI]"]
 """Clients of auxiliary models by name."""
@@ -40,6 +42,11 @@ class ExperienceOperatorV1(ABC):
     """
 
     auxiliary_models: AuxiliaryModels = MappingProxyType({})
+    asks_people: ClassVar[bool] = False
+    """It needs :attr:`reviews`: the operator agent then follows the run's stream of reviews."""
+    reviews: Reviews | None = None
+    """Asks people about runs of the batch that is being processed; None outside an operator agent, and where no
+    operator asks."""
 
     @property
     def name(self) -> str:
@@ -63,6 +70,10 @@ class ExperienceOperatorV1(ABC):
     def set_auxiliary_model(self, auxiliary_models: AuxiliaryModels | None = None) -> None:
         """Take the clients of auxiliary models by name; None for none."""
         self.auxiliary_models = auxiliary_models or {}
+
+    def set_reviews(self, reviews: Reviews | None) -> None:
+        """Take what asks people; None: nobody can be asked."""
+        self.reviews = reviews
 
 
 class ThreadedOperator(ExperienceOperatorV1):

@@ -17,6 +17,7 @@ OPERATORS = Registry(
     {
         "dapo_dynamic_sampling": "trinity_mq.operators.sampling:DapoDynamicSampling",
         "deduplication": "trinity_mq.operators.sampling:Deduplication",
+        "human_review": "trinity_mq.operators.human_review:HumanReview",
         "invalid_reward_filter": "trinity_mq.operators.filters:InvalidRewardFilter",
         "length_penalty": "trinity_mq.operators.rewards:LengthPenalty",
         "mask_response_truncated": "trinity_mq.operators.masks:MaskResponseTruncated",

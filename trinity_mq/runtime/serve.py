@@ -62,7 +62,7 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     parent = int(os.environ.get(PARENT_VARIABLE) or 0) or None
     if parent is not None:
         die_with_parent(parent)
-    setup_logging(role, agent_id, config.path, config.monitor.log_level)
+    setup_logging(role, agent_id, config.path, config.monitor.log_level, run=config.name)
     start_trace(role, agent_id, config.path, on=config.monitor.trace)
     supervised = parent is not None
     signs = LifeSigns.from_environment(supervised=supervised)  # before anything is started that could inherit it

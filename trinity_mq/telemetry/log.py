@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,8 @@ from structlog.types import Processor
 
 from trinity_mq.telemetry.jsonline import dump_line
 
+LOGS_FOLDER = "logs"
+"""Folder of the run folder that holds a file of lines for each agent."""
 _PASSWORD = re.compile(r"(?<=://)([^\s:/@]*):((?:(?!://)\S)*)@")
 """Matches up to the last @ before the next URL, so that a password with an unencoded @ is hidden too."""
 _CHATTY = ("asyncio", "httpcore", "httpx", "httpx2", "openai", "urllib3")
@@ -39,7 +42,16 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     return structlog.stdlib.get_logger(name)
 
 
-def setup_logging(role: str, agent_id: str, run_dir: Path | None, level: str = "info") -> None:
+def work_for(batch: int | str, ticket: str | None = None) -> AbstractContextManager[None]:
+    """Return a context in which every line that is logged carries the batch and, if given, its ticket.
+
+    It holds in the present task and in tasks and threads (``asyncio.to_thread``) begun inside, not in others. A line that
+    names a batch or a ticket itself keeps its own.
+    """
+    return structlog.contextvars.bound_contextvars(batch=batch, **({} if ticket is None else {"ticket": ticket}))
+
+
+def setup_logging(role: str, agent_id: str, run_dir: Path | None, level: str = "info", *, run: str = "") -> None:
     """Route all logging of this process. Calling it again replaces what the last call set up.
 
     Args:
@@ -47,6 +59,7 @@ def setup_logging(role: str, agent_id: str, run_dir: Path | None, level: str = "
         agent_id: Written into every line, and the name of the log file.
         run_dir: The run folder; None: no file.
         level: debug, info, warning or error.
+        run: Name of the run, written into every line; empty: into none.
     """
     root = logging.getLogger()
     for handler in list(root.handlers):
@@ -57,7 +70,7 @@ def setup_logging(role: str, agent_id: str, run_dir: Path | None, level: str = "
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.NOTSET if level == "debug" else logging.WARNING)
     if run_dir is not None:
-        root.addHandler(_LogFile(role, agent_id, run_dir))
+        root.addHandler(_LogFile(role, agent_id, run_dir, run))
     root.addHandler(_ShortErrors(role))
     logging.captureWarnings(True)
     structlog.configure(
@@ -74,12 +87,12 @@ def setup_logging(role: str, agent_id: str, run_dir: Path | None, level: str = "
 
 
 class _LogFile(logging.FileHandler):
-    def __init__(self, role: str, agent_id: str, run_dir: Path) -> None:
-        folder = run_dir / "logs"
+    def __init__(self, role: str, agent_id: str, run_dir: Path, run: str) -> None:
+        folder = run_dir / LOGS_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         super().__init__(folder / f"{agent_id}.jsonl", mode="a", encoding="utf-8")
         self._told = False
-        whose = {"role": role, "agent": agent_id, "pid": os.getpid()}
+        whose = {**({"run": run} if run else {}), "role": role, "agent": agent_id, "pid": os.getpid()}
 
         def add_agent(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
             return whose | dict(event)
@@ -95,7 +108,7 @@ class _LogFile(logging.FileHandler):
         self.setFormatter(
             structlog.stdlib.ProcessorFormatter(
                 processors=[*shared, structlog.stdlib.ProcessorFormatter.remove_processors_meta, _mask, _render],
-                foreign_pre_chain=[structlog.stdlib.ExtraAdder()],
+                foreign_pre_chain=[structlog.stdlib.ExtraAdder(), structlog.contextvars.merge_contextvars],
             )
         )
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
+from collections.abc import Callable
 
 import structlog
 
@@ -58,6 +60,7 @@ class Operator(Agent):
         agent_id: str,
         metrics: MetricsWriter | None = None,
         crash_notes: CrashNotes | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(config, bus=bus, topology=topology, agent_id=agent_id, metrics=metrics)
         self._crash_notes = crash_notes or CrashNotes()
@@ -67,7 +70,7 @@ class Operator(Agent):
         """The manifest at work."""
         self._restart_reason: RestartMe | None = None
         self._store = store = open_store(config.broker, topology.run)
-        self._chain = ChainRun(config, bus, topology, store, self.peers)
+        self._chain = ChainRun(config, bus, topology, store, self.peers, clock)
         self._publisher = BatchPublisher(bus, topology, store)
         self._reader = BatchReader(
             bus,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from trinity_agents.operator.reviews import BatchReviews
 from trinity_mq.bus import Bus, Incoming, QueueGone, Topology
 from trinity_mq.config import Config
 from trinity_mq.experience import Experience, ExperienceBatch
@@ -41,11 +43,30 @@ class ProcessedBatch:
 
 
 class ChainRun:
-    """The operator chain of a run, with its auxiliary clients."""
+    """The operator chain of a run, with its auxiliary clients and, where operators ask people, the run's reviews.
 
-    def __init__(self, config: Config, bus: Bus, topology: Topology, store: BlobStore | None, peers: Peers) -> None:
+    Args:
+        config: The run's configuration.
+        bus: A connected bus.
+        topology: The run's names.
+        store: Blobs of the run.
+        peers: Agents of the run.
+        clock: Returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        bus: Bus,
+        topology: Topology,
+        store: BlobStore | None,
+        peers: Peers,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._config, self._bus, self._topology, self._store, self._peers = config, bus, topology, store, peers
+        self._clock = clock
         self._chain: list[ExperienceOperatorV1] = []
+        self._reviews: BatchReviews | None = None
 
     async def open(self, stack: contextlib.AsyncExitStack) -> None:
         """Create and prepare the operators; ``stack`` closes them."""
@@ -55,9 +76,20 @@ class ChainRun:
         self._chain.append(AdvantageOperator(self._config.algorithm))
         for client in (client for each in clients.values() for client in each):
             stack.push_async_callback(client.close)
+        await self._open_reviews(stack)
         for operator in self._chain:
             stack.push_async_callback(operator.close)
             await operator.prepare()
+
+    async def _open_reviews(self, stack: contextlib.AsyncExitStack) -> None:
+        asking = [operator for operator in self._chain if operator.asks_people]
+        if not asking:
+            return
+        self._reviews = BatchReviews(self._bus, self._topology, self._clock)
+        following = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.callback(following.create_task(self._reviews.stream.follow(), name="follow reviews").cancel)
+        for operator in asking:
+            operator.set_reviews(self._reviews)
 
     async def process(self, manifest: BatchClosed, parts: Collection[Part]) -> ProcessedBatch:
         """Return the result of the chain on the parts, with its chunks stored where they are too large for a message.
@@ -75,6 +107,8 @@ class ChainRun:
             raise QueueGone(manifest.ticket)
         with span("measure outcomes", threads=True):
             outcomes = await asyncio.to_thread(lambda: outcome_metrics(ExperienceBatch.of(experiences)))
+        if self._reviews is not None:
+            self._reviews.begin(manifest)
         started = loop.time()
         with span("run operators", threads=True):
             left, metrics = await run_chain(self._chain, experiences, timeout=self._config.operator.timeout)

@@ -103,7 +103,7 @@ async def test_what_a_train_step_with_a_critic_writes(opened: Opener) -> None:
     assert undocumented(metrics) == set()
 
 
-WITH_ARGUMENTS = {"length_penalty", "reward_shaping_mapper"}
+WITH_ARGUMENTS = {"human_review", "length_penalty", "reward_shaping_mapper"}
 
 
 async def test_what_operators_write() -> None:

@@ -79,7 +79,8 @@ async def _delete_queues(bus: Bus, topology: Topology, tickets: set[str]) -> int
     """
     for role in ("explorer", "trainer"):
         await bus.lock(topology.lock(role))  # held until the connection closes
-    durable = [queue for queue in (*topology.durable, topology.sessions) if await bus.depth(queue.name) is not None]
+    streams = (topology.sessions, topology.review)  # of runs that use them
+    durable = [queue for queue in (*topology.durable, *streams) if await bus.depth(queue.name) is not None]
     named = [queue for queue in durable if queue != topology.ready]  # whose tickets have no queue any more
     tickets |= {ticket for queue in named async for ticket in _tickets_in(bus, queue)}
     names = [topology.batch_queue(0, ticket).name for ticket in tickets]

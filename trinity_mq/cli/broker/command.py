@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     users.add_argument("run_name", metavar="RUN", help="the run's name")
     users.add_argument(
         "--role",
-        choices=("agent", "submitter", "rewarder", "reader"),
+        choices=("agent", "submitter", "rewarder", "reviewer", "reader"),
         default="agent",
-        help="agent: what every daemon needs; submitter: `submit`; rewarder: rewards of sessions; reader: `status`, "
-        "`inspect`, `tap`, `regrade`, `dead list`",
+        help="agent: what every daemon needs; submitter: `submit`; rewarder: rewards of sessions; reviewer: "
+        "verdicts of `review`; reader: `status`, `inspect`, `tap`, `regrade`, `dead list`, `review list`",
     )
     users.add_argument("--user", metavar="NAME", help="the broker's user (default: RUN-ROLE)")
     users.add_argument("--vhost", metavar="NAME", default="/", help="the virtual host (default: /)")

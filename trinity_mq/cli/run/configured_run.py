@@ -79,7 +79,7 @@ def run_configured(
         if broker is not None:
             broker.read()  # what is wrong with it is better said now
         url = None if broker is None else broker.text()
-        setup_logging("supervisor", "supervisor", folder.path, config.monitor.log_level)
+        setup_logging("supervisor", "supervisor", folder.path, config.monitor.log_level, run=config.name)
         return _run(config, folder, url, arguments, server)
 
 

@@ -1,0 +1,225 @@
+"""People judge runs of a batch: an operator agent on MemoryBus in virtual time, beside people on the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.unit.agents.operator.test_operator import batch_of, chunks, ready
+from tests.unit.agents.world import World, kill
+from trinity_agents.operator.agent import Operator
+from trinity_mq.bus import Envelope
+from trinity_mq.config import ConfigError, OperatorConfig, load_config
+from trinity_mq.experience import Experience
+from trinity_mq.messages import ReviewClosed, ReviewRequest, decode
+from trinity_mq.operators import OperatorConfigError, create_operators
+from trinity_mq.reviews.ledger import Review
+from trinity_mq.reviews.stream import ReviewStream
+from trinity_mq.testing.virtual_time import run_virtually
+
+CHOOSE = '"choose": {"reward_above": 0.5}, "seconds": 100'
+EPOCH = 1e9
+REQUEST, CLOSED = ReviewRequest.kind, ReviewClosed.kind
+
+
+def make_world(arguments: str = CHOOSE, *overrides: str) -> World:
+    chain = f'operator.operators=[{{"name": "human_review", "args": {{{arguments}}}}}]'
+    return World(chain, "algorithm.min_group_runs=1", "explorer.operator_deadline=60", *overrides)
+
+
+def operator(world: World, name: str = "operator-0") -> Operator:
+    loop = asyncio.get_running_loop()
+    return Operator(
+        world.config, bus=world.bus(), topology=world.topology, agent_id=name, clock=lambda: EPOCH + loop.time()
+    )
+
+
+async def rewards(world: World) -> dict[int, float | None]:
+    """The rewards by run of the one processed batch."""
+    (decided,) = ready(world)
+    bodies = [Experience.deserialize_many(chunk.body) for chunk in chunks(world, decided.op)]
+    return {exp.eid.run: exp.reward for body in bodies for exp in body}
+
+
+async def until(condition: Callable[[], bool], seconds: float = 300.0) -> float:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  # in virtual time looking costs nothing
+            await asyncio.sleep(0.05)
+    return loop.time() - began
+
+
+def asked(world: World) -> list[ReviewRequest]:
+    if f"{world.topology.prefix}review" not in world.broker.queues:
+        return []
+    return [decode(each.body, ReviewRequest) for each in world.stored("review") if each.headers["kind"] == REQUEST]
+
+
+def closings(world: World) -> list[ReviewClosed]:
+    return [decode(each.body, ReviewClosed) for each in world.stored("review") if each.headers["kind"] == CLOSED]
+
+
+async def say(world: World, body: dict[str, Any], message_id: str) -> None:
+    """Give a verdict as any program could: JSON, no kind, no run."""
+    mail = Envelope(
+        body=json.dumps(body).encode(),
+        kind="x",
+        message_id=message_id,
+        content_type="application/json",
+        headers={"kind": "x"},
+    )
+    assert await world.outside.publish(world.topology.exchange("review"), "verdict", mail)
+
+
+def test_a_verdict_changes_the_reward_and_a_second_one_is_refused() -> None:
+    async def main() -> None:
+        world = make_world()
+        await batch_of(world, "a0", "a1")
+        async with world.living(operator(world)):
+            await until(lambda: bool(asked(world)))
+            (request,) = asked(world)
+            assert request.reasons == ["reward 1 is above 0.5"]
+            assert (request.batch, request.ticket, request.deadline - request.asked) == (1, "t1", 100.0)
+            await say(world, {"request": request.request, "verdict": "reward", "reward": 0.25, "by": "ann"}, "v1")
+            await say(world, {"request": request.request, "verdict": "drop", "by": "bob"}, "v2")
+            assert await until(lambda: bool(ready(world))) < 5.0, "it waits no longer than for the verdict"
+            (end,) = closings(world)
+            assert (end.verdict, end.reward, end.how, end.by) == ("reward", 0.25, "verdict", "ann")
+            assert await rewards(world) == {0: 0.0, 1: 0.25}
+            metrics = ready(world)[0].metrics
+            found = {name: value for name, value in metrics.items() if name.startswith("review/")}
+            wanted = {"asked": 1, "not_asked": 0, "kept": 0, "dropped": 0, "rewarded": 1, "timed_out": 0}
+            assert found == {f"review/{name}": value for name, value in wanted.items()}
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize(
+    ("default", "left"), [('"keep"', {0: 0.0, 1: 1.0}), ('"drop"', {0: 0.0}), ('{"reward": 0.5}', {0: 0.0, 1: 0.5})]
+)
+def test_the_default_counts_after_the_deadline(default: str, left: dict[int, float]) -> None:
+    async def main() -> None:
+        world = make_world(f'{CHOOSE}, "default": {default}')
+        await batch_of(world, "a0", "a1")
+        async with world.living(operator(world)):
+            took = await until(lambda: bool(ready(world)))
+            assert 99.0 < took < 103.0
+            assert [end.how for end in closings(world)] == ["timeout"]
+            assert await rewards(world) == left
+            assert ready(world)[0].metrics["review/timed_out"] == 1
+
+    run_virtually(main())
+
+
+def test_an_operator_that_takes_over_finds_the_verdict_and_the_deadline_does_not_start_anew() -> None:
+    async def main() -> None:
+        world = make_world('"choose": {"fraction": 1.0}, "seconds": 100')
+        await batch_of(world, "a0", "a1")
+        first = asyncio.create_task(operator(world).run())
+        loop = asyncio.get_running_loop()
+        await until(lambda: len(asked(world)) == 2)
+        began = loop.time()
+        await asyncio.sleep(40.0)
+        await kill(first)
+        told = next(each for each in asked(world) if each.reward == 1.0)
+        await say(world, {"request": told.request, "verdict": "drop", "by": "ann"}, "v1")
+        await asyncio.sleep(30.0)
+        async with world.living(operator(world, "operator-1")):
+            await until(lambda: bool(ready(world)))
+            assert 99.0 < loop.time() - began < 103.0, "counted from the first request"
+            assert len(asked(world)) == 2, "asked once"
+            assert await rewards(world) == {0: 0.0}
+            assert {end.request: end.how for end in closings(world)}[told.request] == "verdict"
+
+    run_virtually(main())
+
+
+def test_after_a_crash_what_was_decided_stays_decided() -> None:
+    async def main() -> None:
+        world = make_world(f'{CHOOSE}, "default": "drop"')
+        await batch_of(world, "a0", "a1")
+        first = asyncio.create_task(operator(world).run())
+        await until(lambda: bool(asked(world)) and bool(closings(world)))
+        await kill(first)
+        if not ready(world):
+            await say(world, {"request": asked(world)[0].request, "verdict": "keep"}, "late")
+            async with world.living(operator(world, "operator-1")):
+                assert await until(lambda: bool(ready(world))) < 30.0
+        assert await rewards(world) == {0: 0.0}
+        assert len(closings(world)) == 1
+
+    run_virtually(main())
+
+
+def test_what_people_see_of_it_and_what_a_verdict_brings_about() -> None:
+    async def main() -> None:
+        world = make_world()
+        await batch_of(world, "a0", "a1")
+        async with world.living(operator(world)):
+            await until(lambda: bool(asked(world)))
+            async with ReviewStream(world.outside, world.topology).following() as reviews:
+                (review,) = reviews.pending()
+                sent = [await reviews.send(review.request.request, "keep", by=name) for name in ("ann", "bob")]
+                assert [one.taken for one in sent] == ["new", "refused"]
+                await reviews.changed.until(lambda: review.closed is not None)
+                assert reviews.pending() == []
+                last: Review | None = reviews.ledger.get(review.request.request)
+                assert last is not None
+                assert last.closed is not None
+                assert last.closed.by == "ann"
+                with pytest.raises(ValueError, match="needs a number"):
+                    await reviews.send(review.request.request, "reward")
+
+    run_virtually(main())
+
+
+def test_rubbish_on_the_stream_harms_nobody() -> None:
+    async def main() -> None:
+        world = make_world()
+        await batch_of(world, "a0", "a1")
+        async with world.living(operator(world)):
+            await until(lambda: bool(asked(world)))
+            request = asked(world)[0].request
+            for number, body in enumerate(
+                [{"request": "?"}, {"request": request, "verdict": "reward"}, {"verdict": 1}]
+            ):
+                await say(world, body, f"bad{number}")
+            forged = {"kind": "review_closed", "request": request, "batch": 1, "ticket": "t1", "how": "timeout"}
+            await say(world, {**forged, "verdict": "drop"}, "forged")
+            await say(world, {"request": request, "verdict": "keep"}, "good")
+            assert await until(lambda: bool(ready(world))) < 5.0
+            assert await rewards(world) == {0: 0.0, 1: 1.0}
+
+    run_virtually(main())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "choose"),
+        ({"choose": {}}, "names no run"),
+        ({"choose": {"fraction": 2}}, "less than or equal to 1"),
+        ({"choose": {"truncated": True}, "limit": 0}, "limit is 0"),
+        ({"choose": {"truncated": True}, "default": "reward"}, "default"),
+    ],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(OperatorConfigError, match=words):
+        create_operators([OperatorConfig(name="human_review", args=arguments)])
+
+
+def test_the_wait_fits_into_the_time_of_the_chain() -> None:
+    def config(seconds: float, *overrides: str) -> None:
+        chain = [{"name": "human_review", "args": {"choose": {"truncated": True}, "seconds": seconds}}] * 2
+        load_config({"name": "x", "model": {"tiny": {}}, "operator": {"operators": chain, "timeout": 800}}, overrides)
+
+    config(300.0)
+    with pytest.raises(ConfigError, match=r"human_review may wait 830 s.*operator.timeout is 800"):
+        config(400.0)
+    with pytest.raises(ConfigError, match=r"stall_timeout ends a run"):
+        config(300.0, "explorer.stall_timeout=600", "explorer.batch_timeout=600", "explorer.max_timeout=100")

@@ -1,0 +1,207 @@
+"""The operator that lets people judge chosen runs of a batch, for a bounded time, with a default."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from trinity_mq.config.agents import REVIEW_SECONDS
+from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import RESPONSE_TRUNCATED
+from trinity_mq.messages import ReviewedCall
+from trinity_mq.operators.base import ExperienceOperatorV1, Processed
+from trinity_mq.reviews.base import Answer, Decision, Question
+
+LONGEST_TEXT = 20_000
+"""Characters of a prompt or a response that are shown; of a longer one its beginning and its end."""
+MOST_CALLS = 50
+"""Steps of a run that are shown, the last ones."""
+MOST_PARTS = 50
+"""Metrics of a run that are shown."""
+NO_TEXT = "(no text was recorded)"
+
+
+class Disagreement(BaseModel):
+    """Judges that disagree, by a metric that their workflow reports, such as the spread of their scores."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    metric: str = Field(min_length=1)
+    """Key of the experience's ``metrics``, else of its ``info``."""
+    above: float = Field(allow_inf_nan=False)
+    """A run whose value is greater waits."""
+
+
+class Choice(BaseModel):
+    """Runs that wait for a verdict: those of which any of these holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    reward_above: float | None = Field(default=None, allow_inf_nan=False)
+    """The reward is greater."""
+    reward_below: float | None = Field(default=None, allow_inf_nan=False)
+    """The reward is smaller, or there is none."""
+    fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of all runs, chosen by their ids: the same ones when a batch is processed again."""
+    seed: int = 0
+    """Another seed chooses other runs."""
+    zero_variance: bool = False
+    """All runs of the task, at least two, have the same reward."""
+    truncated: bool = False
+    """A response of the run reached its limit."""
+    judges_disagree: Disagreement | None = None
+    """A metric of the run is above a bound."""
+
+    @model_validator(mode="after")
+    def _chooses(self) -> Choice:
+        chosen = (self.reward_above, self.reward_below, self.judges_disagree)
+        if all(one is None for one in chosen) and not (self.fraction or self.zero_variance or self.truncated):
+            raise ValueError(
+                "choose names no run: give reward_above, reward_below, fraction, zero_variance, truncated or "
+                "judges_disagree"
+            )
+        return self
+
+
+class RewardDefault(BaseModel):
+    """A reward as the default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    reward: float = Field(allow_inf_nan=False)
+
+
+class HumanReview(ExperienceOperatorV1):
+    """Lets people judge chosen runs: they keep a run, drop it, or give it another reward.
+
+    The questions of a batch are asked at once and have one deadline. The batch waits for all their answers, at most
+    ``seconds``, and no other batch is processed by this operator process meanwhile.
+
+    Args:
+        choose: Runs that wait for a verdict.
+        limit: Most runs of a batch that wait; of more the choice is by their ids.
+        seconds: Longest wait for the answers of a batch.
+        default: Counts for runs without an answer in time.
+
+    A verdict concerns a run with all its steps. A new reward is that of each of them, and takes the place of
+    token-level rewards.
+    """
+
+    asks_people: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        choose: Choice,
+        limit: int = 8,
+        seconds: float = REVIEW_SECONDS,
+        default: Literal["keep", "drop"] | RewardDefault = "keep",
+    ) -> None:
+        if not 1 <= limit <= 200:
+            raise ValueError(f"limit is {limit}, wanted 1 to 200 runs of a batch")
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"seconds is {seconds}, wanted more than 0")
+        self.choose, self.limit, self.seconds = choose, limit, seconds
+        self.default = Decision("reward", default.reward) if isinstance(default, RewardDefault) else Decision(default)
+
+    async def process(self, exps: list[Experience]) -> Processed:
+        if self.reviews is None:
+            raise RuntimeError("nobody can be asked here: human_review works in an operator agent, with a broker")
+        runs, chosen = await asyncio.to_thread(self._chosen, exps)
+        asked = chosen[: self.limit]
+        questions = await asyncio.to_thread(lambda: [_question(runs[rid], reasons) for rid, reasons in asked])
+        answers = await self.reviews.ask(questions, seconds=self.seconds, default=self.default) if questions else []
+        left, counts = _apply(exps, dict(zip((rid for rid, _ in asked), answers, strict=True)))
+        return left, {**counts, "review/asked": len(asked), "review/not_asked": len(chosen) - len(asked)}
+
+    def _chosen(self, exps: Sequence[Experience]) -> tuple[dict[str, list[Experience]], list[tuple[str, list[str]]]]:
+        """Return the runs by id, and the ids of those to ask about with the reasons, in the order of asking."""
+        runs: dict[str, list[Experience]] = {}
+        for exp in sorted(exps, key=lambda one: one.eid.step):
+            runs.setdefault(exp.eid.rid, []).append(exp)
+        tasks: dict[str, list[float | None]] = {}
+        for run in runs.values():
+            tasks.setdefault(run[-1].eid.tid, []).append(run[-1].reward)
+        found = {rid: reasons for rid, run in runs.items() if (reasons := self._reasons(run, tasks[run[-1].eid.tid]))}
+        order = sorted(found, key=lambda rid: _share(self.choose.seed, runs[rid][-1].eid.uid))
+        return runs, [(rid, found[rid]) for rid in order]
+
+    def _reasons(self, run: Sequence[Experience], rewards: Sequence[float | None]) -> list[str]:
+        choose, last, found = self.choose, run[-1], []
+        reward = last.reward
+        if choose.reward_above is not None and reward is not None and reward > choose.reward_above:
+            found.append(f"reward {reward:g} is above {choose.reward_above:g}")
+        if choose.reward_below is not None and (reward is None or reward < choose.reward_below):
+            found.append(f"reward {'is missing' if reward is None else f'{reward:g} is below {choose.reward_below:g}'}")
+        if choose.zero_variance and len(rewards) > 1 and len(set(rewards)) == 1:
+            found.append(f"all {len(rewards)} runs of the task have the same reward")
+        if choose.truncated and any(exp.truncate_status == RESPONSE_TRUNCATED for exp in run):
+            found.append("a response reached its limit")
+        if (judges := choose.judges_disagree) is not None:
+            value = {**last.info, **last.metrics}.get(judges.metric)
+            if isinstance(value, int | float) and value > judges.above:
+                found.append(f"{judges.metric} {value:g} is above {judges.above:g}")
+        if not found and _share(choose.seed, last.eid.uid) < choose.fraction:
+            found.append(f"one of {choose.fraction:.3g} of all runs")
+        return found
+
+
+def _share(seed: int, uid: str) -> float:
+    """Return a number from 0 to below 1 that follows from an id."""
+    digest = hashlib.sha256(f"{seed}\n{uid}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _question(run: Sequence[Experience], reasons: Sequence[str]) -> Question:
+    last = run[-1]
+    calls = [
+        ReviewedCall(
+            prompt=_shown(exp.prompt_text),
+            response=_shown(exp.response_text),
+            reward=_finite(exp.reward),
+            truncated=exp.truncate_status == RESPONSE_TRUNCATED,
+        )
+        for exp in run[-MOST_CALLS:]
+    ]
+    return Question(last.eid.uid, calls, _finite(last.reward), _parts(last.metrics), reasons)
+
+
+def _shown(text: str | None) -> str:
+    if text is None:
+        return NO_TEXT
+    if len(text) <= LONGEST_TEXT:
+        return text
+    half = LONGEST_TEXT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _parts(metrics: Mapping[str, Any]) -> dict[str, float]:
+    found = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    return dict([(name, value) for name, value in found.items() if math.isfinite(value)][:MOST_PARTS])
+
+
+def _apply(exps: Sequence[Experience], answers: Mapping[str, Answer]) -> tuple[list[Experience], dict[str, int]]:
+    """Return the experiences that stay, with their new rewards, and counts of runs by what counted."""
+    left = []
+    for exp in exps:
+        decision = Decision() if (answer := answers.get(exp.eid.rid)) is None else answer.decision
+        if decision.verdict == "drop":
+            continue
+        if decision.verdict == "reward":
+            exp.reward, exp.token_level_reward = decision.reward, None
+        left.append(exp)
+    verdicts = [answer.decision.verdict for answer in answers.values()]
+    return left, {
+        "review/kept": verdicts.count("keep"),
+        "review/dropped": verdicts.count("drop"),
+        "review/rewarded": verdicts.count("reward"),
+        "review/timed_out": sum(answer.timed_out for answer in answers.values()),
+    }

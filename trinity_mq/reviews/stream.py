@@ -1,0 +1,247 @@
+"""The reviews of a run as their stream ``tmq.<run>.review`` tells them: reads it into the ledger, sends verdicts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import structlog
+
+from trinity_mq.bus import Bus, BusUnavailable, Delivery, Queue, QueueGone, StreamCut, Topology
+from trinity_mq.bus.base import CLOSED as CLOSED_BUS
+from trinity_mq.messages import (
+    DecodeError,
+    Mark,
+    Message,
+    ReviewClosed,
+    ReviewRequest,
+    ReviewVerdict,
+    Verdict,
+    decode,
+    decode_any,
+)
+from trinity_mq.reviews.ledger import Applied, Review, ReviewEvent, ReviewLedger
+from trinity_mq.runtime.deliveries import envelope, new_mark
+from trinity_mq.runtime.notify import Notifier
+
+log = structlog.get_logger(__name__)
+
+REQUEST, VERDICT, CLOSED, MARK = "request", "verdict", "closed", "mark"
+"""Routing keys: of what operators ask, of verdicts by anybody, of what counted, and of readers' marks."""
+KINDS: Mapping[str, type[Message]] = {
+    REQUEST: ReviewRequest,
+    VERDICT: ReviewVerdict,
+    CLOSED: ReviewClosed,
+    MARK: Mark,
+}
+"""The kind of message by routing key: who may only give verdicts can neither ask nor decide."""
+READ_WITHIN = 15.0
+"""Seconds within which a reader has to find the present end of the stream."""
+EFFECT_WITHIN = 15.0
+"""Seconds to wait for the effect of a verdict."""
+
+
+class NoReviews(Exception):
+    """The run has no stream of reviews: none of its operators asks anybody."""
+
+
+class ReviewStream:
+    """Follows the reviews of a run.
+
+    Use it as ``async with ReviewStream(bus, topology).following() as reviews:``; then :attr:`ledger` is up to date
+    after each :attr:`changed`, and :meth:`send` gives verdicts.
+
+    Args:
+        bus: A connected bus.
+        topology: The run's names.
+        declare: Make the stream where there is none; else :class:`NoReviews` says so.
+    """
+
+    def __init__(self, bus: Bus, topology: Topology, *, declare: bool = False) -> None:
+        self.ledger = ReviewLedger()
+        self.changed = Notifier()
+        """Notified after each event that was read."""
+        self.read_to_end = asyncio.Event()
+        """Set once all that was on the stream at the beginning has been read."""
+        self.unreadable = 0
+        """Messages that are none of the stream's."""
+        self._bus, self._topology, self._declares = bus, topology, declare
+        self._mark = new_mark()
+        self._offset = 0
+        self._waiting: dict[str, asyncio.Future[Applied]] = {}
+        """Those who wait for the effect of a verdict, by message id."""
+        self._watched: dict[str, Notifier] = {}
+
+    def pending(self) -> list[Review]:
+        """Return the reviews that wait for a verdict, in the order in which they were asked."""
+        return self.ledger.pending()
+
+    @asynccontextmanager
+    async def following(self) -> AsyncIterator[ReviewStream]:
+        """Follow the stream inside the block, in which all that was on it at the beginning has been read.
+
+        Raises:
+            NoReviews: There is no such stream.
+            BusUnavailable: It did not answer in time.
+        """
+        if not self._declares and await self._bus.depth(self._topology.review.name) is None:
+            raise NoReviews(f"run {self._topology.run!r} has no stream of reviews: none of its operators asks anybody")
+        following = asyncio.create_task(self.follow(), name="follow reviews")
+        reading = asyncio.create_task(self.read_to_end.wait())
+        try:
+            await asyncio.wait([following, reading], timeout=READ_WITHIN, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+            if not self.read_to_end.is_set():
+                trouble = self._bus.trouble or "see its state with `rabbitmqctl list_queues name state`"
+                raise BusUnavailable(
+                    f"{self._topology.review.name} did not deliver within {READ_WITHIN:g} s what was published to it: "
+                    f"{trouble}"
+                )
+            yield self
+        finally:
+            following.cancel()
+            reading.cancel()
+            await asyncio.wait([following, reading])
+
+    async def follow(self) -> None:
+        """Read the stream from its beginning until cancelled. One that was deleted is made again where this one may.
+
+        Raises:
+            QueueGone: It was deleted, or is not there.
+        """
+        stream = self._stream()
+        if self._declares:
+            await self._bus.declare(stream)
+        marking = asyncio.create_task(self._publish_mark(), name="mark reviews")
+        try:
+            while True:
+                try:
+                    async with await self._bus.consume(stream, offset=self._offset) as feed:
+                        async for delivery in feed:
+                            self._read(delivery)
+                        return
+                except StreamCut as cut:
+                    log.info("reviews_cut", asked=cut.asked, got=cut.got)
+                    self._offset = cut.got
+                except QueueGone:
+                    if not self._declares:
+                        raise
+                    log.warning("reviews_deleted", stream=stream.name)
+                    self._offset = 0
+        finally:
+            marking.cancel()
+
+    def _stream(self) -> Queue:
+        review = self._topology.review
+        return review if self._declares else dataclasses.replace(review, redeclare=False)  # looking must not make it
+
+    async def _publish_mark(self) -> None:
+        while True:
+            with contextlib.suppress(BusUnavailable):  # whoever waits for the mark has a limit of his own
+                await self._bus.wait_usable()
+                await self._bus.publish(self._topology.exchange("review"), MARK, self._mark)
+                return
+            if self._bus.trouble == CLOSED_BUS:
+                return
+
+    async def until_changed(self, request: str, seconds: float) -> bool:
+        """Return True after the next event of a request, False after so many seconds."""
+        return await self._watched.setdefault(request, Notifier()).wait(seconds)
+
+    def forget(self, request: str) -> None:
+        """Watch a request no longer."""
+        self._watched.pop(request, None)
+
+    # -- out
+
+    async def publish(self, event: ReviewEvent, key: str, message_id: str, *, timeout: float | None = None) -> None:
+        """Publish an event and wait for its confirm.
+
+        Raises:
+            BusUnavailable: It was not confirmed within ``timeout`` seconds (default: that of the bus).
+            NoReviews: There is no stream of reviews any more.
+        """
+        message = envelope(event, message_id=message_id)
+        while not await self._bus.publish(self._topology.exchange("review"), key, message, timeout=timeout):
+            if not self._declares:
+                raise NoReviews(f"{self._topology.review.name} does not exist any more")
+            await self._bus.declare(self._topology.review)  # it was deleted under us
+
+    async def send(
+        self, request: str, verdict: Verdict, reward: float | None = None, *, by: str = "", note: str = ""
+    ) -> Applied:
+        """Give a verdict and return its effect once it was read back; only inside :meth:`following`.
+
+        Args:
+            request: Id of the request.
+            verdict: ``keep``, ``drop`` or ``reward``.
+            reward: The new reward, with the verdict ``reward``.
+            by: Who gives it.
+            note: For people.
+
+        Raises:
+            ValueError: The verdict has no reward, or one that it does not take; or the id is none.
+            BusUnavailable: The broker has not kept it in time.
+            NoReviews: There is no stream of reviews any more.
+        """
+        event = ReviewVerdict(request=request, verdict=verdict, reward=reward, by=by, note=note)
+        message_id = f"verdict-{uuid.uuid4().hex}"
+        effect: asyncio.Future[Applied] = asyncio.get_running_loop().create_future()
+        self._waiting[message_id] = effect
+        try:
+            async with asyncio.timeout(EFFECT_WITHIN):
+                await self.publish(event, VERDICT, message_id)
+                return await effect
+        except TimeoutError:
+            trouble = self._bus.trouble or "no answer"
+            raise BusUnavailable(f"the verdict was not kept within {EFFECT_WITHIN:g} s: {trouble}") from None
+        finally:
+            del self._waiting[message_id]
+
+    # -- in
+
+    def _read(self, delivery: Delivery) -> None:
+        offset = delivery.offset or 0
+        self._offset = offset + 1
+        if delivery.message_id == self._mark.message_id:
+            self.read_to_end.set()
+        elif not self._bus.is_foreign(delivery):
+            self._take(delivery, offset)
+        self.changed.notify()
+
+    def _take(self, delivery: Delivery, offset: int) -> None:
+        try:
+            message = _decoded(delivery)
+        except DecodeError as error:
+            self.unreadable += 1
+            log.warning("review_unreadable", offset=offset, message_id=delivery.message_id, reason=str(error))
+            return
+        if not isinstance(message, ReviewEvent):
+            return
+        message_id = delivery.message_id or f"offset-{offset}"
+        applied = self.ledger.apply(message, message_id)
+        if isinstance(message, ReviewVerdict) and applied.taken in {"refused", "unknown"} and self._declares:
+            log.warning("verdict_not_counted", request=message.request, by=message.by, reason=applied.reason)
+        waiting = self._waiting.get(message_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(applied)
+        if (watched := self._watched.get(message.request)) is not None:
+            watched.notify()
+
+
+def _decoded(delivery: Delivery) -> Message:
+    """Return the event in a delivery. The routing key says what it is; the body may leave its kind out.
+
+    Raises:
+        DecodeError: It is none, or none that its routing key allows.
+    """
+    kind = KINDS.get(delivery.routing_key)
+    if kind is None:
+        found = decode_any(delivery.body, delivery.content_type).kind
+        raise DecodeError(f"a {found} with the routing key {delivery.routing_key!r}, wanted one of {', '.join(KINDS)}")
+    return decode(delivery.body, kind, delivery.content_type)
