@@ -57,11 +57,15 @@ async def send(bus: Bus, topology: Topology, key: str, message: Envelope | Messa
     assert await bus.publish(topology.exchange("ready"), key, mail)
 
 
-async def publish(bus: Bus, topology: Topology, batch: int, *, token: int = 3) -> None:
+async def publish(bus: Bus, topology: Topology, batch: int, *, token: int = 3, text: str | None = None) -> None:
     closed = BatchClosed(batch=batch, ticket=f"t{batch}")
     made = [
         experience(
-            eid=EID(batch=batch, task=0, run=run), reward=float(run % 2), versions=[(0, 7, 40)], advantages=[9.0, 9.0]
+            eid=EID(batch=batch, task=0, run=run),
+            reward=float(run % 2),
+            versions=[(0, 7, 40)],
+            advantages=[9.0, 9.0],
+            response_text=text,
         )
         for run in range(RUNS)
     ]
@@ -159,6 +163,11 @@ async def test_another_run_of_that_name_and_another_tokenizer_are_told(
     await publish(other, topology, 5, token=10_000)
     async with reading(config, codec) as source:
         with pytest.raises(FatalError, match="has a token 10000, and this run's model knows"):
+            await source.next()
+    await publish(other, topology, 6, text="nothing that these tokens say")
+    other_texts = config.model_copy(update={"source": config.source.model_copy(update={"start": 6})})
+    async with reading(other_texts, codec) as source:
+        with pytest.raises(FatalError, match="answered 'nothing that these tokens say', and this run's tokenizer"):
             await source.next()
     with pytest.raises(FatalError, match="the checkpoint's position is in run 'elsewhere'"):
         source.restore({"tap": "elsewhere"})

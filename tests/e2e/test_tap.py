@@ -13,6 +13,7 @@ import pytest
 
 from tests.metric_names import undocumented
 from trinity_agents.trainer.history import last_generation, lineage
+from trinity_mq.cli.main import main
 from trinity_mq.testing.runs import LocalRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(400)]
@@ -27,7 +28,9 @@ def entries(run: Path, progress: int) -> list[dict[str, Any]]:
     return lineage(history, last_generation(history), progress)
 
 
-async def test_it_learns_from_what_another_run_sees_each_batch_once_though_it_is_killed(tmp_path: Path) -> None:
+async def test_it_learns_from_what_another_run_sees_each_batch_once_though_it_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     words = ["name=second", f"source.tap={first}", "trainer.save_interval=7", "seed=1"]
     async with LocalRun(SMOKE, first, ["name=first", "buffer.total_steps=90"]) as seen:
@@ -51,6 +54,7 @@ async def test_it_learns_from_what_another_run_sees_each_batch_once_though_it_is
     assert [one["batch"] for one in trained] == list(range(1, 91)), "each batch once, in order"
     assert {one["outcome"] for one in trained} == {"trained"}
     assert [one["uids"] for one in trained] == [one["uids"] for one in entries(first, 90)]
+    assert main(["audit", str(second), "--offline"]) == 0, capsys.readouterr().out
     assert undocumented({name for line in learns.metrics() for name in line}) == set()
     async with LocalRun(SMOKE, second, [*words, "mode=bench", "explorer.eval_on_startup=true"]) as bench:
         code, output = await bench.ended(120.0)
