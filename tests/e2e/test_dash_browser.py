@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ async def test_every_section_of_a_run_at_work(tmp_path: Path) -> None:
                 for number, name in enumerate(SECTIONS, 1):
                     await page.keyboard.press(str(number))
                     await page.wait_for_url(f"**/#{name}")
-                    await page.locator("main > *").first.wait_for()
+                    await page.locator("main > *:visible").first.wait_for()
                 await page.keyboard.press("2")
                 await page.locator("canvas").wait_for()
                 await page.locator("canvas").hover(position={"x": 400, "y": 10})
@@ -115,6 +116,25 @@ async def test_every_section_of_a_run_at_work(tmp_path: Path) -> None:
                 await run.until(
                     lambda: (tmp_path / "run/logs/operator-0.jsonl").read_text().count('"agent_starts"') > 1, 30
                 )
+
+
+async def test_a_run_that_is_stuck_names_its_culprit(tmp_path: Path) -> None:
+    words = ("buffer.total_steps=10000", "explorer.eval_interval=5000", "trainer.save_interval=1000")
+    async with LocalRun(EXAMPLES / "smoke.yaml", tmp_path / "run", words) as run:
+        await run.until((tmp_path / "run" / "config.yaml").exists, 60)
+        async with DashProcess(tmp_path / "run") as dash, browser() as chromium:
+            await dash.until(["live", "step"], 90)
+            await chromium.page.goto(dash.url)
+            frozen = run.kill("engine", signal.SIGSTOP)
+            try:
+                finding = chromium.page.locator("#finding.stuck, #finding.waiting").first
+                await finding.wait_for(timeout=90_000)
+                told = await finding.inner_text()
+                assert "engine" in told, told
+                await chromium.keep("stuck")
+            finally:
+                os.kill(frozen, signal.SIGCONT)
+            await chromium.page.locator("#finding.stuck, #finding.waiting").wait_for(state="detached", timeout=60_000)
 
 
 async def test_a_sample_token_by_token_on_a_phone(tmp_path: Path) -> None:

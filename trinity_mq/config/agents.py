@@ -358,7 +358,7 @@ class MonitorConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least level written to the log files."""
     samples_per_step: int = Field(default=16, ge=0)
-    """Experiences of each train step that are kept in ``samples/`` of the run's folder, as whole groups, so that
+    """Experiences of each train step that are kept in the folder ``samples`` of the run, as whole groups, so that
     ``trinity-mq dash`` shows them without the broker; 0: none."""
     samples_max_bytes: int = Field(default=64 * 1024**2, ge=1024**2)
     """Bytes of all of these; the oldest go first."""

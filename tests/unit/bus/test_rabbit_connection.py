@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -75,3 +76,45 @@ def test_addresses_are_told_without_credentials() -> None:
     assert address("amqp://user:secret@host:1234/%2F") == "host:1234"
     assert address("amqp://host/") == "host:5672"
     assert address("amqps://host/") == "host:5671"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancellation_that_the_client_swallows_is_raised(fails: bool) -> None:
+    """As ``asyncio.wait_for`` does before Python 3.12 where a result comes at the moment of the cancellation."""
+    began = asyncio.Event()
+
+    async def forever() -> None:
+        while True:
+            with contextlib.suppress(BrokerConnectError), amqp_errors():
+                began.set()
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    if fails:
+                        raise OSError("the connection died at the same time") from None
+
+    task = asyncio.create_task(forever())
+    await began.wait()
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=5)
+    assert done == {task}
+    assert task.cancelled()
+
+
+async def test_what_a_cancelled_task_cleans_up_is_not_cut_off() -> None:
+    closed = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            with amqp_errors():
+                await asyncio.sleep(0)
+            closed.append(True)
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert closed == [True]

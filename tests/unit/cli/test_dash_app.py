@@ -15,11 +15,11 @@ from tests.unit.cli.test_run_view import beat, metrics
 from trinity_mq.cli.dash.access import KEY_COOKIE, POLICY, PageAccess
 from trinity_mq.cli.dash.actions import Actions
 from trinity_mq.cli.dash.app import PAGE_FILES, STATIC, DashApp
-from trinity_mq.cli.dash.curves import Curves
-from trinity_mq.cli.dash.observatory import Observatory
-from trinity_mq.cli.dash.samples import decoded
-from trinity_mq.cli.dash.sources import BrokerSource
 from trinity_mq.cli.inspect.token_texts import TokenTexts
+from trinity_mq.cli.observe.curves import Curves
+from trinity_mq.cli.observe.observatory import Observatory
+from trinity_mq.cli.observe.samples import decoded
+from trinity_mq.cli.observe.sources import BrokerSource
 from trinity_mq.telemetry import MetricsWriter
 
 PAGE_BYTES = 300_000

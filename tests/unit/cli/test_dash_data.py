@@ -9,12 +9,12 @@ import pytest
 
 from tests.unit.agents.world import experience
 from tests.unit.cli.test_run_view import beat, metrics
-from trinity_mq.cli.dash import curves, samples
 from trinity_mq.cli.dash.broker_runs import broker_runs, runs_of
-from trinity_mq.cli.dash.curves import Curves
-from trinity_mq.cli.dash.intervals import KEPT_SECONDS, AgentState, Intervals
-from trinity_mq.cli.dash.observatory import Observatory
-from trinity_mq.cli.dash.samples import COLUMNS, SampleStore, decoded, experience_at
+from trinity_mq.cli.observe import curves, samples
+from trinity_mq.cli.observe.curves import Curves
+from trinity_mq.cli.observe.intervals import KEPT_SECONDS, AgentState, Intervals
+from trinity_mq.cli.observe.observatory import Observatory
+from trinity_mq.cli.observe.samples import COLUMNS, SampleStore, decoded, experience_at
 from trinity_mq.experience import DecodeError, ExperienceBatch
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import Metrics

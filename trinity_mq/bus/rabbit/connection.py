@@ -64,15 +64,38 @@ class InequivalentError(BrokerConnectError):
 
 @contextlib.contextmanager
 def amqp_errors() -> Iterator[None]:
-    """Translate errors of the AMQP client into BrokerConnectError (or a subclass), QueueGone, Locked or BusRefused."""
+    """Translate errors of the AMQP client into BrokerConnectError (or a subclass), QueueGone, Locked or BusRefused.
+
+    A cancellation that the client swallowed is raised all the same: before Python 3.12 ``asyncio.wait_for``, which it
+    uses, returns where its result comes at the moment of the cancellation, and a loop would go on for ever.
+    """
+    before = _cancellations()
     try:
-        yield
+        with _translated():
+            yield
     except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if _cancellations() > before:
             raise
         # The client cancels the futures of a connection that died; nobody cancelled us.
         raise BrokerConnectError("connection lost") from error
+    except (BrokerConnectError, BusRefused, QueueGone) as error:
+        if _cancellations() > before:
+            raise asyncio.CancelledError from error
+        raise
+    if _cancellations() > before:
+        raise asyncio.CancelledError
+
+
+def _cancellations() -> int:
+    """Return how often the present task was cancelled and has not come to terms with it."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
     except ChannelNotFoundEntity as error:
         # Just after a restart a durable queue is "down or inaccessible": also not found, but not gone.
         if "no queue" in str(error):

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from trinity_mq.bus import Bus, Topology
 from trinity_mq.cli.commands import dead
 from trinity_mq.cli.dash.broker_runs import broker_runs
-from trinity_mq.cli.dash.sources import BrokerSource
+from trinity_mq.cli.observe.sources import BrokerSource
 from trinity_mq.messages import ControlEvent, ReviewVerdict
 from trinity_mq.runtime.deliveries import envelope
 

@@ -15,14 +15,14 @@ from aiohttp import web
 from trinity_mq.bus import BusError
 from trinity_mq.cli.dash.access import PageAccess
 from trinity_mq.cli.dash.actions import ActionError, Actions
-from trinity_mq.cli.dash.curves import Curves
-from trinity_mq.cli.dash.observatory import Observatory
-from trinity_mq.cli.dash.samples import COLUMNS, MOST_ROWS, experience_at
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.exporter.families import RunCollector
 from trinity_mq.cli.exporter.handler import metrics_handler
 from trinity_mq.cli.inspect.show_experience import as_json
 from trinity_mq.cli.inspect.token_texts import TokenTexts
+from trinity_mq.cli.observe.curves import Curves
+from trinity_mq.cli.observe.observatory import Observatory
+from trinity_mq.cli.observe.samples import COLUMNS, MOST_ROWS, experience_at
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry import METRICS_FILE, read_metrics
 from trinity_mq.telemetry.jsonline import dump_line

@@ -13,7 +13,7 @@ from trinity_mq.cli.errors import CommandError
 
 if TYPE_CHECKING:
     from trinity_mq.cli.broker.connection import Target
-    from trinity_mq.cli.dash.curves import Curves
+    from trinity_mq.cli.observe.curves import Curves
     from trinity_mq.config import Config
 
 PORT = 8720
@@ -78,7 +78,7 @@ def _latest() -> Path:
 
 
 def _curves_of(name: str) -> Curves:
-    from trinity_mq.cli.dash.curves import Curves
+    from trinity_mq.cli.observe.curves import Curves
     from trinity_mq.cli.run.follow import MetricsTail
     from trinity_mq.cli.target import find_configuration
 
@@ -96,9 +96,9 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
     from trinity_mq.cli.dash.access import PageAccess
     from trinity_mq.cli.dash.actions import Actions
     from trinity_mq.cli.dash.app import DashApp
-    from trinity_mq.cli.dash.observatory import Observatory
-    from trinity_mq.cli.dash.sources import BrokerSource, FolderSource
     from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
+    from trinity_mq.cli.observe.observatory import Observatory
+    from trinity_mq.cli.observe.sources import BrokerSource, FolderSource
     from trinity_mq.diagnosis import expected_agents, limits
 
     folder = config.path if config is not None and config.path.is_dir() else None

@@ -43,10 +43,10 @@ async def _serve(arguments: argparse.Namespace, run: str) -> None:
     from aiohttp import web
 
     from trinity_mq.cli.broker.connection import find_target
-    from trinity_mq.cli.dash.observatory import Observatory
-    from trinity_mq.cli.dash.sources import BrokerSource
     from trinity_mq.cli.exporter.families import RunCollector
     from trinity_mq.cli.exporter.handler import metrics_handler
+    from trinity_mq.cli.observe.observatory import Observatory
+    from trinity_mq.cli.observe.sources import BrokerSource
 
     observatory = Observatory(run)
 

@@ -17,10 +17,10 @@ from trinity_mq.bus.retry import retrying
 from trinity_mq.cli.broker.connection import connected
 from trinity_mq.cli.broker.own import own_broker
 from trinity_mq.cli.broker.probe import broker_trouble
+from trinity_mq.cli.broker.tapped_broker import tapped_broker
 from trinity_mq.cli.run.display import Display
 from trinity_mq.cli.run.follow import MetricsTail, depths, follow, listen
 from trinity_mq.cli.run.run_view import STILL_SHOWN, RunView
-from trinity_mq.cli.run.tapped_broker import tapped_broker
 from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.trackers.process import TrackerProcess
 from trinity_mq.config import Config

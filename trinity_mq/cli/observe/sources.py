@@ -13,9 +13,9 @@ import structlog
 from trinity_mq.bus import Bus, BusError, BusUnavailable, QueueGone, StreamCut, Topology
 from trinity_mq.cli.broker.connection import Target, connected
 from trinity_mq.cli.broker.probe import broker_trouble
-from trinity_mq.cli.dash.observatory import Observatory
-from trinity_mq.cli.dash.samples import decoded
 from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.observe.observatory import Observatory
+from trinity_mq.cli.observe.samples import decoded
 from trinity_mq.cli.run.follow import MetricsTail, depths, listen
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.sample_log import SAMPLES_FOLDER, SampleLogReader

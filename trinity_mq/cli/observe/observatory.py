@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from trinity_mq.cli.dash.curves import Curves
-from trinity_mq.cli.dash.intervals import AgentState, Intervals
-from trinity_mq.cli.dash.samples import SampleStore
+from trinity_mq.cli.observe.curves import Curves
+from trinity_mq.cli.observe.intervals import AgentState, Intervals
+from trinity_mq.cli.observe.samples import SampleStore
 from trinity_mq.cli.reports.figures import REWARD
 from trinity_mq.cli.run.display import figures
 from trinity_mq.cli.run.run_view import AgentRow, RunView, version_text
