@@ -151,6 +151,7 @@ async def test_a_sample_token_by_token_on_a_phone(tmp_path: Path) -> None:
         told = await page.locator(".tip").inner_text()
         assert "logprob" in told
         assert "advantage" in told
+        assert "null" not in await page.locator(".detail").inner_text()
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
             "nothing is wider than a phone"
         )

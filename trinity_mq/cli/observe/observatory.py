@@ -173,7 +173,7 @@ class Observatory:
             "reward": view.metrics.get(REWARD),
             "agents": agents,
             "depths": dict(view.depths),
-            "flow": self._flow(now, agents, observation.busy),
+            "flow": self._flow(now, agents, observation.busy if limit is None else limit.busy),
             "finding": None if found is None else _as_map(found),
             "bottleneck": None if limit is None else _as_map(limit),
             "sync": {

@@ -21,6 +21,9 @@ function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+// as replaceChildren, which would write null as a word
+const fill = (place, ...children) => place.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
+
 function s(tag, attributes = {}, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -105,7 +108,7 @@ function drawFinding() {
   if (place.hidden) return;
   place.className = found && found.state !== "moving" ? found.state : "";
   const evidence = shown.evidence?.length ? h("ul", {}, shown.evidence.map((line) => h("li", {}, line))) : null;
-  place.replaceChildren(h("b", {}, shown.sentence), shown.lever ? ` ${shown.lever}` : "", ...(evidence ? [evidence] : []));
+  fill(place, h("b", {}, shown.sentence), shown.lever ? h("div", {}, `What to do: ${shown.lever}`) : null, evidence);
 }
 
 // -- flow
@@ -403,11 +406,12 @@ const samples = {
     const members = this.columns ? this.rows.filter((row) => this.groupOf(row) === `${eid.batch}/${eid.task}`) : [];
     const most = Math.max(1e-9, ...members.map((row) => Math.abs(this.of(row, "reward") ?? 0)));
     const colours = h("div", { class: "bar" }, "colour by", COLOURS.map((name) => h("button", { "aria-pressed": String(name === this.colour), onclick: () => { this.colour = name; this.show(one); } }, name)), h("button", { onclick: () => this.close() }, "close"));
-    this.detail.replaceChildren(
+    fill(
+      this.detail,
       colours,
-      h("dl", { class: "bar" }, Object.entries(facts).filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", { class: "bar" }, h("dt", {}, name), h("dd", {}, typeof value === "number" ? number(value) : String(value))))),
+      h("dl", { class: "facts" }, Object.entries(facts).filter(([, value]) => value !== null && value !== undefined && value !== "").map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, typeof value === "number" ? number(value) : String(value))))),
       members.length > 1 ? h("div", {}, h("h3", {}, "Group: reward and advantage"), h("div", { class: "group" }, members.map((row) => h("button", { "aria-pressed": String(this.of(row, "uid") === this.uid), title: this.of(row, "text"), onclick: () => this.open(this.of(row, "uid")) }, `${number(this.of(row, "reward"))} · ${number(this.of(row, "advantage"), 2)}`, h("i", { style: { width: `${(100 * Math.abs(this.of(row, "reward") ?? 0)) / most}%` } }))))) : null,
-      ...conversation(one),
+      conversation(one),
       h("h3", {}, "Tokens"),
       tokens(one, this.colour),
       Object.keys(one.info || {}).length ? h("details", {}, h("summary", {}, "info"), h("pre", {}, JSON.stringify(one.info, null, 1))) : null,
