@@ -45,8 +45,8 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 def work_for(batch: int | str, ticket: str | None = None) -> AbstractContextManager[None]:
     """Return a context in which every line that is logged carries the batch and, if given, its ticket.
 
-    It holds in the present task and in tasks and threads (``asyncio.to_thread``) begun inside, not in others. A line that
-    names a batch or a ticket itself keeps its own.
+    It holds in the present task and in tasks and threads (``asyncio.to_thread``) begun inside, not in others. A line
+    that names a batch or a ticket itself keeps its own.
     """
     return structlog.contextvars.bound_contextvars(batch=batch, **({} if ticket is None else {"ticket": ticket}))
 

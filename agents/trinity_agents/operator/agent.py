@@ -32,7 +32,7 @@ from trinity_mq.runtime.deliveries import (
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
-from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.telemetry import MetricsWriter, work_for
 from trinity_mq.telemetry.trace import span, works_on
 from trinity_mq.transport.batch_blobs import Sweep
 from trinity_mq.transport.blobs import open_store
@@ -130,8 +130,9 @@ class Operator(Agent):
             self.set_state("working")
             self.heartbeat_soon()
             try:
-                if await self._process(delivery, manifest):
-                    deletions.create_task(self._publisher.delete_queue(manifest))
+                with work_for(manifest.batch, manifest.ticket):
+                    if await self._process(delivery, manifest):
+                        deletions.create_task(self._publisher.delete_queue(manifest))
                 self._delivery = None
             finally:
                 self._ticket = None
@@ -180,6 +181,10 @@ class Operator(Agent):
         await self._publisher.publish(manifest, batch, delivery.run_id)
         with span("acknowledge", wait=True):
             await self._decided(delivery, manifest)
+        seconds = round(batch.metrics["time/operators"], 3)
+        log.info(
+            "batch_processed", experiences=batch.experiences, filtered_groups=batch.filtered_groups, seconds=seconds
+        )
         if isinstance(manifest.batch, int):
             with span("write metrics"):
                 self.report(manifest.batch, batch.metrics)

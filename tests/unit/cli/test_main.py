@@ -96,6 +96,8 @@ def test_every_command_leads_to_a_function() -> None:
         "health": [],
         "timeline": ["r"],
         "inspect": ["r", "--last"],
+        "review": ["keep", "r", "id"],
+        "logs": ["r", "--follow"],
         "convert-experiences": ["x", "--out", "y"],
         "schema": ["--check"],
         "migrate": ["x", "-o", "y"],
