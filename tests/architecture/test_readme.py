@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from trinity_mq.config import OperatorConfig
+from trinity_mq.config.agents import OperatorsConfig
 from trinity_mq.experience import Experience
 from trinity_mq.messages import BatchReady
 from trinity_mq.operators import OperatorConfigError, create_operators, run_chain
@@ -116,7 +117,9 @@ async def test_the_operators_of_the_documents_run_as_configured(
 ) -> None:
     (tmp_path / "my_package.py").write_text(blocks()["KeepShort"] + blocks()["Bounded"], encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    (section,) = re.findall(r"```yaml\n(operator:.*?)```", WRITING_AN_OPERATOR, re.DOTALL)
+    section, review = re.findall(r"```yaml\n(operator:.*?)```", WRITING_AN_OPERATOR, re.DOTALL)
+    assert OperatorsConfig(**yaml.safe_load(review)["operator"]).review_seconds > 900
+    create_operators([OperatorConfig(**one) for one in yaml.safe_load(review)["operator"]["operators"]])
     configured = [OperatorConfig(**one) for one in yaml.safe_load(section)["operator"]["operators"]]
     configured.insert(1, OperatorConfig(name="my_package.Bounded", args={"most": 2}))
     exps = [Experience(tokens=[1] + [2] * size, prompt_length=1, reward=reward) for size, reward in SIZES_AND_REWARDS]

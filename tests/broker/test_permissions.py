@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
+from trinity_mq.reviews.stream import ReviewStream
 from trinity_mq.testing.runs import LocalRun
 
 pytestmark = [
@@ -276,3 +278,22 @@ async def test_a_whole_run_works_with_them(
     assert max(step for step, _ in rest.values("trainer/step")) > reached
     for log in (tmp_path / "run" / "logs").glob("*.jsonl"):
         assert "ACCESS_REFUSED" not in log.read_text()
+
+
+async def test_a_reviewer_reads_requests_and_gives_verdicts_and_nothing_else(
+    node: PrivateNode, others: Bus, topology: Topology
+) -> None:
+    await others.declare(topology.review)
+    bus = await bus_of(await user(node, f"{topology.run}-v", permissions(topology.run, "reviewer")), topology)
+    review = topology.exchange("review")
+    event = Envelope(body=b'{"request": "0123456789abcdef", "verdict": "keep"}', kind="review_verdict")
+    try:
+        async with ReviewStream(bus, topology).following() as reviews:
+            applied = await reviews.send("0123456789abcdef", "keep", by="ann")
+            assert (applied.taken, reviews.pending()) == ("unknown", [])
+        for exchange, key in ((review, "request"), (review, "closed"), (topology.exchange("tasks"), "submit")):
+            await refused(bus.publish(exchange, key, event))
+        await refused(bus.consume(replace(topology.ready, redeclare=False), offset=0))
+        await refused(bus.delete(topology.review.name))
+    finally:
+        await bus.close()

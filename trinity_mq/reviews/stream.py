@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from trinity_mq.bus import Bus, BusUnavailable, Delivery, Queue, QueueGone, StreamCut, Topology
+from trinity_mq.bus import Bus, BusUnavailable, Delivery, Queue, StreamCut, Topology
 from trinity_mq.bus.base import CLOSED as CLOSED_BUS
 from trinity_mq.messages import (
     DecodeError,
@@ -109,7 +109,7 @@ class ReviewStream:
             await asyncio.wait([following, reading])
 
     async def follow(self) -> None:
-        """Read the stream from its beginning until cancelled. One that was deleted is made again where this one may.
+        """Read the stream from its beginning until cancelled.
 
         Raises:
             QueueGone: It was deleted, or is not there.
@@ -128,11 +128,6 @@ class ReviewStream:
                 except StreamCut as cut:
                     log.info("reviews_cut", asked=cut.asked, got=cut.got)
                     self._offset = cut.got
-                except QueueGone:
-                    if not self._declares:
-                        raise
-                    log.warning("reviews_deleted", stream=stream.name)
-                    self._offset = 0
         finally:
             marking.cancel()
 

@@ -1,13 +1,14 @@
 """Logs and metrics of a run. Imports nothing else of the library."""
 
 from trinity_mq.telemetry.aggregate import aggregate_eval_runs, aggregate_eval_tasks, aggregate_runs, aggregate_tasks
-from trinity_mq.telemetry.log import get_logger, mask_passwords, setup_logging
+from trinity_mq.telemetry.log import LOGS_FOLDER, get_logger, mask_passwords, setup_logging, work_for
 from trinity_mq.telemetry.metrics import LINE_FIELDS, METRICS_FILE, MetricsWriter, read_metrics
 from trinity_mq.telemetry.sparkline import sparkline
 from trinity_mq.telemetry.trace import flush_trace, read_trace, start_trace
 
 __all__ = [
     "LINE_FIELDS",
+    "LOGS_FOLDER",
     "METRICS_FILE",
     "MetricsWriter",
     "aggregate_eval_runs",
@@ -22,4 +23,5 @@ __all__ = [
     "setup_logging",
     "sparkline",
     "start_trace",
+    "work_for",
 ]

@@ -23,6 +23,7 @@ from trinity_mq.messages import EmptyBatchStatus, OperatorStatus, Progress, Runn
 from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import Peers
+from trinity_mq.telemetry import work_for
 from trinity_mq.telemetry.trace import record, span
 
 log = structlog.get_logger(__name__)
@@ -213,7 +214,9 @@ class TrainingBatches:
         self._opened_at[ticket.ticket] = asyncio.get_running_loop().time()
         self._state.given_back[ticket.ticket] = [i for i, one in enumerate(tasks) if one.given_back]
         self._state.refilled[ticket.ticket] = debt - self._state.refill_debt
-        await self._dispatcher.open(ticket)
+        with work_for(ticket.batch, ticket.ticket):
+            await self._dispatcher.open(ticket)
+            log.info("batch_opened", tasks=len(ticket.tasks))
 
     # -- closing and following
 
@@ -236,7 +239,9 @@ class TrainingBatches:
     async def close_complete(self) -> None:
         """Close complete tickets in the order of the batches; answer submitters whose experiences will not come."""
         for ticket in sorted(self._closable(), key=lambda ticket: sort_batch_id(ticket.batch)):
-            await self._close(ticket)
+            with work_for(ticket.batch, ticket.ticket):
+                await self._close(ticket)
+                log.info("batch_closed", done=ticket.finished_count, tasks=len(ticket.tasks))
         while self._state.broken:
             one = self._state.broken[0]
             outcome = one.outcome.model_copy(update={"experiences": 0, "message": NO_MORE})

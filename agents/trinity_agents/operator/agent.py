@@ -32,7 +32,7 @@ from trinity_mq.runtime.deliveries import (
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
-from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.telemetry import MetricsWriter, work_for
 from trinity_mq.telemetry.durations import WorkUnderWay
 from trinity_mq.telemetry.trace import span, works_on
 from trinity_mq.transport.batch_blobs import Sweep
@@ -132,7 +132,8 @@ class Operator(Agent):
             self.set_state("working")
             self.heartbeat_soon()
             try:
-                with self._work.doing("batch", f"batch {manifest.batch}"):
+                doing = self._work.doing("batch", f"batch {manifest.batch}")
+                with work_for(manifest.batch, manifest.ticket), doing:
                     done = await self._process(delivery, manifest)
                 if done:
                     deletions.create_task(self._publisher.delete_queue(manifest))
@@ -184,6 +185,10 @@ class Operator(Agent):
         await self._publisher.publish(manifest, batch, delivery.run_id)
         with span("acknowledge", wait=True):
             await self._decided(delivery, manifest)
+        seconds = round(batch.metrics["time/operators"], 3)
+        log.info(
+            "batch_processed", experiences=batch.experiences, filtered_groups=batch.filtered_groups, seconds=seconds
+        )
         if isinstance(manifest.batch, int):
             with span("write metrics"):
                 self.report(manifest.batch, batch.metrics)

@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -55,6 +55,8 @@ from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
 log = structlog.get_logger(__name__)
 
+SEEN_TICKETS = 1000
+"""Tickets remembered as logged."""
 REMEMBERED = 10_000
 """Reported slices that are remembered: an acknowledgement may be lost without notice."""
 STUCK_AFTER = 5.0
@@ -100,6 +102,8 @@ class Runner(Agent):
             crash_notes=self._crash_notes,
         )
         self._open = OpenTickets(self.peers)
+        self._seen_tickets: deque[str] = deque(maxlen=SEEN_TICKETS)
+        """Tickets of which a slice has been logged."""
         self._publisher = ResultPublisher(
             bus,
             topology,
@@ -273,6 +277,8 @@ class Runner(Agent):
     async def _hold(self, task_slice: TaskSlice, delivery: Delivery) -> None:
         """Execute a slice when it has a slot, and answer its delivery."""
         BATCH.set(task_slice.batch)  # of this slice's own task
+        structlog.contextvars.bind_contextvars(batch=task_slice.batch, ticket=task_slice.ticket)  # likewise
+        self._log_batch(task_slice)
         slot, intake, task = self._slots[task_slice.lane], self._intakes[task_slice.lane], asyncio.current_task()
         assert task is not None
         self._waiting[task] = delivery
@@ -303,6 +309,12 @@ class Runner(Agent):
                 slot.release()
             elif not in_flight.detached:
                 self._release(in_flight)
+
+    def _log_batch(self, task_slice: TaskSlice) -> None:
+        """Log the first slice of each ticket: a line for each slice would cost more than many slices themselves."""
+        if task_slice.ticket not in self._seen_tickets:
+            self._seen_tickets.append(task_slice.ticket)
+            log.info("batch_begun", lane=task_slice.lane)
 
     def _judge(self, in_flight: InFlightSlice, outcome: SliceOutcome | None) -> bool:
         """Tell the circuit of the lane how a try ended; return whether the slice is to be tried again later."""
@@ -384,6 +396,7 @@ class Runner(Agent):
         """Publish the experiences, then the outcome, then acknowledge."""
         is_whole = len(outcome.runs) == in_flight.task_slice.repeat_times
         end: Outcome = "finished" if is_whole else "partial" if outcome.runs else "failed"
+        log.debug("slice_done", task=in_flight.task_slice.task_id, outcome=end, seconds=round(outcome.seconds, 3))
         again = self._judge(in_flight, outcome)
         if in_flight.why == CANCELLED:
             self._counts["cancelled"] += 1

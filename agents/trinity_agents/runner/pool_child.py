@@ -24,7 +24,7 @@ from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
 from trinity_mq.runtime.process import die_with_parent
 from trinity_mq.runtime.processes.children import limit_memory
-from trinity_mq.telemetry import setup_logging
+from trinity_mq.telemetry import setup_logging, work_for
 from trinity_mq.workflows import RunFailedError
 
 ASK, LOST, RUN, END = b"engine?", b"lost", b"run", b"end"
@@ -51,7 +51,8 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
         limit_memory(config.runner.memory_limit)
     results = RunResults()
     results.on_run = lambda run: _send_run(pipe, results, run)
-    outcome = asyncio.run(runner.run_slice(task_slice, _ParentEngines(pipe), results))
+    with work_for(task_slice.batch, task_slice.ticket):
+        outcome = asyncio.run(runner.run_slice(task_slice, _ParentEngines(pipe), results))
     end = {
         "message": outcome.message,
         "kind": outcome.failure_kind,

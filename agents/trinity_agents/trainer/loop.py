@@ -30,6 +30,7 @@ from trinity_mq.runtime.errors import FatalError, RestartMe
 from trinity_mq.sync.channels.base import Channel
 from trinity_mq.sync.gate.canary import FIRST_IDS
 from trinity_mq.sync.gate.coordinator_driver import CoordinatorDriver
+from trinity_mq.telemetry import work_for
 from trinity_mq.telemetry.durations import WorkUnderWay
 from trinity_mq.telemetry.trace import record, span, works_on
 from trinity_mq.training.checkpoints.checkpoint import (
@@ -379,13 +380,18 @@ class TrainLoop:
             await evaluation_ended(self.agent, self.gate.machine)
 
     async def _consume(self) -> None:
-        agent, loop = self.agent, asyncio.get_running_loop()
-        agent.set_state("working", None)
+        self.agent.set_state("working", None)
         self.finished = False  # a run that had come to its end may be extended
         with self._waiting_for_data():
             batch = await self.source.next()
         batches = [batch, *batch.co_batched]
         works_on(batch.batch)
+        with work_for(batch.batch, batch.ticket):
+            await self._train(batch, batches)
+
+    async def _train(self, batch: TrainBatch, batches: list[TrainBatch]) -> None:
+        """Train on a batch and those that go along with it, and record what became of each."""
+        agent, loop = self.agent, asyncio.get_running_loop()
         self._in_hand = [one.ticket for one in batches]
         started = loop.time()
         try:
@@ -432,6 +438,8 @@ class TrainLoop:
         with span("write metrics"):
             agent.report(self.progress, counters | metrics | self.gate.metrics())
         agent.heartbeat_soon()
+        for one, _, event in ended:
+            log.info("batch_done", batch=one.batch, ticket=one.ticket, outcome=event.outcome, train_step=event.step)
         if self._save_is_due:
             await self._save()
 

@@ -99,6 +99,8 @@ def test_every_command_leads_to_a_function() -> None:
         "inspect": ["r", "--last"],
         "tap": ["r", "--from", "now"],
         "regrade": ["r", "--reward", "char_match"],
+        "review": ["keep", "r", "id"],
+        "logs": ["r", "--follow"],
         "convert-experiences": ["x", "--out", "y"],
         "schema": ["--check"],
         "migrate": ["x", "-o", "y"],

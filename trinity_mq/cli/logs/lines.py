@@ -1,0 +1,108 @@
+"""Lines of logs: reads them, chooses among them and writes them for a person. Pure functions of text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+LONGEST_VALUE = 300
+"""Characters of a value that are shown; ``--json`` shows all."""
+_SHOWN_APART = {"time", "level", "role", "agent", "run", "pid", "logger", "event", "batch", "ticket", "exception"}
+_COLOURS = {"debug": "2", "warning": "33", "error": "31", "critical": "1;31"}
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One event that an agent logged."""
+
+    time: float
+    """Seconds since the epoch."""
+    text: str
+    """As it is in the file."""
+    fields: dict[str, Any]
+
+
+def parse(text: str) -> LogLine | None:
+    """Return the event in a line of a log file, None for a line that is none: torn by an agent that was killed."""
+    try:
+        fields = json.loads(text)
+        return LogLine(datetime.fromisoformat(fields["time"]).timestamp(), text, fields)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+@dataclass
+class LineFilter:
+    """Chooses lines. Lines that name only a ticket belong to the batch that an earlier line named with it."""
+
+    batch: str | None = None
+    agent: str | None = None
+    """Id or role."""
+    level: str = "debug"
+    """Least level."""
+    since: float | None = None
+    """Seconds since the epoch."""
+    grep: str | None = None
+    """Part of the line, in capitals or not."""
+    _batches: dict[str, str] = field(default_factory=dict)
+
+    def takes(self, line: LogLine) -> bool:
+        """Return whether a line is chosen; call it for every line, in the order of time."""
+        fields = line.fields
+        batch, ticket = fields.get("batch"), fields.get("ticket")
+        if self.batch is not None:
+            if batch is not None and ticket is not None:
+                if str(batch) == self.batch:
+                    self._batches[str(ticket)] = self.batch
+            elif batch is None and ticket is not None:
+                batch = self._batches.get(str(ticket))
+            if str(batch) != self.batch:
+                return False
+        if self.agent is not None and self.agent not in {fields.get("agent"), fields.get("role")}:
+            return False
+        if _rank(fields.get("level")) < _rank(self.level):
+            return False
+        if self.since is not None and line.time < self.since:
+            return False
+        return self.grep is None or self.grep.casefold() in line.text.casefold()
+
+
+def in_words(line: LogLine, *, colour: bool = False) -> str:
+    """Return an event as one line for a person: local time, level, agent, event, batch, then the other fields."""
+    fields = line.fields
+    level = str(fields.get("level", "info"))
+    when = datetime.fromtimestamp(line.time).strftime("%H:%M:%S.%f")[:-3]
+    event = _clean(str(fields.get("event", "")).replace("_", " "))
+    of_batch = [f"batch={_value(fields['batch'])}"] if "batch" in fields else []
+    if not of_batch and "ticket" in fields:
+        of_batch = [f"ticket={_value(fields['ticket'])}"]
+    rest = [f"{_clean(key)}={_value(value)}" for key, value in fields.items() if key not in _SHOWN_APART]
+    if error := fields.get("exception"):
+        rest.append(f"error={_value(str(error).strip().splitlines()[-1])}")
+    who = _clean(str(fields.get("agent", "?")))
+    text = " ".join([f"{when} {level:7} {who:12}", event, *of_batch, *rest])
+    code = _COLOURS.get(level)
+    return f"\x1b[{code}m{text}\x1b[0m" if colour and code else text
+
+
+def _rank(level: object) -> int:
+    return LEVELS.index(level) if isinstance(level, str) and level in LEVELS else LEVELS.index("info")
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if len(text) > LONGEST_VALUE:
+        text = f"{text[: LONGEST_VALUE - 3]}..."
+    if isinstance(value, str) and (
+        not text or any(one.isspace() or not one.isprintable() or one in "\"'=" for one in text)
+    ):
+        return _clean(json.dumps(text, ensure_ascii=False))
+    return _clean(text)
+
+
+def _clean(text: str) -> str:
+    """Return text that a terminal shows and does not obey."""
+    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
