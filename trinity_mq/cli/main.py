@@ -62,7 +62,11 @@ COMMANDS = (
         "write what each agent of a run did when, as a trace for https://ui.perfetto.dev; show one batch",
     ),
     ("report", "reports.command:report", "write a run's curves, evaluations, losses and settings as one HTML file"),
-    ("track", "trackers.command:track", "send the metrics of a run to Weights & Biases, MLflow or SwanLab"),
+    (
+        "track",
+        "trackers.command:track",
+        "send the metrics of a run to Weights & Biases, MLflow or SwanLab, its spans by OTLP",
+    ),
     (
         "inspect",
         "inspect.command:inspect",

@@ -345,6 +345,22 @@ class TrackerConfig(Section):
     """wandb, swanlab: write into the run's folder, for ``wandb sync`` or ``swanlab sync`` later."""
 
 
+class OtlpConfig(Section):
+    """A collector that takes the spans of each batch by OTLP over HTTP. One process beside the agents sends them."""
+
+    endpoint: str = Field(pattern=r"^https?://")
+    """Its base URL, such as ``http://localhost:4318``; ``/v1/traces`` is added where it does not end with that."""
+    headers_env: str = "OTEL_EXPORTER_OTLP_HEADERS"
+    """Environment variable with headers for it, as ``name=value,name=value`` with what is special percent-encoded, such
+    as ``Authorization=Basic%20dXNlcjpwYXNz``. Where it is not set, none are sent."""
+    sample: float = Field(default=1.0, ge=0, le=1)
+    """Share of the batches that are exported, each whole or not at all."""
+    timeout: float = Field(default=10.0, gt=0)
+    """Seconds in which the collector must answer a request."""
+    flush_timeout: float = Field(default=20.0, gt=0)
+    """Seconds at the end of a run in which what is left may be sent; ``trinity-mq track`` sends the rest later."""
+
+
 class MonitorConfig(Section):
     """Metrics and logs."""
 
@@ -365,6 +381,19 @@ class MonitorConfig(Section):
     trace: bool = False
     """Write what every process does for each batch, and when, into ``trace/`` of the run's folder: about 50 kB a
     batch of 32 tasks. ``trinity-mq timeline RUN --batch N`` shows it."""
+    otlp: OtlpConfig | None = None
+    """Export the spans of each batch to a collector of OpenTelemetry (extra ``otel``), which switches ``monitor.trace``
+    on. None: no."""
+
+    @property
+    def traced(self) -> bool:
+        """Whether processes write their spans."""
+        return self.trace or self.otlp is not None
+
+    @property
+    def sample(self) -> float:
+        """The share of the batches whose traces are exported, where they are."""
+        return 1.0 if self.otlp is None else self.otlp.sample
 
     @model_validator(mode="after")
     def _trackers(self) -> MonitorConfig:

@@ -27,7 +27,7 @@ from trinity_mq.models.errors import (
 )
 from trinity_mq.models.group_format import GROUPS_HEADER, GroupedRequest, pack_request, unpack_body
 from trinity_mq.models.request_groups import CONNECT_SECONDS, NoGroups, RequestGroups
-from trinity_mq.telemetry.trace import span, trace_headers
+from trinity_mq.telemetry.trace import batch_at_work, span, trace_headers
 
 VERSION_HEADER = "X-TMQ-Version"
 """``generation.step``: of a request, the only version that may answer it; of an answer, the version that gave it."""
@@ -62,7 +62,7 @@ class EngineClients:
                 packed = pack_request(GroupedRequest(urlsplit(url).path, sent, body))
                 try:
                     if packed is not None:
-                        return await self._ask_in_group(groups, url, packed, timeout)
+                        return await self._ask_in_group(groups, url, packed, timeout, _call_of(url, body))
                 except NoGroups:  # another server is there now
                     self._groups.pop(base_of(url), None)
             return await self._ask(url, body, sent, timeout)
@@ -73,8 +73,9 @@ class EngineClients:
 
     async def _ask(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float) -> Any:
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
-        with span("ask engine", wait=True) as asked:
-            async with self._connections().post(url, json=body, headers=headers, timeout=limit) as response:
+        with span("ask engine", wait=True, attributes=_call_of(url, body)) as asked:
+            sent = {**headers, **asked.parent_header()}
+            async with self._connections().post(url, json=body, headers=sent, timeout=limit) as response:
                 answer = await response.read()
             asked.size = len(answer)
         if GROUPS_HEADER in response.headers:
@@ -84,8 +85,10 @@ class EngineClients:
             return understood(response.status, response.headers, answer, url)
 
     @staticmethod
-    async def _ask_in_group(groups: RequestGroups, url: str, request: bytes, timeout: float) -> Any:
-        with span("ask engine", wait=True) as asked:
+    async def _ask_in_group(
+        groups: RequestGroups, url: str, request: bytes, timeout: float, call: dict[str, str | int | float] | None
+    ) -> Any:
+        with span("ask engine", wait=True, attributes=call) as asked:
             async with asyncio.timeout(timeout):
                 answer = await groups.ask(request)
             asked.size = len(answer.body)
@@ -123,7 +126,8 @@ class EngineClients:
                 self._client = httpx.Client(limits=limits, trust_env=False)  # no proxy leads to an engine
         sent = {**headers, **trace_headers()}
         try:
-            with span("ask engine", wait=True) as asked:
+            with span("ask engine", wait=True, attributes=_call_of(url, body)) as asked:
+                sent |= asked.parent_header()
                 limits_of_call = httpx.Timeout(timeout, connect=CONNECT_SECONDS)
                 response = self._client.post(url, json=dict(body), headers=sent, timeout=limits_of_call)
                 asked.size = len(response.content)
@@ -172,6 +176,14 @@ def checked(status: int, headers: Mapping[str, str], answer: Any, url: str) -> A
     if status == 200:
         return with_version(answer, headers)
     raise engine_error(status, headers.get("Retry-After"), answer, url)
+
+
+def _call_of(url: str, body: Mapping[str, Any]) -> dict[str, str | int | float] | None:
+    """Return the attributes of a call, by OpenTelemetry's conventions for models; None where nothing is traced."""
+    if batch_at_work() is None:
+        return None
+    operation = "chat" if url.endswith("/chat/completions") else "text_completion"
+    return {"gen_ai.operation.name": operation, "gen_ai.request.model": str(body.get("model", ""))}
 
 
 def base_of(url: str) -> str:

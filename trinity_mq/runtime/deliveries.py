@@ -17,6 +17,7 @@ import structlog
 from trinity_mq.bus import Bus, BusError, Delivery, Envelope, Incoming, StaleDelivery, Topology
 from trinity_mq.bus.base import HeaderValue
 from trinity_mq.messages import CONTENT_TYPE, DecodeError, Mark, Message, decode, decode_any, encode
+from trinity_mq.telemetry.trace import parent_header
 
 log = structlog.get_logger(__name__)
 
@@ -44,12 +45,17 @@ def envelope(
     correlation_id: str | None = None,
     reply_to: str | None = None,
 ) -> Envelope:
-    """Return ``message`` ready to publish, with ``kind`` and ``version`` repeated in the headers."""
+    """Return ``message`` ready to publish, with ``kind`` and ``version`` repeated in the headers; while traced, one
+    of a batch has the header ``traceparent`` too.
+    """
     found: dict[str, HeaderValue] = {"kind": message.kind, "version": message.version_number, **(headers or {})}
     for name in ("batch", "ticket", "attempt"):
         value = getattr(message, name, None)
         if isinstance(value, str | int) and name not in found:
             found[name] = value
+    if isinstance(batch := found.get("batch"), int | str):
+        task = getattr(message, "task_id", None)
+        found |= parent_header(batch, task if isinstance(task, int) else None)
     own_id = {} if message_id is None else {"message_id": message_id}
     return Envelope(
         body=encode(message),

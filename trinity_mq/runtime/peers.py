@@ -15,6 +15,7 @@ from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.messages import ExplorerStatus, Heartbeat, Role, Status, TrainerStatus
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.notify import Notifier
+from trinity_mq.telemetry import flush_trace
 
 log = structlog.get_logger(__name__)
 
@@ -221,7 +222,10 @@ class HeartbeatPublisher:
                 continue
 
     async def once(self) -> None:
-        """Send now. A heartbeat that cannot be sent is dropped: the next one replaces it."""
+        """Send now, and write the spans of before for those who follow. A heartbeat that cannot be sent is dropped: the
+        next one replaces it.
+        """
+        flush_trace()
         try:
             for beat in self._make():
                 key = f"beat.{beat.role}.{beat.id}"

@@ -4,7 +4,8 @@ from trinity_mq.telemetry.aggregate import aggregate_eval_runs, aggregate_eval_t
 from trinity_mq.telemetry.log import LOGS_FOLDER, get_logger, mask_passwords, setup_logging, work_for
 from trinity_mq.telemetry.metrics import LINE_FIELDS, METRICS_FILE, MetricsWriter, read_metrics
 from trinity_mq.telemetry.sparkline import sparkline
-from trinity_mq.telemetry.trace import flush_trace, read_trace, start_trace
+from trinity_mq.telemetry.trace import flush_trace, start_trace
+from trinity_mq.telemetry.trace_files import read_trace
 
 __all__ = [
     "LINE_FIELDS",

@@ -19,11 +19,24 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
+
+from trinity_mq.telemetry.trace_ids import (
+    TRACEPARENT,
+    batch_span,
+    is_sampled,
+    recorded_span,
+    task_span,
+    trace_id,
+    trace_key,
+    traceparent,
+)
 
 TRACE_FOLDER = "trace"
 BATCH_HEADER = "X-TMQ-Batch"
 """Of a request to an engine while traced: the batch that it is for."""
+TASK_HEADER = "X-TMQ-Task"
+"""Of a request to an engine while traced: id and first run of the task that it is for, as ``3.0``."""
 BUFFERED = 512
 """Spans after which they are written."""
 FLUSH_SECONDS = 1.0
@@ -31,6 +44,8 @@ FLUSH_SECONDS = 1.0
 
 BATCH: ContextVar[int | str | None] = ContextVar("batch", default=None)
 """The batch that the present task works for, where a process works for several at a time."""
+TASK: ContextVar[tuple[int, int] | None] = ContextVar("task", default=None)
+"""Id and first run of the slice of a task of that batch that the present task works for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +67,43 @@ class TraceSpan:
     batch: int | str | None = None
     version: str | None = None
     """``generation.step`` of the weights that were synced; a span of the trainer says which batch they come from."""
+    task: int | None = None
+    """Id of the task within the batch, where it is for one."""
+    first_run: int | None = None
+    """First run of the slice of the task."""
+    ticks: int = 0
+    """Start in microseconds of the process's own monotonic clock."""
+    attributes: Mapping[str, str | int | float] | None = None
+    """Further ones, by their names in OpenTelemetry's conventions."""
 
 
-Line = tuple[str, int | str | None, str | None, float, float, float | None, int, int, bool]
-"""A span on its way to the file: what, batch, version, start, end, processor seconds, count, bytes, whether it waited.
-There its seconds are whole microseconds.
+Attributes = dict[str, str | int | float]
+Line = tuple[
+    str,
+    int | str | None,
+    str | None,
+    float,
+    float,
+    float | None,
+    int,
+    int,
+    bool,
+    tuple[int, int] | None,
+    Attributes | None,
+]
+"""A span on its way to the file: what, batch, version, start, end, processor seconds, count, bytes, whether it waited,
+its slice of a task, attributes. There its seconds are whole microseconds, and the last two are missing where it has
+none.
 """
 
 
 class _Recorder:
     """The spans of this process, which are written some at a time: first who it is, then lines of many spans each."""
 
-    def __init__(self, role: str, agent: str, run_dir: Path) -> None:
+    def __init__(self, role: str, agent: str, run_dir: Path, sample: float) -> None:
         folder = run_dir / TRACE_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
+        self.agent, self._key, self._sample = agent, trace_key(folder), sample
         self._file = os.open(folder / f"{agent}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self._lock = threading.Lock()
         self._flushed = time.monotonic()
@@ -88,10 +126,26 @@ class _Recorder:
         if lines:
             # of whole numbers, as one text: three times as fast as an object a span
             found = [
-                (what, batch, version, int(1e6 * start), int(1e6 * end), None if cpu is None else int(1e6 * cpu), *more)
-                for what, batch, version, start, end, cpu, *more in lines
+                (
+                    what,
+                    batch,
+                    version,
+                    int(1e6 * start),
+                    int(1e6 * end),
+                    None if cpu is None else int(1e6 * cpu),
+                    count,
+                    size,
+                    wait,
+                    *(() if task is None and more is None else (task, more)),
+                )
+                for what, batch, version, start, end, cpu, count, size, wait, task, more in lines
             ]
             self._write(json.dumps(found, separators=(",", ":")) + "\n")
+
+    def trace(self, batch: int | str) -> tuple[str, bool]:
+        """Return the id of a batch's trace, and whether that is exported."""
+        found = trace_id(self._key, batch)
+        return found, is_sampled(found, self._sample)
 
     def _write(self, text: str) -> None:
         try:
@@ -112,12 +166,20 @@ _recorder: _Recorder | None = None
 _at_work: int | str | None = None
 
 
-def start_trace(role: str, agent: str, run_dir: Path, *, on: bool) -> None:
-    """Record the spans of this process from now on, or none."""
+def start_trace(role: str, agent: str, run_dir: Path, *, on: bool, sample: float = 1.0) -> None:
+    """Record the spans of this process from now on, or none.
+
+    Args:
+        role: Of the process.
+        agent: Its id.
+        run_dir: The run's folder.
+        on: Record them.
+        sample: Share of the batches whose traces are exported, for the flag in ``traceparent``.
+    """
     global _recorder  # noqa: PLW0603  # as logging, a process has one
     stop_trace()
     if on:
-        _recorder = _Recorder(role, agent, run_dir)
+        _recorder = _Recorder(role, agent, run_dir, sample)
 
 
 def stop_trace() -> None:
@@ -128,7 +190,7 @@ def stop_trace() -> None:
 
 @atexit.register
 def flush_trace() -> None:
-    """Write what is buffered; for processes that end without their ``atexit`` functions."""
+    """Write what is buffered: at times, for those who follow, and in processes that end without their ``atexit``."""
     if _recorder is not None:
         _recorder.flush()
 
@@ -147,8 +209,37 @@ def batch_at_work() -> int | str | None:
 
 
 def trace_headers() -> dict[str, str]:
-    """Return the header that tells an engine which batch a request is for, none where nothing is traced."""
-    return {} if (batch := batch_at_work()) is None else {BATCH_HEADER: str(batch)}
+    """Return the headers that tell an engine which batch and task a request is for, none where nothing is traced."""
+    if (batch := batch_at_work()) is None:
+        return {}
+    found = {BATCH_HEADER: str(batch), **parent_header(batch)}
+    if (task := TASK.get()) is not None:
+        found[TASK_HEADER] = f"{task[0]}.{task[1]}"
+    return found
+
+
+def parent_header(batch: int | str | None = None, task: int | None = None) -> dict[str, str]:
+    """Return the header ``traceparent`` of a batch, by default of that at work, and of a task of it: what gets it works
+    below the span of the task, else of the batch. None where nothing is traced, or there is no batch.
+    """
+    if (recorder := _recorder) is None:
+        return {}
+    if batch is None and (batch := batch_at_work()) is None:
+        return {}
+    if task is None and (own := TASK.get()) is not None:
+        task = own[0]
+    trace, sampled = recorder.trace(batch)
+    span_id = batch_span(trace) if task is None else task_span(trace, task)
+    return {TRACEPARENT: traceparent(trace, span_id, sampled=sampled)}
+
+
+def works_for(headers: Mapping[str, str]) -> None:
+    """Have the present task work for the batch and the task that a request's headers name."""
+    if _recorder is None:
+        return
+    BATCH.set(headers.get(BATCH_HEADER))
+    task, _, first_run = headers.get(TASK_HEADER, "").partition(".")
+    TASK.set((int(task), int(first_run)) if task.isdecimal() and first_run.isdecimal() else None)
 
 
 def record(
@@ -162,6 +253,7 @@ def record(
     cpu: float | None = None,
     count: int = 1,
     size: int = 0,
+    attributes: Attributes | None = None,
 ) -> None:
     """Record a span from ``start`` to ``end``, in seconds of the monotonic clock, of ``batch`` or of the batch at work;
     of neither and of no ``version``, it is passed over.
@@ -173,7 +265,8 @@ def record(
     if batch is None and version is None:
         return
     of = None if version is None else f"{version[0]}.{version[1]}"
-    recorder.add((what, batch, of, start, end, cpu, count, size, wait), end)
+    task = None if batch is None else TASK.get()
+    recorder.add((what, batch, of, start, end, cpu, count, size, wait, task, attributes), end)
 
 
 class span:  # noqa: N801  # used as a function
@@ -186,9 +279,10 @@ class span:  # noqa: N801  # used as a function
         threads: Other threads do the work: the processor time is that of the whole process.
         size: Bytes that it is about.
         version: As in :func:`record`.
+        attributes: Of the span, by their names in OpenTelemetry's conventions.
     """
 
-    __slots__ = ("_cpu", "_start", "batch", "count", "size", "threads", "version", "wait", "what")
+    __slots__ = ("_cpu", "_start", "attributes", "batch", "count", "size", "threads", "version", "wait", "what")
 
     def __init__(
         self,
@@ -200,7 +294,9 @@ class span:  # noqa: N801  # used as a function
         size: int = 0,
         count: int = 1,
         version: tuple[int, int] | None = None,
+        attributes: Attributes | None = None,
     ) -> None:
+        self.attributes = attributes
         self.what, self.batch, self.wait, self.threads = what, batch, wait, threads
         self.size, self.count, self.version = size, count, version
 
@@ -228,7 +324,18 @@ class span:  # noqa: N801  # used as a function
             cpu=cpu,
             count=self.count,
             size=self.size,
+            attributes=self.attributes,
         )
+
+    def parent_header(self) -> dict[str, str]:
+        """Return the header ``traceparent`` of what works below this span, of the batch and task at work; inside the
+        block. None where nothing is traced, or there is no batch.
+        """
+        if (recorder := _recorder) is None or not self._start or (batch := batch_at_work()) is None:
+            return {}
+        trace, sampled = recorder.trace(batch)
+        own = recorded_span(trace, recorder.agent, self.what, TASK.get(), int(1e6 * self._start))
+        return {TRACEPARENT: traceparent(trace, own, sampled=sampled)}
 
     def _processor_seconds(self) -> float:
         if self.wait:
@@ -253,43 +360,3 @@ def shared_span(what: str, shares: Mapping[int | str | None, int]) -> Iterator[N
         of_all = sum(shares.values()) or 1
         for batch, count in shares.items():
             record(what, start, end, batch=batch, cpu=cpu * count / of_all, count=count)
-
-
-def read_trace(run_dir: Path) -> list[TraceSpan]:
-    """Return the spans in a run's folder, in no order; a line torn by a killed process is left out."""
-    found: list[TraceSpan] = []
-    offsets: dict[str, float] = {}
-    """By clock: seconds from it to the time of day, the same for all processes that share it."""
-    for path in sorted((run_dir / TRACE_FOLDER).glob("*.jsonl")):
-        who: dict[str, Any] = {}
-        for line in _lines(path):
-            if isinstance(line, dict):
-                who = line
-                offsets.setdefault(who["clock"], who["offset"])
-                continue
-            offset = offsets[who["clock"]]
-            for what, batch, version, start, end, cpu, count, size, wait in line:
-                found.append(
-                    TraceSpan(
-                        role=who["role"],
-                        agent=who["agent"],
-                        what=what,
-                        start=start / 1e6 + offset,
-                        end=end / 1e6 + offset,
-                        wait=wait,
-                        cpu=None if cpu is None else cpu / 1e6,
-                        count=count,
-                        bytes=size,
-                        batch=batch,
-                        version=version,
-                    )
-                )
-    return found
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:
-            continue

@@ -14,6 +14,7 @@ from trinity_mq.bus.base import HeaderValue
 from trinity_mq.experience import DecodeError, EncodeError, Experience, ExperienceBatch
 from trinity_mq.messages import BatchClosed, TaskSlice, Version, encode
 from trinity_mq.runtime.deliveries import EXPERIENCES, REFERENCE
+from trinity_mq.telemetry.trace import parent_header
 from trinity_mq.transport.batch_blobs import Content
 from trinity_mq.transport.blobs import BlobStore, resolve
 from trinity_mq.transport.co_batched_parts import AttemptRows, Member, PartKey
@@ -87,7 +88,9 @@ def chunk_message(manifest: BatchClosed, op: str, n: int, content: Content) -> E
     return _message("experience_chunk", f"{manifest.ticket}-{op}-{n}", content, headers)
 
 
-def _message(kind: str, message_id: str, content: Content, headers: Mapping[str, HeaderValue]) -> Envelope:
+def _message(kind: str, message_id: str, content: Content, headers: dict[str, HeaderValue]) -> Envelope:
+    if isinstance(batch := headers.get("batch"), int | str):
+        headers |= parent_header(batch)
     if isinstance(content, bytes):
         return Envelope(body=content, kind=kind, message_id=message_id, content_type=EXPERIENCES, headers=headers)
     body = encode(content)

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = Non
     try:
         config = Config.model_validate(json.loads(options.config.read_bytes()))
         setup_logging("engine", options.id, config.path, config.monitor.log_level, run=config.name)
-        start_trace("engine", options.id, config.path, on=config.monitor.trace)
+        start_trace("engine", options.id, config.path, on=config.monitor.traced, sample=config.monitor.sample)
         if receiver is None:
             from trinity_mq.sync.channels.receiver import receive_weights
 

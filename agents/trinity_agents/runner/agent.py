@@ -50,7 +50,7 @@ from trinity_mq.runtime.errors import EXIT_RECYCLE, EXIT_RESTART, RecycleMe, Res
 from trinity_mq.runtime.serve import run_daemon
 from trinity_mq.runtime.threads import stuck_threads
 from trinity_mq.telemetry.durations import UsualDuration
-from trinity_mq.telemetry.trace import BATCH, span
+from trinity_mq.telemetry.trace import BATCH, TASK, span
 from trinity_mq.transport.blobs import StoreUnavailable, open_store
 
 log = structlog.get_logger(__name__)
@@ -276,7 +276,8 @@ class Runner(Agent):
 
     async def _hold(self, task_slice: TaskSlice, delivery: Delivery) -> None:
         """Execute a slice when it has a slot, and answer its delivery."""
-        BATCH.set(task_slice.batch)  # of this slice's own task
+        BATCH.set(task_slice.batch)  # of this slice's own asyncio task, as the next
+        TASK.set((task_slice.task_id, task_slice.run_base))
         structlog.contextvars.bind_contextvars(batch=task_slice.batch, ticket=task_slice.ticket)  # likewise
         self._log_batch(task_slice)
         slot, intake, task = self._slots[task_slice.lane], self._intakes[task_slice.lane], asyncio.current_task()

@@ -373,7 +373,7 @@ def check_checkpoints(config: Config) -> list[str]:
 
 
 def check_trackers(config: Config) -> list[str]:
-    """Look for the libraries of the services that metrics are sent to, without importing them.
+    """Look for the libraries of the services that metrics and spans are sent to, without importing them.
 
     Raises:
         ConfigError: One is not installed.
@@ -381,4 +381,6 @@ def check_trackers(config: Config) -> list[str]:
     for kind in (one.kind for one in config.monitor.trackers):
         if importlib.util.find_spec(kind) is None:
             raise ConfigError(f"monitor.trackers: {kind} is not installed: pip install 'trinity-mq[{kind}]'")
+    if config.monitor.otlp is not None and importlib.util.find_spec("opentelemetry") is None:
+        raise ConfigError("monitor.otlp: opentelemetry is not installed: pip install 'trinity-mq[otel]'")
     return []

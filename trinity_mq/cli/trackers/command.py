@@ -1,4 +1,4 @@
-"""``trinity-mq track``: sends the metrics of a run to services, while it runs or later."""
+"""``trinity-mq track``: sends the metrics and spans of a run to services, while it runs or later."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from typing import Any
 
 from trinity_mq.cli.arguments import add_target
 from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.run_folder import RunFolder
 from trinity_mq.cli.target import configuration
 from trinity_mq.cli.trackers.base import Tracker, TrackerError
 from trinity_mq.cli.trackers.forward import Forwarder
 from trinity_mq.cli.trackers.services import open_tracker
-from trinity_mq.config import Config, TrackerConfig
+from trinity_mq.cli.trackers.spans import Collector, SpanForwarder
+from trinity_mq.config import Config, OtlpConfig, TrackerConfig
 
 KINDS = ("wandb", "mlflow", "swanlab")
+OTLP = "otlp"
+"""What takes spans instead of metrics: a collector of OpenTelemetry."""
 INTERVAL = 2.0
 """Seconds between two looks at the metrics file of a run that runs."""
 
@@ -28,19 +32,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``trinity-mq track``."""
     add_target(parser)
     parser.add_argument(
-        "--to", choices=KINDS, action="append", metavar="SERVICE", help=f"one of {', '.join(KINDS)}; default: the run's"
+        "--to",
+        choices=(*KINDS, OTLP),
+        action="append",
+        metavar="SERVICE",
+        help=f"one of {', '.join(KINDS)}, or {OTLP} for the spans of each batch; default: the run's",
     )
+    parser.add_argument("--endpoint", metavar="URL", help=f"base URL of the collector of {OTLP}; default: the run's")
     parser.add_argument("--follow", action="store_true", help="go on until the standard input is closed, or Ctrl-C")
 
 
 def track(arguments: argparse.Namespace) -> int:
-    """Send the metrics of a run that were not sent yet, and say where they can be seen."""
+    """Send the metrics and spans of a run that were not sent yet, and say where they can be seen."""
     config = configuration(arguments)
-    trackers = opened(config, arguments.to)
+    kinds = arguments.to or [*(one.kind for one in config.monitor.trackers), *([OTLP] if config.monitor.otlp else [])]
+    trackers = opened(config, [kind for kind in kinds if kind != OTLP]) if kinds != [OTLP] else []
+    collector = collector_of(config, arguments.endpoint) if OTLP in kinds else None
     if not config.path.is_dir():
-        raise CommandError(f"run {config.name!r} has no folder {config.path} yet, so there are no metrics to send")
+        raise CommandError(f"run {config.name!r} has no folder {config.path} yet, so there is nothing to send")
+    sample = 1.0 if config.monitor.otlp is None else config.monitor.otlp.sample
     try:
         forwarder = Forwarder(config.path, trackers)
+        spans = None if collector is None else SpanForwarder(config.path, config.name, collector, sample)
     except TrackerError as error:
         raise CommandError(str(error)) from error
     ended = threading.Event()
@@ -51,9 +64,19 @@ def track(arguments: argparse.Namespace) -> int:
     forwarder.send()
     while arguments.follow and not ended.wait(INTERVAL):
         forwarder.send()
+        if spans is not None:
+            spans.send()
     for place in forwarder.finish():
         print(f"run {config.name!r}: {place}")
-    if problems := forwarder.problems:
+    problems = dict(forwarder.problems)
+    if spans is not None and collector is not None:
+        # a run that goes on has batches that go on, too
+        spans.finish(over=arguments.follow or RunFolder(config).holder() is None)
+        lost = f", {spans.lost} refused" if spans.lost else ""
+        print(f"run {config.name!r}: {spans.sent} spans to {collector.url}{lost}")
+        if spans.problem:
+            problems[OTLP] = spans.problem
+    if problems:
         again = f"What was not sent is sent by `trinity-mq track {config.path}`"
         raise CommandError(". ".join([*problems.values(), again]))
     return 0
@@ -65,6 +88,27 @@ def _wait_for_end(ended: threading.Event) -> None:
     ended.set()
 
 
+def collector_of(config: Config, endpoint: str | None = None) -> Collector:
+    """Return the collector of a configuration, or that at ``endpoint``.
+
+    Raises:
+        CommandError: There is none, or what it needs is missing.
+    """
+    settings = config.monitor.otlp
+    if endpoint is not None:
+        known = {} if settings is None else settings.model_dump()
+        try:
+            settings = OtlpConfig.model_validate({**known, "endpoint": endpoint})
+        except ValueError as error:
+            raise CommandError(f"--endpoint is {endpoint!r}, wanted a URL such as http://localhost:4318") from error
+    if settings is None:
+        raise CommandError("the run has no monitor.otlp: name a collector with --endpoint http://localhost:4318")
+    try:
+        return Collector(settings.endpoint, settings.headers_env, settings.timeout)
+    except TrackerError as error:
+        raise CommandError(str(error)) from error
+
+
 def opened(config: Config, kinds: Sequence[str] | None = None) -> list[Tracker]:
     """Return the trackers of a configuration, or of ``kinds``.
 
@@ -72,7 +116,8 @@ def opened(config: Config, kinds: Sequence[str] | None = None) -> list[Tracker]:
         CommandError: There are none, or one is not installed.
     """
     known: dict[str, TrackerConfig] = {one.kind: one for one in config.monitor.trackers}
-    wanted = [known.get(kind) or TrackerConfig.model_validate({"kind": kind}) for kind in kinds or known]
+    names = known if kinds is None else kinds
+    wanted = [known.get(kind) or TrackerConfig.model_validate({"kind": kind}) for kind in names]
     if not wanted:
         raise CommandError("the run has no monitor.trackers: name a service with --to, one of " + ", ".join(KINDS))
     try:

@@ -31,7 +31,7 @@ from trinity_mq.models.engines.server.openai.streaming import Chunks, send
 from trinity_mq.models.engines.server.openai.tools import checked_tools
 from trinity_mq.models.engines.state import EngineState
 from trinity_mq.models.group_format import GROUP_PATH, GROUPS_HEADER, pack_body
-from trinity_mq.telemetry.trace import BATCH, BATCH_HEADER, span
+from trinity_mq.telemetry.trace import span, works_for
 
 PIN_HEADER = "X-TMQ-Version"
 LOGPROBS_HEADER, LOGPROBS_AS_NUMBERS = "X-TMQ-Logprobs", "numbers"
@@ -164,7 +164,7 @@ class OpenAIApi:
         return packed, version
 
     def _chat(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Chat:
-        BATCH.set(headers.get(BATCH_HEADER))
+        works_for(headers)
         body = request_of(fields, ChatBody)
         if headers.get(LOGPROBS_HEADER) == LOGPROBS_AS_NUMBERS and body.return_token_ids:
             body.logprobs = False
@@ -189,7 +189,7 @@ class OpenAIApi:
         return answer
 
     def _completion(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> _Completion:
-        BATCH.set(headers.get(BATCH_HEADER))
+        works_for(headers)
         body = request_of(fields, CompletionBody)
         if body.logprobs:
             raise bad_request(

@@ -1,0 +1,169 @@
+"""A collector of OpenTelemetry that takes spans by OTLP over HTTP.
+
+The messages of the protocol are filled in directly: the SDK traces what its own process does at present, whereas these
+spans are of other processes and of the past, with ids that were chosen elsewhere.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+import httpx
+
+from trinity_mq.cli.trackers.base import TrackerError
+from trinity_mq.cli.trackers.spans.tree import Attribute, TreeSpan
+
+PATH = "/v1/traces"
+REFUSED = frozenset({400, 413, 415, 422})
+"""Answers that say that these spans will never be taken; all others may change once somebody has mended something."""
+SHOWN = 200
+"""Characters of an answer that a message shows."""
+
+
+class SpansRefused(TrackerError):
+    """The collector will never take some spans.
+
+    Args:
+        message: Why.
+        count: How many.
+    """
+
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message)
+        self.count = count
+
+
+class Collector:
+    """One collector.
+
+    Args:
+        endpoint: Its base URL, or that of its route for traces.
+        headers_env: Environment variable with headers, as ``name=value,name=value``, percent-encoded.
+        timeout: Seconds in which it must answer.
+
+    Raises:
+        TrackerError: The library of the protocol is not installed, or the headers are none.
+    """
+
+    def __init__(self, endpoint: str, headers_env: str, timeout: float) -> None:
+        base = endpoint.rstrip("/")
+        self.url = base if base.endswith(PATH) else base + PATH
+        try:
+            self._messages: Any = importlib.import_module("opentelemetry.proto.trace.v1.trace_pb2")
+            self._requests: Any = importlib.import_module("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+        except ImportError as error:
+            raise TrackerError(f"opentelemetry is not installed ({error}): pip install 'trinity-mq[otel]'") from error
+        headers = {
+            **headers_of(os.environ.get(headers_env, ""), headers_env),
+            "Content-Type": "application/x-protobuf",
+            "Content-Encoding": "gzip",
+        }
+        self._client = httpx.Client(headers=headers, timeout=timeout)
+
+    def send(self, spans: Sequence[TreeSpan]) -> None:
+        """Send spans.
+
+        Raises:
+            SpansRefused: It will never take some of these.
+            TrackerError: It did not take them; it may later.
+        """
+        body = gzip.compress(self.encoded(spans), compresslevel=1)
+        try:
+            response = self._client.post(self.url, content=body)
+        except httpx.HTTPError as error:
+            raise TrackerError(
+                f"{self.url} does not answer ({error or type(error).__name__}): is monitor.otlp.endpoint right, and a "
+                "collector there that takes OTLP over HTTP?"
+            ) from error
+        said = " ".join(response.text[:SHOWN].split()) if response.is_error else ""
+        if response.status_code in REFUSED:
+            raise SpansRefused(f"{self.url} refuses {len(spans)} spans with {response.status_code}: {said}", len(spans))
+        if not response.is_success:
+            raise TrackerError(
+                f"{self.url} answers {response.status_code}, wanted 200: {said or 'nothing more'}; 401 and 403 want "
+                "other headers (monitor.otlp.headers_env), 404 another endpoint"
+            )
+        self._note_partial(response.content)
+
+    def _note_partial(self, content: bytes) -> None:
+        answer = self._requests.ExportTraceServiceResponse()
+        try:
+            answer.ParseFromString(content)
+        except Exception:  # its own error, of whichever implementation; a collector may answer with JSON, too
+            return
+        if rejected := answer.partial_success.rejected_spans:
+            reason = answer.partial_success.error_message[:SHOWN]
+            raise SpansRefused(f"{self.url} rejects {rejected} spans: {reason}", int(rejected))
+
+    def encoded(self, spans: Sequence[TreeSpan]) -> bytes:
+        """Return the body of a request."""
+        request = self._requests.ExportTraceServiceRequest()
+        by_agent: dict[tuple[str, str], list[TreeSpan]] = defaultdict(list)
+        for one in spans:
+            by_agent[one.role, one.agent].append(one)
+        for (role, agent), own in by_agent.items():
+            found = request.resource_spans.add()
+            resource = {"service.name": f"trinity_mq.{role}", "service.instance.id": agent}
+            _fill(found.resource.attributes, resource)
+            scope = found.scope_spans.add()
+            scope.scope.name = "trinity_mq"
+            for one in own:
+                self._add(scope.spans.add(), one)
+        body: bytes = request.SerializeToString()
+        return body
+
+    def _add(self, message: Any, one: TreeSpan) -> None:
+        message.trace_id, message.span_id = bytes.fromhex(one.trace), bytes.fromhex(one.id)
+        message.parent_span_id = bytes.fromhex(one.parent)
+        message.name, message.flags = one.name, 1
+        calls = "gen_ai.operation.name" in one.attributes
+        kinds = self._messages.Span
+        message.kind = kinds.SPAN_KIND_CLIENT if calls else kinds.SPAN_KIND_INTERNAL
+        message.start_time_unix_nano, message.end_time_unix_nano = _nanoseconds(one.start), _nanoseconds(one.end)
+        _fill(message.attributes, one.attributes)
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._client.close()
+
+
+def headers_of(text: str, name: str) -> dict[str, str]:
+    """Return the headers in an environment variable.
+
+    Raises:
+        TrackerError: It holds something else; the message does not show it.
+    """
+    found = {}
+    for number, one in enumerate(filter(None, (part.strip() for part in text.split(","))), 1):
+        key, equals, value = one.partition("=")
+        if not equals or not key.strip():
+            raise TrackerError(
+                f"entry {number} of the environment variable {name} is no name=value, wanted e.g. a=b,c=d"
+            )
+        found[key.strip()] = unquote(value.strip())
+    return found
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1e6)) * 1000
+
+
+def _fill(messages: Any, attributes: Mapping[str, Attribute]) -> None:
+    for name, value in attributes.items():
+        message = messages.add()
+        message.key = name
+        if isinstance(value, bool):
+            message.value.bool_value = value
+        elif isinstance(value, int) and abs(value) < 2**63:
+            message.value.int_value = value
+        elif isinstance(value, float) and math.isfinite(value):
+            message.value.double_value = value
+        else:
+            message.value.string_value = str(value)

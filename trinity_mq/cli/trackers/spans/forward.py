@@ -1,0 +1,148 @@
+"""Sends the spans of a run's processes to a collector, and remembers how far it came."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from trinity_mq.cli.trackers.base import TrackerError
+from trinity_mq.cli.trackers.services import FOLDER
+from trinity_mq.cli.trackers.spans.collector import SpansRefused
+from trinity_mq.cli.trackers.spans.tree import TraceTree, TreeSpan
+from trinity_mq.runtime.process import write_atomic
+from trinity_mq.telemetry.trace import TRACE_FOLDER
+from trinity_mq.telemetry.trace_files import TraceTail
+from trinity_mq.telemetry.trace_ids import trace_key
+
+log = structlog.get_logger(__name__)
+
+STATE_FILE = "spans.json"
+"""File below the run's ``trackers``: how far its spans are sent."""
+AT_ONCE = 1000
+"""Spans of a request: about 50 kB, compressed."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds until a collector is asked again that did not take spans; they double."""
+
+
+class SpanSink(Protocol):
+    """Takes spans."""
+
+    url: str
+
+    def send(self, spans: list[TreeSpan]) -> None:
+        """Send spans.
+
+        Raises:
+            SpansRefused: Some of them will never be taken.
+            TrackerError: They were not taken; they may be later.
+        """
+
+
+class SpanForwarder:
+    """Sends what a run's processes have recorded since the last call, which may have been in another process. What the
+    collector does not take now stays in the run's folder; memory holds what was read last, some thousand spans a
+    process. Spans that were sent just before a kill are sent again under the same ids.
+
+    Args:
+        folder: The run's.
+        name: The run's.
+        sink: The collector.
+        sample: Share of the batches that are sent.
+
+    Raises:
+        TrackerError: The file that says how far it came holds something else, or the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, name: str, sink: SpanSink, sample: float = 1.0) -> None:
+        self._sink = sink
+        self._state_file = folder / FOLDER / STATE_FILE
+        known = self._load()
+        try:
+            (folder / TRACE_FOLDER).mkdir(parents=True, exist_ok=True)
+            key = trace_key(folder / TRACE_FOLDER)
+        except OSError as error:
+            raise TrackerError(f"{folder / TRACE_FOLDER} cannot be used: {error.strerror or error}") from error
+        try:
+            self._tail = TraceTail(folder, known.get("tail"))
+            self._tree = TraceTree(name, key, sample, known.get("tree"))
+            self.sent, self.lost = int(known.get("sent", 0)), int(known.get("lost", 0))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TrackerError(self._rubbish(error)) from error
+        self._unsent: list[TreeSpan] = []
+        self._pause, self._not_before = FIRST_PAUSE, 0.0
+        self.problem = ""
+        """Why the collector did not take the last of what was to be sent."""
+
+    def send(self) -> None:
+        """Send what is new, unless the collector did not take something a moment ago."""
+        if time.monotonic() >= self._not_before:
+            self._send_all()
+
+    def finish(self, *, over: bool = True) -> None:
+        """Send what is left.
+
+        Args:
+            over: The run is over, so that batches without an end have one now.
+        """
+        if not self._send_all() or not over:
+            return
+        self._unsent.extend(self._tree.finish())
+        if self._send_unsent():
+            self._save()
+
+    def _send_all(self) -> bool:
+        """Send what is there; return whether all of it was taken."""
+        while self._send_unsent():
+            self._save()
+            if (spans := self._tail.read()) is None:
+                return True
+            self._unsent.extend(self._tree.add(spans))
+        return False
+
+    def _send_unsent(self) -> bool:
+        while some := self._unsent[:AT_ONCE]:
+            try:
+                self._sink.send(some)
+                self.sent += len(some)
+            except SpansRefused as error:
+                self.lost += error.count
+                self.sent += len(some) - error.count
+                self._note(str(error))
+            except TrackerError as error:
+                self._note(str(error))
+                self._not_before = time.monotonic() + self._pause
+                self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+                return False
+            else:
+                self.problem = ""
+            self._pause, self._not_before = FIRST_PAUSE, 0.0
+            del self._unsent[: len(some)]
+        return True
+
+    def _note(self, reason: str) -> None:
+        if not self.problem:
+            log.warning("spans_not_sent", to=self._sink.url, reason=reason)
+        self.problem = reason
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._state_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise TrackerError(self._rubbish(error)) from error
+        if not isinstance(found, dict):
+            raise TrackerError(self._rubbish(found))
+        return found
+
+    def _rubbish(self, seen: object) -> str:
+        return f"{self._state_file} does not say how far spans were sent ({seen!r}): remove it to send all again"
+
+    def _save(self) -> None:
+        state = {"tail": self._tail.state, "tree": self._tree.state, "sent": self.sent, "lost": self.lost}
+        self._state_file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._state_file, json.dumps(state).encode())
