@@ -26,6 +26,8 @@ OTLP = "otlp"
 """What takes spans instead of metrics: a collector of OpenTelemetry."""
 INTERVAL = 2.0
 """Seconds between two looks at the metrics file of a run that runs."""
+FOLLOWING_NICE = 10
+"""Steps of priority that following gives up to the run that it follows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +60,7 @@ def track(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     ended = threading.Event()
     if arguments.follow:
+        os.nice(FOLLOWING_NICE)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())
         threading.Thread(target=_wait_for_end, args=(ended,), name="standard input", daemon=True).start()

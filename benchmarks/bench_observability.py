@@ -1,0 +1,179 @@
+"""What it costs to see a run: its tokens a second with everything on that shows it, against the same run with all off.
+
+    python benchmarks/bench_observability.py [--steps 30] [--rounds 3] [--check] [--quick]
+
+*on* is a run with ``monitor.trace`` and ``monitor.otlp`` to a receiver on this machine, and ``trinity-mq exporter`` and
+``trinity-mq dash`` beside it, where this version has these commands. Runs are of examples/arithmetic.yaml without
+evaluations. On and off take turns, and which is first changes from round to round. Tokens are those of the train steps;
+the seconds go from the end of the second train step to the end of the last. The ratio is that of the medians.
+
+``--check`` exits with 1 if the ratio is below 0.97.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from trinity_mq.cli.main import COMMANDS
+from trinity_mq.testing.runs import LocalRun
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
+BESIDE = ("exporter", "dash")
+BOUND = 0.97
+SKIPPED = 2
+"""Train steps before the time that is measured."""
+LIMIT = 900.0
+"""Seconds after which a run is given up."""
+POLL = 0.2
+"""Seconds between two looks for a run's broker."""
+
+
+@dataclass
+class Collector:
+    """Counts the spans that it gets."""
+
+    url: str = ""
+    spans: int = 0
+
+    async def take(self, request: web.Request) -> web.Response:
+        """Answer a request of OTLP."""
+        body = await request.read()
+        if body[:2] == b"\x1f\x8b":  # aiohttp has decompressed it, or not
+            body = gzip.decompress(body)
+        message = ExportTraceServiceRequest.FromString(body)
+        self.spans += sum(len(scope.spans) for one in message.resource_spans for scope in one.scope_spans)
+        return web.Response(content_type="application/x-protobuf")
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[Collector]:
+    """Have a receiver of OTLP listen meanwhile."""
+    collector = Collector()
+    app = web.Application(client_max_size=1 << 26)
+    app.router.add_post("/v1/traces", collector.take)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    collector.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield collector
+    finally:
+        await runner.cleanup()
+
+
+def commands() -> list[str]:
+    """Return the commands of this version that watch a run."""
+    known = {name for name, *_ in COMMANDS}
+    return [name for name in BESIDE if name in known]
+
+
+@asynccontextmanager
+async def watched(folder: Path) -> AsyncIterator[None]:
+    """Run the commands that watch a run beside it, once its broker is known.
+
+    Raises:
+        SystemExit: One of them ended before the run did.
+    """
+    processes: dict[str, asyncio.subprocess.Process] = {}
+
+    async def start() -> None:
+        while not (folder / "broker.url").exists():  # noqa: ASYNC110  # another process writes it
+            await asyncio.sleep(POLL)
+        for name in commands():
+            words = [sys.executable, "-m", "trinity_mq.cli.main", name, str(folder), "--port", "0"]
+            processes[name] = await asyncio.create_subprocess_exec(
+                *words, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+
+    starting = asyncio.create_task(start())
+    try:
+        yield
+        if ended := {name: one.returncode for name, one in processes.items() if one.returncode}:
+            raise SystemExit(f"beside the run ended with an error: {ended}")
+    finally:
+        starting.cancel()
+        for one in processes.values():
+            if one.returncode is None:
+                one.terminate()
+            await one.wait()
+
+
+async def run(steps: int, *, on: bool) -> tuple[float, int]:
+    """Do a whole run; return its tokens a second, and the spans that came to the receiver.
+
+    Raises:
+        SystemExit: It ended badly; with its output.
+    """
+    settings = [f"buffer.total_steps={steps}", "explorer.eval_on_startup=false", f"explorer.eval_interval={steps + 1}"]
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tmq-observability-"))) / "run"
+        collector = await stack.enter_async_context(collecting())
+        if on:
+            settings += ["monitor.trace=true", f"monitor.otlp={{endpoint: {collector.url}}}"]
+        async with LocalRun(EXAMPLE, folder, settings) as whole:
+            if on:
+                await stack.enter_async_context(watched(folder))
+            code, output = await whole.ended(LIMIT)
+        if code != 0:
+            raise SystemExit(f"the run ended with {code}:\n{output}")
+        return tokens_a_second(whole.metrics()), collector.spans
+
+
+def tokens_a_second(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Return the tokens of the train steps after the first ones, by the seconds that these took."""
+    steps = sorted((line for line in lines if "trainer/step" in line), key=lambda line: line["time"])
+    counted = steps[SKIPPED:]
+    tokens = sum(line["data/trained_tokens"] for line in counted)
+    return float(tokens / (steps[-1]["time"] - steps[SKIPPED - 1]["time"]))
+
+
+async def compare(steps: int, rounds: int) -> float:
+    """Print the figures of each round; return the ratio of the medians."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    print(f"on: trace, otlp{''.join(f', {name}' for name in commands())}; {steps} steps, {os.cpu_count()} cores")
+    for number in range(rounds):
+        for on in (False, True) if number % 2 == 0 else (True, False):
+            began = time.monotonic()
+            speed, spans = await run(steps, on=on)
+            found[on].append(speed)
+            what = f"on,  {spans} spans" if on else "off"
+            print(f"round {number + 1}: {speed:7.0f} tokens/s {what} ({time.monotonic() - began:.0f} s)", flush=True)
+            if on and not spans:
+                raise SystemExit("no span came to the receiver: nothing was compared")
+    ratio = statistics.median(found[True]) / statistics.median(found[False])
+    print(f"on/off: {ratio:.3f}, wanted at least {BOUND}")
+    return ratio
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30, help="train steps of a run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs with all on, and as many with all off")
+    parser.add_argument("--check", action="store_true", help=f"exit with 1 if the ratio is below {BOUND}")
+    parser.add_argument("--quick", action="store_true", help="one round of few steps, to see that it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.rounds = 6, 1
+    ratio = asyncio.run(compare(options.steps, options.rounds))
+    return 1 if options.check and ratio < BOUND else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
