@@ -160,3 +160,27 @@ def test_the_sessions_of_a_run_are_shown_and_where_it_answers() -> None:
     ]
     beat(view, "gateway-0", "gateway", 2, state="working", detail=status, at=NOW)
     assert view.take_news() == [], "told once"
+
+
+def test_the_reason_why_nothing_moves_is_shown_and_is_news_once() -> None:
+    view = RunView("r", 10)
+    slow = {"slices": [("t41", 7, 0, 5.0)], "usual_seconds": 1.0}
+
+    def heartbeats(seq: int, at: float, **changed: Any) -> None:
+        beat(view, "runner-0", "runner", seq, state="working", detail={**slow, **changed}, at=at)
+        for role in ("explorer", "trainer", "operator"):
+            beat(view, f"{role}-0", role, seq, state="idle", at=at)
+
+    for seq, seconds in enumerate((0.0, 20.0, 31.0, 33.0), start=1):
+        heartbeats(seq, NOW + seconds)
+        view.explain(NOW + seconds + 4.0)
+    (news,) = view.take_news()
+    assert news.startswith("nothing has moved for 35 s: ")
+    assert "task 7 (from run 0) runs on runner-0 for 9 s; the median is 1.0 s; what to do: look at its" in news
+    assert view.finding is not None
+    assert view.finding.culprit == "runner-0"
+    assert "nothing has moved for" in drawn(view)
+    heartbeats(9, NOW + 40.0, done=5)
+    view.explain(NOW + 41.0)
+    assert view.finding is None
+    assert "nothing has moved" not in drawn(view)

@@ -32,7 +32,7 @@ def beat(
     """Return a heartbeat; ``status`` are fields of the role's status, ``detail`` those whose names are taken here."""
     waits_for, seconds = waits or (None, 0.0)
     return Heartbeat(
-        role=role,  # type: ignore[arg-type]
+        role=role,
         id=agent or f"{role}-0",
         seq=seq,
         incarnation="a",
@@ -40,7 +40,7 @@ def beat(
         state=state,
         waits_for=waits_for,
         waits_seconds=seconds,
-        detail={**(detail or {}), **status},  # type: ignore[arg-type]
+        detail={**(detail or {}), **status},
     )
 
 
