@@ -101,6 +101,8 @@ def test_every_command_leads_to_a_function() -> None:
         "regrade": ["r", "--reward", "char_match"],
         "review": ["keep", "r", "id"],
         "logs": ["r", "--follow"],
+        "dash": ["r", "--operate"],
+        "exporter": ["r"],
         "convert-experiences": ["x", "--out", "y"],
         "schema": ["--check"],
         "migrate": ["x", "-o", "y"],
