@@ -107,7 +107,8 @@ async def test_each_line_comes_once_though_the_broker_is_restarted_and_the_runs_
         assert await bus.publish(topology.exchange("ready"), "end", end)
         out, err = await asyncio.wait_for(tap.communicate(), 30)
         assert (tap.returncode, out) == (0, b""), err.decode()
-        assert await bus.depth(topology.ready.name), "nothing was taken away"
+        async with await bus.consume(topology.ready, offset=0) as kept, asyncio.timeout(30):
+            assert await anext(kept), "nothing was taken away"
     finally:
         if tap.returncode is None:
             tap.kill()

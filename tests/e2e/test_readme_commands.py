@@ -63,11 +63,15 @@ async def said(line: str, folder: Path) -> str:
 
 async def test_a_first_run_and_what_is_there_to_see_of_it(here: Path) -> None:
     """The run is named on the command line, and has finished when the other commands ask for it."""
-    validate, run, listing, status, inspect, dead = commands("Your own run")
+    validate, run, listing, status, why, dash, inspect, dead = commands("Your own run")
     assert "is valid" in await said(validate, here)
     assert "run my-first-run: 40 steps" in await said(run, here)
     assert re.search(r"^my-first-run +finished +40/40 ", await said(listing, here), re.MULTILINE)
     assert "this run has finished" in await said(status, here)
+    assert "this run has finished" in await said(why, here)
+    async with shell(dash, here) as page, asyncio.timeout(60):
+        assert page.stdout is not None
+        assert b"my-first-run: http://127.0.0.1:" in await page.stdout.readline()
     assert "advantage" in await said(inspect, here)
     assert "run 'my-first-run' has no dead letters" in await said(dead, here)
 

@@ -94,7 +94,7 @@ def test_what_is_no_finite_number_is_left_out(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_text(json.dumps(line) + "\n")
     service = Service()
     Forwarder(tmp_path, [service]).send()
-    assert service.values == [(1, 1.0, {"a/ok": 2.0})]
+    assert service.values == [(1, 1.0, {"a/ok": 2.0, "plain": 3.0})]
 
 
 def test_a_service_that_is_away_is_asked_again_and_keeps_nothing_from_the_others(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ SHAPING = {
         {"stats_key": "cost", "op_type": "DIV", "weight": 2},
     ]
 }
+ALONE = sorted({*OPERATORS} - {"human_review"})
+"""Operators that need nobody else; the tests of human review are beside those of its agent."""
 ARGUMENTS: dict[str, dict[str, Any]] = {"length_penalty": LENGTHS, "reward_shaping_mapper": SHAPING}
 
 
@@ -166,7 +168,7 @@ def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int, int]) -> None:
         create_operators([OperatorConfig(name="length_penalty", args=args)])
 
 
-@pytest.mark.parametrize("name", sorted(OPERATORS))
+@pytest.mark.parametrize("name", ALONE)
 async def test_huge_rewards_are_no_obstacle(name: str) -> None:
     huge = {"metrics": {"quality": 1e308, "accuracy": -1e308}, "info": {"cost": 1e-308}}
     exps = [
@@ -251,7 +253,7 @@ def experiences(draw: st.DrawFn) -> list[Experience]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(OPERATORS))
+@pytest.mark.parametrize("name", ALONE)
 @given(exps=experiences())
 @settings(max_examples=10, deadline=None)
 async def test_an_operator_by_itself_takes_a_list_and_leaves_its_experiences_as_they_were(

@@ -392,6 +392,9 @@ def test_the_arguments_of_an_own_operator_are_checked_against_its_annotations():
 
 
 def test_every_registered_operator_can_be_made():
-    needed = {"length_penalty": {"max_response_length": 10, "cache_length": 2}}
+    needed = {
+        "length_penalty": {"max_response_length": 10, "cache_length": 2},
+        "human_review": {"choose": {"reward_above": 0.9}},
+    }
     made = create_operators([OperatorConfig(name=name, args=needed.get(name, {})) for name in OPERATORS])
     assert len({type(operator) for operator in made}) == len(OPERATORS)
