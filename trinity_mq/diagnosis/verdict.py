@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trinity_mq.diagnosis.facts import Facts, counted, slices_of, text_of
 from trinity_mq.diagnosis.levers import lever
 from trinity_mq.diagnosis.limits import bottleneck
-from trinity_mq.diagnosis.records import BROKER, OVER, Edge, Finding, Observation, State
+from trinity_mq.diagnosis.records import BROKER, Edge, Finding, Observation, State
 from trinity_mq.messages import EngineStatus, ExplorerStatus, OperatorStatus, RunnerStatus, SilentAgent, TrainerStatus
 
 MOVING_SECONDS = 4.0
@@ -55,7 +55,9 @@ def diagnose(observation: Observation) -> Finding:
     if _is_over(facts):
         return Finding("over", "the run is over: its last batch and its last evaluation are done", edges=edges)
     if not facts.living and not facts.silent:
-        sentence = f"no agent of the run has sent a heartbeat in {text_of(observation.listened)}"
+        ended = ", ".join(sorted(observation.heartbeats))
+        heard = f"has sent a heartbeat in {text_of(observation.listened)}"
+        sentence = f"no agent of the run {heard}" + (f" but {ended}, which ended" if ended else "")
         return Finding("silent", sentence, lever=lever("nobody"))
     cause = next((cause for rule in RULES for cause in rule(facts)), None)
     if cause is None:
@@ -285,9 +287,10 @@ def _has_ended(facts: Facts, role: str) -> bool:
 def _is_over(facts: Facts) -> bool:
     beats = [beat for beat, _ in facts.observation.heartbeats.values()]
     explorers = [beat for beat in beats if isinstance(beat.detail, ExplorerStatus)]
-    if explorers:
+    if explorers or "explorer" in facts.observation.expected:
         return any(isinstance(one.detail, ExplorerStatus) and one.detail.finished for one in explorers)
-    return bool(beats) and all(beat.state in OVER for beat in beats)
+    # a trainer alone; the goodbye of another agent says nothing about the run
+    return any(isinstance(beat.detail, TrainerStatus) and beat.detail.finished for beat in beats) and not facts.living
 
 
 def _who_waits(edges: tuple[Edge, ...], culprit: str | None) -> str:

@@ -236,6 +236,22 @@ def test_over_silent_and_without_tasks() -> None:
     assert (found.state, found.culprit) == ("waiting", None)
 
 
+def test_a_goodbye_that_is_heard_first_does_not_end_the_run() -> None:
+    gone = {"operator-0": (beat("operator", state="gone"), 0.2)}
+    found = diagnose(Observation(heartbeats=gone, expected=EXPECTED, listened=0.5, still=0.5))
+    assert found.state == "silent"
+    assert "operator-0" in found.sentence
+    done = {"operator-0": (beat("operator", state="finished"), 0.2)}
+    assert diagnose(Observation(heartbeats=done, expected=EXPECTED, listened=0.5)).state == "silent"
+
+
+def test_a_run_of_a_trainer_alone_is_over_with_it() -> None:
+    trainer = {"trainer-0": (beat("trainer", state="finished", finished=True), 0.5)}
+    assert diagnose(Observation(heartbeats=trainer, expected={"trainer": 1})).state == "over"
+    gone = {"trainer-0": (beat("trainer", state="gone"), 0.5)}
+    assert diagnose(Observation(heartbeats=gone, expected={"trainer": 1})).state == "silent"
+
+
 def test_missing_agents_are_not_blamed_before_their_heartbeats_can_have_come() -> None:
     assert seen(without=("operator-0",), depths={"closed": 1}, listened=4.0).culprit is None
 
