@@ -1,4 +1,4 @@
-"""What it costs to see a run: its tokens a second with everything on that shows it, against the same run with all off.
+"""Measures the cost of seeing a run: tokens a second with everything on that shows it, against the same with all off.
 
     python benchmarks/bench_observability.py [--steps 30] [--rounds 3] [--check] [--quick]
 

@@ -64,7 +64,7 @@ LEVERS = {
     "slow_sync": "raise synchronizer.sync_interval, or choose another synchronizer.sync_method",
     "slow_sessions": "open more sessions at the gateway: a batch needs buffer.batch_size groups of gateway.group_size",
 }
-"""What to do, by cause; ``{id}`` is the culprit."""
+"""Remedies by cause; ``{id}`` is the culprit."""
 
 
 def lever(cause: str, culprit: str = "") -> str:

@@ -26,7 +26,7 @@ class Observation:
     depths: Mapping[str, int | None] = field(default_factory=dict)
     """Ready messages of queues by short name (``closed``, ``tasks.train``); None: there is no queue, or no answer."""
     broker: str = ""
-    """What is wrong with the broker, in words: not reachable, or an alarm; empty where nothing is."""
+    """Trouble with the broker, in words: not reachable, or an alarm; empty where there is none."""
     still: float = 0.0
     """Seconds since anything progressed."""
     listened: float = 60.0
@@ -48,7 +48,7 @@ class Edge:
     waiter: str
     """Id of the agent."""
     waits_for: str
-    """What it waits for, in its words."""
+    """The condition that it waits for, in its words."""
     seconds: float
     on: str | None = None
     """Id of the agent, or role, that this leads to; None: not known, or outside of the run."""
@@ -68,7 +68,7 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """Facts behind it, a line each."""
     lever: str = ""
-    """What to do: a command, or settings; empty where nothing is to be done."""
+    """The remedy: a command, or settings; empty where nothing is to be done."""
     edges: tuple[Edge, ...] = ()
     """All waits that agents report, longest first."""
 

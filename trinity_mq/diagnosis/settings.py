@@ -1,4 +1,4 @@
-"""What a run's configuration adds to its heartbeats."""
+"""Facts for a diagnosis that only the run's configuration knows."""
 
 from __future__ import annotations
 

@@ -112,6 +112,8 @@ class SampleLogReader:
     def _records(self, name: str, file: BinaryIO) -> Iterator[SampleRecord]:
         size = os.fstat(file.fileno()).st_size
         offset = self._offsets.get(name, 0)
+        if size < offset:  # that of a run begun anew
+            offset = 0
         while size - offset >= _HEADER.size:
             file.seek(offset)
             magic, step, length = _HEADER.unpack(file.read(_HEADER.size))

@@ -72,7 +72,7 @@ class ReviewVerdict(Message):
     reward: float | None = Field(default=None, allow_inf_nan=False)
     """The new reward, with the verdict ``reward``; null with the others."""
     by: str = Field(default="", max_length=LONGEST_NAME)
-    """Who gave it."""
+    """Name of the person or program that gave it."""
     note: str = Field(default="", max_length=LONGEST_NOTE)
     """For people."""
 
@@ -87,7 +87,7 @@ class ReviewVerdict(Message):
 
 
 class ReviewClosed(Message):
-    """What counted for a request. The first one of a request decides it; verdicts after it come too late."""
+    """The decision about a request. The first one of a request decides it; verdicts after it come too late."""
 
     kind: ClassVar[str] = "review_closed"
 

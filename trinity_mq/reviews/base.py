@@ -1,4 +1,4 @@
-"""What operators are handed to ask people: questions in, answers out, within a bounded time."""
+"""The interface by which operators ask people: questions in, answers out, within a bounded time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Question:
     """A run of a task about which a person is asked."""
 
     uid: str
-    """Of its last experience: identifies the question within a batch."""
+    """Id of its last experience, which identifies the question within a batch."""
     calls: Sequence[ReviewedCall] = ()
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What counts for a question."""
+    """The decision about a question."""
 
     decision: Decision
     timed_out: bool = False

@@ -26,6 +26,7 @@ from trinity_mq.messages import (
 )
 from trinity_mq.reviews.ledger import Applied, Review, ReviewEvent, ReviewLedger
 from trinity_mq.runtime.deliveries import envelope, new_mark
+from trinity_mq.runtime.errors import first_leaf
 from trinity_mq.runtime.notify import Notifier
 
 log = structlog.get_logger(__name__)
@@ -86,27 +87,30 @@ class ReviewStream:
 
         Raises:
             NoReviews: There is no such stream.
+            QueueGone: It was deleted meanwhile.
             BusUnavailable: It did not answer in time.
         """
         if not self._declares and await self._bus.depth(self._topology.review.name) is None:
             raise NoReviews(f"run {self._topology.run!r} has no stream of reviews: none of its operators asks anybody")
-        following = asyncio.create_task(self.follow(), name="follow reviews")
-        reading = asyncio.create_task(self.read_to_end.wait())
         try:
-            await asyncio.wait([following, reading], timeout=READ_WITHIN, return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
-            if not self.read_to_end.is_set():
-                trouble = self._bus.trouble or "see its state with `rabbitmqctl list_queues name state`"
-                raise BusUnavailable(
-                    f"{self._topology.review.name} did not deliver within {READ_WITHIN:g} s what was published to it: "
-                    f"{trouble}"
-                )
-            yield self
-        finally:
-            following.cancel()
-            reading.cancel()
-            await asyncio.wait([following, reading])
+            async with asyncio.TaskGroup() as group:
+                following = group.create_task(self.follow(), name="follow reviews")
+                await self._until_read()
+                yield self
+                following.cancel()
+        except ExceptionGroup as errors:
+            raise first_leaf(errors) from None
+
+    async def _until_read(self) -> None:
+        try:
+            async with asyncio.timeout(READ_WITHIN):
+                await self.read_to_end.wait()
+        except TimeoutError:
+            trouble = self._bus.trouble or "see its state with `rabbitmqctl list_queues name state`"
+            raise BusUnavailable(
+                f"{self._topology.review.name} did not deliver within {READ_WITHIN:g} s what was published to it: "
+                f"{trouble}"
+            ) from None
 
     async def follow(self) -> None:
         """Read the stream from its beginning until cancelled.

@@ -22,3 +22,10 @@ class RestartMe(Exception):
 
 class RecycleMe(RestartMe):
     """Raised to have a fresh process take over without a failure being counted."""
+
+
+def first_leaf(error: BaseException) -> BaseException:
+    """Return the first exception that is not a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

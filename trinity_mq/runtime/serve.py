@@ -25,6 +25,7 @@ from trinity_mq.runtime.errors import (
     FatalError,
     RecycleMe,
     RestartMe,
+    first_leaf,
 )
 from trinity_mq.runtime.event_loop import run_on_fast_loop
 from trinity_mq.runtime.plugins import add_plugins
@@ -97,13 +98,6 @@ def _end(agent_id: str, error: BaseException, code: int) -> int:
     # also the one line on stderr, which its supervisor shows
     log.error("agent_ends", agent=agent_id, reason=named, code=code)
     return code
-
-
-def first_leaf(error: BaseException) -> BaseException:
-    """Return the first exception that is not a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 async def _serve(

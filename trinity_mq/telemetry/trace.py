@@ -34,9 +34,9 @@ from trinity_mq.telemetry.trace_ids import (
 
 TRACE_FOLDER = "trace"
 BATCH_HEADER = "X-TMQ-Batch"
-"""Of a request to an engine while traced: the batch that it is for."""
+"""Header of a request to an engine while traced: the batch that it is for."""
 TASK_HEADER = "X-TMQ-Task"
-"""Of a request to an engine while traced: id and first run of the task that it is for, as ``3.0``."""
+"""Header of a request to an engine while traced: id and first run of the task that it is for, as ``3.0``."""
 BUFFERED = 512
 """Spans after which they are written."""
 FLUSH_SECONDS = 1.0

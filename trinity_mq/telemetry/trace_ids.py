@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import uuid
 from pathlib import Path
 
@@ -16,7 +15,6 @@ TRACEPARENT = "traceparent"
 """Header of messages and of HTTP requests."""
 KEY_FILE = "key"
 """File beside a run's spans with its trace key: a run that begins anew under an old name has traces of its own."""
-_FORM = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 def trace_key(folder: Path) -> str:
@@ -81,18 +79,6 @@ def is_sampled(trace: str, ratio: float) -> bool:
 def traceparent(trace: str, span: str, *, sampled: bool) -> str:
     """Return the header's value for work below a span."""
     return f"00-{trace}-{span}-{'01' if sampled else '00'}"
-
-
-def parse_traceparent(value: object) -> tuple[str, str, int] | None:
-    """Return trace, span and flags of a header from outside; None if it is none, which its specification has ignored.
-
-    >>> parse_traceparent("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
-    ('0af7651916cd43dd8448eb211c80319c', 'b7ad6b7169203331', 1)
-    """
-    match = _FORM.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[1] == "ff" or (match[1] == "00" and match[5]) or not int(match[2], 16):
-        return None
-    return (match[2], match[3], int(match[4], 16)) if int(match[3], 16) else None
 
 
 def _hash(size: int, *of: object) -> str:

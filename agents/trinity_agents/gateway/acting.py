@@ -33,7 +33,7 @@ from trinity_mq.messages import (
     encode,
 )
 from trinity_mq.runtime.deliveries import dead_letter, envelope
-from trinity_mq.runtime.serve import first_leaf
+from trinity_mq.runtime.errors import first_leaf
 
 log = structlog.get_logger(__name__)
 

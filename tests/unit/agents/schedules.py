@@ -31,8 +31,7 @@ from trinity_mq.models.errors import EngineLost
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import EXPERIENCES
-from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.serve import first_leaf
+from trinity_mq.runtime.errors import RestartMe, first_leaf
 from trinity_mq.testing.fakes import FakeLearner, one_experience
 from trinity_mq.testing.virtual_time import run_virtually
 

@@ -1,4 +1,4 @@
-"""What agents log about a batch carries its number and its ticket."""
+"""Lines that agents log about a batch carry its number and its ticket."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from trinity_mq.models import InferenceModel
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.rollout.workflow_runner import WorkflowRunner
-from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.serve import first_leaf
+from trinity_mq.runtime.errors import FatalError, first_leaf
 from trinity_mq.testing.fakes import one_experience
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows import SandboxFailed, Workflow

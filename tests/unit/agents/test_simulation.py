@@ -13,8 +13,7 @@ import pytest
 from trinity_agents.operator.batch_publisher import BatchPublisher
 from trinity_agents.simulation import Simulation, killed_once
 from trinity_agents.trainer.history import lineage
-from trinity_mq.runtime.errors import FatalError
-from trinity_mq.runtime.serve import first_leaf
+from trinity_mq.runtime.errors import FatalError, first_leaf
 from trinity_mq.testing.virtual_time import run_virtually
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark of observability makes of a run's metrics, and that it finds what it compares."""
+"""The benchmark of observability: its reading of a run's metrics, and a quick run."""
 
 import subprocess
 import sys

@@ -19,7 +19,7 @@ from trinity_mq.cli.inspect.token_texts import TokenTexts
 from trinity_mq.cli.observe.curves import Curves
 from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.observe.samples import decoded
-from trinity_mq.cli.observe.sources import BrokerSource
+from trinity_mq.cli.observe.sources import BrokerSource, FolderSource
 from trinity_mq.telemetry import MetricsWriter
 
 PAGE_BYTES = 300_000
@@ -34,7 +34,6 @@ class Served(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def served(
-    folder: Path | None = None,
     *,
     host: str = "127.0.0.1",
     operate: bool = False,
@@ -42,8 +41,8 @@ async def served(
 ) -> AsyncIterator[Served]:
     observatory = Observatory("r", 10)
     access = PageAccess(host, operate=operate)
-    actions = Actions(BrokerSource(lambda: None, observatory, metrics=True, samples=False))
-    app = DashApp(observatory, actions, access, TokenTexts(None), folder=folder, others=others)
+    actions = Actions(BrokerSource(lambda: None, observatory))
+    app = DashApp(observatory, actions, access, lambda: TokenTexts(None), others=others)
     async with TestClient(TestServer(app.application())) as client:
         app.make_state()
         yield Served(client, observatory, access, app)
@@ -62,7 +61,7 @@ async def test_the_page_and_its_files_are_small_and_load_nothing_from_elsewhere(
     assert "http://" not in (STATIC / "dash.js").read_text().replace("http://www.w3.org/2000/svg", "")
 
 
-async def test_samples_and_curves(tmp_path: Path) -> None:
+async def test_samples_and_curves() -> None:
     beside = Curves()
     beside.add(metrics("explorer", 1, **{"rollout/reward/mean": 0.9}))
     async with served(others={"before": beside}) as (client, observatory, _, _):
@@ -106,7 +105,8 @@ async def test_the_timeline_of_a_folder_ends_with_its_last_activity(tmp_path: Pa
     writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
     writer.write(1, {"time/batch": 0.5})
     writer.close()
-    async with served(tmp_path) as (client, _, _, _):
+    async with served() as (client, observatory, _, _):
+        await FolderSource(tmp_path, observatory).read()
         found = await (await client.get("/api/timeline?seconds=60")).json()
     [span] = found["spans"]
     assert (span["what"], span["agent"]) == ("train", "trainer-0")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +16,7 @@ from tests.unit.cli.test_run_view import beat, metrics
 from trinity_mq.cli.exporter import families
 from trinity_mq.cli.exporter.families import RunCollector, wanted_runners
 from trinity_mq.cli.exporter.handler import metrics_handler
+from trinity_mq.cli.main import main
 from trinity_mq.cli.run.run_view import RunView
 
 ROOT = Path(__file__).parents[3]
@@ -134,3 +137,12 @@ async def test_dashboard_and_alerts_ask_for_what_there_is() -> None:
         used = set(re.findall(r"tmq_\w+", expression))
         assert used, expression
         assert used <= exported, expression
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["exporter", "r", "--broker", "amqp://127.0.0.1:1", "--port", port]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in said
+    assert "choose another --port" in said

@@ -31,3 +31,14 @@ def test_torn_and_unfinished_lines(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(line[20:])
     assert [message.step for message in tail.read()] == [1]
+
+
+def test_a_run_begun_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = b'{"role": "trainer", "agent": "trainer-0", "step": %d}\n'
+    path.write_bytes(line % 1 + line % 2)
+    tail = MetricsTail(tmp_path)
+    assert len(tail.read()) == 2
+    path.unlink()
+    path.write_bytes(line % 7)
+    assert [message.step for message in tail.read()] == [7]

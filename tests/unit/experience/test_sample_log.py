@@ -84,3 +84,15 @@ def test_a_record_torn_by_a_kill_hides_nothing_of_the_next_process(tmp_path: Pat
     assert [one.step for one in reader.read()] == [1, 2]
     after.append(3, b"body")
     assert [one.step for one in reader.read()] == [3]
+
+
+def test_a_run_begun_anew_is_read_from_its_beginning(tmp_path: Path, opened: Opened) -> None:
+    log, reader = opened(tmp_path, 2**20), SampleLogReader(tmp_path)
+    log.append(1, b"a long body")
+    assert [one.step for one in reader.read()] == [1]
+    [path] = segments(tmp_path)
+    path.unlink()
+    again = opened(tmp_path, 2**20)
+    again.append(2, b"short")
+    assert [path.name] == [one.name for one in segments(tmp_path)]
+    assert [one.step for one in reader.read()] == [2]

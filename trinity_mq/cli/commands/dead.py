@@ -23,6 +23,8 @@ from trinity_mq.runtime.deliveries import EXPERIENCES, OFFSETS_HEADER, envelope
 
 QUIET_SECONDS = 2.0
 """Seconds without another letter after which the list ends, if the queue holds fewer than it reported."""
+BACK_LOOKS, BACK_LOOK = 40, 0.05
+"""Looks whether letters that were read are back in their queue, and seconds between two of them."""
 COLUMNS = ("queue", "kind", "reason", "operator", "batch", "bytes", "message_id")
 
 
@@ -205,14 +207,20 @@ async def _publish(bus: Bus, topology: Topology, exchange: str, key: str, messag
 
 async def _letters(target: Target, limit: int) -> tuple[Sequence[Incoming], int]:
     async with reached(target, "dead") as (bus, topology):
-        total = await bus.depth(topology.dead.name) or 0
-        return await letters(bus, topology, min(total, limit)), total
+        return await letters(bus, topology, limit)
 
 
-async def letters(bus: Bus, topology: Topology, most: int) -> list[Incoming]:
-    """Return the oldest dead letters, at most so many; they stay where they are."""
-    count = min(await bus.depth(topology.dead.name) or 0, most)
-    return [letter async for letter in _each(bus, topology, count)]
+async def letters(bus: Bus, topology: Topology, most: int) -> tuple[list[Incoming], int]:
+    """Return the oldest dead letters, at most so many, and how many there are. They stay where they are: the broker has
+    put them back when this returns, or does so a moment later where that takes long.
+    """
+    total = await bus.depth(topology.dead.name) or 0
+    found: list[Incoming] = [letter async for letter in _each(bus, topology, min(total, most))]
+    for _ in range(BACK_LOOKS):  # the broker tells nobody that it has put them back
+        if (await bus.depth(topology.dead.name) or 0) >= total:
+            break
+        await asyncio.sleep(BACK_LOOK)
+    return found, total
 
 
 async def _each(bus: Bus, topology: Topology, count: int) -> AsyncIterator[Delivery]:

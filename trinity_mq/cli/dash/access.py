@@ -49,7 +49,7 @@ class PageAccess:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse what is not allowed, and add the headers of security to all that is answered."""
         given = request.query.get(KEY_PARAMETER) or request.cookies.get(KEY_COOKIE) or ""
-        knows = hmac.compare_digest(given.encode(), self.key.encode())
+        knows = self._is_key(given)
         if self._is_local and not is_loopback(_host_of(request)):
             # a page of another site that resolves its name to 127.0.0.1
             raise web.HTTPForbidden(text=f"Host is {request.host!r}, wanted 127.0.0.1 or localhost")
@@ -67,9 +67,11 @@ class PageAccess:
     def _may_act(self, request: web.Request) -> None:
         if not self.operate:
             raise web.HTTPForbidden(text="this page only shows: start `trinity-mq dash` with --operate to act")
-        given = request.headers.get(KEY_HEADER, "")
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
+        if not self._is_key(request.headers.get(KEY_HEADER, "")):
             raise web.HTTPUnauthorized(text="open the address with the key that `trinity-mq dash` printed")
+
+    def _is_key(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(errors="replace"), self.key.encode())
 
 
 def _host_of(request: web.Request) -> str:

@@ -22,7 +22,7 @@ class ActionError(Exception):
 
 
 class Actions:
-    """What can be asked of the broker.
+    """Requests to the broker.
 
     Args:
         source: Holds the connection, while there is one.
@@ -45,7 +45,7 @@ class Actions:
             ActionError: There is no connection.
         """
         bus, topology = self._connection()
-        letters = await dead.letters(bus, topology, LISTED)
+        letters, _ = await dead.letters(bus, topology, LISTED)
         return [dict(zip(dead.COLUMNS, dead.row(letter), strict=True)) for letter in letters]
 
     async def runs(self) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -24,9 +24,8 @@ from trinity_mq.cli.observe.curves import Curves
 from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.observe.samples import COLUMNS, MOST_ROWS, experience_at
 from trinity_mq.runtime.notify import Notifier
-from trinity_mq.telemetry import METRICS_FILE, read_metrics
 from trinity_mq.telemetry.jsonline import dump_line
-from trinity_mq.telemetry.timeline import spans
+from trinity_mq.telemetry.timeline import Span
 
 log = structlog.get_logger(__name__)
 
@@ -51,8 +50,7 @@ class DashApp:
         observatory: What is shown.
         actions: What can be asked of the broker.
         access: Who may do what.
-        texts: Texts of tokens.
-        folder: The run's folder, None where it is not on this machine.
+        texts: Returns the texts of tokens, as far as they are known by now.
         runs: Returns a row for each run that is known here.
         others: Curves of other runs to be drawn beside, by their names.
     """
@@ -62,14 +60,13 @@ class DashApp:
         observatory: Observatory,
         actions: Actions,
         access: PageAccess,
-        texts: TokenTexts,
+        texts: Callable[[], TokenTexts],
         *,
-        folder: Path | None = None,
         runs: Runs = list,
         others: Mapping[str, Curves] | None = None,
     ) -> None:
         self._observatory, self._actions, self._access, self._texts = observatory, actions, access, texts
-        self._folder, self._runs, self._others = folder, runs, others or {}
+        self._runs, self._others = runs, others or {}
         self._state = ""
         self._changed = Notifier()
         self._closing = False
@@ -163,13 +160,11 @@ class DashApp:
 
     async def timeline(self, request: web.Request) -> web.Response:
         """Return what agents did and waited for in the last ``seconds``."""
-        seconds = _number(request, "seconds", 120.0)
-        found = [] if self._folder is None else await asyncio.to_thread(_activities, self._folder)
-        live = self._observatory.is_live
-        end = time.time() if live or not found else max(one["end"] for one in found)
+        seconds, found = _number(request, "seconds", 120.0), self._observatory.activities
+        end = time.time() if self._observatory.is_live or not found else found[-1].end
         start = end - seconds
+        shown = [_activity(one) for one in found if one.end >= start][-MOST_SPANS:]
         lanes = self._observatory.intervals.since(start)
-        shown = [one for one in found if one["end"] >= start][-MOST_SPANS:]
         return _json({"start": start, "end": end, "lanes": lanes, "spans": shown})
 
     async def samples(self, request: web.Request) -> web.Response:
@@ -184,7 +179,7 @@ class DashApp:
         found = self._observatory.samples.body_of(uid)
         if found is None:
             return _json({"error": f"sample {uid!r} is not kept: the latest {MOST_ROWS} are"}, status=404)
-        return _json(await asyncio.to_thread(lambda: as_json(experience_at(*found), self._texts)))
+        return _json(await asyncio.to_thread(lambda: as_json(experience_at(*found), self._texts())))
 
     async def curves(self, _: web.Request) -> web.Response:
         """Return the curves of the page, those of other runs beside them."""
@@ -252,16 +247,5 @@ async def _body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def _activities(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {
-            "agent": one.agent,
-            "role": one.role,
-            "what": one.what,
-            "step": one.step,
-            "start": round(one.start, 2),
-            "end": round(one.end, 2),
-            "phases": dict(one.phases),
-        }
-        for one in spans(read_metrics(folder / METRICS_FILE))
-    ]
+def _activity(one: Span) -> dict[str, Any]:
+    return {**asdict(one), "start": round(one.start, 2), "end": round(one.end, 2)}

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_mq.cli.arguments import add_broker, add_target
 from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.listening import listening
 
 if TYPE_CHECKING:
     from trinity_mq.cli.broker.connection import Target
+    from trinity_mq.cli.inspect.token_texts import TokenTexts
     from trinity_mq.cli.observe.curves import Curves
+    from trinity_mq.cli.observe.sources import Part
     from trinity_mq.config import Config
 
 PORT = 8720
-SHUTDOWN_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,12 +93,9 @@ def _curves_of(name: str) -> Curves:
 
 
 async def _serve(arguments: argparse.Namespace, config: Config | None, others: dict[str, Curves]) -> None:
-    from aiohttp import web
-
     from trinity_mq.cli.dash.access import PageAccess
     from trinity_mq.cli.dash.actions import Actions
     from trinity_mq.cli.dash.app import DashApp
-    from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
     from trinity_mq.cli.observe.observatory import Observatory
     from trinity_mq.cli.observe.sources import BrokerSource, FolderSource
     from trinity_mq.diagnosis import expected_agents, limits
@@ -112,38 +111,37 @@ async def _serve(arguments: argparse.Namespace, config: Config | None, others: d
         limits=limits(config),
     )
     access = PageAccess(arguments.host, operate=arguments.operate)
-    far = folder is None
-    broker = BrokerSource(lambda: _find_broker(arguments, config), observatory, metrics=far, samples=far)
-    texts = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
-    app = DashApp(
-        observatory,
-        Actions(broker),
-        access,
-        texts,
-        folder=folder,
-        runs=lambda: _runs(folder),
-        others=others,
-    )
-    runner = web.AppRunner(app.application(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, arguments.host, arguments.port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise CommandError(
-                f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}; choose "
-                "another --port, or 0 for a free one"
-            ) from error
-        async with asyncio.TaskGroup() as group:
-            if folder is not None:
-                group.create_task(FolderSource(folder, observatory).run())
-            group.create_task(broker.run())
-            group.create_task(app.tick())
-            key = f"?key={access.key}" if access.needs_key else ""
-            print(f"{run}: http://{arguments.host}:{site.port}/{key}", flush=True)
-    finally:
-        await runner.cleanup()
+    takes: tuple[Part, ...] = ("reviews", "metrics", "samples") if folder is None else ("reviews",)
+    broker = BrokerSource(lambda: _find_broker(arguments, config), observatory, takes)
+    texts = _Texts(config)
+    app = DashApp(observatory, Actions(broker), access, texts.known, runs=lambda: _runs(folder), others=others)
+    async with listening(app.application(), arguments.host, arguments.port) as url, asyncio.TaskGroup() as group:
+        if folder is not None:
+            group.create_task(FolderSource(folder, observatory).run())
+        group.create_task(broker.run())
+        group.create_task(app.tick())
+        print(f"{run}: {url}/{f'?key={access.key}' if access.needs_key else ''}", flush=True)
+
+
+class _Texts:
+    """The texts of a run's tokens, which are not known before its model is there.
+
+    Args:
+        config: The run's, None where that is not known.
+    """
+
+    def __init__(self, config: Config | None) -> None:
+        self._config = config
+        self._found: TokenTexts | None = None
+
+    def known(self) -> TokenTexts:
+        """Return them as far as they are known by now."""
+        from trinity_mq.cli.inspect.token_texts import TokenTexts, tokenizer_folder
+
+        if self._found is None or self._found.problem:
+            config = self._config
+            self._found = TokenTexts(None if config is None else tokenizer_folder(config.model, config.path))
+        return self._found
 
 
 def _workflows(config: Config) -> dict[str, str]:

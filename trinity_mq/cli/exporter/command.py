@@ -9,13 +9,12 @@ import time
 from typing import TYPE_CHECKING
 
 from trinity_mq.cli.arguments import add_broker, add_target
-from trinity_mq.cli.errors import CommandError
+from trinity_mq.cli.listening import listening
 
 if TYPE_CHECKING:
     from trinity_mq.cli.broker.connection import Target
 
 PORT = 9464
-SHUTDOWN_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,17 +56,6 @@ async def _serve(arguments: argparse.Namespace, run: str) -> None:
     find_target(arguments)  # a run that is not known is said at once
     app = web.Application()
     app.add_routes([web.get("/metrics", metrics_handler(RunCollector(observatory.view, time.time)))])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, arguments.host, arguments.port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise CommandError(
-                f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}; choose another --port"
-            ) from error
-        print(f"{run}: http://{arguments.host}:{site.port}/metrics", flush=True)
-        await BrokerSource(target, observatory, metrics=True, samples=False).run()
-    finally:
-        await runner.cleanup()
+    async with listening(app, arguments.host, arguments.port) as url:
+        print(f"{run}: {url}/metrics", flush=True)
+        await BrokerSource(target, observatory, {"metrics"}).run()

@@ -235,7 +235,7 @@ class ReadyReader:
 
     @property
     def _all_have_come(self) -> bool:
-        """What is followed has ended. A run may have been extended after an end that is on its stream."""
+        """Note that the run has ended. A run may have been extended after an end that is on its stream."""
         return self._is_following and self._has_caught_up and self._last.has_come
 
     def _settle(self, ready: BatchReady) -> None:

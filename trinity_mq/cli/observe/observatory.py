@@ -1,4 +1,4 @@
-"""Everything that the page shows, collected from messages and files. Pure: sources call it, and time is an argument."""
+"""The state of one run, collected from messages and lines of files. Pure: sources call it, and the clock is given."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any
 from trinity_mq.cli.observe.curves import Curves
 from trinity_mq.cli.observe.intervals import AgentState, Intervals
 from trinity_mq.cli.observe.samples import SampleStore
-from trinity_mq.cli.reports.figures import REWARD
 from trinity_mq.cli.run.display import figures
+from trinity_mq.cli.run.follow import metrics_of
 from trinity_mq.cli.run.run_view import AgentRow, RunView, version_text
 from trinity_mq.diagnosis import Observation, bottleneck, diagnose
 from trinity_mq.messages import EngineStatus, ExplorerStatus, Heartbeat, Metrics, RunnerStatus, TrainerStatus
+from trinity_mq.telemetry.timeline import Span, spans
 
 RATE_SECONDS = 20.0
 """Seconds over which rates are taken."""
 BUSY_SECONDS = 60.0
 """Seconds over which busy shares are taken."""
 MOST_NEWS = 200
+MOST_ACTIVITIES = 20_000
 FLOW = ("explorer", "runner", "engine", "operator", "trainer", "gateway")
 
 
@@ -61,12 +63,15 @@ class Observatory:
         self.reviews = 0
         """Runs that wait for a person's verdict."""
         self.news: collections.deque[tuple[float, str]] = collections.deque(maxlen=MOST_NEWS)
+        self.activities: collections.deque[Span] = collections.deque(maxlen=MOST_ACTIVITIES)
+        """The latest activities of agents, in the order in which they ended."""
         self.problems: collections.deque[str] = collections.deque(maxlen=20)
         """Data that could not be read."""
         self._clock = clock
         self._progress = 0
         """Batches consumed, as the trainer's last metrics say."""
-        self._counters: dict[str, collections.deque[tuple[float, float]]] = {}
+        self._counters: dict[tuple[str, str], collections.deque[tuple[float, float]]] = {}
+        """Times and values of each agent's counters."""
         self._expected, self._limits = expected or {}, limits or {}
 
     # -- what comes in
@@ -76,15 +81,22 @@ class Observatory:
         now = self._clock()
         self.view.receive(message, now)
         if isinstance(message, Metrics):
-            self.curves.add(message)
+            self._take_metrics(message, now)
         elif isinstance(message, Heartbeat):
             self._count(message, now)
 
-    def receive_metrics(self, message: Metrics) -> None:
-        """Take in metrics from the run's file."""
-        now = self._clock()
-        self.view.receive(message, now)
+    def receive_line(self, line: Mapping[str, Any]) -> None:
+        """Take in a line of the run's file of metrics."""
+        message, at = metrics_of(line), line.get("time")
+        if message is not None and isinstance(at, int | float):
+            self.view.receive(message, self._clock())
+            self._take_metrics(message, at)
+
+    def _take_metrics(self, message: Metrics, at: float) -> None:
+        """Take in metrics that were written at ``at``, in seconds since the epoch."""
         self.curves.add(message)
+        line = {**message.values, "time": at, "role": message.role, "agent": message.id, "step": message.step}
+        self.activities.extend(spans([line]))
         if message.role == "trainer":
             self._progress = message.step
 
@@ -114,17 +126,16 @@ class Observatory:
         elif isinstance(detail, TrainerStatus) and detail.progress is not None:
             counters = {"progress": detail.progress}
         for name, value in counters.items():
-            own = self._counters.setdefault(f"{heartbeat.id} {name}", collections.deque(maxlen=256))
+            own = self._counters.setdefault((heartbeat.id, name), collections.deque(maxlen=256))
             if own and value < own[-1][1]:
                 own.clear()  # a process that was started anew counts from the beginning
             own.append((now, float(value)))
 
-    def rate(self, name: str, now: float, agent: str | None = None) -> float:
-        """Return a counter's rise a second, summed over the agents, or of one agent."""
+    def rate(self, name: str, now: float) -> float:
+        """Return a counter's rise a second, summed over the agents."""
         total = 0.0
-        for key, own in self._counters.items():
-            owner, _, counter = key.partition(" ")
-            if counter != name or agent not in {None, owner}:
+        for (_, counter), own in self._counters.items():
+            if counter != name:
                 continue
             recent = [(at, value) for at, value in own if at >= now - RATE_SECONDS]
             if len(recent) > 1 and recent[-1][0] > recent[0][0]:
@@ -132,6 +143,11 @@ class Observatory:
         return total
 
     # -- what goes out
+
+    @property
+    def still(self) -> float:
+        """Seconds since anything progressed."""
+        return self.view.still(self._clock())
 
     def observation(self) -> Observation:
         """Return what is known now, for a diagnosis."""
@@ -170,9 +186,7 @@ class Observatory:
             "step": view.step or self._progress,
             "total": view.total,
             "figures": [list(one) for one in figures(view, now)],
-            "reward": view.metrics.get(REWARD),
             "agents": agents,
-            "depths": dict(view.depths),
             "flow": self._flow(now, agents, observation.busy if limit is None else limit.busy),
             "finding": None if found is None else _as_map(found),
             "bottleneck": None if limit is None else _as_map(limit),

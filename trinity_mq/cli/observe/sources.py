@@ -1,12 +1,14 @@
-"""Sources of the page: the run's folder on this machine, and its broker."""
+"""Sources of what is seen of a run: its folder on this machine, and its broker."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Literal
 
 import structlog
 
@@ -17,20 +19,25 @@ from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.observe.samples import decoded
 from trinity_mq.cli.run.follow import MetricsTail, depths, listen
+from trinity_mq.config import ConfigError
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.experience.sample_log import SAMPLES_FOLDER, SampleLogReader
 from trinity_mq.messages import DecodeError, Metrics
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
 from trinity_mq.runtime.deliveries import EXPERIENCES
+from trinity_mq.runtime.errors import first_leaf
 
 log = structlog.get_logger(__name__)
 
+Part = Literal["metrics", "samples", "reviews"]
 QUEUES = ("submitted", "tasks.train", "tasks.eval", "closed", "dead")
 FOLDER_SECONDS = 1.0
 """Seconds between two looks at the run's files."""
 DEPTH_SECONDS = 2.0
 AGAIN_SECONDS = 5.0
 """Seconds from a connection that failed to the next try."""
+PROBE_AFTER = 5.0
+"""Seconds without progress after which the broker is asked for an alarm."""
 GONE_SECONDS = 10.0
 """Seconds without a connection after which the broker is looked for anew."""
 STREAM_PER_SECOND = 32
@@ -46,6 +53,7 @@ class FolderSource:
     """
 
     def __init__(self, folder: Path, observatory: Observatory) -> None:
+        self._folder = folder
         self._metrics = MetricsTail(folder)
         self._samples = SampleLogReader(folder / SAMPLES_FOLDER)
         self._observatory = observatory
@@ -58,9 +66,15 @@ class FolderSource:
 
     async def read(self) -> None:
         """Take in what is new."""
-        for message in await asyncio.to_thread(self._metrics.read):
-            self._observatory.receive_metrics(message)
-        for record in await asyncio.to_thread(lambda: list(self._samples.read())):
+        try:
+            lines = await asyncio.to_thread(self._metrics.read_lines)
+            records = await asyncio.to_thread(lambda: list(self._samples.read()))
+        except OSError as error:
+            self._observatory.problems.append(f"{self._folder} cannot be read: {error.strerror or error}")
+            return
+        for line in lines:
+            self._observatory.receive_line(line)
+        for record in records:
             await _take(self._observatory, record.body, record.step, f"samples of step {record.step}")
 
 
@@ -71,15 +85,14 @@ class BrokerSource:
         find: Returns the run and its broker as they are now; None: no broker runs. A private broker has another address
             after each start of its run.
         observatory: Takes them in.
-        metrics: Take metrics too, which else are read from the run's folder.
-        samples: Take some experiences of the ready stream, likewise.
+        takes: Beside heartbeats and depths: ``metrics`` and ``samples``, which else are read from the run's folder, and
+            ``reviews``.
     """
 
     def __init__(
-        self, find: Callable[[], Target | None], observatory: Observatory, *, metrics: bool, samples: bool
+        self, find: Callable[[], Target | None], observatory: Observatory, takes: Collection[Part] = ()
     ) -> None:
-        self._find, self._observatory = find, observatory
-        self._takes_metrics, self._takes_samples = metrics, samples
+        self._find, self._observatory, self._takes = find, observatory, frozenset(takes)
         self.bus: Bus | None = None
         """The connected bus, None while there is none."""
         self.topology: Topology | None = None
@@ -90,22 +103,25 @@ class BrokerSource:
 
     async def run(self) -> None:
         """Follow the broker until cancelled; a connection that is lost is made again."""
-        observatory = self._observatory
         while True:
-            target = self._find()
             try:
-                if target is not None:
-                    self.url = target.broker.url
-                    await self._follow(target)
-                observatory.connection = ""
-            except (BusError, CommandError, TimeoutError) as error:
-                observatory.connection = str(error)
-                log.warning("dash_disconnected", reason=str(error))
-            except ExceptionGroup as errors:
-                if errors.split((BusError, TimeoutError))[1] is not None:
-                    raise
-                observatory.connection = str(errors.exceptions[0])
+                await self._once()
+                self._observatory.connection = ""
+            except (BusError, CommandError, ConfigError, TimeoutError) as error:
+                self._observatory.connection = str(error)
+                log.warning("not_connected", reason=str(error))
             await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _once(self) -> None:
+        """Find the broker and follow it until the connection is lost; return at once where none is at work."""
+        target = await asyncio.to_thread(self._find)
+        if target is None:
+            return
+        self.url = target.broker.url
+        try:
+            await self._follow(target)
+        except ExceptionGroup as errors:
+            raise first_leaf(errors) from None
 
     async def _follow(self, target: Target) -> None:
         async with connected(target.run, target.broker, "dash") as (bus, topology):
@@ -115,14 +131,15 @@ class BrokerSource:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(listen(bus, queue, self._receive))
                     group.create_task(self._depths(bus, topology))
-                    group.create_task(self._reviews(bus, topology))
-                    if self._takes_samples:
+                    if "reviews" in self._takes:
+                        group.create_task(self._reviews(bus, topology))
+                    if "samples" in self._takes:
                         group.create_task(self._stream(bus, topology))
             finally:
                 self.bus, self.reviews, self._observatory.is_live = None, None, False
 
     def _receive(self, message: object) -> None:
-        if self._takes_metrics or not isinstance(message, Metrics):
+        if "metrics" in self._takes or not isinstance(message, Metrics):
             self._observatory.receive(message)
 
     async def _depths(self, bus: Bus, topology: Topology) -> None:
@@ -132,7 +149,9 @@ class BrokerSource:
             if bus.usable:
                 usable, self._observatory.connection = loop.time(), ""
                 self._observatory.set_depths(await depths(bus, topology, QUEUES))
-                self._observatory.broker_trouble = await broker_trouble(bus, topology)
+                # a broker says that it has an alarm to those who publish: asked only where one may be the reason
+                is_still = self._observatory.still >= PROBE_AFTER
+                self._observatory.broker_trouble = await broker_trouble(bus, topology) if is_still else ""
             else:
                 self._observatory.connection = str(bus.trouble)
                 if loop.time() - usable > GONE_SECONDS:
@@ -157,14 +176,15 @@ class BrokerSource:
     async def _stream(self, bus: Bus, topology: Topology) -> None:
         """Take some experiences of the ready stream from its present end on."""
         loop = asyncio.get_running_loop()
+        stream = dataclasses.replace(topology.ready, redeclare=False)  # looking must not make it
         offset: int | None = None
         allowance, since = float(STREAM_PER_SECOND), loop.time()
         while True:
             try:
-                async with await bus.consume(topology.ready, offset=offset) as feed:
+                async with await bus.consume(stream, offset=offset) as feed:
                     async for delivery in feed:
                         offset = (delivery.offset or 0) + 1
-                        if delivery.content_type != EXPERIENCES:
+                        if delivery.content_type != EXPERIENCES or bus.is_foreign(delivery):
                             continue
                         now = loop.time()
                         allowance = min(STREAM_PER_SECOND, allowance + STREAM_PER_SECOND * (now - since))
@@ -175,6 +195,8 @@ class BrokerSource:
                 return
             except StreamCut as cut:
                 offset = cut.got
+            except QueueGone:  # the run has not begun yet
+                await asyncio.sleep(AGAIN_SECONDS)
             except BusUnavailable:
                 await bus.wait_usable()
 

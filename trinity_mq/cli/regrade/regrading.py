@@ -45,7 +45,7 @@ class Regrading:
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader of the figures has to know."""
+        """Return remarks for a reader of the figures."""
         if self._advantages is None:
             kind = self._algorithm.estimator.kind
             return [f"advantages are not shown: the estimator {kind} computes them in the trainer, from its own state"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
 from trinity_mq.bus.topology import Queue
@@ -56,25 +58,37 @@ class MetricsTail:
 
     def read(self) -> list[Metrics]:
         """Return the new messages since the last call; a line that is still being written comes with the next call."""
+        return [message for line in self.read_lines() if (message := metrics_of(line)) is not None]
+
+    def read_lines(self) -> list[dict[str, Any]]:
+        """Return the new lines since the last call. A file that is shorter than before is that of a run begun anew."""
         try:
             with self._path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._offset:
+                    self._offset = 0
                 file.seek(self._offset)
                 whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return []
         self._offset += len(whole) + len(newline)
-        return [message for line in whole.splitlines() if (message := _metrics(line)) is not None]
+        return [fields for line in whole.splitlines() if (fields := _fields(line)) is not None]
 
 
-def _metrics(line: bytes) -> Metrics | None:
+def metrics_of(line: Mapping[str, Any]) -> Metrics | None:
+    """Return a line of a metrics file as a message; None where it is no such line."""
+    values = {name: value for name, value in line.items() if name not in LINE_FIELDS and isinstance(value, int | float)}
+    try:
+        return Metrics(role=line["role"], id=line["agent"], step=line["step"], values=values)
+    except (ValueError, KeyError):
+        return None
+
+
+def _fields(line: bytes) -> dict[str, Any] | None:
     try:
         fields = json.loads(line)
-        values = {
-            name: value for name, value in fields.items() if name not in LINE_FIELDS and isinstance(value, int | float)
-        }
-        return Metrics(role=fields["role"], id=fields["agent"], step=fields["step"], values=values)
-    except (ValueError, KeyError, AttributeError):
-        return None  # torn by a writer that was killed
+    except ValueError:  # torn by a writer that was killed
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 async def depths(bus: Bus, topology: Topology, names: Sequence[str]) -> dict[str, int | None]:

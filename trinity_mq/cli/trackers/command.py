@@ -23,7 +23,7 @@ from trinity_mq.config import Config, OtlpConfig, TrackerConfig
 
 KINDS = ("wandb", "mlflow", "swanlab")
 OTLP = "otlp"
-"""What takes spans instead of metrics: a collector of OpenTelemetry."""
+"""The service that takes spans instead of metrics: a collector of OpenTelemetry."""
 INTERVAL = 2.0
 """Seconds between two looks at the metrics file of a run that runs."""
 FOLLOWING_NICE = 10

@@ -41,9 +41,9 @@ class Tapped:
     """
 
     bus: Bus
-    """Of the run that reads: what does not decode goes to its dead letters."""
+    """Bus of the run that reads: bodies that do not decode go to its dead letters."""
     topology: Topology
-    """Of the run that reads."""
+    """Names of the run that reads."""
     came: Callable[[BatchReady, int], bool]
     """Called with each BatchReady and its offset; False: the batch is not wanted."""
     ends: Callable[[RunEnd], None]

@@ -21,8 +21,7 @@ from trinity_mq.messages.batches import Accepted, Wanted
 from trinity_mq.operators import ExperienceOperatorV1
 from trinity_mq.operators.base import Processed
 from trinity_mq.runtime.deliveries import CrashNotes, envelope
-from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.serve import first_leaf
+from trinity_mq.runtime.errors import RestartMe, first_leaf
 from trinity_mq.telemetry import MetricsWriter
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.transport.experience_parts import part_message

@@ -15,8 +15,7 @@ from trinity_agents.operator.agent import Operator
 from trinity_mq.experience import Experience
 from trinity_mq.operators import ExperienceOperatorV1, ThreadedOperator
 from trinity_mq.operators.base import Processed
-from trinity_mq.runtime.errors import RestartMe
-from trinity_mq.runtime.serve import first_leaf
+from trinity_mq.runtime.errors import RestartMe, first_leaf
 from trinity_mq.testing.virtual_time import run_virtually
 
 THIS = __name__

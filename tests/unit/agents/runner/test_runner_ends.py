@@ -26,8 +26,7 @@ from trinity_mq.messages import ControlEvent, TaskBody, TaskSlice
 from trinity_mq.rollout.run_results import RunResults
 from trinity_mq.rollout.status import SliceOutcome
 from trinity_mq.runtime.deliveries import CrashNotes, envelope
-from trinity_mq.runtime.errors import RecycleMe, RestartMe
-from trinity_mq.runtime.serve import first_leaf
+from trinity_mq.runtime.errors import RecycleMe, RestartMe, first_leaf
 from trinity_mq.testing.virtual_time import run_virtually
 from trinity_mq.workflows import Workflow
 

@@ -136,7 +136,8 @@ const flow = {
     if (!parts.length) parts.push(h("p", { class: "empty" }, state.live ? "No agent of this run has sent a heartbeat yet." : "This run does not run now: samples and curves are those of its folder."));
     this.boxes.replaceChildren(...parts);
     this.agents.replaceChildren(agentTable());
-    this.failures.replaceChildren(...(state.failures.length ? [h("h2", {}, "Failures"), ...state.failures.map((line) => h("p", { class: "bad" }, line))] : []));
+    const failures = [...state.failures, ...state.problems];
+    this.failures.replaceChildren(...(failures.length ? [h("h2", {}, "Failures"), ...failures.map((line) => h("p", { class: "bad" }, line))] : []));
     const lines = [...state.news].reverse().slice(0, 60);
     this.news.replaceChildren(...(lines.length ? lines.map(([at, text]) => h("p", {}, h("span", { class: "dim" }, `${clock(at)} `), text)) : [h("p", { class: "dim" }, "Nothing yet.")]));
   },

@@ -57,7 +57,7 @@ class TreeSpan:
 
 @dataclass(slots=True)
 class _Batch:
-    """What is known of a batch that goes on: by phase and by task its first and last second."""
+    """A batch that goes on: first and last second of each of its phases and tasks."""
 
     phases: dict[str, list[float]] = field(default_factory=dict)
     tasks: dict[str, list[float]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class TraceTree:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What it has to remember, as JSON takes it."""
+        """Its memory, as JSON takes it."""
         return {
             "open": {
                 name: {"phases": one.phases, "tasks": one.tasks, "version": one.version}
