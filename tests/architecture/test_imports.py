@@ -22,6 +22,8 @@ SLIM += (
     "trinity_mq.cli.run.configured_run",
 )
 SLIM += ("trinity_mq.cli.commands.submit", "trinity_mq.cli.run.status", "trinity_mq.data")
+SLIM += ("trinity_mq.cli.observe.sources", "trinity_mq.cli.dash.app", "trinity_mq.cli.exporter.families")
+SLIM += ("trinity_mq.cli.trackers.command",)
 HEAVY = ("torch", "transformers", "vllm", "tensorboard", "openai")
 
 PUBLIC = {

@@ -18,8 +18,8 @@ import pytest
 from tests.dash_page import DashProcess
 from tests.unit.agents.world import experience
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.experience.sample_log import SAMPLES_FOLDER, SampleLog
 from trinity_mq.telemetry import MetricsWriter
+from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLog
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

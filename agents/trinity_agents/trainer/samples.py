@@ -10,7 +10,7 @@ from pathlib import Path
 import structlog
 
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.experience.sample_log import SAMPLES_FOLDER, SampleLog
+from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLog
 
 log = structlog.get_logger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from trinity_mq.experience import Experience, ExperienceBatch
-from trinity_mq.experience.rules import ENGINE
+    from trinity_mq.experience import Experience
 
 MOST_ROWS = 10_000
 MOST_BYTES = 256 * 1024**2
@@ -61,6 +61,8 @@ def decoded(body: bytes, step: int | None, workflows: Mapping[str, str]) -> Deco
     Raises:
         DecodeError: The body is damaged.
     """
+    from trinity_mq.experience import ExperienceBatch  # here: it imports torch, and not everybody has samples
+
     experiences = ExperienceBatch.decode(body).settle().to_list()
     return DecodedSamples(body, {one.eid.uid: _row(one, step, workflows) for one in experiences})
 
@@ -120,10 +122,14 @@ class SampleStore:
 
 def experience_at(body: bytes, place: int) -> Experience:
     """Return one experience of an encoded batch."""
+    from trinity_mq.experience import ExperienceBatch
+
     return ExperienceBatch.decode(body).settle()[place]
 
 
 def _row(one: Experience, step: int | None, workflows: Mapping[str, str]) -> list[Any]:
+    from trinity_mq.experience.rules import ENGINE
+
     eid = one.eid
     versions = [(generation, of_step) for _, generation, of_step in one.versions or ()]
     oldest = min(versions, default=None)

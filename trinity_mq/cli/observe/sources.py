@@ -20,12 +20,11 @@ from trinity_mq.cli.observe.observatory import Observatory
 from trinity_mq.cli.observe.samples import decoded
 from trinity_mq.cli.run.follow import MetricsTail, depths, listen
 from trinity_mq.config import ConfigError
-from trinity_mq.experience import ExperienceBatch
-from trinity_mq.experience.sample_log import SAMPLES_FOLDER, SampleLogReader
 from trinity_mq.messages import DecodeError, Metrics
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
 from trinity_mq.runtime.deliveries import EXPERIENCES
 from trinity_mq.runtime.errors import first_leaf
+from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLogReader
 
 log = structlog.get_logger(__name__)
 
@@ -213,6 +212,8 @@ async def _take(observatory: Observatory, body: bytes, step: int | None, what: s
 
 def _part(body: bytes, most: int) -> bytes:
     """Return the body of at most so many neighbours among the experiences of a body, drawn at random."""
+    from trinity_mq.experience import ExperienceBatch  # here: it imports torch
+
     try:
         batch = ExperienceBatch.decode(body)
     except DecodeError:

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.agents.world import experience
 from trinity_agents.trainer.samples import Samples, chosen
 from trinity_mq.experience import ExperienceBatch
-from trinity_mq.experience.sample_log import SAMPLES_FOLDER, SampleLog, SampleLogReader
+from trinity_mq.telemetry.sample_log import SAMPLES_FOLDER, SampleLog, SampleLogReader
 
 
 def batch(tasks: int, runs: int) -> ExperienceBatch:

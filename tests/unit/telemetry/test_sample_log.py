@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_mq.experience.sample_log import SEGMENTS, SampleLog, SampleLogReader, segments
+from trinity_mq.telemetry.sample_log import SEGMENTS, SampleLog, SampleLogReader, segments
 
 Opened = Callable[[Path, int], SampleLog]
 

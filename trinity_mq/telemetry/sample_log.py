@@ -1,6 +1,6 @@
 """Experiences kept in a run's folder to be looked at later: bounded files of encoded bodies, appended step by step.
 
-Each record is a header of 24 bytes (magic, train step, length of the body) and an encoded :class:`ExperienceBatch`.
+Each record is a header of 24 bytes (magic, train step, length of the body) and the encoded experiences.
 Segments are removed oldest first, so that the folder never grows beyond its limit by more than one record.
 """
 
@@ -29,7 +29,7 @@ class SampleRecord:
     step: int
     """Train steps made by then."""
     body: bytes
-    """An encoded :class:`ExperienceBatch`."""
+    """Encoded experiences."""
 
 
 class SampleLog:
