@@ -1,11 +1,12 @@
 """Measures the cost of seeing a run: tokens a second with everything on that shows it, against the same with all off.
 
-    python benchmarks/bench_observability.py [--steps 30] [--rounds 3] [--check] [--quick]
+    python benchmarks/bench_observability.py [--steps 30] [--rounds 3] [--parts trace dash ...] [--sample 0.1] [--check]
 
-*on* is a run with ``monitor.trace`` and ``monitor.otlp`` to a receiver on this machine, and ``trinity-mq exporter`` and
-``trinity-mq dash`` beside it, where this version has these commands. Runs are of examples/arithmetic.yaml without
+*on* is a run with ``monitor.trace`` and ``monitor.otlp`` to a receiver on this machine, which gets one of ten batches, and ``trinity-mq exporter`` and
+``trinity-mq dash`` beside it; ``--parts`` chooses among these. Runs are of examples/arithmetic.yaml without
 evaluations. On and off take turns, and which is first changes from round to round. Tokens are those of the train steps;
 the seconds go from the end of the second train step to the end of the last. The ratio is that of the medians.
+Processor seconds are those of all processes of a run and of all beside it, from start to end.
 
 ``--check`` exits with 1 if the ratio is below 0.97.
 """
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import gzip
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -29,10 +31,10 @@ from typing import Any
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from trinity_mq.cli.main import COMMANDS
 from trinity_mq.testing.runs import LocalRun
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
+PARTS = ("trace", "otlp", "exporter", "dash")
 BESIDE = ("exporter", "dash")
 BOUND = 0.97
 SKIPPED = 2
@@ -77,14 +79,8 @@ async def collecting() -> AsyncIterator[Collector]:
         await runner.cleanup()
 
 
-def commands() -> list[str]:
-    """Return the commands of this version that watch a run."""
-    known = {name for name, *_ in COMMANDS}
-    return [name for name in BESIDE if name in known]
-
-
 @asynccontextmanager
-async def watched(folder: Path) -> AsyncIterator[None]:
+async def watched(folder: Path, commands: Sequence[str]) -> AsyncIterator[None]:
     """Run the commands that watch a run beside it, once its broker is known.
 
     Raises:
@@ -95,7 +91,7 @@ async def watched(folder: Path) -> AsyncIterator[None]:
     async def start() -> None:
         while not (folder / "broker.url").exists():  # noqa: ASYNC110  # another process writes it
             await asyncio.sleep(POLL)
-        for name in commands():
+        for name in commands:
             words = [sys.executable, "-m", "trinity_mq.cli.main", name, str(folder), "--port", "0"]
             processes[name] = await asyncio.create_subprocess_exec(
                 *words, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
@@ -114,8 +110,20 @@ async def watched(folder: Path) -> AsyncIterator[None]:
             await one.wait()
 
 
-async def run(steps: int, *, on: bool) -> tuple[float, int]:
-    """Do a whole run; return its tokens a second, and the spans that came to the receiver.
+@dataclass(frozen=True)
+class Measured:
+    """One run."""
+
+    speed: float
+    """Tokens a second."""
+    processor: float
+    """Seconds of all processes."""
+    spans: int
+    """Spans that came to the receiver."""
+
+
+async def run(steps: int, parts: Sequence[str], sample: float) -> Measured:
+    """Do a whole run with these parts of :data:`PARTS` on, ``sample`` of its batches exported.
 
     Raises:
         SystemExit: It ended badly; with its output.
@@ -124,15 +132,23 @@ async def run(steps: int, *, on: bool) -> tuple[float, int]:
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tmq-observability-"))) / "run"
         collector = await stack.enter_async_context(collecting())
-        if on:
-            settings += ["monitor.trace=true", f"monitor.otlp={{endpoint: {collector.url}}}"]
+        if "trace" in parts:
+            settings.append("monitor.trace=true")
+        if "otlp" in parts:
+            settings.append(f"monitor.otlp={{endpoint: {collector.url}, sample: {sample}}}")
+        before = processor_seconds()
         async with LocalRun(EXAMPLE, folder, settings) as whole:
-            if on:
-                await stack.enter_async_context(watched(folder))
-            code, output = await whole.ended(LIMIT)
+            async with watched(folder, [name for name in BESIDE if name in parts]):
+                code, output = await whole.ended(LIMIT)
         if code != 0:
             raise SystemExit(f"the run ended with {code}:\n{output}")
-        return tokens_a_second(whole.metrics()), collector.spans
+        return Measured(tokens_a_second(whole.metrics()), processor_seconds() - before, collector.spans)
+
+
+def processor_seconds() -> float:
+    """Return the processor time of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def tokens_a_second(lines: Sequence[Mapping[str, Any]]) -> float:
@@ -143,21 +159,24 @@ def tokens_a_second(lines: Sequence[Mapping[str, Any]]) -> float:
     return float(tokens / (steps[-1]["time"] - steps[SKIPPED - 1]["time"]))
 
 
-async def compare(steps: int, rounds: int) -> float:
+async def compare(steps: int, rounds: int, parts: Sequence[str], sample: float) -> float:
     """Print the figures of each round; return the ratio of the medians."""
-    found: dict[bool, list[float]] = {True: [], False: []}
-    print(f"on: trace, otlp{''.join(f', {name}' for name in commands())}; {steps} steps, {os.cpu_count()} cores")
+    found: dict[bool, list[Measured]] = {True: [], False: []}
+    print(f"on: {', '.join(parts)}; {sample:g} of the batches exported; {steps} steps, {os.cpu_count()} cores")
     for number in range(rounds):
         for on in (False, True) if number % 2 == 0 else (True, False):
             began = time.monotonic()
-            speed, spans = await run(steps, on=on)
-            found[on].append(speed)
-            what = f"on,  {spans} spans" if on else "off"
-            print(f"round {number + 1}: {speed:7.0f} tokens/s {what} ({time.monotonic() - began:.0f} s)", flush=True)
-            if on and not spans:
+            one = await run(steps, parts if on else (), sample)
+            found[on].append(one)
+            what = f"on,  {one.spans} spans" if on else "off"
+            spent = f"{one.processor:.1f} processor seconds, {time.monotonic() - began:.0f} s"
+            print(f"round {number + 1}: {one.speed:7.0f} tokens/s {what} ({spent})", flush=True)
+            if on and "otlp" in parts and not one.spans:
                 raise SystemExit("no span came to the receiver: nothing was compared")
-    ratio = statistics.median(found[True]) / statistics.median(found[False])
-    print(f"on/off: {ratio:.3f}, wanted at least {BOUND}")
+    speeds = {on: statistics.median(one.speed for one in found[on]) for on in found}
+    spent_by = {on: statistics.median(one.processor for one in found[on]) for on in found}
+    ratio = speeds[True] / speeds[False]
+    print(f"on/off: {ratio:.3f}, wanted at least {BOUND}; processor seconds {spent_by[True] / spent_by[False]:.3f}")
     return ratio
 
 
@@ -166,12 +185,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help="train steps of a run")
     parser.add_argument("--rounds", type=int, default=3, help="runs with all on, and as many with all off")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is on (default: all)")
+    parser.add_argument("--sample", type=float, default=0.1, help="share of the batches that are exported")
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if the ratio is below {BOUND}")
     parser.add_argument("--quick", action="store_true", help="one round of few steps, to see that it runs")
     options = parser.parse_args()
     if options.quick:
-        options.steps, options.rounds = 6, 1
-    ratio = asyncio.run(compare(options.steps, options.rounds))
+        options.steps, options.rounds, options.sample = 6, 1, 1.0
+    ratio = asyncio.run(compare(options.steps, options.rounds, options.parts, options.sample))
     return 1 if options.check and ratio < BOUND else 0
 
 

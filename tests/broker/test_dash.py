@@ -74,7 +74,7 @@ async def test_a_dead_batch_is_replayed(broker_url: str, topology: Topology, tmp
 
         await until(listed, 30)
         assert await listed(), "looking takes nothing away"
-        assert len(page.observatory.samples) == 2, "experiences of batch 2, from the stream"
+        assert len((await page.get("/api/samples"))["rows"]) == 2, "experiences of batch 2, from the stream"
         (tmp_path / "repaired").touch()
         done = await page.post("/api/dead/replay", {"batches": [1]})
         assert (len(done["republished"]), done["problems"], done["kept"]) == (1, [], 0)

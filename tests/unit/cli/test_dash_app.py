@@ -18,7 +18,6 @@ from trinity_mq.cli.dash.app import PAGE_FILES, STATIC, DashApp
 from trinity_mq.cli.inspect.token_texts import TokenTexts
 from trinity_mq.cli.observe.curves import Curves
 from trinity_mq.cli.observe.observatory import Observatory
-from trinity_mq.cli.observe.samples import decoded
 from trinity_mq.cli.observe.sources import BrokerSource, FolderSource
 from trinity_mq.telemetry import MetricsWriter
 
@@ -65,10 +64,13 @@ async def test_samples_and_curves() -> None:
     beside = Curves()
     beside.add(metrics("explorer", 1, **{"rollout/reward/mean": 0.9}))
     async with served(others={"before": beside}) as (client, observatory, _, _):
-        observatory.samples.add(decoded(body(3), 4, {}))
+        observatory.samples.put(body(3), 4)
+        observatory.samples.put(body(3)[:-20], 5)
         observatory.receive(metrics("explorer", 1, **{"rollout/reward/mean": 0.5}))
         rows = await (await client.get("/api/samples?after=2")).json()
         assert [row[0] for row in rows["rows"]] == [3, 4]
+        assert (rows["last"], rows["seen"]) == (4, 2)
+        assert "samples of step 5 cannot be read" in observatory.problems[0]
         uid = rows["rows"][0][rows["columns"].index("uid")]
         sample = await (await client.get("/api/sample", params={"uid": uid})).json()
         assert (sample["uid"], len(sample["tokens"])) == (uid, len(sample["token_texts"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -99,6 +100,16 @@ def test_the_oldest_samples_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(store) <= 10
     assert store.body_of(next(iter(first.rows))) is None
     assert [row[COLUMNS.index("batch")] for row in store.rows()] == [18] * 4 + [19] * 4
+
+
+def test_what_nobody_looks_at_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_BYTES", 5 * len(body(10)))
+    store = SampleStore()
+    for batch in range(10, 30):
+        store.put(body(batch), batch)
+    assert asyncio.run(store.decode()) == []
+    assert {row[COLUMNS.index("batch")] for row in store.rows()} == {25, 26, 27, 28, 29}
+    assert store.seen == 20
 
 
 def test_a_damaged_body_is_an_error_and_changes_nothing() -> None:

@@ -161,7 +161,7 @@ class DashApp:
     async def timeline(self, request: web.Request) -> web.Response:
         """Return what agents did and waited for in the last ``seconds``."""
         seconds, found = _number(request, "seconds", 120.0), self._observatory.activities
-        end = time.time() if self._observatory.is_live or not found else found[-1].end
+        end = round(time.time() if self._observatory.is_live or not found else found[-1].end, 2)
         start = end - seconds
         shown = [_activity(one) for one in found if one.end >= start][-MOST_SPANS:]
         lanes = self._observatory.intervals.since(start)
@@ -171,11 +171,14 @@ class DashApp:
         """Return the rows of samples with a number above ``after``."""
         after = int(_number(request, "after", 0))
         store = self._observatory.samples
-        return _json({"columns": COLUMNS, "last": store.number, "rows": store.rows(after)})
+        seen = store.seen
+        self._observatory.problems.extend(await store.decode())
+        return _json({"columns": COLUMNS, "last": store.number, "seen": seen, "rows": store.rows(after)})
 
     async def sample(self, request: web.Request) -> web.Response:
         """Return one sample token by token, by its ``uid``."""
         uid = request.query.get("uid", "")
+        self._observatory.problems.extend(await self._observatory.samples.decode())
         found = self._observatory.samples.body_of(uid)
         if found is None:
             return _json({"error": f"sample {uid!r} is not kept: the latest {MOST_ROWS} are"}, status=404)

@@ -51,9 +51,7 @@ class Observatory:
     ) -> None:
         self.view = RunView(run, total)
         self.curves, self.intervals = Curves(), Intervals()
-        self.samples = SampleStore()
-        self.workflows = workflows or {}
-        """By taskset, the workflow of its tasks."""
+        self.samples = SampleStore(workflows)
         self.connection = ""
         """Trouble with the broker; empty: connected, or none is wanted."""
         self.broker_trouble = ""
@@ -208,7 +206,7 @@ class Observatory:
             "news": [[round(at, 1), text] for at, text in self.news],
             "problems": list(self.problems),
             "reviews": self.reviews,
-            "samples": self.samples.number,
+            "samples": self.samples.seen,
             "curves": self.curves.changes,
         }
 

@@ -1,11 +1,17 @@
-"""Experiences for the page: a table of rows, and the bodies behind them, both bounded in memory."""
+"""Experiences for the page: a table of rows, and the bodies behind them, both bounded in memory.
+
+Bodies are decoded once somebody looks: before, they cost nothing but memory.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import collections
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from trinity_mq.messages import DecodeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,9 +74,20 @@ def decoded(body: bytes, step: int | None, workflows: Mapping[str, str]) -> Deco
 
 
 class SampleStore:
-    """The latest experiences that were seen. One thread uses it."""
+    """The latest experiences that were seen. The event loop's thread uses it.
 
-    def __init__(self) -> None:
+    Args:
+        workflows: By taskset, the workflow that its tasks are run by.
+    """
+
+    def __init__(self, workflows: Mapping[str, str] | None = None) -> None:
+        self._workflows = workflows or {}
+        self._pending: collections.deque[tuple[bytes, int | None]] = collections.deque()
+        """Bodies that nobody has looked at yet, with the train steps that were made on them."""
+        self._pending_bytes = 0
+        self._decoding = asyncio.Lock()
+        self.seen = 0
+        """Bodies that came; it rises with each."""
         self._rows: collections.OrderedDict[str, list[Any]] = collections.OrderedDict()
         self._kept: collections.deque[DecodedSamples] = collections.deque()
         self._owner: dict[str, DecodedSamples] = {}
@@ -81,8 +98,30 @@ class SampleStore:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def put(self, body: bytes, step: int | None) -> None:
+        """Take in an encoded batch of experiences that train step ``step`` was made on; the oldest ones go first."""
+        self.seen += 1
+        self._pending.append((body, step))
+        self._pending_bytes += len(body)
+        while self._pending_bytes > MOST_BYTES or len(self._pending) > MOST_ROWS:
+            oldest, _ = self._pending.popleft()
+            self._pending_bytes -= len(oldest)
+
+    async def decode(self) -> list[str]:
+        """Have all that came in the table, and return why what could not be decoded is not."""
+        problems = []
+        async with self._decoding:
+            while self._pending:
+                body, step = self._pending.popleft()
+                self._pending_bytes -= len(body)
+                try:
+                    self.add(await asyncio.to_thread(decoded, body, step, self._workflows))
+                except DecodeError as error:
+                    problems.append(f"samples of step {step} cannot be read: {error}")
+        return problems
+
     def add(self, samples: DecodedSamples) -> int:
-        """Take in samples, and return how many of them are new."""
+        """Add samples to the table, and return how many of them are new."""
         new = 0
         for uid, row in samples.rows.items():
             if uid in self._rows:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
 import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -17,10 +16,9 @@ from trinity_mq.cli.broker.connection import Target, connected
 from trinity_mq.cli.broker.probe import broker_trouble
 from trinity_mq.cli.errors import CommandError
 from trinity_mq.cli.observe.observatory import Observatory
-from trinity_mq.cli.observe.samples import decoded
 from trinity_mq.cli.run.follow import MetricsTail, depths, listen
 from trinity_mq.config import ConfigError
-from trinity_mq.messages import DecodeError, Metrics
+from trinity_mq.messages import Metrics
 from trinity_mq.reviews.stream import NoReviews, ReviewStream
 from trinity_mq.runtime.deliveries import EXPERIENCES
 from trinity_mq.runtime.errors import first_leaf
@@ -39,8 +37,8 @@ PROBE_AFTER = 5.0
 """Seconds without progress after which the broker is asked for an alarm."""
 GONE_SECONDS = 10.0
 """Seconds without a connection after which the broker is looked for anew."""
-STREAM_PER_SECOND = 32
-"""Experiences a second that are taken from the stream: decoding all of a fast run's would cost it processor time."""
+STREAM_SECONDS = 1.0
+"""Seconds between two messages that are taken from the stream."""
 
 
 class FolderSource:
@@ -74,7 +72,7 @@ class FolderSource:
         for line in lines:
             self._observatory.receive_line(line)
         for record in records:
-            await _take(self._observatory, record.body, record.step, f"samples of step {record.step}")
+            self._observatory.samples.put(record.body, record.step)
 
 
 class BrokerSource:
@@ -173,11 +171,11 @@ class BrokerSource:
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _stream(self, bus: Bus, topology: Topology) -> None:
-        """Take some experiences of the ready stream from its present end on."""
+        """Take a message of experiences a second from the ready stream, from its present end on."""
         loop = asyncio.get_running_loop()
         stream = dataclasses.replace(topology.ready, redeclare=False)  # looking must not make it
         offset: int | None = None
-        allowance, since = float(STREAM_PER_SECOND), loop.time()
+        taken = -STREAM_SECONDS
         while True:
             try:
                 async with await bus.consume(stream, offset=offset) as feed:
@@ -185,12 +183,9 @@ class BrokerSource:
                         offset = (delivery.offset or 0) + 1
                         if delivery.content_type != EXPERIENCES or bus.is_foreign(delivery):
                             continue
-                        now = loop.time()
-                        allowance = min(STREAM_PER_SECOND, allowance + STREAM_PER_SECOND * (now - since))
-                        since = now
-                        if allowance >= 1:
-                            part = await asyncio.to_thread(_part, delivery.body, int(allowance))
-                            allowance -= await _take(self._observatory, part, None, "experiences on the stream")
+                        if loop.time() - taken >= STREAM_SECONDS:
+                            taken = loop.time()
+                            self._observatory.samples.put(delivery.body, None)
                 return
             except StreamCut as cut:
                 offset = cut.got
@@ -198,27 +193,3 @@ class BrokerSource:
                 await asyncio.sleep(AGAIN_SECONDS)
             except BusUnavailable:
                 await bus.wait_usable()
-
-
-async def _take(observatory: Observatory, body: bytes, step: int | None, what: str) -> int:
-    """Show the experiences of a body, and return how many of them are new; what cannot be read is a remark."""
-    try:
-        samples = await asyncio.to_thread(decoded, body, step, observatory.workflows)
-    except DecodeError as error:
-        observatory.problems.append(f"{what} cannot be read: {error}")
-        return 0
-    return observatory.samples.add(samples)
-
-
-def _part(body: bytes, most: int) -> bytes:
-    """Return the body of at most so many neighbours among the experiences of a body, drawn at random."""
-    from trinity_mq.experience import ExperienceBatch  # here: it imports torch
-
-    try:
-        batch = ExperienceBatch.decode(body)
-    except DecodeError:
-        return body  # whoever decodes it says so
-    if len(batch) <= most:
-        return body
-    start = random.randrange(len(batch) - most + 1)
-    return batch.select(range(start, start + most)).encode()

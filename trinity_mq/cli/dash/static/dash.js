@@ -283,6 +283,7 @@ const samples = {
   title: "Samples",
   rows: [],
   last: 0,
+  seen: -1,
   sort: ["number", -1],
   filter: { text: "", reward: "", workflow: "", kind: "" },
   colour: "logprob",
@@ -308,7 +309,7 @@ const samples = {
     this.choose();
   },
   update() {
-    if (state.samples !== this.last && !this.loading) this.load();
+    if (state.samples !== this.seen && !this.loading) this.load();
   },
   async load(anew = false) {
     this.loading = true;
@@ -316,6 +317,7 @@ const samples = {
       const found = await ask(`api/samples?after=${anew && !this.rows.length ? 0 : this.last}`);
       this.columns = Object.fromEntries(found.columns.map((name, place) => [name, place]));
       this.last = found.last;
+      this.seen = found.seen;
       this.rows = [...this.rows, ...found.rows].slice(-10000);
       if (section === this) this.choose();
     } catch (error) {
