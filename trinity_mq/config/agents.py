@@ -382,8 +382,8 @@ class MonitorConfig(Section):
     """Write what every process does for each batch, and when, into ``trace/`` of the run's folder: about 50 kB a
     batch of 32 tasks. ``trinity-mq timeline RUN --batch N`` shows it."""
     otlp: OtlpConfig | None = None
-    """Export the spans of each batch to a collector of OpenTelemetry (extra ``otel``), which switches ``monitor.trace``
-    on. None: no."""
+    """Export the spans of each batch to a collector of OpenTelemetry (extra ``otel``). ``trace/`` has those of exported
+    batches then, even where ``trace`` is off. None: no."""
 
     @property
     def traced(self) -> bool:

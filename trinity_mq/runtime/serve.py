@@ -64,7 +64,8 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     if parent is not None:
         die_with_parent(parent)
     setup_logging(role, agent_id, config.path, config.monitor.log_level, run=config.name)
-    start_trace(role, agent_id, config.path, on=config.monitor.traced, sample=config.monitor.sample)
+    monitor = config.monitor
+    start_trace(role, agent_id, config.path, on=monitor.traced, sample=monitor.sample, exported_only=not monitor.trace)
     supervised = parent is not None
     signs = LifeSigns.from_environment(supervised=supervised)  # before anything is started that could inherit it
     try:
