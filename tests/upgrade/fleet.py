@@ -22,9 +22,9 @@ from trinity_mq.runtime.errors import EXIT_FATAL
 from trinity_mq.runtime.notify import Notifier
 
 ROOT = Path(__file__).parents[2]
-EXCHANGE_SECONDS = 120.0
+EXCHANGE_SECONDS = 240.0
 """Seconds from the start of a process to its work in the run, on a busy machine."""
-DRAIN_SECONDS = 60.0
+DRAIN_SECONDS = 90.0
 
 
 class Fleet:
