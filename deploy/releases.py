@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -158,7 +159,23 @@ def write_bodies(python: Path, golden: Path, target: Path, root: Path = ROOT) ->
         ReleaseError: It cannot.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    _run([str(python), str(root / "tests" / "golden" / "released.py"), "write", str(golden), str(target)])
+    _run([str(python), "-I", str(root / "tests" / "golden" / "released.py"), "write", str(golden), str(target)])
+
+
+def write_state(python: Path, target: Path, root: Path = ROOT) -> None:
+    """Write a run's folder as the release of ``python`` writes it (``target/run``), and what it reads in that
+    (``target/run.json``).
+
+    Raises:
+        ReleaseError: It cannot.
+    """
+    script = str(root / "tests" / "golden" / "released_state.py")
+    run = target / "run"
+    _run([str(python), "-I", script, "write", str(run)])
+    with tempfile.TemporaryDirectory(prefix="tmq-release-") as name:
+        copy = shutil.copytree(run, Path(name) / "run")  # reading saves it again
+        _run([str(python), "-I", script, "read", str(copy), str(target / "run.json")])
+    (run / "state" / "explorer.db-journal").unlink()
 
 
 def changelog(root: Path, version: str) -> str:
@@ -183,8 +200,9 @@ def check(root: Path = ROOT) -> list[str]:
     if [one.order for one in found] != sorted({one.order for one in found}):
         wrong.append(f"{TABLE}: the versions do not rise: {', '.join(one.version for one in found)}")
     for one in found:
-        if not (root / GOLDENS / one.version / "bodies.json").exists():
-            wrong.append(f"{one.version}: {GOLDENS}/{one.version}/bodies.json is missing")
+        for name in ("bodies.json", "run", "run.json"):
+            if not (root / GOLDENS / one.version / name).exists():
+                wrong.append(f"{one.version}: {GOLDENS}/{one.version}/{name} is missing")
         try:
             heading = changelog(root, one.version).splitlines()[0]
         except ReleaseError as error:
@@ -245,6 +263,7 @@ def make(version: str, root: Path = ROOT, today: date | None = None) -> Release:
         assert said.pop("version") == version
         _run([str(python), "-I", "-m", "trinity_mq.cli.main", "schema", "--check", "--out", str(root / "schemas")])
         write_bodies(python, folder / "source" / "schemas" / "golden", root / GOLDENS / version / "bodies.json", root)
+        write_state(python, root / GOLDENS / version, root)
     made = Release(version=version, date=today, commit=commit, **{**said, "reads": tuple(said["reads"])})
     with (root / TABLE).open("a", encoding="utf-8") as table:
         table.write(made.row())

@@ -1,4 +1,4 @@
-"""Bodies that released versions wrote, as their wheels wrote them: this release reads every one, and all that is in it.
+"""Messages and files that released versions wrote, as their wheels wrote them: this release reads all of them.
 
 ``tests/upgrade/test_messages.py`` holds the other direction.
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -14,11 +18,14 @@ import pytest
 
 from deploy.releases import GOLDENS, ROOT, Release, releases
 from tests.golden.forms import batch_form, form
+from tests.golden.released_state import read
 from tests.golden.test_control import contains
+from trinity_agents.explorer import state as explorer
 from trinity_mq.experience import decode as decode_experiences
 from trinity_mq.messages import decode_any, encode
 from trinity_mq.messages.codec import CATALOGUE
 from trinity_mq.messages.compatibility import OLDEST
+from trinity_mq.release import FIRST
 
 
 def bodies(version: str) -> dict[str, Any]:
@@ -47,7 +54,20 @@ def test_is_read_whole(known: dict[str, Any], version: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("release", releases(), ids=lambda release: release.version)
+async def test_a_run_goes_on_from_its_files(release: Release, tmp_path: Path) -> None:
+    """All that the release itself found in them is found, and the next save brings their formats up."""
+    kept = ROOT / GOLDENS / release.version
+    run = shutil.copytree(kept / "run", tmp_path / "run")
+    found = await read(run)
+    assert contains(json.loads(json.dumps(found)), json.loads((kept / "run.json").read_text(encoding="utf-8")))
+    with closing(sqlite3.connect(run / "state" / "explorer.db")) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (explorer.NEWEST_FORMAT,)
+
+
+@pytest.mark.parametrize("release", releases(), ids=lambda release: release.version)
 def test_a_release_has_every_kind_that_it_knew(release: Release) -> None:
+    beat = bodies(release.version)["control/beat.v1.minimal"]["holds"]
+    assert beat.get("release", FIRST) == release.version, "another release wrote them"
     kinds = {name.removeprefix("control/").split(".")[0] for name in bodies(release.version) if "control/" in name}
     assert kinds <= {kind for kind, _ in CATALOGUE}, "a kind that was released cannot go"
     if release.version == releases()[-1].version:

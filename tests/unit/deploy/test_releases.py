@@ -135,7 +135,8 @@ def test_what_is_missing_is_said_step_by_step_and_then_it_is_released(clone: Clo
         *(releases()[-1].reads, releases()[-1].writes),
     )
     assert last.formats == releases()[-1].formats
-    assert (clone.folder / GOLDENS / "9.1.0" / "bodies.json").is_file()
+    kept = clone.folder / GOLDENS / "9.1.0"
+    assert {path.name for path in kept.iterdir()} == {"bodies.json", "run", "run.json"}
     assert clone.git("status", "--porcelain") == ""
     code, said = clone.release("9.1.0")
     assert (code, "9.1.0 does not come after 9.1.0" in said) == (1, True)
