@@ -33,7 +33,7 @@ TOPOLOGY = Topology(RUN)
 NEEDS = Needs.of(load_config({"name": RUN, "model": {"tiny": {}}, "run_dir": "/nonexistent"}), None)
 WRONG = "consumer_timeout = 60000\nmax_message_size = 1048576"
 FINE = {"connection", "version", "permissions", "feature flags", "clock", "policies", "alarms"}
-FINE |= {"queues of the run", "dead letters", "broker's disk"}
+FINE |= {"queues of the run", "releases", "dead letters", "broker's disk"}
 
 pytestmark = [
     pytest.mark.broker,
