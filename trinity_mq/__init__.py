@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from trinity_mq.release import VERSION
+
 if TYPE_CHECKING:
     from trinity_agents.explorer import Explorer as Explorer
     from trinity_mq.api import MetricsLine as MetricsLine
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     from trinity_mq.workflows import Task as Task
     from trinity_mq.workflows import Workflow as Workflow
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _NAMES: Mapping[str, str] = {
     "api": "MetricsLine RunError RunHandle RunResult run",

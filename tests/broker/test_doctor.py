@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiormq
 import pytest
@@ -24,13 +25,15 @@ from trinity_mq.cli.doctor.facts import Needs
 from trinity_mq.config import load_config
 from trinity_mq.config.bus import BrokerConfig
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
+from trinity_mq.messages import Heartbeat
+from trinity_mq.runtime.deliveries import envelope
 
 RUN = "sick"
 TOPOLOGY = Topology(RUN)
 NEEDS = Needs.of(load_config({"name": RUN, "model": {"tiny": {}}, "run_dir": "/nonexistent"}), None)
 WRONG = "consumer_timeout = 60000\nmax_message_size = 1048576"
 FINE = {"connection", "version", "permissions", "feature flags", "clock", "policies", "alarms"}
-FINE |= {"queues of the run", "dead letters", "broker's disk"}
+FINE |= {"queues of the run", "releases", "dead letters", "broker's disk"}
 
 pytestmark = [
     pytest.mark.broker,
@@ -231,6 +234,30 @@ async def test_what_a_run_left(node: PrivateNode) -> None:
         assert (found.verdict, found.seen) == ("warning", "7 queues, nobody uses them")
         assert "trinity-mq broker clean sick" in found.do
         assert "in use" not in (await look(node))["queues of the run"].seen
+
+
+async def test_agents_of_two_releases(node: PrivateNode) -> None:
+    async def beat(bus: RabbitBus, name: str, **fields: Any) -> None:
+        common = {"role": "runner", "id": name, "seq": 1, "incarnation": "i", "lease": 10.0, "state": "idle"}
+        await bus.publish(
+            TOPOLOGY.exchange("telemetry"), f"beat.runner.{name}", envelope(Heartbeat(**common, **fields))
+        )
+
+    async def go_on(bus: RabbitBus) -> None:
+        while True:
+            await beat(bus, "runner-0")
+            await beat(bus, "runner-1", release="0.3.0", reads=(1, 2), writes=2)
+            await asyncio.sleep(0.5)
+
+    async with agents(node) as bus, await bus.consume(TOPOLOGY.dead):
+        assert (await look(node))["releases"].seen == "no agent is at work"
+        going = asyncio.create_task(go_on(bus))
+        found = (await look(node))["releases"]
+        going.cancel()
+        await asyncio.wait([going])
+    assert found.verdict == "problem"
+    assert found.seen.startswith("0.1.0: runner-0; 0.3.0: runner-1")
+    assert "upgrade runner-0 first" in found.seen
 
 
 async def command(*words: str) -> tuple[int, str, str]:

@@ -285,6 +285,18 @@ CASES: dict[tuple[str, int], dict[str, dict[str, Any]]] = {
         },
     },
     ("beat", 1): {
+        "release": {
+            "role": "runner",
+            "id": "runner-0",
+            "seq": 9,
+            "incarnation": "b1946ac92492",
+            "lease": 10.0,
+            "state": "idle",
+            "release": "0.2.0",
+            "reads": [1, 2],
+            "writes": 1,
+            "uptime": 3.5,
+        },
         "minimal": {"role": "runner", "id": "r", "seq": 0, "incarnation": "i", "lease": 10.0, "state": "idle"},
         "silent_agents": {
             "role": "explorer",

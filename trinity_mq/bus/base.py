@@ -231,6 +231,8 @@ class Bus(ABC):
         identity: the same name may be used again on the same broker."""
         self.foreign = 0
         """Messages of other runs of the same name that the agent dropped."""
+        self.met: asyncio.Event | None = None
+        """Set once the agent has heard the heartbeats of all others; None: it does not listen to them."""
         self._topology, self._config = topology, config
         self._exchanges = frozenset(topology.exchanges)
         self._locks: dict[str, Lock] = {}

@@ -11,7 +11,16 @@ from trinity_mq.messages.batches import (
     RunEnd,
     Wanted,
 )
-from trinity_mq.messages.codec import CONTENT_TYPE, JSON_CONTENT_TYPE, DecodeError, decode, decode_any, encode
+from trinity_mq.messages.codec import (
+    CONTENT_TYPE,
+    JSON_CONTENT_TYPE,
+    DecodeError,
+    NewerBodyError,
+    decode,
+    decode_any,
+    encode,
+)
+from trinity_mq.messages.compatibility import OWN, Compatibility, conflicts, misfit, mixture, releases_line
 from trinity_mq.messages.reviews import ReviewClosed, ReviewedCall, ReviewRequest, ReviewVerdict, Verdict
 from trinity_mq.messages.sessions import (
     SampledChoice,
@@ -64,11 +73,13 @@ __all__ = [
     "FAILURE_KINDS",
     "INFRASTRUCTURE",
     "JSON_CONTENT_TYPE",
+    "OWN",
     "Accepted",
     "BatchClosed",
     "BatchCounters",
     "BatchId",
     "BatchReady",
+    "Compatibility",
     "ControlEvent",
     "DecodeError",
     "Deliver",
@@ -85,6 +96,7 @@ __all__ = [
     "MemberStatus",
     "Message",
     "Metrics",
+    "NewerBodyError",
     "OperatorStatus",
     "Outcome",
     "PausedLane",
@@ -122,7 +134,11 @@ __all__ = [
     "Verdict",
     "Version",
     "Wanted",
+    "conflicts",
     "decode",
     "decode_any",
     "encode",
+    "misfit",
+    "mixture",
+    "releases_line",
 ]

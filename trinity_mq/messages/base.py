@@ -14,6 +14,10 @@ BatchId = int | str
 """An int (training) or a string that starts with one, such as ``"3/gsm8k"`` (evaluation)."""
 
 
+SchemaRange = tuple[int, int]
+"""Oldest and newest message schema of a range, both included."""
+
+
 Role = Literal["explorer", "scheduler", "runner", "operator", "trainer", "engine", "gateway", "supervisor"]
 """The kinds of agents that send heartbeats and metrics."""
 

@@ -74,6 +74,10 @@ class DecodeError(ValueError):
     """A body that cannot be decoded; the message names what was seen and what was expected."""
 
 
+class NewerBodyError(DecodeError):
+    """A body of a version that only a newer release reads."""
+
+
 def encode(message: Message) -> bytes:
     """Return the msgpack body of ``message``: its fields by name plus ``kind`` and ``version_number``."""
     body = message.model_dump(mode="python")
@@ -119,7 +123,8 @@ def decode_any(body: bytes, content_type: str | None = CONTENT_TYPE) -> Message:
 def _message(fields: dict[str, Any], cls: type[M]) -> M:
     version = fields.get("version_number", 1)
     if type(version) is not int or not 1 <= version <= cls.version_number:
-        raise DecodeError(
+        kind = NewerBodyError if type(version) is int and version > 0 else DecodeError
+        raise kind(
             f"{cls.kind} of version {_short(version)}, this release reads 1 to {cls.version_number}; upgrade it, or "
             "send it a body of a version that it reads"
         )

@@ -6,8 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_serializer, field_validator
 
-from trinity_mq.messages.base import Message, Role
+from trinity_mq.messages.base import Message, Role, SchemaRange
 from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus, Status
+from trinity_mq.release import FIRST
 
 
 def _status_class(fields: dict[str, Any]) -> type[AnyStatus]:
@@ -36,6 +37,14 @@ class Heartbeat(Message):
     """Seconds that it has waited for it."""
     foreign: int = 0
     """Messages of another run of the same name that it dropped since it started."""
+    release: str = FIRST
+    """Release of trinity-mq that the agent runs; 0.1.0 left it out."""
+    reads: SchemaRange = (1, 1)
+    """Oldest and newest message schema that it reads: see docs/upgrading.md."""
+    writes: int = 1
+    """Message schema that it writes."""
+    uptime: float | None = None
+    """Seconds since its first heartbeat; null: not known, as of release 0.1.0."""
     detail: AnyStatus = Field(default_factory=lambda fields: _status_class(fields)())
     """The status of the agent's role."""
 

@@ -15,7 +15,7 @@ import structlog
 
 from trinity_mq.bus import Bus, Consumer, Delivery, Lock, LockHeld, MessageTooLarge, Topology
 from trinity_mq.config import Config
-from trinity_mq.messages import ControlEvent, ExplorerStatus, Heartbeat, Message, Metrics, Role
+from trinity_mq.messages import OWN, Compatibility, ControlEvent, ExplorerStatus, Heartbeat, Message, Metrics, Role
 from trinity_mq.messages.status import STATUS_BY_ROLE, AnyStatus
 from trinity_mq.runtime.deliveries import acknowledge, decode_or_dead_letter, drop_foreign, envelope
 from trinity_mq.runtime.errors import RestartMe
@@ -23,6 +23,7 @@ from trinity_mq.runtime.notify import Notifier
 from trinity_mq.runtime.peers import (
     HEARTBEAT_INTERVAL,
     HEARTBEAT_LEASE,
+    MEETING_SECONDS,
     HeartbeatPublisher,
     Peers,
     heartbeat_patterns,
@@ -47,6 +48,8 @@ class Agent(ABC):
     """
 
     role: ClassVar[Role]
+    compatibility: ClassVar[Compatibility] = OWN
+    """The message schemas that it reads and writes."""
 
     def __init__(
         self, config: Config, *, bus: Bus, topology: Topology, agent_id: str, metrics: MetricsWriter | None = None
@@ -55,7 +58,8 @@ class Agent(ABC):
         self._metrics = metrics
         self._unsent: asyncio.Queue[Metrics] = asyncio.Queue()
         self.incarnation = uuid.uuid4().hex[:12]
-        self.peers = Peers()
+        self.peers = Peers(self.compatibility)
+        self._met = bus.met = asyncio.Event()
         self.draining = asyncio.Event()
         self.serving = asyncio.Event()
         """Set once the agent is connected, subscribed and about to serve."""
@@ -140,14 +144,23 @@ class Agent(ABC):
                 self._serve_once(subscribed),
                 self._listen(subscribed),
                 self._send_metrics(),
+                self._meet(subscribed),
             )
             self.state, self.waits_for = "gone" if self.draining.is_set() else "finished", None
             await self._heartbeats.once()
         finally:
             await self.bus.close()
 
+    async def _meet(self, subscribed: asyncio.Event) -> None:
+        await subscribed.wait()
+        await asyncio.sleep(MEETING_SECONDS)
+        self._met.set()
+        self.woken.notify()
+
     async def _serve_once(self, subscribed: asyncio.Event) -> None:
         await subscribed.wait()
+        if self.compatibility.writes > 1:  # release 0.1.0, and maybe others, would not read it
+            await self.woken.until(lambda: self.draining.is_set() or self._met.is_set())
         self.serving.set()
         if self.run_folder is not None and is_run_over(self.run_folder):  # after we listen: a mark made earlier is seen
             log.info("run_is_over", agent=self.id)
@@ -176,7 +189,8 @@ class Agent(ABC):
         ):
             subscribed.set()
             group.create_task(self._heartbeats.run())
-            group.create_task(self.each(heartbeats, self._on_heartbeat, quiet=self.role != "explorer"))
+            quiet = self.role != "explorer"
+            group.create_task(self.each(heartbeats, self._on_heartbeat, quiet=quiet, at_once=True))
             group.create_task(self.each(commands, self._on_control))
 
     async def with_background(self, main: Awaitable[Any], *background: Coroutine[Any, Any, None]) -> None:
@@ -307,5 +321,6 @@ class Agent(ABC):
             waits_seconds=now - self._waits_since if self.waits_for else 0.0,
             foreign=self.bus.foreign,
             detail=self.detail(),
+            **self.compatibility.fields(self.peers.uptime),
         )
         return own, *self.hosted_heartbeats()

@@ -16,7 +16,7 @@ import structlog
 
 from trinity_mq.bus import Bus, BusError, Delivery, Envelope, Incoming, StaleDelivery, Topology
 from trinity_mq.bus.base import HeaderValue
-from trinity_mq.messages import CONTENT_TYPE, DecodeError, Mark, Message, decode, decode_any, encode
+from trinity_mq.messages import CONTENT_TYPE, DecodeError, Mark, Message, NewerBodyError, decode, decode_any, encode
 from trinity_mq.telemetry.trace import parent_header
 
 log = structlog.get_logger(__name__)
@@ -140,8 +140,12 @@ async def decode_or_dead_letter(
     *,
     expect: type[Message] | None = None,
     quiet: bool = False,
+    at_once: bool = False,
 ) -> Message | None:
     """Return the control-plane message in ``delivery``; None if it does not decode, dead-lettered and acknowledged.
+
+    A body of a newer version is kept until the heartbeats of all other agents have come: one of a newer release among
+    them ends this agent, and the body is delivered again to one that reads it.
 
     Args:
         bus: A connected bus.
@@ -149,6 +153,7 @@ async def decode_or_dead_letter(
         delivery: The delivery.
         by: Id of the agent, for the dead letter.
         expect: The only kind that belongs there, which the body may then leave out.
+        at_once: Do not wait for heartbeats: of these themselves.
         quiet: Only log a body that does not decode: of the many receivers of a broadcast one dead-letters it.
     """
     try:
@@ -156,6 +161,8 @@ async def decode_or_dead_letter(
             return decode(delivery.body, expect, delivery.content_type)
         return decode_any(delivery.body, delivery.content_type)
     except DecodeError as error:
+        if isinstance(error, NewerBodyError) and not at_once and bus.met is not None:
+            await bus.met.wait()
         if quiet:
             log.warning("undecodable", queue=delivery.queue, reason=str(error))
         else:

@@ -12,8 +12,9 @@ from typing import TypeVar
 import structlog
 
 from trinity_mq.bus import Bus, BusUnavailable, Topology
-from trinity_mq.messages import ExplorerStatus, Heartbeat, Role, Status, TrainerStatus
+from trinity_mq.messages import OWN, Compatibility, ExplorerStatus, Heartbeat, Role, Status, TrainerStatus, misfit
 from trinity_mq.runtime.deliveries import envelope
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.notify import Notifier
 from trinity_mq.telemetry import flush_trace
 
@@ -47,6 +48,8 @@ CHANGE_GAP = 0.5
 """Least seconds from one heartbeat to the next for a change that nobody waits for. In a run with many short steps each
 agent changes several times a step, and every heartbeat goes to all who listen.
 """
+MEETING_SECONDS = 2 * HEARTBEAT_INTERVAL
+"""Seconds from its subscription after which an agent has heard everybody who lives, one that is not punctual too."""
 MIN_HEARTBEAT_GAP = 0.05
 """The same for a change that another agent may be waiting for: a burst of them makes one heartbeat."""
 
@@ -71,9 +74,17 @@ class Peer:
 
 
 class Peers:
-    """Heartbeats by agent id. Leases run on our own monotonic clock and stand still while we are disconnected."""
+    """Heartbeats by agent id. Leases run on our own monotonic clock and stand still while we are disconnected.
 
-    def __init__(self) -> None:
+    Args:
+        own: The message schemas that this agent reads and writes.
+    """
+
+    def __init__(self, own: Compatibility = OWN) -> None:
+        self.own = own
+        self._began: float | None = None
+        self._misfits: set[tuple[str, str]] = set()
+        """Agents of releases that do not fit, as id and incarnation, that are logged."""
         self._known: dict[str, Peer] = {}
         self._living: defaultdict[Role, dict[str, Peer]] = defaultdict(dict)
         self._unheard: dict[str, Peer] = {}
@@ -83,7 +94,16 @@ class Peers:
         self.changed = Notifier()
 
     def receive(self, beat: Heartbeat) -> None:
-        """Store a heartbeat; one older than the stored one of the same incarnation is ignored."""
+        """Store a heartbeat; one older than the stored one of the same incarnation is ignored, and so is that of an
+        agent whose release does not fit ours, which refuses to work here.
+
+        Raises:
+            FatalError: An agent that was here before is of a release that does not fit ours: it is we who do not work
+                here.
+        """
+        if not self.own.fits(other := Compatibility.of(beat)):
+            self._refuse(beat, other)
+            return
         known = self._known.get(beat.id)
         if known and known.beat.incarnation == beat.incarnation and known.beat.seq >= beat.seq:
             return
@@ -96,6 +116,24 @@ class Peers:
         if peer.received >= self._next_sweep:
             self._forget(peer.received)
         self.changed.notify()
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since this was first asked for."""
+        now = asyncio.get_running_loop().time()
+        if self._began is None:
+            self._began = now
+        return now - self._began
+
+    def _refuse(self, beat: Heartbeat, other: Compatibility) -> None:
+        if beat.state in {"gone", "finished"}:
+            return
+        reason = misfit(self.own, beat.id, other)
+        if beat.uptime is None or self.uptime < beat.uptime + HEARTBEAT_INTERVAL:  # as old as we, as far as we know
+            raise FatalError(reason)
+        if (beat.id, beat.incarnation) not in self._misfits:
+            self._misfits.add((beat.id, beat.incarnation))
+            log.error("agent_refused", agent=beat.id, reason=reason)
 
     def suspend(self) -> None:
         """Stop all leases until :meth:`refresh`: no heartbeat arrives while we are disconnected."""

@@ -66,6 +66,7 @@ class SchedulerHeartbeats:
             lease=HEARTBEAT_LEASE,
             state="working",
             detail=SchedulerStatus(open=self._open_tickets()),
+            **self._peers.own.fields(self._peers.uptime),
         )
         return (heartbeat,)
 

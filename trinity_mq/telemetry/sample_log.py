@@ -13,10 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import structlog
+
+log = structlog.get_logger(__name__)
+
 SAMPLES_FOLDER = "samples"
 SEGMENTS = 8
 """Files in which a full log is kept, and the part of it that is removed at a time."""
-MAGIC = b"TMQSMPL1"
+KIND, FORMAT = b"TMQSMPL", b"1"
+MAGIC = KIND + FORMAT
 _HEADER = struct.Struct("<8sQQ")
 _MOST_BODY = 1 << 32
 """Bytes of a body; a longer one is taken for a damaged header."""
@@ -117,6 +122,14 @@ class SampleLogReader:
         while size - offset >= _HEADER.size:
             file.seek(offset)
             magic, step, length = _HEADER.unpack(file.read(_HEADER.size))
+            if magic[:-1] == KIND and magic[-1:] > FORMAT:
+                log.warning(
+                    "samples_of_a_newer_release",
+                    file=name,
+                    format=magic[-1:].decode(errors="replace"),
+                    newest_read=FORMAT.decode(),
+                    advice="look at the run with the release that wrote it",
+                )
             if magic != MAGIC or length > _MOST_BODY:
                 self._offsets[name] = size  # torn by a writer that was killed: nothing behind it can be found
                 return

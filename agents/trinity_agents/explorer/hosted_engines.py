@@ -161,6 +161,7 @@ class HostedEngines:
             detail=snapshot.detail(role).model_copy(
                 update={"version": version, "unanswered": snapshot.unanswered(asyncio.get_running_loop().time())}
             ),
+            **self._agent.compatibility.fields(self._agent.peers.uptime),
         )
 
     def _elsewhere(self) -> list[Version]:

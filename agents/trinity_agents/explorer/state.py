@@ -20,6 +20,7 @@ from trinity_agents.explorer.in_flight import InFlightBatch, InFlightBatches, Pe
 from trinity_mq.data import TaskStats
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.state_formats import refuse_newer
 
 
 class Observation(BaseModel):
@@ -79,6 +80,9 @@ class ExplorerState(BaseModel):
     """The last evaluation is done."""
 
 
+NEWEST_FORMAT = 1
+"""Format that this release writes and the newest that it reads: the database's ``user_version``. Release 0.1.0 left it
+at 0, which is format 1 too."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS part (name TEXT PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS submission (id TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -136,12 +140,14 @@ class StateFile:
 
         Raises:
             FatalError: The file is there but cannot be used; starting from nothing would do the run's work again.
+            NewerStateError: A newer release wrote it.
         """
         if not self._path.exists():
             self._known = None
             return ExplorerState()
         try:
             with self._database() as database:
+                refuse_newer(self._path, _format(database), NEWEST_FORMAT)
                 found: dict[str, bytes] = dict(database.execute("SELECT name, body FROM part"))
                 observed = _observations(database)
             self._known = found.pop("writer")
@@ -260,6 +266,8 @@ class StateFile:
             database.executescript(SCHEMA)
             database.execute("BEGIN IMMEDIATE")
             self._compare(database)
+            if not _format(database):
+                database.execute(f"PRAGMA user_version = {NEWEST_FORMAT}")
             for owner in changes.gone:  # "0" is the character behind "/"
                 database.execute("DELETE FROM part WHERE name > ? AND name < ?", (f"{owner}/", f"{owner}0"))
             database.executemany("INSERT OR REPLACE INTO part VALUES (?, ?)", [*rows, ("writer", mark)])
@@ -292,6 +300,10 @@ class StateFile:
         except sqlite3.OperationalError as error:
             code = errno.ENOSPC if "full" in str(error) else errno.EIO
             raise OSError(code, f"the explorer's state cannot be used: {error}", str(self._path)) from error
+
+
+def _format(database: sqlite3.Connection) -> int:
+    return int(database.execute("PRAGMA user_version").fetchone()[0])
 
 
 def _observations(database: sqlite3.Connection) -> list[dict[str, Any]]:

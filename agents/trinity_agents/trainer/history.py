@@ -13,7 +13,12 @@ from typing import Any
 
 from trinity_mq.messages.base import BatchId
 from trinity_mq.messages.batches import StepOutcome
+from trinity_mq.release import VERSION
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.state_formats import FORMAT, RELEASE, format_of
+
+NEWEST_FORMAT = 1
+"""Format that this release writes and the newest that it reads, in the first line of each file."""
 
 
 class HistoryError(FatalError):
@@ -66,7 +71,7 @@ class History:
             raise HistoryError(
                 f"cannot start the history {path}: {error}; each start needs a new generation"
             ) from error
-        self._append({"generation": generation, "resumed_from": origin})
+        self._append({"generation": generation, "resumed_from": origin, FORMAT: NEWEST_FORMAT, RELEASE: VERSION})
 
     def record(
         self,
@@ -253,7 +258,12 @@ def some(found: Sequence[object], most: int = 5) -> str:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file, the header first; a last line cut short by a kill is left out."""
+    """Return the lines of a file, the header first; a last line cut short by a kill is left out.
+
+    Raises:
+        HistoryError: It cannot be read.
+        NewerStateError: A newer release wrote it.
+    """
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -271,4 +281,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
         result.append(entry)
     if not result:
         raise HistoryError(f"{path} is empty, wanted a header line")
+    try:
+        format_of(path, result[0], NEWEST_FORMAT)
+    except ValueError as error:
+        raise HistoryError(str(error)) from error
     return result

@@ -46,6 +46,16 @@ def drawn(view: RunView) -> str:
     return text
 
 
+def test_releases_are_shown_where_there_are_several() -> None:
+    view = full()
+    assert "releases" not in drawn(view)
+    beat(view, "operator-0", "operator", state="idle", release="0.2.0", at=NOW)
+    assert "releases  0.1.0: explorer-0; 0.2.0: operator-0" in drawn(view)
+    assert "cannot work in one run" not in drawn(view)
+    beat(view, "operator-0", "operator", 2, state="idle", release="0.3.0", reads=(2, 2), writes=2, at=NOW)
+    assert "They cannot work in one run: upgrade explorer-0 first" in " ".join(drawn(view).split())
+
+
 def test_plain_line_says_it_all() -> None:
     assert plain_line(full(), NOW) == (
         "step 120/300 | reward 0.710 | ops3 accuracy 0.894 (step 100) | tokens/s 8,123 | policy 1.119 | staleness 1 | "

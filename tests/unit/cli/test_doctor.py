@@ -23,6 +23,7 @@ from trinity_mq.cli.doctor.command import doctor, lines
 from trinity_mq.cli.doctor.facts import API_PATHS, Facts, Needs, ask_machine, ask_rabbitmqctl, management_url
 from trinity_mq.config import load_config
 from trinity_mq.local_broker.node import NodeError
+from trinity_mq.messages import Heartbeat
 from trinity_mq.training.checkpoints.checkpoint import CheckpointStore, TrainerState
 
 GIB = 2**30
@@ -53,6 +54,14 @@ def patterns(configure: str, write: str, read: str) -> dict[str, str]:
     return {"configure": configure, "write": write, "read": read}
 
 
+def beats(*releases: str, **fields: Any) -> dict[str, Heartbeat]:
+    """A runner of each release; those of ``fields`` are of the last one."""
+    common = {"role": "runner", "seq": 1, "incarnation": "i", "lease": 10.0, "state": "idle"}
+    made = [Heartbeat(id=f"runner-{n}", release=one, **common) for n, one in enumerate(releases)]
+    made[-1] = made[-1].model_copy(update=fields)
+    return {one.id: one for one in made}
+
+
 def healthy(**changes: Any) -> Facts:
     """A broker with nothing wrong."""
     answers: dict[str, Any] = {
@@ -69,6 +78,7 @@ def healthy(**changes: Any) -> Facts:
         "feature_flags": [{"name": name, "state": "enabled"} for name in FLAGS],
         "clock": (0.3, 0.5),
         "depths": {},
+        "beats": {},
         **changes,
     }
     return Facts(**{name: answer for name, answer in answers.items() if answer is not UNKNOWN})
@@ -140,6 +150,11 @@ def test_a_healthy_broker() -> None:
         ({"depths": {"tmq.x.closed": (3, 1)}}, "queues of the run", "ok", "tmq.x.closed 3), in use"),
         ({"queues": [{"name": "tmq.x.batch.1"}]}, "queues of the run", "warning", "1 queues, nobody uses them"),
         ({"queues": [{"name": "tmq.y.dead", "messages": 1}]}, "queues of the run", "ok", "none"),
+        ({"beats": beats("0.1.0")}, "releases", "ok", "0.1.0: runner-0"),
+        ({"beats": beats("0.1.0", "0.2.0")}, "releases", "warning", "0.1.0: runner-0; 0.2.0: runner-1 exchange the"),
+        ({"beats": beats("0.1.0", "0.3.0", writes=2)}, "releases", "problem", "upgrade runner-0 first"),
+        ({"beats": beats("0.1.0", "0.3.0", state="gone")}, "releases", "ok", "0.1.0: runner-0"),
+        ({"depths": {"tmq.x.dead": (0, 1)}, "beats": UNKNOWN}, "releases", "not looked at", "trinity-mq status x"),
         ({"depths": {"tmq.x.dead": (3, 1)}}, "dead letters", "warning", "trinity-mq dead list x"),
     ],
 )
@@ -157,7 +172,7 @@ def test_an_unknown_fact_is_not_guessed() -> None:
     facts.missing("nobody at home", "limits")
     found = judged(facts)
     unseen = {subject for subject, finding in found.items() if finding.verdict == "not looked at"}
-    over_amqp = {"connection", "version", "queues of the run", "dead letters"}
+    over_amqp = {"connection", "version", "queues of the run", "releases", "dead letters"}
     assert unseen == set(found) - over_amqp
     assert found["consumer timeout"].seen == "nobody at home"
     assert all(found[subject].do.startswith("to look: ") for subject in unseen)

@@ -119,3 +119,16 @@ def test_more_engines_are_no_reason_to_replace_those_there_are(tmp_path: Path) -
     (first,), (second,) = one.explorer.auxiliary_models, two.explorer.auxiliary_models
     assert engine_digest(one, first) == engine_digest(two, second)
     assert engine_digest(one, first) != engine_digest(one)
+
+
+@pytest.mark.parametrize("auxiliary", [False, True])
+def test_an_engine_of_another_release_is_not_adopted(
+    auxiliary: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host and it speak an API of their own, which no version is promised for."""
+    config = teacher(tmp_path)
+    model = config.explorer.auxiliary_models[0] if auxiliary else None
+    before = engine_digest(config, model)
+    assert engine_digest(config, model) == before
+    monkeypatch.setattr("trinity_mq.models.engines.host.ready_file.VERSION", "0.9.0")
+    assert engine_digest(config, model) != before

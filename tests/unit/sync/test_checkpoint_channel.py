@@ -142,6 +142,18 @@ async def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         await receive(where)
 
 
+async def test_a_format_of_a_newer_release_is_refused(tmp_path: Path) -> None:
+    from trinity_mq.sync.channels.buckets import digest
+
+    body = json.dumps({"format": 2, "shards": "of another form"}).encode()
+    (tmp_path / MANIFEST_FILE).write_bytes(body)
+    where = {"method": "checkpoint", "path": str(tmp_path), "digest": digest(body)}
+    with pytest.raises(
+        ChannelError, match=r"manifest\.json has format 2, this release reads 1: run trainer and engines"
+    ):
+        await receive(where)
+
+
 async def test_a_place_that_cannot_be_written_says_where_and_what_to_check(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ChannelError, match=r"version \(1, 1\) cannot be written below .*file: .*checkpoint_path"):

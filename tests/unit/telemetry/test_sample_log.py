@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from trinity_mq.telemetry.sample_log import SEGMENTS, SampleLog, SampleLogReader, segments
 
@@ -44,6 +45,20 @@ def test_another_process_goes_on_in_a_segment_of_its_own(tmp_path: Path, opened:
         log.close()
     assert len(segments(tmp_path)) == 2
     assert [one.step for one in SampleLogReader(tmp_path).read()] == [1, 2]
+
+
+def test_records_of_a_newer_release_are_named_and_those_of_ours_are_read(tmp_path: Path, opened: Opened) -> None:
+    for step in (1, 2, 3):
+        log = opened(tmp_path, 2**20)
+        log.append(step, b"body")
+        log.close()
+    second = segments(tmp_path)[1]
+    second.write_bytes(second.read_bytes().replace(b"TMQSMPL1", b"TMQSMPL2"))
+    with capture_logs() as logs:
+        assert [one.step for one in SampleLogReader(tmp_path).read()] == [1, 3]
+    assert [(line["event"], line["file"], line["format"], line["newest_read"]) for line in logs] == [
+        ("samples_of_a_newer_release", second.name, "2", "1")
+    ]
 
 
 def test_the_oldest_go_first(tmp_path: Path, opened: Opened) -> None:

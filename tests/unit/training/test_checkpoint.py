@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from trinity_mq.runtime.errors import RestartMe
 from trinity_mq.runtime.process import disk_full
+from trinity_mq.runtime.state_formats import NewerStateError
 from trinity_mq.training.checkpoints.checkpoint import (
     CheckpointError,
     CheckpointStore,
@@ -244,6 +245,44 @@ async def test_a_checkpoint_of_the_release_before_has_no_checksums(tmp_path: Pat
     assert found is not None
     verify(found)
     assert found.weights is None
+
+
+def with_fields(path: Path, **fields: object) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in {**content, **fields}.items() if value is not None}))
+
+
+async def test_a_checkpoint_of_release_0_1_0_says_no_format_and_is_gone_on_from(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2)
+    saved = await store.save(writer(), state(1))
+    with_fields(saved.path / "trainer.json", format=None, release=None)
+    assert store.latest() == saved
+    assert store.next_generation() == 2
+
+
+async def test_a_checkpoint_of_a_newer_release_is_refused_and_nothing_older_is_taken_in_its_place(
+    tmp_path: Path,
+) -> None:
+    store = CheckpointStore(tmp_path, 3)
+    await store.save(writer(), state(1))
+    newer = await store.save(writer(), state(2))
+    with_fields(newer.path / "trainer.json", format=2, release="0.9.0", state={"of": "another form"})
+    for use in (store.latest, store.next_generation, lambda: named(tmp_path, "progress-1")):
+        with pytest.raises(NewerStateError) as refused:
+            use()
+        said = str(refused.value)
+        assert "progress-000002/trainer.json has format 2, written by release 0.9.0" in said
+        assert "reads formats 1 to 1. Upgrade trinity-mq here, or restore" in said
+    assert not (tmp_path / "generation").exists()
+    assert visible(tmp_path) == ["progress-000001", "progress-000002"]
+
+
+async def test_a_format_that_is_none_is_damage(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 3)
+    saved = await store.save(writer(), state(1))
+    with_fields(saved.path / "trainer.json", format="new")
+    _, damaged = find_checkpoints(tmp_path)
+    assert "format 'new'" in damaged[0].reason
 
 
 async def test_the_checksum_of_the_weights_is_kept(tmp_path: Path) -> None:

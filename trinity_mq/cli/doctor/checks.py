@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from trinity_mq.bus.permissions import permissions, rabbitmqctl_lines
 from trinity_mq.bus.topology import Queue, Topology
 from trinity_mq.cli.doctor.facts import Facts, Needs
+from trinity_mq.messages import conflicts, mixture, releases_line
 
 Verdict = Literal["ok", "warning", "problem", "not looked at"]
 Judgement = tuple[Verdict, str, str]
@@ -305,6 +306,22 @@ def _run_queues(facts: Facts, needs: Needs) -> list[Judgement]:
         f"{len(depths)} queues{f' ({filled})' if filled else ''}, {use}",
         ("warning", unused and finished, f"the run's folder says that it is over: {clean}"),
         ("warning", unused and finished is None, fresh),
+    )
+
+
+@check("releases", "agents of one release, or of several while they are exchanged", of_run=True)
+def _releases(facts: Facts, needs: Needs) -> list[Judgement]:
+    mixed = mixture(beat for beat in facts.get("beats", {}).values() if beat.state not in {"gone", "finished"})
+    if "beats" not in facts and any(consumers for _, consumers in _depths(facts, needs).values()):
+        return [("not looked at", facts.why("beats"), f"`trinity-mq status {needs.named.run}`")]
+    if not mixed:
+        return first("no agent is at work")
+    end = "exchange the others too, or go back: docs/upgrading.md"
+    said = conflicts(mixed)
+    return first(
+        " ".join([releases_line(mixed), *said]),
+        ("problem", said, "upgrade who is named above first; who does not fit takes no work until then"),
+        ("warning", len(mixed) > 1, end),
     )
 
 

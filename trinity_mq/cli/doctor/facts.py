@@ -34,11 +34,15 @@ from trinity_mq.cli.reports.text import newest_checkpoint
 from trinity_mq.config import Config, load_config
 from trinity_mq.config.bus import TlsConfig
 from trinity_mq.local_broker.node_files import NodeError
+from trinity_mq.messages import DecodeError, Heartbeat, decode
+from trinity_mq.runtime.peers import HEARTBEAT_INTERVAL
 from trinity_mq.runtime.process import is_run_over
 
 Ctl = Callable[..., Awaitable[str]]
 """Runs rabbitmqctl with the given arguments and returns its output."""
 ANSWER_SECONDS = 10.0
+HEARING_SECONDS = 1.5 * HEARTBEAT_INTERVAL
+"""Within this each agent that lives has sent a heartbeat."""
 TORCH_SECONDS = 90.0
 API_PATHS = {
     "nodes": "/api/nodes",
@@ -116,10 +120,11 @@ class Needs:
 
 
 async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topology | None, facts: Facts) -> None:
-    """Answer ``server`` (its properties), ``depths``, ``attempts`` and ``blocked`` over an AMQP connection.
+    """Answer ``server`` (its properties), ``depths``, ``beats``, ``attempts`` and ``blocked`` over an AMQP connection.
 
     ``depths`` are (ready messages, consumers) of the run's durable queues that exist; ``attempts`` are the permissions
-    that were tried (configure, write, read), each with the broker's refusal or ``""``.
+    that were tried (configure, write, read), each with the broker's refusal or ``""``; ``beats`` are the last
+    heartbeats of those who work on the run, by id, where somebody does.
 
     Raises:
         BusRefused: The broker refuses the connection.
@@ -131,6 +136,8 @@ async def ask_amqp(urls: tuple[str, ...], tls: TlsConfig | None, topology: Topol
         facts["server"] = dict(connection.server_properties)
         if topology is not None:
             facts["depths"] = await _depths(connection, topology)
+            if any(consumers for _, consumers in facts["depths"].values()):
+                await _hear(connection, topology, facts)
             await _try_permissions(connection, topology, facts)
     finally:
         await connection.close()
@@ -151,6 +158,24 @@ async def _depths(connection: BrokerConnection, topology: Topology) -> dict[str,
             found = await _ask(connection, operator.methodcaller("queue_declare", name, passive=True))
             depths[name] = (found.message_count or 0, found.consumer_count or 0)
     return depths
+
+
+async def _hear(connection: BrokerConnection, topology: Topology, facts: Facts) -> None:
+    """Take in what the agents of a run say within :data:`HEARING_SECONDS`."""
+    queue = topology.listener("doctor", secrets.token_hex(6), "telemetry").name
+    beats: dict[str, Heartbeat] = {}
+    try:
+        await _ask(connection, lambda channel: channel.queue_declare(queue, exclusive=True))
+        await _ask(connection, lambda channel: channel.queue_bind(queue, topology.exchange("telemetry"), "beat.#"))
+        await asyncio.sleep(HEARING_SECONDS)
+        while (found := await _ask(connection, lambda channel: channel.basic_get(queue, no_ack=True))).body:
+            with contextlib.suppress(DecodeError):  # of a release whose heartbeats have another form
+                beat = decode(found.body, Heartbeat, found.header.properties.content_type)
+                beats[beat.id] = beat
+    except (BrokerConnectError, BusRefused) as error:
+        facts.missing(f"heartbeats cannot be heard ({error})", "beats")
+        return
+    facts["beats"] = beats
 
 
 async def _try_permissions(connection: BrokerConnection, topology: Topology, facts: Facts) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from trinity_mq.cli.reports.figures import REWARD, duration
 from trinity_mq.cli.run.run_view import STALENESS, TOKENS_PER_SECOND, WAIT_SHOWN, RunView, version_text
-from trinity_mq.messages import GateStatus, GatewayStatus
+from trinity_mq.messages import GateStatus, GatewayStatus, conflicts, releases_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -144,6 +144,9 @@ def picture(view: RunView, now: float) -> RenderableType:
         parts.insert(2, queues)
     if (sessions := view.sessions) is not None:
         parts.insert(2, Text(sessions_line(sessions)))
+    if len(releases := view.releases(now)) > 1:
+        parts.append(Text.assemble(("releases  ", "dim"), releases_line(releases)))
+        parts += [Text(conflict, style="bold red") for conflict in conflicts(releases)]
     parts += [Text(failure.line(), style="red") for failure in view.failures]
     if view.finding is not None:
         still = f"nothing has moved for {duration(view.still(now))}: "

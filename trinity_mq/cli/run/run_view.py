@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from trinity_mq.cli.reports.figures import TRAIN_STEPS, evaluations
 from trinity_mq.diagnosis import Finding, Observation, Watch, diagnose
 from trinity_mq.messages import (
+    Compatibility,
     EmptyBatchStatus,
     ExplorerStatus,
     FailureStatus,
@@ -18,6 +19,7 @@ from trinity_mq.messages import (
     Metrics,
     TrainerStatus,
     Version,
+    mixture,
 )
 from trinity_mq.runtime.processes.supervisor import ProcessEvent
 
@@ -243,6 +245,11 @@ class RunView:
             key=lambda item: (ROLES.index(item[0].role) if item[0].role in ROLES else len(ROLES), item[0].id),
         )
         return [_row(heartbeat, now - at) for heartbeat, at in order]
+
+    def releases(self, now: float) -> dict[Compatibility, list[str]]:
+        """Return the ids of the agents that live at ``now``, by their releases."""
+        living = (beat for beat, at in self._heartbeats.values() if _row(beat, now - at).alive)
+        return mixture(living)
 
     @property
     def version(self) -> str | None:

@@ -18,13 +18,17 @@ from uuid import uuid4
 
 import structlog
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from trinity_mq.release import FIRST, VERSION
 from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.state_formats import format_of
 from trinity_mq.runtime.threads import run_to_end
 from trinity_mq.training.guard import TrainingStopped
 
 STATE_FILE = "trainer.json"
+NEWEST_FORMAT = 1
+"""Format of a checkpoint that this release writes, and the newest that it reads."""
 COUNTER_FILE = "generation"
 CHOICE_FILE = "chosen.json"
 _FOLDER = re.compile(r"progress-\d+")
@@ -62,6 +66,10 @@ class TrainerState(BaseModel):
 
 
 class _StateFile(BaseModel):
+    format: int = 1
+    """Format of the whole checkpoint, as :mod:`trinity_mq.runtime.state_formats` says."""
+    release: str = FIRST
+    """The release that wrote it."""
     state: TrainerState
     weights: str | None = None
     """Checksum of the weights as engines get them, see :func:`trinity_mq.sync.channels.buckets.total_digest`."""
@@ -69,6 +77,9 @@ class _StateFile(BaseModel):
     """Size in bytes of every other file, by path inside the checkpoint."""
     checksums: dict[str, str] = Field(default_factory=dict)
     """XXH3 (128 bits) of each of them; none: written by an older release."""
+
+
+_Fields = TypeAdapter(dict[str, Any])
 
 
 class _Choice(BaseModel):
@@ -120,12 +131,15 @@ def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
 
     Raises:
         OSError: The folder cannot be read.
+        NewerStateError: A newer release wrote one of them.
     """
     whole: list[Checkpoint] = []
     damaged: list[Damaged] = []
     for path in _folders(folder):
         try:
-            content = _StateFile.model_validate_json((path / STATE_FILE).read_text(encoding="utf-8"))
+            text = (path / STATE_FILE).read_text(encoding="utf-8")
+            format_of(path / STATE_FILE, _Fields.validate_json(text), NEWEST_FORMAT)
+            content = _StateFile.model_validate_json(text)
             for name, size in content.files.items():
                 if (seen := (path / name).stat().st_size) != size:
                     raise ValueError(f"{name} has {seen} bytes, wanted {size}")
@@ -344,7 +358,9 @@ class CheckpointStore:
         files = {path.relative_to(partial).as_posix(): path for path in sorted(partial.rglob("*")) if path.is_file()}
         sizes = {name: path.stat().st_size for name, path in files.items()}
         checksums = {name: _checksum(path) for name, path in files.items()}
-        content = _StateFile(state=state, weights=weights, files=sizes, checksums=checksums)
+        content = _StateFile(
+            format=NEWEST_FORMAT, release=VERSION, state=state, weights=weights, files=sizes, checksums=checksums
+        )
         (partial / STATE_FILE).write_text(content.model_dump_json(indent=2), encoding="utf-8")
         for path in (*partial.rglob("*"), partial):
             _sync(path)

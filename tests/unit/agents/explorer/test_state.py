@@ -7,6 +7,7 @@ import errno
 import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trinity_agents.explorer.state import ExplorerState, PendingTask, StateFile
 from trinity_mq.dispatch.tickets import SubmissionRef, Ticket, new_ticket
 from trinity_mq.messages import TaskBody, TaskResult
 from trinity_mq.runtime.errors import FatalError, RestartMe
+from trinity_mq.runtime.state_formats import NewerStateError
 
 
 def test_what_is_saved_is_loaded_and_a_missing_file_is_a_fresh_start(tmp_path: Path) -> None:
@@ -206,3 +208,40 @@ def test_a_file_that_cannot_be_written_is_an_error_that_names_it(
         asyncio.run(file.save(state))
     assert caught.value.errno == errno.ENOSPC
     assert StateFile(tmp_path / "explorer.db").load() == ExplorerState()
+
+
+def user_version(path: Path) -> int:
+    with closing(sqlite3.connect(path)) as database:
+        return int(database.execute("PRAGMA user_version").fetchone()[0])
+
+
+def set_user_version(path: Path, number: int) -> None:
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(f"PRAGMA user_version = {number}")
+
+
+def test_the_file_of_release_0_1_0_has_no_format_and_gets_one_with_the_next_save(tmp_path: Path) -> None:
+    path = tmp_path / "explorer.db"
+    state = ExplorerState(opened=3)
+    asyncio.run(StateFile(path).save(state))
+    set_user_version(path, 0)
+    file = StateFile(path)
+    assert file.load() == state
+    asyncio.run(file.save(ExplorerState(opened=4)))
+    assert user_version(path) == state_module.NEWEST_FORMAT
+    assert StateFile(path).load().opened == 4
+
+
+def test_the_file_of_a_newer_release_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "explorer.db"
+    asyncio.run(StateFile(path).save(ExplorerState(opened=3)))
+    newer = state_module.NEWEST_FORMAT + 1
+    set_user_version(path, newer)
+    before = path.read_bytes()
+    with pytest.raises(NewerStateError) as refused:
+        StateFile(path).load()
+    said = str(refused.value)
+    assert f"{path} has format {newer}" in said
+    assert f"reads formats 1 to {state_module.NEWEST_FORMAT}" in said
+    assert "Upgrade trinity-mq here, or restore" in said
+    assert path.read_bytes() == before

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from trinity_agents.trainer.history import History, HistoryError, last_progress, lineage
+from trinity_agents.trainer.history import History, HistoryError, last_progress, last_saved, lineage
+from trinity_mq.runtime.state_formats import NewerStateError
 
 
 def write(folder: Path, generation: int, resumed_from: tuple[int, int] | None, progress: range) -> None:
@@ -51,6 +53,28 @@ def test_leaves_out_what_was_decided_after_the_checkpoint(tmp_path: Path) -> Non
     assert made_by(tmp_path, 5, 6) == [(1, "op-1"), (2, "op-1"), (3, "op-1"), (4, "op-3"), (5, "op-5"), (6, "op-5")]
     assert made_by(tmp_path, 2, 3) == [(1, "op-1"), (2, "op-1"), (3, "op-1")]
     assert made_by(tmp_path, 1, 0) == []
+
+
+def with_header(path: Path, **fields: object) -> None:
+    header, *rest = path.read_text().splitlines()
+    found = {**json.loads(header), **fields}
+    path.write_text("\n".join([json.dumps({k: v for k, v in found.items() if v is not None}), *rest, ""]))
+
+
+def test_that_of_release_0_1_0_says_no_format(tmp_path: Path) -> None:
+    write(tmp_path, 1, None, range(1, 3))
+    with_header(tmp_path / "1.jsonl", format=None, release=None)
+    assert len(lineage(tmp_path, 1, 2)) == 2
+
+
+def test_that_of_a_newer_release_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 1, None, range(1, 3))
+    with_header(tmp_path / "1.jsonl", format=2, release="0.9.0")
+    for read in (lambda: lineage(tmp_path, 1, 2), lambda: last_saved(tmp_path)):
+        with pytest.raises(
+            NewerStateError, match=r"1\.jsonl has format 2, written by release 0\.9\.0; this is release"
+        ):
+            read()
 
 
 def test_each_line_can_be_read_while_the_file_is_open(tmp_path: Path) -> None:

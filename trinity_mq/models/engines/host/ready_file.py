@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from trinity_mq.config import AuxiliaryModelConfig, Config
+from trinity_mq.release import VERSION
 from trinity_mq.runtime.process import write_atomic
 
 TOKEN_VARIABLE = "TRINITY_MQ_ENGINE_TOKEN"
@@ -86,10 +87,11 @@ def refuse(path: Path, fd: int | None) -> None:
 
 
 def engine_digest(config: Config, auxiliary: AuxiliaryModelConfig | None = None) -> str:
-    """Return a digest of what an engine is built from: one that was built from other settings must not be adopted."""
+    """Return a digest of what an engine is built from: one of other settings or another release must not be adopted."""
     rollout = config.explorer.rollout_model.model_dump(mode="json", exclude={"engine_num"})
     parts = {"model": config.model.model_dump(mode="json"), "rollout_model": rollout, "seed": config.seed}
     if auxiliary is not None:
         parts = {"auxiliary": auxiliary.model_dump(mode="json", exclude={"engine_num"}), "seed": config.seed}
         parts["served"] = {key: rollout[key] for key in ("host", "max_batch_sequences", "max_batch_delay")}
+    parts["release"] = VERSION
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trinity_mq.sync.channels.base import ChannelError, fetch_tries
 from trinity_mq.sync.channels.buckets import entries_of
-from trinity_mq.sync.channels.checkpoint.files import MANIFEST, checked, is_local
+from trinity_mq.sync.channels.checkpoint.files import FORMAT, MANIFEST, checked, is_local
 
 _SHARD = re.compile(r"shard-\d+\.safetensors")
 
@@ -50,7 +50,13 @@ def fetch(spec: dict[str, Any]) -> dict[str, Tensor]:
 def _manifest(filesystem: Any, path: str, expected: str) -> list[dict[str, Any]]:
     body = filesystem.cat_file(path)
     checked(body, expected, MANIFEST)
-    shards: list[dict[str, Any]] = json.loads(body)["shards"]
+    manifest = json.loads(body)
+    if (seen := manifest.get("format", FORMAT)) != FORMAT:
+        raise ChannelError(
+            f"{path} has format {seen!r}, this release reads {FORMAT}: run trainer and engines from releases that "
+            "share a format (docs/upgrading.md)"
+        )
+    shards: list[dict[str, Any]] = manifest["shards"]
     for shard in shards:
         if not _SHARD.fullmatch(shard["name"]):
             raise ValueError(f"{shard['name']!r} is no name of a shard")

@@ -28,6 +28,8 @@ from trinity_mq.sync.channels.buckets import Bucket, count, digest, raw
 log = structlog.get_logger(__name__)
 
 MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of a version's folder."""
 CHUNK_BYTES = 2**22
 """Bytes written, and summed up while they are in the cache, at once."""
 _FOLDER = re.compile(r"(\d+)\.(\d+)-[0-9a-f]{8}")
@@ -75,7 +77,7 @@ class WeightFiles:
             size, seen = self._put(f"{folder}/{name}", _shard(bucket, flat))
             shards.append({"name": name, "bytes": size, "xxh3_128": seen})
             written(flat)
-        body = json.dumps({"format": 1, "version": list(version), "shards": shards}, indent=1).encode()
+        body = json.dumps({"format": FORMAT, "version": list(version), "shards": shards}, indent=1).encode()
         _, seen = self._put(f"{folder}/{MANIFEST}", [body])
         if self._is_local:
             _sync_folder(folder)

@@ -1,0 +1,92 @@
+"""The releases that can work in one run: each reads the message schema that the other writes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_mq.messages.base import SchemaRange
+from trinity_mq.messages.codec import CATALOGUE
+from trinity_mq.messages.telemetry import Heartbeat
+from trinity_mq.release import VERSION
+
+EXPERIENCES_VERSION = 1
+"""Version of experience bodies, as ``trinity_mq.experience.codec`` writes them."""
+NEWEST = EXPERIENCES_VERSION + sum(version - 1 for _, version in CATALOGUE)
+"""The message schema of this release: rises by one with each new version of a message. A new field, which readers
+ignore, does not change it."""
+OLDEST = 1
+"""The oldest message schema that this release reads; rises where an upgrade function is removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compatibility:
+    """What a release reads and writes."""
+
+    release: str
+    reads: SchemaRange
+    writes: int
+
+    @classmethod
+    def of(cls, beat: Heartbeat) -> Compatibility:
+        """Return what an agent says of itself."""
+        return cls(beat.release, beat.reads, beat.writes)
+
+    def fields(self, uptime: float) -> dict[str, Any]:
+        """Return the fields of a heartbeat that say it, with the seconds since the agent's first one."""
+        return {"release": self.release, "reads": self.reads, "writes": self.writes, "uptime": uptime}
+
+    def fits(self, other: Compatibility) -> bool:
+        """Return whether each reads what the other writes."""
+        return _within(self.writes, other.reads) and _within(other.writes, self.reads)
+
+    def __str__(self) -> str:
+        """Name the release and its schemas."""
+        first, last = self.reads
+        reads = f"{first}" if first == last else f"{first} to {last}"
+        return f"release {self.release}, which reads message schema {reads} and writes {self.writes}"
+
+
+OWN = Compatibility(VERSION, (OLDEST, NEWEST), NEWEST)
+"""That of this release."""
+
+
+def misfit(own: Compatibility, name: str, other: Compatibility) -> str:
+    """Return a sentence that says why agent ``name`` of another release cannot work with one of ``own``, and which of
+    them to upgrade first.
+    """
+    which = f"upgrade {name}" if other.writes < own.writes else "upgrade this one"
+    return (
+        f"this agent is of {own}; {name} is of {other}. They cannot work in one run: {which} first, through a release "
+        "that reads both schemas where one jump is too far (docs/upgrading.md)"
+    )
+
+
+def mixture(beats: Iterable[Heartbeat]) -> dict[Compatibility, list[str]]:
+    """Return the ids of agents by what they read and write, in the order of the releases' names."""
+    found: defaultdict[Compatibility, list[str]] = defaultdict(list)
+    for beat in beats:
+        found[Compatibility.of(beat)].append(beat.id)
+    return {one: sorted(found[one]) for one in sorted(found, key=lambda one: (one.release, one.writes))}
+
+
+def releases_line(mixed: Mapping[Compatibility, Sequence[str]]) -> str:
+    """Return who is of which release, in one line."""
+    return "; ".join(f"{one.release}: {', '.join(names)}" for one, names in mixed.items())
+
+
+def conflicts(mixed: Mapping[Compatibility, Sequence[str]]) -> list[str]:
+    """Return a sentence for each two releases that cannot work in one run."""
+    pairs = ((one, other) for one, other in itertools.combinations(mixed, 2) if not one.fits(other))
+    return [
+        f"{', '.join(mixed[one])}: {one}; {', '.join(mixed[other])}: {other}. They cannot work in one run: upgrade "
+        f"{', '.join(mixed[min(one, other, key=lambda each: each.writes)])} first (docs/upgrading.md)"
+        for one, other in pairs
+    ]
+
+
+def _within(number: int, bounds: SchemaRange) -> bool:
+    return bounds[0] <= number <= bounds[1]
