@@ -1,6 +1,7 @@
 """How long training stands still for a checkpoint: written while it goes on, against written at once, in one run.
 
     python benchmarks/bench_checkpoint.py [--model tiny|135m] [--rounds 3] [--folder FOLDER] [--quick] [--check]
+                                          [--json FILE]
 
 The learner is the trainer's own, and each checkpoint is committed as in a run: synced to disk, summed up, renamed.
 *stands still* is the time in which no step can be made. The first copy takes its memory from the system; later ones
@@ -131,20 +132,25 @@ async def measured(config: Config, folder: Path, rounds: int) -> tuple[float, fl
 
 def main() -> int:
     """Run it."""
+    import figures
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("tiny", "135m"), default="tiny")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk that is to be measured (default: a temporary one)")
-    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--quick", action="store_true", help="one round with the tiny model: does it run?")
     parser.add_argument("--check", action="store_true")
+    figures.add_option(parser)
     arguments = parser.parse_args()
-    rounds = 1 if arguments.quick else arguments.rounds
+    if arguments.quick:
+        arguments.rounds, arguments.model = 1, "tiny"
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=arguments.folder))
     try:
         disable_progress_bar()
-        once, later = asyncio.run(measured(configuration(folder, arguments.model), folder, rounds))
+        once, later = asyncio.run(measured(configuration(folder, arguments.model), folder, arguments.rounds))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    figures.write(arguments, {"stands still, of writing at once": later / once})
     return int(arguments.check and later > LIMIT * once)
 
 

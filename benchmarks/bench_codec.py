@@ -1,6 +1,6 @@
 """The experience body against the reference's layout and against plain copying: time and size.
 
-    python benchmarks/bench_codec.py [--quick] [--check]
+    python benchmarks/bench_codec.py [--quick] [--check] [--json FILE]
 
 Baseline 1 is the layout of Trinity-RFT 0.6.0, written here from its description: a pickled map with the metadata of all
 items, then a safetensors blob with one entry per experience and field; reading builds one object per experience.
@@ -265,8 +265,8 @@ def measure(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, li
     return times
 
 
-def compare(shape: tuple[int, int], seconds: float) -> list[str]:
-    """Print what one shape shows and return the targets that it misses."""
+def compare(shape: tuple[int, int], seconds: float) -> tuple[list[str], dict[str, float]]:
+    """Print what one shape shows; return the targets that it misses, and how many times faster ours is, by name."""
     ours, theirs = make_batch(*shape)
     body, packed, other = encode(ours), encode(ours, compression="zstd"), reference_encode(theirs)
     if decode(body) != ours or decode(packed) != ours or ExperienceBatch.decode(body).to_list() != ours:
@@ -285,7 +285,7 @@ def compare(shape: tuple[int, int], seconds: float) -> list[str]:
     least = {name: min(values) for name, values in times.items()}
     bound = COPIES * middle["copy"] + COPY_EXTRA_MS
     print(f"\n{shape[0]} x {shape[1]} tokens, {len(times['copy'])} rounds{'ref':>14}{'ours':>21}{'ratio':>17}")
-    missed = []
+    missed, ratios = [], {}
     for name, before, now, targets in (
         ("encode", "encode ref", "encode", ENCODE_TARGETS),
         ("decode to a list", "list ref", "list", LIST_TARGETS),
@@ -293,6 +293,7 @@ def compare(shape: tuple[int, int], seconds: float) -> list[str]:
         ("... with all opened", "list ref", "opened", {}),
     ):
         ratio, target = middle[before] / middle[now], targets.get(shape, 0.0)
+        ratios[f"{shape[0]} x {shape[1]}: {name}"] = ratio
         print(
             f"  {name:22}{middle[before]:9.3f} [{least[before]:7.3f}]  {middle[now]:9.3f} [{least[now]:7.3f}] ms"
             f"{ratio:7.2f} [{least[before] / least[now]:6.2f}]" + (f"  wanted {target:.0f}" if target else "")
@@ -311,19 +312,24 @@ def compare(shape: tuple[int, int], seconds: float) -> list[str]:
         missed.append(f"{shape[0]}x{shape[1]}: decode to a batch {middle['batch']:.3f} ms, wanted {bound:.3f}")
     if len(body) > len(other) or len(packed) > ZSTD_TARGET * len(other):
         missed.append(f"{shape[0]}x{shape[1]}: {len(body)} bytes, zstd {len(packed)}, reference {len(other)}")
-    return missed
+    return missed, ratios
 
 
 def main() -> None:
     """Measure all shapes and print one table: medians, and the least of each in brackets."""
+    import figures
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small batches, two rounds: does it still run?")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    figures.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     shapes, seconds = (QUICK_SHAPES, 0.0) if options.quick else (SHAPES, SECONDS_PER_SHAPE)
     print("milliseconds: median [least]; one thread")
-    missed = [line for shape in shapes for line in compare(shape, seconds)]
+    found = [compare(shape, seconds) for shape in shapes]
+    figures.write(options, {name: ratio for _, ratios in found for name, ratio in ratios.items()})
+    missed = [line for lines, _ in found for line in lines]
     print("\n" + "\n".join(missed or ["no target of these shapes is missed"]))
     if options.check and missed:
         raise SystemExit(1)

@@ -1,7 +1,8 @@
 """The demo's task by trinity-mq, by TRL's GRPOTrainer and by a bare loop: speed, processor time, start and memory.
 
     pip install -e '.[trl]' -c constraints-cpu.txt
-    python benchmarks/bench_demo.py [--seeds 3] [--steps 150] [--systems trinity-mq trl bare] [--check] [--out FILE]
+    python benchmarks/bench_demo.py [--seeds 3] [--steps 150] [--systems trinity-mq trl bare] [--quick] [--check]
+                                     [--out FILE] [--json FILE]
 
 examples/arithmetic.yaml with the same first model, questions, rewards, loss and schedule. *trinity-mq* is a whole run:
 RabbitMQ, an engine, two runners, an operator, a trainer, processes all of them. *trl* samples and trains in one process
@@ -35,6 +36,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +59,11 @@ LIMIT = 900.0
 """Seconds after which a run is ended and the benchmark fails."""
 ACCURACY = "eval/ops3_held_out/accuracy/mean@1"
 ROLES = ("explorer", "runner", "operator", "trainer")
+RATE_OF_TRL, RATE_OF_BARE = "steps/s of TRL's", "steps/s of the bare loop's"
+CPU_OF_TRL, CPU_OF_BARE = "cpu s of TRL's", "cpu s of the bare loop's"
 TARGETS = (
-    ("steps/s of TRL's", 1.2, True),
-    ("steps/s of the bare loop's", 0.6, True),
+    (RATE_OF_TRL, 1.2, True),
+    (RATE_OF_BARE, 0.6, True),
     ("cpu s a step", 0.2, False),
     ("rollout, ms", 40.0, False),
     ("first step, s", 6.0, False),
@@ -308,9 +312,12 @@ def seen(found: Sequence[Measured]) -> dict[str, float]:
         "first step, s": _median(own, "first"),
         "memory, MiB": max(one.memory for one in own),
     }
-    for name, system in (("steps/s of TRL's", "trl"), ("steps/s of the bare loop's", "bare")):
+    for name, system in ((RATE_OF_TRL, "trl"), (RATE_OF_BARE, "bare")):
         if system in groups:
             values[name] = _median(own, "rate") / _median(groups[system], "rate")
+    for name, system in ((CPU_OF_TRL, "trl"), (CPU_OF_BARE, "bare")):
+        if system in groups:
+            values[name] = _median(own, "cpu") / _median(groups[system], "cpu")
     return values
 
 
@@ -349,17 +356,27 @@ async def compare(options: argparse.Namespace) -> list[Measured]:
 
 def main() -> int:
     """Run it."""
+    import figures
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help=f"more than the {WARM_UP} that do not count")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="default: those that are installed")
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps that count: does it run?")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--out", type=Path, help="also write every run there, as JSON")
     parser.add_argument("--bare", type=Path, help=argparse.SUPPRESS)
+    figures.add_option(parser)
     options = parser.parse_args()
     if options.bare:
         print(json.dumps(asyncio.run(bare(options.bare))))
         return 0
+    if options.quick:
+        options.seeds, options.steps = 1, WARM_UP + 6
+    if options.systems is None:
+        options.systems = [system for system in SYSTEMS if system != "trl" or find_spec("trl")]
+        if "trl" not in options.systems:
+            print("TRL is left out: it is not installed (extra trl)")
     if options.steps <= WARM_UP:
         parser.error(f"--steps is {options.steps}, wanted more than the {WARM_UP} that do not count")
     found = asyncio.run(compare(options))
@@ -369,7 +386,10 @@ def main() -> int:
     missed = False
     if "trinity-mq" in options.systems:
         print(f"\n{roles(found)}\n")
-        for line, met in verdicts(seen(found)):
+        values = seen(found)
+        names = (RATE_OF_TRL, RATE_OF_BARE, CPU_OF_TRL, CPU_OF_BARE)
+        figures.write(options, {name: values[name] for name in names if name in values})
+        for line, met in verdicts(values):
             print(line)
             missed = missed or not met
     return int(options.check and missed)

@@ -1,6 +1,6 @@
 """What the gate of the weight sync costs beside the transfer: its phases, from a run of processes and a real broker.
 
-    python benchmarks/bench_gate.py [CONFIG] [STEPS] [--engines 1 2 4 8] [--check]
+    python benchmarks/bench_gate.py [CONFIG] [STEPS] [--engines 1 2 4 8] [--quick] [--check] [--json FILE]
 
 *gate* is what only the protocol costs: waiting for members, pausing, resuming. *apply* is putting the new weights in
 place and answering the canary, which is work on tensors. Both are medians over syncs, and stand beside the transfer of
@@ -49,19 +49,32 @@ async def phases_of(config: Path, steps: int, engines: int) -> tuple[dict[str, l
 
 def main() -> int:
     """Run and print."""
+    import figures
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     example = Path(__file__).parents[1] / "examples" / "arithmetic.yaml"
     parser.add_argument("config", type=Path, nargs="?", default=example)
     parser.add_argument("steps", type=int, nargs="?", default=60)
     parser.add_argument("--engines", type=int, nargs="+", default=[1], help="numbers of engines")
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if the gate takes {LIMIT:g} ms or more")
+    parser.add_argument("--quick", action="store_true", help="few steps with one and two engines: does it run?")
+    figures.add_option(parser)
     options = parser.parse_args()
-    gates = {engines: measure(options.config, options.steps, engines) for engines in options.engines}
-    return int(options.check and gates[min(gates)] >= LIMIT)
+    if options.quick:
+        options.steps, options.engines = 2 * WARM_UP, [1, 2]
+    gates: dict[int, float] = {}
+    ratios: dict[str, float] = {}
+    for engines in options.engines:
+        gates[engines], share = measure(options.config, options.steps, engines)
+        ratios[f"{engines} engines: gate, of a period"] = share
+    least = min(gates)
+    ratios |= {f"gate with {n} engines, of {least}": gate / gates[least] for n, gate in gates.items() if n != least}
+    figures.write(options, ratios)
+    return int(options.check and gates[least] >= LIMIT)
 
 
-def measure(config: Path, steps: int, engines: int) -> float:
-    """Print the phases with a number of engines; return the milliseconds of the gate."""
+def measure(config: Path, steps: int, engines: int) -> tuple[float, float]:
+    """Print the phases with a number of engines; return the milliseconds of the gate, and its share of a period."""
     phases, period = asyncio.run(phases_of(config, steps, engines))
     medians = {name: statistics.median(values) for name, values in phases.items()}
     gate, transfer = sum(medians[name] for name in GATE), medians["transfer"]
@@ -72,7 +85,7 @@ def measure(config: Path, steps: int, engines: int) -> float:
         f"x {gate / transfer:.2f} of the transfer, x {gate / period:.3f} of a period of {period:.0f}\n"
     )
     sys.stdout.flush()
-    return gate
+    return gate, gate / period
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures what the gateway adds to a call, asking the engine directly and through a session, in one run that trains.
 
-    python benchmarks/bench_gateway.py [--sessions 200] [--seconds 10] [--rounds 3]
+    python benchmarks/bench_gateway.py [--sessions 200] [--seconds 10] [--rounds 3] [--quick] [--json FILE]
 
 It starts ``examples/serve.yaml`` (a real RabbitMQ, engine, trainer and gateway). In each round one agent alone, then
 all of them, ask the engine and then the gateway for so many seconds. The sessions of a round end with a reward, so that
@@ -98,7 +98,9 @@ class Bench:
         await asyncio.gather(*map(one, sessions))
 
 
-async def main(sessions: int, seconds: float, rounds: int) -> None:
+async def main(sessions: int, seconds: float, rounds: int) -> dict[str, float]:
+    """Measure and print; return medians over the rounds: the gateway's calls a second by those of the engine itself."""
+    shares: dict[str, list[float]] = {"one agent": [], "many agents": []}
     [port] = free_ports(1)
     words = [
         "mode=serve",
@@ -141,6 +143,8 @@ async def main(sessions: int, seconds: float, rounds: int) -> None:
                         print(line(f"  {what}, {how}", times, took))
                 added = statistics.median(alone[1]) - statistics.median(alone[0])
                 share = len(many[0]) / len(many[1])
+                shares["one agent"].append(statistics.median(alone[0]) / statistics.median(alone[1]))
+                shares["many agents"].append(1 / share)
                 print(
                     f"  the gateway adds {added:.2f} ms to a call alone; {sessions} agents: 1/{share:.2f} of the calls"
                 )
@@ -148,12 +152,19 @@ async def main(sessions: int, seconds: float, rounds: int) -> None:
             steps = [step for step, _ in run.values("trainer/step")]
             said = f"{bench.answers} answers through the gateway, {bench.unrecorded} not recorded"
             print(f"{said}; {max(steps, default=0)} train steps meanwhile")
+    return {f"{name}: calls a second, of the engine's": statistics.median(found) for name, found in shares.items()}
 
 
 if __name__ == "__main__":
+    import figures
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=200, help="agents at a time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="how many (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="one short round of few sessions: does it run?")
+    figures.add_option(parser)
     options = parser.parse_args()
-    asyncio.run(main(options.sessions, options.seconds, options.rounds))
+    if options.quick:
+        options.sessions, options.seconds, options.rounds = 8, 1.0, 1
+    figures.write(options, asyncio.run(main(options.sessions, options.seconds, options.rounds)))

@@ -1,6 +1,6 @@
 """What makes tensors and groups of experiences against plain loops over them, on lists and on batches.
 
-    python benchmarks/bench_gather.py [--quick] [--check]
+    python benchmarks/bench_gather.py [--quick] [--check] [--json FILE]
 
 The plain loops here are also what the tests compare every result with: one experience after the other, nothing clever.
 All sides take turns in one process, on one thread. ``--check`` exits with 1 if one of ours is slower than its loop.
@@ -191,12 +191,18 @@ def contestants(prompts: int, responses: int) -> dict[str, Pair]:
     }
 
 
-def compare(shape: tuple[int, int], seconds: float) -> list[str]:
-    """Print what one shape shows and return what is slower than its loop over the same input."""
+def compare(shape: tuple[int, int], seconds: float) -> tuple[list[str], dict[str, float]]:
+    """Print what one shape shows.
+
+    Returns:
+        What is slower than its loop over the same input; how many times faster ours are on lists and on batches, as
+        geometric means over the functions.
+    """
     singles, pairs = make_experiences(*shape)
     sides = contestants(shape[1] // 8, shape[1] * 5 // 4)
     print(f"\n{f'{shape[0]} x {shape[1]} tokens':30}{'list: loop':>12}{'ours':>12}{'batch: loop':>16}{'ours':>12}  ms")
     slower = []
+    faster: dict[str, list[float]] = {"list": [], "batch": []}
     for name, (plain, ours) in sides.items():
         given = pairs if name == "split_dpo" else singles
         batch = ExperienceBatch.of(given)
@@ -210,7 +216,10 @@ def compare(shape: tuple[int, int], seconds: float) -> list[str]:
             for kind, loop in (("list", "loop"), ("batch", "loop on batch"))
             if times[kind] > NOISE * times[loop]
         ]
-    return slower
+        for kind, loop in (("list", "loop"), ("batch", "loop on batch")):
+            faster[kind].append(times[loop] / times[kind])
+    means = {kind: statistics.geometric_mean(ratios) for kind, ratios in faster.items()}
+    return slower, {f"{shape[0]} x {shape[1]}: {kind}": mean for kind, mean in means.items()}
 
 
 def measure(calls: dict[str, tuple[Callable[..., Any], Any]], seconds: float) -> dict[str, float]:
@@ -231,13 +240,18 @@ def measure(calls: dict[str, tuple[Callable[..., Any], Any]], seconds: float) ->
 
 def main() -> None:
     """Measure all shapes and print one table of medians."""
+    import figures
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one small batch: does it still run?")
     parser.add_argument("--check", action="store_true", help="exit with 1 if something is slower than its plain loop")
+    figures.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     shapes, seconds = (QUICK_SHAPES, 0.0) if options.quick else (SHAPES, SECONDS_PER_SHAPE)
-    slower = [line for shape in shapes for line in compare(shape, seconds)]
+    found = [compare(shape, seconds) for shape in shapes]
+    figures.write(options, {name: ratio for _, ratios in found for name, ratio in ratios.items()})
+    slower = [line for lines, _ in found for line in lines]
     print("\n" + "\n".join(slower or ["nothing is slower than its plain loop"]))
     if options.check and slower:
         raise SystemExit(1)

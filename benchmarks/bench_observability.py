@@ -183,6 +183,8 @@ async def compare(steps: int, rounds: int, parts: Sequence[str], sample: float) 
 
 def main() -> int:
     """Run the benchmark."""
+    import figures
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help="train steps of a run")
     parser.add_argument("--rounds", type=int, default=3, help="runs with all on, and as many with all off")
@@ -190,10 +192,12 @@ def main() -> int:
     parser.add_argument("--sample", type=float, default=0.1, help="share of the batches that are exported")
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if the ratio is below {BOUND}")
     parser.add_argument("--quick", action="store_true", help="one round of few steps, to see that it runs")
+    figures.add_option(parser)
     options = parser.parse_args()
     if options.quick:
         options.steps, options.rounds, options.sample = 6, 1, 1.0
     ratio = asyncio.run(compare(options.steps, options.rounds, options.parts, options.sample))
+    figures.write(options, {"tokens/s with all on, of all off": ratio})
     return 1 if options.check and ratio < BOUND else 0
 
 

@@ -1,6 +1,6 @@
 """What it gains that rollouts and training overlap: wall time of whole runs, one step off and fully asynchronous.
 
-    python benchmarks/bench_overlap.py [--batches 20] [--repetitions 2] [--check] [--quick]
+    python benchmarks/bench_overlap.py [--batches 20] [--repetitions 2] [--check] [--quick] [--json FILE]
 
 The task is balanced: the rollout of a batch takes as long as its train step, so that on-policy training (``fixed``,
 ``sync_offset: 0``), where one waits for the other, takes twice as long as either, and no overlap can gain more than
@@ -172,8 +172,8 @@ async def compare(batches: int, repetitions: int) -> dict[str, list[Measured]]:
     return found
 
 
-def report(found: dict[str, list[Measured]], batches: int) -> float:
-    """Print a table of the fastest runs and return the smaller one of the two gains."""
+def report(found: dict[str, list[Measured]], batches: int) -> dict[str, float]:
+    """Print a table of the fastest runs and return what each setting gains against the on-policy one."""
     best = {name: min(each, key=lambda one: one.seconds) for name, each in found.items()}
     base = best[ON_POLICY]
     limit = (base.train + base.rollout) / max(base.train, base.rollout)
@@ -184,20 +184,24 @@ def report(found: dict[str, list[Measured]], batches: int) -> float:
         shares = "".join(f"{share:13.0%}" for share in (one.trainer_idle, one.runners_idle))
         parts = "".join(f"{seconds:11.3f} s" for seconds in (one.train, one.rollout, one.sync))
         print(f"{name:16}{one.seconds:13.1f}{base.seconds / one.seconds:13.2f}{shares}{parts}")
-    return min(base.seconds / one.seconds for name, one in best.items() if name != ON_POLICY)
+    return {f"{name}: gain": base.seconds / one.seconds for name, one in best.items() if name != ON_POLICY}
 
 
 def main() -> int:
     """Run it."""
+    import figures
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--quick", action="store_true", help="one repetition of six batches")
+    figures.add_option(parser)
     options = parser.parse_args()
     batches, repetitions = (6, 1) if options.quick else (options.batches, options.repetitions)
-    gain = report(asyncio.run(compare(batches, repetitions)), batches)
-    return int(options.check and gain < BOUND)
+    gains = report(asyncio.run(compare(batches, repetitions)), batches)
+    figures.write(options, gains)
+    return int(options.check and min(gains.values()) < BOUND)
 
 
 if __name__ == "__main__":

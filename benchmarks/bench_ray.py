@@ -3,7 +3,8 @@
     python -m venv .venv-ray
     .venv-ray/bin/pip install -r benchmarks/requirements-ray.txt
     .venv-ray/bin/pip install --no-deps trinity-rft==0.6.0
-    python benchmarks/bench_ray.py --ray .venv-ray/bin/python [--alternations 3] [--tasks 4000] [--check]
+    python benchmarks/bench_ray.py --ray .venv-ray/bin/python [--alternations 3] [--tasks 4000] [--quick] [--check]
+                                                                     [--json FILE]
 
 The reference is in an environment of its own, without what it depends on: its scheduler and its runners need neither
 vLLM nor verl (scheduler_on_ray.py). A task is 8 experiences from a workflow that asks no model; both callers get
@@ -78,8 +79,8 @@ def on_ray(python: Path, setting: Setting) -> Throughput:
     return Throughput(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def report(tokens: int, mine: Sequence[Throughput], theirs: Sequence[Throughput]) -> bool:
-    """Print the medians of one size; return whether what is wanted is there."""
+def report(tokens: int, mine: Sequence[Throughput], theirs: Sequence[Throughput]) -> tuple[bool, dict[str, float]]:
+    """Print the medians of one size; return whether what is wanted is there, and how many times faster ours is."""
     rate, reference = (statistics.median(one.rate for one in runs) for runs in (mine, theirs))
     latency, slower = (statistics.median(one.latency for one in runs) for runs in (mine, theirs))
     print(f"\n{tokens} tokens, {RUNNERS} runners, medians of {len(mine)}")
@@ -87,27 +88,41 @@ def report(tokens: int, mine: Sequence[Throughput], theirs: Sequence[Throughput]
         each = " ".join(f"{one.rate:.0f}" for one in runs)
         print(f"  {name:12}{middle:8.0f} tasks/s ({each}), a batch of one {1000 * seconds:.1f} ms")
     print(f"  ratio       {rate / reference:8.1f}, wanted {RATIOS[tokens]:g}; latency wanted {1000 * LATENCY:g} ms")
-    return rate / reference >= RATIOS[tokens] and latency <= LATENCY
+    faster = {
+        f"{tokens} tokens: tasks a second": rate / reference,
+        f"{tokens} tokens: a batch of one": slower / latency,
+    }
+    return rate / reference >= RATIOS[tokens] and latency <= LATENCY, faster
 
 
 async def main() -> int:
     """Let the two take turns."""
+    import figures
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ray", type=Path, required=True, help="python of the environment with ray and trinity-rft")
     parser.add_argument("--alternations", type=int, default=3)
     parser.add_argument("--tasks", type=int, default=4000, help="of 64 tokens; a quarter as many of 1024")
+    parser.add_argument("--quick", action="store_true", help="once, few tasks: does it run?")
     parser.add_argument("--check", action="store_true")
+    figures.add_option(parser)
     options = parser.parse_args()
+    if options.quick:
+        options.alternations, options.tasks = 1, 400
     torch.set_num_threads(1)
     collect_seldom()  # as agents do
     good = True
+    ratios: dict[str, float] = {}
     for tokens in RATIOS:
         setting = Setting(tokens, RUNNERS, options.tasks if tokens == 64 else options.tasks // 4)
         mine, theirs = [], []
         for _ in range(options.alternations):
             mine.append(await ours(setting))
             theirs.append(await asyncio.to_thread(on_ray, options.ray, setting))
-        good = report(tokens, mine, theirs) and good
+        met, faster = report(tokens, mine, theirs)
+        good = met and good
+        ratios |= faster
+    figures.write(options, ratios)
     return int(options.check and not good)
 
 

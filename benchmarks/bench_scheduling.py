@@ -1,6 +1,7 @@
 """Tasks a second through a Scheduler, a real RabbitMQ and runner processes, against a bare aio-pika loop.
 
-    python benchmarks/bench_scheduling.py [--tasks N] [--tokens 64 1024] [--runners 1 2] [--profile DIR] [--trace DIR]
+    python benchmarks/bench_scheduling.py [--tasks N] [--tokens 64 1024] [--runners 1 2] [--quick] [--json FILE]
+                                          [--profile DIR] [--trace DIR]
 
 A task is 8 experiences from a workflow that asks no model (trinity_mq.testing.noop), delivered to the caller of
 ``get_results``. In the same run, on the same broker:
@@ -239,8 +240,8 @@ def configuration(folder: Path, trace: Path | None = None) -> tuple[Config, Path
     return config, path
 
 
-async def measure(folder: Path, setting: Setting, profiles: Path | None, trace: Path | None = None) -> None:
-    """Measure one setting and print the shares."""
+async def measure(folder: Path, setting: Setting, profiles: Path | None, trace: Path | None = None) -> dict[str, float]:
+    """Measure one setting and print the shares; return the ratios to the other loops, by name."""
     config, path = configuration(folder, trace)
     print(f"\n{setting.tasks} tasks of {RUNS} runs, {setting.tokens} tokens each, {setting.runners} runner(s)")
     plain, part = await plain_loop(config, setting)
@@ -258,10 +259,14 @@ async def measure(folder: Path, setting: Setting, profiles: Path | None, trace: 
     print(
         f"scheduler and runners  : {rate:8.0f} tasks/s, {rate / bare:.2f} of bare aio-pika, {rate / plain:.2f} of plain"
     )
+    what = f"{setting.tokens} tokens, {setting.runners} runners: tasks a second"
+    return {f"{what}, of bare aio-pika": rate / bare, f"{what}, of the plain loop": rate / plain}
 
 
 async def main() -> None:
     """Measure what is asked for."""
+    import figures
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", type=int, default=4000, help="of 64 tokens; fewer where they are longer")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024])
@@ -270,21 +275,28 @@ async def main() -> None:
         "--profile", type=Path, help="folder for profiles of scheduler and runners, of the last setting"
     )
     parser.add_argument("--trace", type=Path, help="run folder for a trace of the last setting")
+    parser.add_argument("--quick", action="store_true", help="few tasks, one runner: does it run?")
+    figures.add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     collect_seldom()  # as agents do
+    fewest = 2000  # a batch has a latency of its own, whatever the number of its tasks
+    if options.quick:
+        fewest, options.tasks, options.tokens, options.runners = 200, 200, [64], [1]
+    ratios: dict[str, float] = {}
     if options.profile:
         options.profile.mkdir(parents=True, exist_ok=True)
     settings = [
-        # not too few: a batch has a latency of its own, whatever the number of its tasks
-        Setting(tokens, count, max(min(options.tasks, 2000), options.tasks * 64 // max(64, tokens)))
+        Setting(tokens, count, max(min(options.tasks, fewest), options.tasks * 64 // max(64, tokens)))
         for tokens in options.tokens
         for count in options.runners
     ]
     with tempfile.TemporaryDirectory() as folder:
         for number, setting in enumerate(settings):
             is_last = setting is settings[-1]
-            await measure(Path(folder) / str(number), setting, options.profile, options.trace if is_last else None)
+            trace = options.trace if is_last else None
+            ratios |= await measure(Path(folder) / str(number), setting, options.profile, trace)
+    figures.write(options, ratios)
     if options.profile:
         for file in sorted(options.profile.glob("*.prof")):
             print(f"\n{file.name}")

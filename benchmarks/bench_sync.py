@@ -1,6 +1,6 @@
 """Each channel of the weight sync against the plainest way to move the same bytes, in one run.
 
-    python benchmarks/bench_sync.py [--megabytes 500] [--rounds 5] [--quick] [--check]
+    python benchmarks/bench_sync.py [--megabytes 500] [--rounds 5] [--quick] [--check] [--json FILE]
 
 Two processes on this machine, a trainer and an engine, take turns: our broadcast and ``torch.distributed.broadcast`` of
 one flat tensor that both have; our files, our stream, and a plain copy of one file. Medians. *transfer* is from "go"
@@ -202,8 +202,9 @@ def _config(method: str, folder: Path) -> Any:
     return load_config({"model": {"tiny": {}}, "run_dir": str(folder), "synchronizer": {"sync_method": method}})
 
 
-def report(bench: Bench) -> float:
-    """Print the table; returns the collective's ratio."""
+def report(bench: Bench) -> dict[str, float]:
+    """Print the table; returns its ratios to the baselines, by name."""
+    ratios: dict[str, float] = {}
     size = bench.flat.numel() * 4 / 2**20
     rounds = len(bench.times["plain broadcast"]) - WARM
     print(f"{size:.0f} MiB in {len(bench.tensors)} tensors, medians of {rounds} rounds, ms")
@@ -214,32 +215,37 @@ def report(bench: Bench) -> float:
             compared = [("plain broadcast", "transfer"), ("plain broadcast", "both")]
         else:
             compared = [("plain copy", "both"), ("plain copy, fsync", "both")]
+        found = {(plain, part): bench.ratio(f"{method} {part}", plain) for plain, part in compared}
+        ratios |= {f"{method} {part}, of a {plain}": ratio for (plain, part), ratio in found.items()}
         baselines = ", ".join(
-            f"{plain} {bench.median(plain):.0f}: {part} x {bench.ratio(f'{method} {part}', plain):.2f}"
-            for plain, part in compared
+            f"{plain} {bench.median(plain):.0f}: {part} x {ratio:.2f}" for (plain, part), ratio in found.items()
         )
         print(f"{method:12} {staging:9.0f} {transfer:9.0f} {both:9.0f}   {baselines}")
-    return bench.ratio("collective transfer", "plain broadcast")
+    return ratios
 
 
 def main() -> int:
     """Run; returns the exit code."""
+    import figures
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="8 MB, two rounds: does it run?")
     parser.add_argument("--check", action="store_true", help=f"exit with 1 if the collective is over {LIMIT} times")
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
+    figures.add_option(parser)
     options = parser.parse_args()
     if options.engine is not None:
         engine(options.engine)
     torch.set_num_threads(1)
     megabytes, rounds = (8, 2) if options.quick else (options.megabytes, options.rounds)
     bench = asyncio.run(run(megabytes, rounds))
-    ratio = report(bench)
+    ratios = report(bench)
+    figures.write(options, ratios)
     sys.stdout.flush()
     # gloo's threads may abort a process that takes itself apart
-    os._exit(1 if options.check and ratio > LIMIT else 0)
+    os._exit(1 if options.check and ratios["collective transfer, of a plain broadcast"] > LIMIT else 0)
 
 
 if __name__ == "__main__":

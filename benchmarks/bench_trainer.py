@@ -1,7 +1,7 @@
 """The trainer's step beside a bare Hugging Face loop and beside TRL's: peak memory, and tokens a second.
 
     pip install -e '.[trl]' -c constraints-cpu.txt      (without it, TRL is left out)
-    python benchmarks/bench_trainer.py [memory] [speed] [--check] [--threads N] [--quick]
+    python benchmarks/bench_trainer.py [memory] [speed] [--check] [--threads N] [--quick] [--json FILE]
 
 ``memory``: the peak of one forward and backward pass over 8192 tokens with a vocabulary of 32768, beyond what the
 process held before, against the logits of all tokens at once; each in a process of its own. At most a quarter.
@@ -169,8 +169,8 @@ def peak_of(system: str, threads: int) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held) / 2**20
 
 
-def memory(threads: int) -> bool:
-    """Print the peaks, and return whether the bound holds."""
+def memory(threads: int) -> tuple[bool, dict[str, float]]:
+    """Print the peaks; return whether the bound holds, and the ratio."""
     peaks = {}
     for system in ("naive", "ours"):
         command = [sys.executable, __file__, "--threads", str(threads), "--peak-of", system]
@@ -180,7 +180,7 @@ def memory(threads: int) -> bool:
     print(f"peak memory of {tokens} tokens with a vocabulary of {MEMORY['vocabulary']} on {DEVICE}")
     print(f"  all logits at once {peaks['naive']:7.0f} MiB")
     print(f"  trinity-mq         {peaks['ours']:7.0f} MiB, {ratio:.2f} of that (bound {MEMORY_BOUND})")
-    return ratio <= MEMORY_BOUND
+    return ratio <= MEMORY_BOUND, {"peak memory, of all logits at once": ratio}
 
 
 def bare_loop(folder: Path, batches: list[MicroBatch], *, packed: bool) -> Callable[[], float]:
@@ -292,8 +292,8 @@ def trl_loop(folder: Path, prepared: dict[str, Tensor], *, cut: bool) -> Callabl
     return step
 
 
-def speed(threads: int, repetitions: int) -> bool:
-    """Print tokens a second, by the fastest of the repetitions, and return whether the bounds hold."""
+def speed(threads: int, repetitions: int) -> tuple[bool, dict[str, float]]:
+    """Print tokens a second, by the fastest of the repetitions; return whether the bounds hold, and the ratios."""
     torch.set_num_threads(threads)
     lengths = ragged_lengths(SPEED["sequences"], SPEED["longest"], 0)
     experiences = sampled(lengths, PROMPT, SPEED["vocabulary"], 0)
@@ -325,12 +325,14 @@ def speed(threads: int, repetitions: int) -> bool:
         print(f"  {name:20} {sum(lengths) / value:8.0f} tokens a second, {bare / value:.2f} of the bare packed loop")
     ratio = bare / best["trinity-mq, packed"]
     print(f"  trinity-mq, packed, by the bare packed loop {ratio:.2f} (bound {SPEED_BOUND})")
+    ratios = {"tokens/s of the bare packed loop's": ratio}
     if "TRL" not in best:
         print("  TRL is left out: it is not installed (extra trl)")
-        return ratio >= SPEED_BOUND
+        return ratio >= SPEED_BOUND, ratios
     ours, theirs = (min(value for name, value in best.items() if name.startswith(who)) for who in ("trinity-mq", "TRL"))
     print(f"  trinity-mq by TRL, the better row of each   {theirs / ours:.2f} (bound {TRL_BOUND})")
-    return ratio >= SPEED_BOUND and theirs / ours >= TRL_BOUND
+    ratios["tokens/s of TRL's"] = theirs / ours
+    return ratio >= SPEED_BOUND and theirs / ours >= TRL_BOUND, ratios
 
 
 def fastest(systems: dict[str, Callable[[], float]], repetitions: int) -> dict[str, float]:
@@ -356,6 +358,8 @@ def fastest(systems: dict[str, Callable[[], float]], repetitions: int) -> dict[s
 
 def main() -> None:
     """Run the parts that are named, or all."""
+    import figures
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "parts", nargs="*", choices=["memory", "speed", []], help="what to measure (default: everything)"
@@ -364,6 +368,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one repetition of each train step")
     parser.add_argument("--check", action="store_true", help="end with an error where a bound does not hold")
     parser.add_argument("--peak-of", choices=["naive", "ours"], help=argparse.SUPPRESS)
+    figures.add_option(parser)
     options = parser.parse_args()
     if options.peak_of:
         print(json.dumps(peak_of(options.peak_of, options.threads)))
@@ -372,7 +377,9 @@ def main() -> None:
         "memory": partial(memory, options.threads),
         "speed": partial(speed, options.threads, 1 if options.quick else 6),
     }
-    missed = [name for name in options.parts or parts if not parts[name]()]
+    found = {name: parts[name]() for name in options.parts or parts}
+    figures.write(options, {name: ratio for _, ratios in found.values() for name, ratio in ratios.items()})
+    missed = [name for name, (met, _) in found.items() if not met]
     if options.check and missed:
         raise SystemExit(f"bounds that do not hold: {', '.join(missed)}")
 

@@ -138,6 +138,12 @@ make_browser() {
         pip_install constraints-cpu.txt -c constraints-cpu.txt -e '.[browser]' || say "not there: playwright"
 }
 
+# What builds and audits a release, for --all; without it those tests are skipped.
+make_supply() {
+    "$venv/bin/python" -c 'import build, cyclonedx_py, pip_audit, safety_db' 2>/dev/null ||
+        pip_install constraints-cpu.txt -c constraints-cpu.txt -e '.[supply]' || say "not there: the extra supply"
+}
+
 # What the tests of clients in other languages (schemas/clients), of PostgreSQL and of Prometheus need; without it those tests are skipped.
 make_clients() {
     local go_sources=/usr/share/gocode/src/github.com wanted=()

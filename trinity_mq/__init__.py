@@ -79,13 +79,15 @@ _HOMES["Explorer"] = "trinity_agents.explorer"  # the one name that lives with i
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - strings all, which the table above says once
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name from its home and keep it."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'trinity_mq' has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # a type checker knows the names above, and tells of others
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name from its home and keep it."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'trinity_mq' has no attribute {name!r}")
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,122 @@
+"""Wheel and sdist: what is in them, and what they can do in an environment that has never seen the checkout."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import ROOT, UNTRACKED, Built, Clean, ran
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(1200)]
+
+PACKAGES = ("trinity_mq/", "agents/trinity_agents/")
+IN_SDIST = ("README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "constraints-cpu.txt", "MANIFEST.in")
+MADE = re.compile(r"PKG-INFO|setup\.cfg|[^/]*\.egg-info/.*|agents/[^/]*\.egg-info/.*")
+SIMULATE = """
+import sys, tempfile
+from pathlib import Path
+import trinity_mq, trinity_agents
+from trinity_agents.simulation import Simulation
+from trinity_mq.testing.virtual_time import run_virtually
+for package in (trinity_mq, trinity_agents):
+    assert Path(package.__file__).is_relative_to(sys.prefix), package.__file__
+sim = Simulation(Path(tempfile.mkdtemp()), batches=4)
+run_virtually(sim.run(), limit=1000)
+print(sim.learners[0].steps, trinity_mq.__version__)
+"""
+
+
+def in_wheel(built: Built) -> set[str]:
+    with zipfile.ZipFile(built.wheel) as wheel:
+        return {name for name in wheel.namelist() if not name.endswith("/")}
+
+
+def metadata(built: Built) -> str:
+    with zipfile.ZipFile(built.wheel) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        return wheel.read(name).decode()
+
+
+def test_the_wheel_holds_every_tracked_file_of_the_packages_and_nothing_else(built):
+    code = {name.removeprefix("agents/") for name in built.tracked if name.startswith(PACKAGES)}
+    found = in_wheel(built)
+    assert {name for name in found if ".dist-info/" not in name} == code
+    for name in ("trinity_mq/py.typed", "trinity_agents/py.typed", "trinity_mq/cli/dash/static/dash.js"):
+        assert name in found
+    assert any(re.fullmatch(r"[^/]+\.dist-info/licenses/LICENSE", name) for name in found)
+
+
+def test_the_sdist_holds_what_a_wheel_is_built_of_and_the_schemas_and_nothing_untracked(built):
+    with tarfile.open(built.sdist) as archive:
+        found = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    wanted = {
+        name
+        for name in built.tracked
+        if name.startswith(PACKAGES)
+        or name in IN_SDIST
+        or re.fullmatch(r"schemas/[^/]+\.json|schemas/README\.md", name)
+    }
+    assert len([name for name in wanted if name.startswith("schemas/")]) > 20
+    assert {name for name in found if not MADE.fullmatch(name)} == wanted
+    assert not found & set(UNTRACKED)
+
+
+def test_the_metadata_say_licence_python_and_dependencies(built):
+    said = Parser().parsestr(metadata(built))
+    assert said["License-Expression"] == "Apache-2.0"
+    assert said["License-File"] == "LICENSE"
+    assert said["Requires-Python"] == ">=3.11"
+    needed = {re.match(r"[\w.-]+", one)[0].lower() for one in said.get_all("Requires-Dist") if "extra ==" not in one}
+    assert {"aio-pika", "torch", "pydantic"} <= needed
+    assert not needed & {"pytest", "mypy", "ruff", "build"}
+
+
+class TestInACleanEnvironment:
+    def test_nothing_conflicts_and_no_tool_of_development_came_along(self, clean):
+        clean.pip("check")
+        listing = "from importlib.metadata import distributions; print(*(one.name.lower() for one in distributions()))"
+        names = set(clean.run("-c", listing).split())
+        assert "trinity-mq" in names
+        assert not names & {"pytest", "mypy", "ruff", "hypothesis", "trl", "build"}
+
+    def test_the_command_and_its_subcommands_are_there(self, clean):
+        said = clean.command("--help")
+        for word in ("run", "doctor", "validate", "submit"):
+            assert re.search(rf"^\s+{word}\s", said, re.MULTILINE)
+
+    def test_an_example_is_valid(self, clean):
+        shutil.copy(ROOT / "examples" / "smoke.yaml", clean.folder)
+        assert "smoke" in clean.command("validate", "smoke.yaml")
+
+    def test_it_writes_the_schemas_that_the_checkout_publishes(self, clean):
+        clean.command("schema", "--out", "schemas")
+        made = {path.name: path.read_text() for path in (clean.folder / "schemas").glob("*.json")}
+        assert len(made) > 20
+        assert made == {name: (ROOT / "schemas" / name).read_text() for name in made}
+
+    def test_a_whole_run_on_memory_bus_in_virtual_time(self, clean):
+        assert clean.run("-c", SIMULATE).splitlines()[-1].startswith("[1, 2, 3, 4] ")
+
+
+def test_the_sdist_installs_the_same_files(built: Built, clean: Clean, tmp_path: Path):
+    """Into an environment that has the dependencies, from the file alone."""
+    ran([clean.python, "-m", "venv", tmp_path / "venv"], tmp_path, 120)
+    python = tmp_path / "venv" / "bin" / "python"
+    ran([python, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-deps", built.sdist], tmp_path, 300)
+    assert "doctor" in ran([python.with_name("trinity-mq"), "--help"], tmp_path, 60), (
+        "it needs no dependency to say that"
+    )
+    listing = "from importlib.metadata import files; print(*files('trinity-mq'), sep='\\n')"
+    found, wanted = (
+        {line for line in ran([one, "-c", listing], tmp_path, 60).splitlines() if line.startswith("trinity_")}
+        for one in (python, clean.python)
+    )
+    code = {name for name in found if ".dist-info/" not in name and "__pycache__" not in name}
+    assert code == {name for name in wanted if ".dist-info/" not in name and "__pycache__" not in name}
+    assert len(code) > 400
