@@ -163,6 +163,19 @@ class ComposeStack:
         """
         await self.docker("exec", container, "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
 
+    async def preempt(self, container: str, notice: int) -> int:
+        """End an agent as a node that is taken away does: SIGTERM, and SIGKILL after ``notice`` seconds.
+
+        Its container is removed, so that :meth:`up` starts another one in its place.
+
+        Returns:
+            The exit code; 137: it was killed.
+        """
+        await self.docker("stop", "--time", str(notice), container)
+        code = int((await self.state(container))["ExitCode"])
+        await self.docker("rm", container)
+        return code
+
     async def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics written so far."""
         explorer = (await self.containers("explorer"))[0]
