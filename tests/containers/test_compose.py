@@ -160,12 +160,11 @@ class SlowTool(AsyncSimpleWorkflow):
 TASKS = 32
 FLEET, SHARE = 6, 0.3
 """Runners, and the share of them that is taken away at a time."""
-NOTICE = 25
-"""Seconds from SIGTERM to SIGKILL, as deploy/kubernetes/components/spot has it."""
-EVERY = 20.0
-"""Seconds from one time to the next."""
-PHASES = (("warm", 3), ("undisturbed", 10), ("preempted", 14), ("undisturbed", 10), ("preempted", 14))
-"""What happens to the runners, and for how many batches."""
+SPOT = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "components" / "spot" / "nodes.yaml").read_text())
+NOTICE: int = SPOT["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+"""Seconds from SIGTERM to SIGKILL."""
+PHASES: tuple[tuple[float | None, int], ...] = ((None, 3), (None, 10), (60.0, 20), (None, 8), (20.0, 12))
+"""Seconds from one time that runners are taken away to the next, None for never, and for how many batches."""
 
 
 @pytest.mark.compose
@@ -173,7 +172,7 @@ PHASES = (("warm", 3), ("undisturbed", 10), ("preempted", 14), ("undisturbed", 1
 @pytest.mark.e2e
 @pytest.mark.timeout(3000)
 async def test_preempted_runners_cost_time_and_no_work(environment: dict[str, str], tmp_path: Path) -> None:
-    """Of six runners two are told to go each 20 seconds, and new ones come: what they have finished counts, the rest is
+    """Of six runners two are told to go again and again, and new ones come: what they have finished counts, the rest is
     done by others, and nothing has failed.
     """
     examples = tmp_path / "examples"
@@ -191,23 +190,23 @@ async def test_preempted_runners_cost_time_and_no_work(environment: dict[str, st
     async with ComposeStack(environment, settings) as stack:
         await stack.up(runner=FLEET)
 
-        async def preempt(over: asyncio.Event) -> None:
+        async def preempt(every: float, over: asyncio.Event) -> None:
             while not over.is_set():
                 began = time.monotonic()
                 victims = chance.sample(await stack.containers("runner"), math.ceil(SHARE * FLEET))
                 codes.extend(await asyncio.gather(*(stack.preempt(one, NOTICE) for one in victims)))
                 await stack.up("runner", runner=FLEET)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(EVERY - (time.monotonic() - began)):
+                    async with asyncio.timeout(every - (time.monotonic() - began)):
                         await over.wait()
 
         done = 0
-        for phase, batches in PHASES:
+        for every, batches in PHASES:
             done += batches
             over = asyncio.Event()
             async with asyncio.TaskGroup() as group:
-                if phase == "preempted":
-                    group.create_task(preempt(over))
+                if every is not None:
+                    group.create_task(preempt(every, over))
                 await stack.until_progress(done, PATIENCE)
                 over.set()
         await stack.ended(PATIENCE)
@@ -237,10 +236,11 @@ def step_times(metrics: list[dict[str, float]]) -> str:
     """The seconds between train steps, by what happened to the runners meanwhile."""
     at = {int(line["step"]): line["time"] for line in metrics if "trainer/step" in line}
     rows, first = [], 0
-    for phase, batches in PHASES:
+    for every, batches in PHASES:
         seconds = [at[step] - at[step - 1] for step in range(first + 1, first + batches + 1) if step - 1 in at]
         first += batches
         mean, median, longest = statistics.mean(seconds), statistics.median(seconds), max(seconds)
+        phase = "undisturbed" if every is None else f"each {every:g} s"
         rows.append(
             f"{phase:<12} {batches:>3} steps: mean {mean:.1f} s, median {median:.1f} s, longest {longest:.1f} s"
         )
