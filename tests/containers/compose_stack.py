@@ -151,6 +151,11 @@ class ComposeStack:
         """Return the ids of the containers of services, ended ones too."""
         return (await self.compose("ps", "--all", "--quiet", *services)).split()
 
+    async def healthy(self, service: str) -> list[str]:
+        """Return the ids of a service's containers whose agents are at work."""
+        states = {one: await self.state(one) for one in await self.containers(service)}
+        return [one for one, state in states.items() if state.get("Health", {}).get("Status") == "healthy"]
+
     async def state(self, container: str) -> dict[str, Any]:
         """Return how a container is: ``Status``, ``ExitCode`` and others, with ``RestartCount``."""
         data = json.loads(await self.docker("inspect", container))[0]
