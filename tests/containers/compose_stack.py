@@ -151,6 +151,11 @@ class ComposeStack:
         """Return the ids of the containers of services, ended ones too."""
         return (await self.compose("ps", "--all", "--quiet", *services)).split()
 
+    async def healthy(self, service: str) -> list[str]:
+        """Return the ids of a service's containers whose agents are at work."""
+        states = {one: await self.state(one) for one in await self.containers(service)}
+        return [one for one, state in states.items() if state.get("Health", {}).get("Status") == "healthy"]
+
     async def state(self, container: str) -> dict[str, Any]:
         """Return how a container is: ``Status``, ``ExitCode`` and others, with ``RestartCount``."""
         data = json.loads(await self.docker("inspect", container))[0]
@@ -162,6 +167,19 @@ class ComposeStack:
         Not by ``docker kill``, after which Docker starts nothing again: somebody wanted it gone.
         """
         await self.docker("exec", container, "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
+
+    async def preempt(self, container: str, notice: int) -> int:
+        """End an agent as a node that is taken away does: SIGTERM, and SIGKILL after ``notice`` seconds.
+
+        Its container is removed, so that :meth:`up` starts another one in its place.
+
+        Returns:
+            The exit code; 137: it was killed.
+        """
+        await self.docker("stop", "--time", str(notice), container)
+        code = int((await self.state(container))["ExitCode"])
+        await self.docker("rm", container)
+        return code
 
     async def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics written so far."""

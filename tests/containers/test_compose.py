@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import random
 import re
+import shutil
+import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import aiohttp
@@ -137,6 +142,110 @@ async def test_killing_containers_at_random_costs_time_and_nothing_else(environm
         report = make_report("smoke", folder)
         say(report)
         check(folder, report, await stack.metrics())
+
+
+SLOW_TOOL = """
+import asyncio, random
+from trinity_mq.workflows.builtin.simple import AsyncSimpleWorkflow
+
+class SlowTool(AsyncSimpleWorkflow):
+    '''An answer, and a tool that takes a while to look at it.'''
+
+    async def body(self):
+        found = await super().body()
+        await asyncio.sleep(random.uniform(1.0, 10.0))
+        return found
+"""
+"""An episode that mostly waits, as those with tools do; its longest outlasts the drain of a preempted runner."""
+TASKS = 32
+FLEET, SHARE = 6, 0.3
+"""Runners, and the share of them that is taken away at a time."""
+SPOT = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "components" / "spot" / "nodes.yaml").read_text())
+NOTICE: int = SPOT["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+"""Seconds from SIGTERM to SIGKILL."""
+PHASES: tuple[tuple[float | None, int], ...] = ((None, 3), (None, 12), (60.0, 24), (None, 8))
+"""Seconds from one time that runners are taken away to the next, None for never, and for how many batches."""
+
+
+@pytest.mark.compose
+@pytest.mark.chaos
+@pytest.mark.e2e
+@pytest.mark.timeout(3000)
+async def test_preempted_runners_cost_time_and_no_work(environment: dict[str, str], tmp_path: Path) -> None:
+    """Of six runners two are told to go again and again, and new ones come: what they have finished counts, the rest is
+    done by others, and nothing has failed.
+    """
+    examples = tmp_path / "examples"
+    shutil.copytree(ROOT / "examples", examples)
+    (examples / "slow_tool.py").write_text(SLOW_TOOL)
+    total = sum(batches for _, batches in PHASES)
+    settings = (
+        f"buffer.total_steps={total}", f"buffer.batch_size={TASKS}", "algorithm.repeat_times=4",
+        "plugin_dirs=[examples]", "buffer.taskset.workflow=slow_tool.SlowTool",
+        "explorer.eval_interval=1000", "explorer.eval_on_startup=false",
+        "runner.concurrency=4", "runner.drain_timeout=8", "trainer.save_interval=1000",
+    )  # fmt: skip
+    environment = {**environment, "TRINITY_MQ_EXAMPLES": str(examples)}
+    chance, codes = random.Random(7), list[int]()
+    async with ComposeStack(environment, settings) as stack:
+        await stack.up(runner=FLEET)
+
+        async def preempt(every: float, over: asyncio.Event) -> None:
+            while not over.is_set():
+                began = time.monotonic()
+                at_work = await stack.healthy("runner")  # one that still starts holds nothing
+                victims = chance.sample(at_work, min(len(at_work), math.ceil(SHARE * FLEET)))
+                codes.extend(await asyncio.gather(*(stack.preempt(one, NOTICE) for one in victims)))
+                await stack.up("runner", runner=FLEET)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(every - (time.monotonic() - began)):
+                        await over.wait()
+
+        done = 0
+        for every, batches in PHASES:
+            done += batches
+            over = asyncio.Event()
+            async with asyncio.TaskGroup() as group:
+                if every is not None:
+                    group.create_task(preempt(every, over))
+                await stack.until_progress(done, PATIENCE)
+                over.set()
+        await stack.ended(PATIENCE)
+        folder, metrics = await stack.fetch(), await stack.metrics()
+        say(f"{len(codes)} runners were preempted, exit codes {sorted(set(codes))}")
+        say(step_times(metrics))
+        assert len(codes) >= 2 * 3
+        assert set(codes) == {0}, "each ends in good order within its notice"
+        history = lineage(folder / "history", 1, total)
+        assert [(entry["batch"], entry["outcome"]) for entry in history] == [(n + 1, "trained") for n in range(total)]
+        uids = [uid for entry in history for uid in entry["uids"]]
+        assert len(uids) == len(set(uids)) == total * TASKS * 4
+        report = make_report("smoke", folder)
+        assert " nothing" in next(line for line in report.splitlines() if line.strip().startswith("lost")), report
+        counted = Counter[str]()
+        for line in metrics:
+            counted.update(
+                {key: value for key, value in line.items() if key.startswith(("rollout/slices/", "rollout/failures/"))}
+            )
+        say(f"slices: {dict(counted)}")
+        assert set(counted) <= {"rollout/slices/finished", "rollout/slices/given_back"}
+        assert counted["rollout/slices/given_back"] > 0, "some were longer than the drain"
+        assert counted["rollout/slices/finished"] == total * TASKS
+
+
+def step_times(metrics: list[dict[str, float]]) -> str:
+    """The seconds between train steps, by what happened to the runners meanwhile."""
+    at = {int(line["step"]): line["time"] for line in metrics if "trainer/step" in line}
+    rows, first = [], 0
+    for every, batches in PHASES:
+        seconds = [at[step] - at[step - 1] for step in range(first + 1, first + batches + 1) if step - 1 in at]
+        first += batches
+        mean, median, longest = statistics.mean(seconds), statistics.median(seconds), max(seconds)
+        phase = "undisturbed" if every is None else f"each {every:g} s"
+        rows.append(
+            f"{phase:<12} {batches:>3} steps: mean {mean:.1f} s, median {median:.1f} s, longest {longest:.1f} s"
+        )
+    return "\n".join(rows)
 
 
 def check(folder: Path, report: str, metrics: list[dict[str, float]]) -> None:

@@ -108,6 +108,19 @@ def test_wanted_runners_are_those_of_the_busiest_moment_of_late() -> None:
     assert [wanted() for _ in range(families.SMOOTHED)] == [3] * (families.SMOOTHED - 1) + [1]
 
 
+def test_with_the_configuration_an_autoscaler_knows_what_a_runner_takes_before_there_is_one() -> None:
+    view = RunView("r", 10)
+    view.set_depths({"tasks.train": 64})
+
+    def wanted(slots: int | None) -> float:
+        [family] = [one for one in RunCollector(view, lambda: 1.0, slots).collect() if one.name == "tmq_wanted_runners"]
+        return float(family.samples[0].value)
+
+    assert (wanted(None), wanted(16)) == (64, 4)
+    view.receive(beat("runner", "runner-0", detail={"running": 16, "slots": 32}), 0.0)
+    assert (wanted(None), wanted(16)) == (3, 5), "half of the slots are for evaluations"
+
+
 async def test_names_that_workflows_choose_cannot_make_series_without_end() -> None:
     view = seen()
     view.receive(metrics("explorer", 1, **{f"rollout/task_{number}": 1.0 for number in range(2000)}), 0.0)

@@ -34,11 +34,11 @@ def exporter(arguments: argparse.Namespace) -> int:
     config = find_configuration(arguments.target, arguments.overrides)
     run = arguments.target if config is None else config.name
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(arguments, run))
+        asyncio.run(_serve(arguments, run, None if config is None else config.runner.concurrency))
     return 0
 
 
-async def _serve(arguments: argparse.Namespace, run: str) -> None:
+async def _serve(arguments: argparse.Namespace, run: str, slots: int | None) -> None:
     from aiohttp import web
 
     from trinity_mq.cli.broker.connection import find_target
@@ -55,7 +55,7 @@ async def _serve(arguments: argparse.Namespace, run: str) -> None:
 
     find_target(arguments)  # a run that is not known is said at once
     app = web.Application()
-    app.add_routes([web.get("/metrics", metrics_handler(RunCollector(observatory.view, time.time)))])
+    app.add_routes([web.get("/metrics", metrics_handler(RunCollector(observatory.view, time.time, slots)))])
     async with listening(app, arguments.host, arguments.port) as url:
         print(f"{run}: {url}/metrics", flush=True)
         await BrokerSource(target, observatory, {"metrics"}).run()

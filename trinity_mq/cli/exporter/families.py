@@ -62,10 +62,12 @@ class RunCollector(Collector):
     Args:
         view: The run's state.
         clock: Returns the time on the clock of ``view``.
+        slots: Training slices that a runner takes at a time, for the wanted runners. None: not known; what runners say
+            counts, the slots for evaluations included, and while there is no runner each is taken for one slot.
     """
 
-    def __init__(self, view: RunView, clock: Callable[[], float]) -> None:
-        self._view, self._clock = view, clock
+    def __init__(self, view: RunView, clock: Callable[[], float], slots: int | None = None) -> None:
+        self._view, self._clock, self._slots = view, clock, slots
         self._rising = Rising()
         self._wanted: deque[int] = deque(maxlen=SMOOTHED)
 
@@ -144,7 +146,7 @@ class RunCollector(Collector):
             done.add_metric(self._labels(name), self._rising.at(("slices_done", name), one.done))
         yield done
         waiting = sum(self._view.depths.get(queue) or 0 for queue in ("tasks.train", "tasks.eval"))
-        each = round(slots / len(runners)) if runners else 0
+        each = self._slots or (round(slots / len(runners)) if runners else 0)
         self._wanted.append(wanted_runners(waiting, running, each))
         yield self._single(
             "wanted_runners", "Runners that would leave no slice waiting, for autoscalers", max(self._wanted)
