@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import selectors
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future, wait
 from typing import Any, TypeVar
@@ -11,6 +13,9 @@ from unittest import mock
 
 T = TypeVar("T")
 _wrap_future = asyncio.wrap_future
+
+OWNER: contextvars.ContextVar[str | None] = contextvars.ContextVar("owner", default=None)
+"""Name of the simulated process whose code runs. Its tasks and timers inherit it, so that it can be frozen."""
 
 
 class StandsStill(Exception):
@@ -34,12 +39,45 @@ class _JumpingSelector(selectors.SelectSelector):
         return ready
 
 
+class _Ready(deque[asyncio.Handle]):
+    """Callbacks that are due; those of frozen processes wait apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen: dict[str | None, list[asyncio.Handle]] = {}
+
+    def append(self, handle: asyncio.Handle) -> None:
+        waiting = self.frozen.get(self._owner(handle)) if self.frozen else None
+        if waiting is None:
+            super().append(handle)
+        else:
+            waiting.append(handle)
+
+    @staticmethod
+    def _owner(handle: asyncio.Handle) -> str | None:
+        context: contextvars.Context = handle._context  # type: ignore[attr-defined]  # noqa: SLF001  # no other way
+        return context.get(OWNER)
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """A loop in virtual time. Executor jobs run at once, on the loop's own thread: a thread would need real time."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
+        self._ready = _Ready()
+
+    def freeze(self, owner: str) -> None:
+        """Stop what runs in contexts of this :data:`OWNER`, as SIGSTOP does; time goes on for it all the same."""
+        self._ready.frozen.setdefault(owner, [])
+
+    def thaw(self, owner: str) -> None:
+        """Let it go on, with all that has become due meanwhile."""
+        self._ready.extend(self._ready.frozen.pop(owner, []))
+
+    def is_frozen(self, owner: str) -> bool:
+        """Return whether it is stopped."""
+        return owner in self._ready.frozen
 
     def time(self) -> float:
         """Return the virtual time, in seconds since the loop began."""
