@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import selectors
+import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Executor, Future, wait
 from typing import Any, TypeVar
 from unittest import mock
@@ -66,6 +67,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
         self._ready = _Ready()
+        self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], str | None] = weakref.WeakKeyDictionary()
+
+    def create_task(self, coro: Coroutine[Any, Any, T], **how: Any) -> asyncio.Task[T]:  # type: ignore[override]  # the arguments are passed on
+        """Start a task, and remember whose it is."""
+        task: asyncio.Task[T] = super().create_task(coro, **how)
+        context = how.get("context")
+        self._owners[task] = OWNER.get() if context is None else context.get(OWNER)
+        return task
+
+    def tasks_of(self, owners: Collection[str]) -> set[asyncio.Task[Any]]:
+        """Return the tasks of these owners that are not done."""
+        return {task for task in asyncio.all_tasks(self) if self._owners.get(task) in owners}
 
     def freeze(self, owner: str) -> None:
         """Stop what runs in contexts of this :data:`OWNER`, as SIGSTOP does; time goes on for it all the same."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from trinity_agents.simulation.coverage import Coverage, Transition
@@ -32,8 +32,6 @@ class Played:
     transitions: set[Transition]
     seconds: float
     """Virtual seconds."""
-    died_at: list[str] = field(default_factory=list)
-    """Points at which agents were killed."""
 
     @property
     def invariant(self) -> str | None:
@@ -55,20 +53,25 @@ class Played:
 def play(schedule: Schedule | int, kind: type[ScheduledRun] = ScheduledRun) -> Played:
     """Play a schedule, or that of a seed, and check the invariants."""
     schedule = draw(schedule) if isinstance(schedule, int) else schedule
-    with played(schedule, kind) as (run, error):
-        evidence = Evidence(run)
-        if isinstance(error, Hang | TimeoutError | StandsStill):
-            found = [(NO_HANG, f"not over after {run.seconds:.0f} virtual seconds: {error}")]
-        elif isinstance(error, AgentFailed):
-            found = [(NO_FAILURE, str(error))]
-        elif error is not None:
-            found = [(NO_ERROR, f"{type(error).__name__}: {error!r}")]
-        else:
-            found = violations(evidence)
-        run.observer.read(evidence.messages)
-        trail = [f"{time:9.3f} {who:<12} {text}" for time, who, text in run.faults.trail]
-        died_at = [bus.died_at for bus in run.lives if bus.died_at]
-        return Played(schedule, found, trail, run.observer.transitions, run.seconds, died_at)
+    try:
+        return played(schedule, _judge, kind)
+    except StandsStill as error:
+        return Played(schedule, [(NO_HANG, str(error))], [], set(), 0.0)
+
+
+def _judge(run: ScheduledRun, error: BaseException | None) -> Played:
+    evidence = Evidence(run)
+    if isinstance(error, Hang):
+        found = [(NO_HANG, f"not over after {run.seconds:.0f} virtual seconds: {error}")]
+    elif isinstance(error, AgentFailed):
+        found = [(NO_FAILURE, str(error))]
+    elif error is not None:
+        found = [(NO_ERROR, f"{type(error).__name__}: {error!r}")]
+    else:
+        found = violations(evidence)
+    run.observer.read(evidence.messages)
+    trail = [f"{time:9.3f} {who:<12} {text}" for time, who, text in run.faults.trail]
+    return Played(run.schedule, found, trail, run.observer.transitions, run.seconds)
 
 
 def shrink(failed: Played, kind: type[ScheduledRun] = ScheduledRun) -> Played:

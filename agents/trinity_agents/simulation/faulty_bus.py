@@ -19,6 +19,8 @@ from trinity_mq.testing.virtual_time import OWNER, VirtualTimeLoop
 
 QUIET = {"beat", "metrics"}
 """Kinds that pass no point: nearly all traffic is heartbeats, and nearly all faults would happen at one."""
+UNTOLD = {"weights.join"}
+"""Routing keys of what is left out of the trail: it is repeated for ever."""
 NOTICED = 20.0
 """Seconds after which the broker takes a client that stands still for gone: twice ``broker.heartbeat``."""
 RECONNECT = 0.05
@@ -73,8 +75,6 @@ class Faults:
 class FaultyBus(MemoryBus):
     """The connection of one life of an agent.
 
-    After the agent's death nothing that its tasks still do reaches anybody.
-
     Args:
         broker: See :class:`MemoryBus`, as for ``topology`` and ``config``.
         faults: What happens.
@@ -98,6 +98,7 @@ class FaultyBus(MemoryBus):
         self.life: asyncio.Task[None] | None = None
         """The agent's task, known once it runs."""
         self.dead = False
+        self.killed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.died_at: str | None = None
         self._on_end = on_end
         self._unconfirmed: list[float] = []
@@ -116,17 +117,17 @@ class FaultyBus(MemoryBus):
         return self.life
 
     def kill(self) -> None:
-        """End the agent without a chance to clean up."""
-        if self.lives and self.life is not None:
+        """End the agent as SIGKILL does: it comes to nothing any more, no ``finally`` either."""
+        if self.lives:
             self._on_end("killed")
             self.dead = True
             self.disconnect("killed")
-            self.life.cancel()
+            _loop().freeze(self.who)
+            self.killed.set_result(None)
 
     def freeze(self, seconds: float) -> None:
         """Have the agent stand still; the broker notices it after a while."""
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
+        loop = _loop()
         if not self.lives or loop.is_frozen(self.who):
             return
         self._on_end("frozen")
@@ -141,7 +142,8 @@ class FaultyBus(MemoryBus):
             self._broker.drop(self, delay=None)
 
     def _thaw(self, loop: VirtualTimeLoop) -> None:
-        loop.thaw(self.who)
+        if not self.dead:
+            loop.thaw(self.who)
         if self.lives:
             self._on_end("thawed")
             self.reconnect_in(RECONNECT)  # not before it has noticed what happened
@@ -178,7 +180,7 @@ class FaultyBus(MemoryBus):
         await self.point(f"before publishing {envelope.kind}")
         await self._dawdle()
         routed = await super().publish(exchange, routing_key, envelope, timeout=timeout)
-        if not self.dead:
+        if routing_key not in UNTOLD:
             self.faults.note(self.who, f"published {envelope.kind} {routing_key} {envelope.message_id or ''}")
         await self.point(f"published {envelope.kind}")
         again = self._unconfirmed.pop() if self._unconfirmed else None
@@ -267,7 +269,13 @@ def _acknowledging(bus: FaultyBus, delivery: Delivery) -> Callable[[], Awaitable
     return acked
 
 
+def _loop() -> VirtualTimeLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    return loop
+
+
 async def forever() -> Never:
-    """Wait until cancelled."""
+    """Wait: the agent that does is dead."""
     await asyncio.Event().wait()
     raise AssertionError("nobody sets it")

@@ -9,10 +9,10 @@ import tempfile
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 from structlog.testing import capture_logs
@@ -46,7 +46,7 @@ from trinity_mq.messages import BatchReady, decode_any
 from trinity_mq.runtime.agent import Agent
 from trinity_mq.runtime.deliveries import EXPERIENCES, CrashNotes
 from trinity_mq.runtime.errors import RestartMe, first_leaf
-from trinity_mq.testing.virtual_time import run_virtually
+from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
 
 IN_MEMORY = Path("/dev/shm")
 """A file system on which saving costs nothing, where there is one."""
@@ -58,8 +58,7 @@ END_PATIENCE = 30.0
 """Seconds in which agents end by themselves once the explorer has ended; then they are drained."""
 COSTLY = Cut | BrokerRestart | Alarm | Drain | EngineDeath | KeptWeights | BrokenTransfer | Outage | Freeze
 """Faults that may cost a batch its age or an engine its weights."""
-DAWDLING = 1.0
-"""Virtual seconds beyond :data:`LIMIT` for the end of the agents of a hung run."""
+T = TypeVar("T")
 
 
 class Hang(Exception):
@@ -190,7 +189,7 @@ class ScheduledRun(Simulation):
             self.living[name] = agent
             life = bus.begin(agent.run)
             over = asyncio.create_task(self._drained(agent))
-            await asyncio.wait([life])
+            await asyncio.wait([life, bus.killed], return_when=asyncio.FIRST_COMPLETED)
             del self.living[name]
             over.cancel()
             if bus.dead:
@@ -269,8 +268,24 @@ class ScheduledRun(Simulation):
         if waiting:
             raise Hang("; ".join(waiting))
         await run
-        here = asyncio.current_task()
-        self.left_running = sorted(f"{task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks() - {here})
+        left = asyncio.all_tasks() - self._of_the_dead() - {asyncio.current_task()}
+        self.left_running = sorted(f"{task.get_name()}: {task.get_coro()}" for task in left)
+
+    def _of_the_dead(self) -> set[asyncio.Task[Any]]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        return loop.tasks_of({bus.who for bus in self.lives if bus.dead})
+
+    async def bury(self) -> None:
+        """End the tasks of killed agents, once nobody looks at the run: what they do now counts for nothing."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        for bus in self.lives:
+            loop.thaw(bus.who)
+        while tasks := self._of_the_dead():
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _deadline(self) -> None:
         await asyncio.sleep(LIMIT)
@@ -353,19 +368,29 @@ def drawn(seed: int) -> Iterator[None]:
             random.setstate(state)
 
 
-@contextmanager
-def played(
-    schedule: Schedule, kind: type[ScheduledRun] = ScheduledRun
-) -> Iterator[tuple[ScheduledRun, Exception | None]]:
-    """Play a schedule to its end; yields the run, its folder still there, and what ended it, None where it is over."""
-    with ExitStack() as stack:
-        memory = str(IN_MEMORY) if os.access(IN_MEMORY, os.W_OK) else None
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="simulation-", dir=memory)))
-        run = kind(folder, schedule=schedule)
-        error: BaseException | None = None
-        with drawn(schedule.seed), capture_logs(), run.observer.watching():
+def played(schedule: Schedule, judge: Callable[[ScheduledRun, BaseException | None], T], kind: type[ScheduledRun]) -> T:
+    """Play a schedule to its end.
+
+    Args:
+        schedule: What happens.
+        judge: Is given the run, its folder still there, and what ended it, None where it is over; its answer is
+            returned.
+        kind: Of the run.
+    """
+    memory = str(IN_MEMORY) if os.access(IN_MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="simulation-", dir=memory) as folder, drawn(schedule.seed), capture_logs():
+        run = kind(Path(folder), schedule=schedule)
+
+        async def to_the_end() -> T:
+            error: BaseException | None = None
             try:
-                run_virtually(run.suffer(), limit=LIMIT + DAWDLING)
+                await run.suffer()
             except Exception as ended:
                 error = first_leaf(ended)
-        yield run, error
+            try:
+                return judge(run, error)
+            finally:
+                await run.bury()
+
+        with run.observer.watching():
+            return run_virtually(to_the_end())
