@@ -8,7 +8,7 @@ import asyncio
 import contextvars
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Never
 
 from trinity_agents.simulation.schedule import Delay, Freeze, Jitter, Kill, LostConfirm, Repeats, Role, Schedule
@@ -258,7 +258,7 @@ class LateConsumer(Consumer):
         return delivery
 
 
-def _acknowledging(bus: FaultyBus, delivery: Delivery) -> Callable[[], Awaitable[None]]:
+def _acknowledging(bus: FaultyBus, delivery: Delivery) -> Callable[[], Coroutine[Any, Any, None]]:
     ack = delivery.ack
 
     async def acked() -> None:

@@ -268,6 +268,8 @@ class ScheduledRun(Simulation):
         if waiting:
             raise Hang("; ".join(waiting))
         await run
+        for engine in self.engines.values():
+            await engine.end()
         left = asyncio.all_tasks() - self._of_the_dead() - {asyncio.current_task()}
         self.left_running = sorted(f"{task.get_name()}: {task.get_coro()}" for task in left)
 

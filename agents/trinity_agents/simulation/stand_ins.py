@@ -5,6 +5,7 @@ weights that an engine really held when it was sampled, apart from the version t
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
@@ -68,6 +69,8 @@ class SimulatedEngine(FakeEngine):
         self._mode, self._token_seconds, self._keeps = settings.pause_mode, settings.token_seconds, keeps
         self._life = self._received = self._aborts = self._requests = self._sampling = 0
         self._changed = Notifier()
+        self._working: set[asyncio.Task[Any]] = set()
+        """Requests under way."""
 
     async def generate(self, pinned: Version | None) -> list[tuple[Version, Version]]:
         """Return, for each token, the weights that sampled it and the version stamped on it.
@@ -76,6 +79,22 @@ class SimulatedEngine(FakeEngine):
             EngineLost: It died, serves nothing, or the request was aborted.
             VersionMismatch: It holds other weights than those that the request is pinned to.
         """
+        # in the engine's process: it goes on where the runner that asks is killed or stands still
+        work = asyncio.get_running_loop().create_task(self._generate(pinned), context=contextvars.Context())
+        self._working.add(work)
+        work.add_done_callback(self._working.discard)
+        try:
+            return await asyncio.shield(work)
+        finally:
+            work.cancel()
+
+    async def end(self) -> None:
+        """End what it still does for runners that were killed."""
+        for work in self._working:
+            work.cancel()
+        await asyncio.gather(*self._working, return_exceptions=True)
+
+    async def _generate(self, pinned: Version | None) -> list[tuple[Version, Version]]:
         life, aborts = self._life, self._aborts
         await self._serves(life)
         if pinned is not None and self.snapshot.version != pinned:
@@ -263,8 +282,7 @@ class Workflows:
                 for run in range(task_slice.run_base, task_slice.run_base + task_slice.repeat_times):
                     await self._run(task_slice, run, models, results)
         except TimeoutError:
-            late = f"not done within the {task_slice.slice_timeout:g} s of the slice"
-            results.add_failure(Failure(late, "timeout"))
+            results.failure = Failure(f"not done within the {task_slice.slice_timeout:g} s of the slice", "timeout")
         return results.outcome(loop.time() - started)
 
     async def run(
